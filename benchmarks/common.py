@@ -248,14 +248,14 @@ def matmul_rate() -> float:
     """FLOP/s of a large product in the precision that is trained in, by the faster library."""
     import torch
 
-    from nemo_aligner.distributed.cpu_products import linear_by_pieces
+    from nemo_aligner.distributed.cpu_products import linear_in_chunks
 
     gpu = torch.cuda.is_available()
     size = 8192 if gpu else 2048
     dtype, device = (torch.bfloat16, "cuda") if gpu else (torch.float32, "cpu")
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     best = float("inf")
-    for multiply in (torch.matmul,) if gpu else (torch.matmul, linear_by_pieces):
+    for multiply in (torch.matmul,) if gpu else (torch.matmul, linear_in_chunks):
         for _ in range(5):
             start = time.perf_counter()
             multiply(a, b).sum().item()

@@ -4,11 +4,12 @@
 #                              what is missing, and does nothing where nothing is
 #
 # NEMO_ALIGNER_PYTHON names the Python to make .venv with (default: the first of 3.11, 3.12, 3.10).
-# The CPU install takes torch 2.13.0. Where pip's index has no CPU build of it, put PyTorch's own CPU
-# index into PIP_EXTRA_INDEX_URL, or pip brings the CUDA packages along.
+# Without a GPU it takes torch 2.13.0 from PyTorch's own CPU index beside pip's, whose build may bring
+# the CUDA packages along.
 
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 CPU_TORCH="torch==2.13.0"
+CPU_INDEX="https://download.pytorch.org/whl/cpu"
 
 has_gpu() {
     command -v nvidia-smi > /dev/null 2>&1 && nvidia-smi -L 2> /dev/null | grep -q GPU
@@ -121,7 +122,7 @@ use_environment() {
             _pip_install "torch>=2.8" || return 1
         else
             echo "installing $CPU_TORCH for the CPU (a few minutes)"
-            _pip_install "$CPU_TORCH" || return 1
+            _pip_install "$CPU_TORCH" --extra-index-url "$CPU_INDEX" || return 1
         fi
     fi
     echo "installing nemo_aligner with $extras and what it needs (a few minutes)"

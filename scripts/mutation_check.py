@@ -61,7 +61,7 @@ class Mutant:
 
 
 def nodes_in_functions(node: ast.AST, name: str, statement: int) -> Iterator[tuple[Any, str, int]]:
-    """What a function runs when it is called, with its name and its statement's first line.
+    """Yield the nodes that a call of a function runs, with its name and the statement's line.
 
     What stands in f-strings is for people to read, and left out.
     """
@@ -349,7 +349,7 @@ class Check:
                     self.covering[path, int(line)] |= report["seconds"].keys() & tests
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """Those that cover the line, of the module's own folder first, and short ones first."""
+        """List the tests that cover the line, those of the module's own folder first."""
         own, statement = mutant.lines
         found = self.covering[mutant.path, own] or self.covering[mutant.path, statement]
         beside = tests_beside(mutant.path)

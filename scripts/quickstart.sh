@@ -3,9 +3,15 @@
 # model on pairs, evaluate it, serve it, and ask it for the rewards of two replies.
 #
 #   bash scripts/quickstart.sh           on a small model and a demo set of pairs
-#   bash scripts/quickstart.sh --help    with your own data and model, and other settings
+#   bash scripts/quickstart.sh --help    its options, for your own data and model; installs nothing
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+case " $* " in
+    *" --help "* | *" -h "*)
+        python="$(_find_python)"
+        PYTHONPATH="$REPO" exec "$python" -m nemo_aligner quickstart --help
+        ;;
+esac
 use_environment serving,gateway,gguf,report
 exec nemo-aligner quickstart "$@"

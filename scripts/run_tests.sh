@@ -9,6 +9,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 
+if [ "${1:-}" = --help ]; then
+    sed -n '2,/^set/s/^# //p' scripts/run_tests.sh
+    exit
+fi
 tier=(--quick)
 if [ "${1:-}" = --all ]; then
     tier=()

@@ -143,7 +143,7 @@ def test_work_without_a_measure_says_how_long_it_takes(
     with waiting_for("loading", tell, first=0.01):
         assert enough.wait(10)
     count = len(said)
-    assert said[:2] == ["loading: 0 s so far", "loading: 0 s so far"]
+    assert said[:2] == ["loading (0 s)", "loading (0 s)"]
     time.sleep(0.1)
     assert len(said) == count
     # What is soon over says nothing, neither does text in a log file change.

@@ -71,9 +71,12 @@ def test_a_loss_learns_from_the_columns_that_it_names(
     assert (float(total), int(count)) == (0.5, 3)
     # Labels that are missing have no part in it.
     objective = sys.modules["my_objectives"].MarginHinge()
-    labels = LabelColumns.of(["label_margin"], torch.tensor([[2.0], [0.0]]))
-    total, _ = objective.loss(torch.zeros(4, 1), Records.of([0, 1], [2, 2], labels))
-    assert float(total) == 2.0
+    labels = LabelColumns.of(["label_margin"], torch.tensor([[2.0], [torch.nan]]))
+    outputs = torch.zeros(4, 1, requires_grad=True)
+    total, _ = objective.loss(outputs, Records.of([0, 1], [2, 2], labels))
+    total.backward()
+    assert total.item() == 2.0
+    assert torch.isfinite(outputs.grad).all()
     path.write_text(json.dumps({key: rows[0][key] for key in ("prompt", "chosen", "rejected")}))
     with pytest.raises(DataError, match=r"pairs.jsonl:1: missing key 'label_margin'"):
         build_training_data(config, contracts(), tokenizer)

@@ -149,7 +149,9 @@ def test_conflict_with_nvidias_distribution_is_one_error(tmp_path: Path) -> None
 
 
 def test_install_lines_are_of_the_checkout_or_a_wheel_and_name_extras_that_there_are() -> None:
-    extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    project = (ROOT / "pyproject.toml").read_text()
+    optional = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    extras = set(re.findall(r"^(\w+) = \[", optional, re.MULTILINE))
     files = [*PAGES, *(ROOT / "nemo_aligner").rglob("*.py"), *(ROOT / "scripts").rglob("*.sh")]
     files += [ROOT / "Dockerfile", ROOT / "mkdocs.yml", *(ROOT / "benchmarks").glob("*.py")]
     wrong = []
@@ -161,6 +163,8 @@ def test_install_lines_are_of_the_checkout_or_a_wheel_and_name_extras_that_there
             if re.search(r"[ \"']nemo[_-]aligner\b", line) or unknown:
                 wrong.append(f"{name_of(path)}: {line}")
     assert wrong == []
+    readme = (ROOT / "README.md").read_text()
+    assert {name for name in extras if not re.search(rf"\b{name}\b[`,\]]", readme)} == set()
 
 
 def test_extras_bring_all_that_is_imported_with_them_alone() -> None:

@@ -65,9 +65,9 @@ def test_readout_of_other_numbers_is_refused() -> None:
         (("mean", ((0, 1),)), "got 'mean', wanted bins or quantiles"),
         (("bins", ((0, 1), (0, 1, 2))), "attributes of different numbers of outputs"),
         (("bins", ()), "different numbers"),
-        (("bins", ((1,),)), r"got \[1\], wanted 2 to 1000 numbers that go up"),
-        (("bins", ((1, 1),)), "numbers that go up"),
-        (("bins", ((0, math.inf),)), "numbers that go up"),
+        (("bins", ((1,),)), r"got \[1\], wanted 2 to 1000 ascending numbers"),
+        (("bins", ((1, 1),)), "ascending numbers"),
+        (("bins", ((0, math.inf),)), "ascending numbers"),
         (("quantiles", ((0.1, 0.9),)), "with 0.5, which is the reward"),
         (("quantiles", ((0.0, 0.5),)), "wanted levels between 0 and 1"),
     ]

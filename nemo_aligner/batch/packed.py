@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_aligner.utils.host_transfer import to_device
 
-# Which rewards of ranked completions make pairs.
+# Pairs of rewards of ranked completions.
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PairRows:
         return values[_on(self.records, values)]
 
     def sum_and_count(self, losses: Tensor) -> tuple[Tensor, Tensor]:
-        """Of ``losses [P]`` the sum over records of the mean of their pairs; of how many records.
+        """Sum over records of the mean of their pairs' ``losses [P]``, and how many records.
 
         The pairs of a prompt count as one (Ouyang et al. 2022, section 3.5): they are no more
         independent of each other than its completions.
@@ -96,7 +96,7 @@ def _pairs_of_size(starts: Tensor, size: int) -> Tensor:
     return (starts[:, None, None] + pairs).view(-1, 2)
 
 
-# What two sequences of tokens begin with together.
+# Common prefixes of token sequences.
 
 # Fewer tokens are not worth a segment of their own.
 _MIN_PREFIX = 8
@@ -106,7 +106,7 @@ TokenIds: TypeAlias = "Sequence[int] | np.ndarray | Tensor"
 
 
 def common_prefix(first: TokenIds, second: TokenIds) -> int:
-    """How many tokens two sequences begin with together, where that is worth a segment, else 0.
+    """Length of two sequences' common prefix if it is worth a segment, else 0.
 
     It is less than the shorter one's length, as every sequence needs a last token of its own. Lists
     are made arrays each time.
@@ -121,12 +121,12 @@ def common_prefix(first: TokenIds, second: TokenIds) -> int:
 
 
 def prefix_of_all(sequences: Sequence[TokenIds]) -> int:
-    """How many tokens all of them begin with together, by the same rule; 0 for a lone one."""
+    """Length of the common prefix of all, by the same rule; 0 for a single one."""
     first, *others = sequences
     return min((common_prefix(first, other) for other in others), default=0)
 
 
-# What sequences and packs have to do with a pool of keys and values that were computed before.
+# Sequences and packs that use a pool of keys and values computed before.
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +149,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """What a pack takes from a pool of keys and values, and what it leaves there.
+    """Keys and values that a pack takes from a pool, and those that it stores there.
 
     Attributes:
         lengths: tokens of the pack's P cached segments, C in all.
@@ -177,7 +177,7 @@ Tokens = Sequence[int] | np.ndarray | Tensor
 
 @dataclass(frozen=True)
 class LabelColumns:
-    """What people said of R records, in C named columns.
+    """Labels of R records in C named columns.
 
     Attributes:
         names: C names.
@@ -197,7 +197,7 @@ class LabelColumns:
 
     @classmethod
     def none(cls, records: int) -> LabelColumns:
-        """No column, for ``records`` records."""
+        """Labels without a column, for ``records`` records."""
         return cls.of((), torch.zeros(records, 0))
 
     def centred_on(self, means: Mapping[str, float]) -> LabelColumns:

@@ -1,6 +1,4 @@
-"""Names and shapes of a decoder's tensors in Megatron, and the default names of a reward model's
-outputs.
-"""
+"""Names and shapes of a decoder's tensors in Megatron, and names of a reward model's outputs."""
 
 from __future__ import annotations
 
@@ -9,25 +7,25 @@ from collections.abc import Sequence
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import ConfigError
 
-# Which weights a decoder has: Megatron's names, without a prefix, and whole shapes.
+# Megatron's names, without a prefix. Shapes are unsharded.
 
 EMBEDDING = "embedding.word_embeddings.weight"
-# A reward model has its head instead of this one.
+# A reward model has a head instead.
 OUTPUT_LAYER = "output_layer.weight"
 HEAD, HEAD_BIAS = "rm_head.weight", "rm_head.bias"
-# What all tensors of a reward head begin with.
+# Prefix of all tensors of a reward head.
 HEAD_PREFIX = "rm_head."
-# Numbers that a loss learns beside the weights; runs keep them, reward models do not.
+# Scalars that a loss learns beside the weights; kept in runs, left out of reward models.
 HEAD_LEARNED = "rm_head.learned"
 LAYERS = "decoder.layers."
-# What they begin with in an archive of this package, and in NeMo 1's.
+# Prefix of tensor names in archives of this package and of NeMo 1.
 PREFIX = "model."
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def model_tensors(shape: ModelShape) -> Shapes:
-    """The weights outside the layers, but for an output layer; no vocabulary padding."""
+    """Weights outside the layers, except an output layer, without vocabulary padding."""
     return {
         EMBEDDING: (shape.vocab_size, shape.hidden_size),
         **_norm(shape, "decoder.final_layernorm."),
@@ -35,7 +33,7 @@ def model_tensors(shape: ModelShape) -> Shapes:
 
 
 def layer_tensors(shape: ModelShape) -> Shapes:
-    """The weights of each layer, by their names behind ``decoder.layers.<number>.``"""
+    """Weights of a layer by their names after ``decoder.layers.<number>.``"""
     hidden, channels = shape.hidden_size, shape.kv_channels
     heads = shape.num_attention_heads * channels
     rows = heads + 2 * shape.num_query_groups * channels
@@ -65,14 +63,11 @@ def _norm(shape: ModelShape, name: str, width: int | None = None) -> Shapes:
     return {name + kind: (width or shape.hidden_size,) for kind in kinds}
 
 
-# The names of a reward model's outputs, where a checkpoint does not say them itself.
-
-
 def attribute_names(given: Sequence[str], count: int) -> tuple[str, ...]:
-    """The names that were given for ``count`` outputs, without the spaces around them.
+    """Check the names given for ``count`` outputs, and strip them.
 
     Raises:
-        ConfigError: they are too few or too many, or one is empty or there twice.
+        ConfigError: they are too few or too many, or one is empty or duplicate.
     """
     names = tuple(name.strip() for name in given)
     if len(names) != count or len(set(names)) != count or not all(names):

@@ -1,11 +1,11 @@
-"""Any checkpoint that ``open_nemo`` opens, written as an archive of this package.
+"""Import of NeMo's and Megatron's checkpoints as archives of this package.
 
-A reward model of NeMo-Aligner becomes one with a scoring contract. What its head does beyond a
-linear map is put into weights and contract, so that a score stays what it was:
+A reward model of NeMo-Aligner becomes one with a scoring contract. Anything its head does beyond a
+linear map is folded into weights and contract, so that scores stay the same:
 
     NeMo-Aligner:  (w . (W h + b) - mean) / std        here:  W' h + offset
 
-with ``w`` the attributes' weights if ``merge_attributes``, and mean and std those of
+``w`` are the attributes' weights with ``merge_attributes``, mean and std those of
 ``reward_standardization`` if it is enabled. ``offset`` is the contract's ``label_means``.
 Formulas and keys are those of NeMo-Aligner's ``RewardModelHead`` and ``MegatronGPTRewardModel``.
 """
@@ -31,7 +31,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
 from nemo_aligner.checkpoint.hf.source import tokenizer_folder
 from nemo_aligner.checkpoint.nemo.load_weights import in_memory, model_shape, unread_decoder
 from nemo_aligner.checkpoint.nemo.open import NemoFolder, open_nemo, scratch_beside, write_nemo
-from nemo_aligner.checkpoint.weights.save import UnreadTensor, dtype_of_matrices, save_unread
+from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices, save_lazy
 from nemo_aligner.config.common import Overlong, Precision, RewardModelType
 from nemo_aligner.config.dtypes import NumberFormat, format_of
 from nemo_aligner.contract.contract import ScoringContract
@@ -47,18 +47,20 @@ _HEAD_KEYS = (
     "reward_model_type", "regression", "reward_standardization", "output_sequence", "use_avg_pool",
     "force_head_dtype",
 )  # fmt: skip
-# NeMo-Aligner builds its reward model past NeMo's customisation, where these take effect.
+# Scaling that takes effect in NeMo's model customisation, which NeMo-Aligner's reward model skips.
 _IGNORED_BY_NEMO_ALIGNER = ("scale_positional_embedding", "apply_embedding_scaling")
 
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """What a checkpoint does not say itself.
+    """Facts that a checkpoint does not state itself.
 
-    ``tokenizer`` is a folder, or a model's name on the hub.
-    ``template`` is for reward models: how a conversation becomes text, by the names of
-    ``model.data.template``; ``none`` takes raw texts only. ``attributes`` name the outputs of one
-    that has several. ``keep_scaling``: see ``import_checkpoint``.
+    Attributes:
+        tokenizer: a folder, or a model's name on the hub.
+        template: for reward models, a name as in ``model.data.template``; ``none`` takes raw texts
+            only.
+        attributes: names of the outputs, if there are several.
+        keep_scaling: see ``import_checkpoint``.
     """
 
     tokenizer: str | Path | None = None
@@ -77,16 +79,16 @@ class Head:
 
 
 def import_checkpoint(source: str | Path, output: str | Path, options: ImportOptions) -> str:
-    """Write ``source`` as the archive ``output``, and say what it became; one process calls it.
+    """Write ``source`` as the archive ``output``; returns a summary. One process calls it.
 
-    No model is built, and tensors are read one after the other as they are written.
+    Builds no model: tensors are read one after the other as they are written.
 
-    NeMo-Aligner's reward models ignore rope and embedding scaling that their settings ask for, in
+    NeMo-Aligner's reward models ignore the rope and embedding scaling of their settings, in
     training as in serving. To score as they did, it is switched off unless ``keep_scaling``.
 
     Raises:
-        CheckpointError: see ``open_nemo`` and ``model_shape``; or a head that cannot be written as
-            a linear map of the last token.
+        CheckpointError: see ``open_nemo`` and ``model_shape``; or the head cannot be written as a
+            linear map of the last token.
         ConfigError: the template is missing or unfit, or a base model is given options of a reward
             model.
     """
@@ -120,7 +122,7 @@ def import_checkpoint(source: str | Path, output: str | Path, options: ImportOpt
             raise type(error)(f"{folder.source}: {error}") from error
         if head is not None:
             tensors[PREFIX + HEAD] = in_memory(head.weight)
-        save_unread(tensors, layers, scratch / "weights")
+        save_lazy(tensors, layers, scratch / "weights")
         tokenizer.save(scratch / "tokenizer")
         rules = None if contract is None else contract.to_dict()
         write_nemo(
@@ -138,7 +140,7 @@ def _refuse_reward_options(source: str | Path, options: ImportOptions) -> None:
     names = [name for name, is_given in given.items() if is_given]
     if names:
         raise ConfigError(
-            f"{source}: got {', '.join(names)}, wanted for a reward model alone; it is a base "
+            f"{source}: got {', '.join(names)}, which is for reward models; it is a base "
             f"model (no {HEAD})"
         )
 
@@ -162,10 +164,10 @@ def _summary(
 
 
 def _about_values(config: Mapping[str, Any], contract: ScoringContract) -> list[str]:
-    """A line where a critic starts from other values than NeMo-Aligner's.
+    """Note if a critic starts from other values than NeMo-Aligner's.
 
-    That one standardizes the weighted sum of the attributes; here each of them is standardized, as
-    their rewards are, which is the same where the weights sum to 1.
+    NeMo-Aligner standardizes the weighted sum of the attributes; here each of them is standardized,
+    which is the same if the weights sum to 1.
     """
     total = sum(contract.attribute_weights)
     is_standard = _section(config, "reward_standardization").get("enable")
@@ -178,10 +180,10 @@ def _about_values(config: Mapping[str, Any], contract: ScoringContract) -> list[
 
 
 def fold_head(weight: Tensor, bias: Tensor | None, config: Mapping[str, Any]) -> Head:
-    """``weight [A, hidden]`` and ``bias [A]`` as the linear map that NeMo-Aligner's head is.
+    """Fold NeMo-Aligner's head into a linear map, from ``weight [A, hidden]`` and ``bias [A]``.
 
     Raises:
-        CheckpointError: it is none: it reads every token, or their mean; or has unfit settings.
+        CheckpointError: the head reads every token or their mean, or has unfit settings.
     """
     for key in ("output_sequence", "use_avg_pool"):
         if config.get(key):
@@ -213,7 +215,7 @@ def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _numbers(section: Mapping[str, Any], key: str, count: int) -> list[float] | None:
-    """A number for each attribute; one number stands for all."""
+    """Read one number per attribute; a single number applies to all."""
     values = section.get(key)
     if values is None:
         return None
@@ -241,9 +243,9 @@ def _read_head(folder: NemoFolder, shape: ModelShape) -> Head | None:
 
 
 def _precision(
-    folder: NemoFolder, tensors: Mapping[str, UnreadTensor | list[UnreadTensor]]
+    folder: NemoFolder, tensors: Mapping[str, LazyTensor | list[LazyTensor]]
 ) -> Precision:
-    """What holds every number of the decoder's matrices, as a conversion has it."""
+    """Find the precision that holds every number of the decoder's matrices."""
     stored = []
     for key, entry in tensors.items():
         parts = entry if isinstance(entry, list) else [entry]
@@ -268,12 +270,12 @@ def _contract(
     options: ImportOptions,
     precision: Precision,
 ) -> ScoringContract:
-    """NeMo-Aligner scores the last token of a text as it stands: no BOS, no EOS is added."""
+    """Build the contract: NeMo-Aligner scores a text's last token, and adds no BOS or EOS."""
     kind = folder.config.get("reward_model_type") or RewardModelType.binary_ranking.value
     if kind not in [member.value for member in RewardModelType]:
         raise CheckpointError(f"{folder.source}: reward_model_type: got {shown(kind)}")
     count = len(head.weight)
-    # One number of several is their mean where NeMo-Aligner's settings have no weights.
+    # Without weights in its settings, NeMo-Aligner merges attributes by their mean.
     weights = [1 / count] * count
     if count > 1:
         regression = _section(folder.config, "regression")
@@ -300,7 +302,7 @@ def _template(setting: str | None, tokenizer: Tokenizer) -> str:
         raise ConfigError(
             "template: a reward model of others does not say how a conversation becomes text; "
             f"wanted 'tokenizer', {', '.join(map(repr, BUILT_IN_TEMPLATES))}, a file, or "
-            f"{RAW_TEXT!r} for texts as they stand alone"
+            f"{RAW_TEXT!r} for raw texts only"
         )
     if setting == RAW_TEXT:
         return ""

@@ -1,7 +1,7 @@
-"""Several reward models of one kind as one: their weights, added up.
+"""Weighted sums of reward models of one kind.
 
-An average of checkpoints scores better than each of them, and under another distribution
-(WARM, Rame et al. 2024, arXiv:2401.12187); past the last of two it extrapolates what training has
+An average of checkpoints scores better than each of them, and is more robust to distribution shift
+(WARM, Rame et al. 2024, arXiv:2401.12187). With weights beyond 1 it extrapolates what training has
 changed (ExPO, Zheng et al. 2024, arXiv:2404.16792): ``trained + alpha * (trained - base)``.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from nemo_aligner.checkpoint.decoder_tensors import HEAD, HEAD_PREFIX, OUTPUT_LAYER, PREFIX
 from nemo_aligner.checkpoint.nemo.load_weights import head_names, model_shape, unread_decoder
 from nemo_aligner.checkpoint.nemo.open import NemoFolder, open_nemo, scratch_beside, write_nemo
-from nemo_aligner.checkpoint.weights.save import UnreadTensor, save_unread
+from nemo_aligner.checkpoint.weights.save import LazyTensor, save_lazy
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import describe_differences
 from nemo_aligner.distributed.launch import single_process
@@ -29,15 +29,15 @@ from nemo_aligner.models.shape import ModelShape, with_lora
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
 
 _SUM_TOLERANCE = 1e-6
-# Sums of theirs are what a merged model has.
+# Contract fields whose weighted sum the merged model has.
 _SUMMED_FIELDS = ("label_means",)
-# What training on from a model may have made of its head.
+# Contract fields that training on from a model may change.
 _HEAD_FIELDS = ("reward_model_type", "attributes")
 
 
 @dataclass(frozen=True)
 class _Input:
-    """An opened reward model, and what is taken of it."""
+    """An opened reward model and its weight in the sum."""
 
     folder: NemoFolder
     shape: ModelShape
@@ -48,17 +48,17 @@ class _Input:
 def merge_checkpoints(
     sources: Sequence[str | Path], weights: Sequence[float], output: str | Path
 ) -> str:
-    """Write ``sum(weight * source)`` as the archive ``output``, and say what it is.
+    """Write ``sum(weight * source)`` as the archive ``output``; returns a summary.
 
-    No model is built: tensors are read one after the other, summed in float64 and rounded once, to
+    Builds no model: tensors are read one after the other, summed in float64 and rounded once, to
     the dtype of the last source. LoRA is folded into the weights. One process calls it.
 
     Args:
         sources: reward models of this package, of one shape and one scoring contract.
-        weights: a number for each; their sum is 1, so that a reward keeps its scale.
+        weights: one per source, with sum 1, so that rewards keep their scale.
 
     Raises:
-        ConfigError: there are not two sources or more, or the weights are unfit.
+        ConfigError: there are fewer than two sources, or the weights are unfit.
         CheckpointError: a source cannot be read, or is another kind of model than the last.
     """
     _check_weights(sources, weights)
@@ -68,8 +68,8 @@ def merge_checkpoints(
 def extrapolate(base: str | Path, trained: str | Path, alpha: float, output: str | Path) -> str:
     """Write ``trained + alpha * (trained - base)``, as ``merge_checkpoints`` does.
 
-    ``base`` is what ``trained`` began with: its head may have been of another kind, as where
-    ranking goes on from a regression of one attribute. The result is of the kind of ``trained``.
+    ``base`` is the model that ``trained`` was trained from. Its head may be of another kind, as if
+    a ranking model goes on from a regression of one attribute; the result is of ``trained``'s kind.
     """
     weights = (-alpha, 1 + alpha)
     _check_weights((base, trained), weights)
@@ -89,7 +89,7 @@ def _write(
         for other in inputs[:-1]:
             _check_alike(last, other, may_differ)
         tensors, layers = _merged(inputs)
-        save_unread(tensors, layers, scratch / "weights")
+        save_lazy(tensors, layers, scratch / "weights")
         tokenizer = last.folder.load_tokenizer()
         tokenizer.save(scratch / "tokenizer")
         contract = _merged_contract(inputs)
@@ -133,7 +133,7 @@ def _opened(folder: NemoFolder, weight: float) -> _Input:
 
 def _check_alike(last: _Input, other: _Input, may_differ: Sequence[str]) -> None:
     where = f"{other.folder.source}: it cannot be merged with {last.folder.source}"
-    # LoRA is folded into the weights, so that it may differ.
+    # LoRA may differ, because it is folded into the weights.
     mine, theirs = (
         dataclasses.asdict(dataclasses.replace(each.shape, lora=None)) for each in (last, other)
     )
@@ -154,19 +154,19 @@ def _check_alike(last: _Input, other: _Input, may_differ: Sequence[str]) -> None
 
 def _merged(
     inputs: Sequence[_Input],
-) -> tuple[dict[str, UnreadTensor], dict[str, list[UnreadTensor]]]:
+) -> tuple[dict[str, LazyTensor], dict[str, list[LazyTensor]]]:
     opened = [unread_decoder(each.folder, each.shape) for each in inputs]
     weights = [each.weight for each in inputs]
 
-    def summed(parts: Sequence[UnreadTensor]) -> UnreadTensor:
+    def summed(parts: Sequence[LazyTensor]) -> LazyTensor:
         last = parts[-1]
-        return UnreadTensor(last.shape, last.dtype, partial(_sum, parts, weights))
+        return LazyTensor(last.shape, last.dtype, partial(_sum, parts, weights))
 
-    # A reward model has no use for an output layer that its base had.
+    # A reward model does not use the output layer of its base.
     outside = [key for key in opened[0][0] if key != PREFIX + OUTPUT_LAYER]
     tensors = {key: summed([own[key] for own, _ in opened]) for key in outside}
     for name in head_names(inputs[-1].folder):
-        parts = [_unread_head(each.folder, HEAD_PREFIX + name) for each in inputs]
+        parts = [_lazy_head(each.folder, HEAD_PREFIX + name) for each in inputs]
         tensors[PREFIX + HEAD_PREFIX + name] = summed(parts)
     layers = {
         key: [summed(parts) for parts in zip(*(own[key] for _, own in opened), strict=True)]
@@ -175,12 +175,12 @@ def _merged(
     return tensors, layers
 
 
-def _unread_head(folder: NemoFolder, name: str) -> UnreadTensor:
+def _lazy_head(folder: NemoFolder, name: str) -> LazyTensor:
     size, dtype = folder.tensors[name]
-    return UnreadTensor(size, dtype, lambda: folder.store.read(folder.prefix + name))
+    return LazyTensor(size, dtype, lambda: folder.store.read(folder.prefix + name))
 
 
-def _sum(parts: Sequence[UnreadTensor], weights: Sequence[float]) -> Tensor:
+def _sum(parts: Sequence[LazyTensor], weights: Sequence[float]) -> Tensor:
     total = torch.zeros(parts[-1].shape, dtype=torch.float64)
     for part, weight in zip(parts, weights, strict=True):
         total.add_(part.read().double(), alpha=weight)
@@ -188,7 +188,7 @@ def _sum(parts: Sequence[UnreadTensor], weights: Sequence[float]) -> Tensor:
 
 
 def _merged_contract(inputs: Sequence[_Input]) -> ScoringContract:
-    """The last one's with all offsets summed; what was measured of one holds no longer."""
+    """Copy the last contract with summed offsets and without statistics that no longer hold."""
     offsets = [
         math.fsum(each.weight * each.contract.label_means[column] for each in inputs)
         for column in range(len(inputs[-1].contract.attributes))

@@ -1,11 +1,10 @@
-"""Save a training run, find it again, go on from it, and keep the best of what was saved.
+"""Checkpoints of a training run: saving in the background, resuming, and keeping the best.
 
-One folder per checkpoint, ``step_00000100/``: ``state/`` is a distributed checkpoint of weights and
-optimizer that any layout can read, ``run_state.json`` everything else. A folder is written under
-another name, synced to the disk, and then renamed: it is there whole, or not at all.
+Each has a folder, ``step_00000100/``: ``state/`` is a distributed checkpoint of weights and
+optimizer that any layout can read, ``run_state.json`` the rest. It is written under another name,
+synced to disk and then renamed, so it exists whole or not at all.
 
-Writing goes on in the background: ``save`` has the tensors copied and returns, ``publish`` gives
-the folder its name when all ranks are done.
+``save`` copies the tensors and returns; ``publish`` renames the folder once all ranks have written.
 """
 
 from __future__ import annotations
@@ -45,17 +44,16 @@ from nemo_aligner.utils.host_transfer import Wait
 
 _VERSION = 1
 _UNFINISHED = re.compile(rf"{STEP_NAME.pattern}\.(partial|removed)")
-# On other records the same metric is another: no two such values say which model is better.
+# Metrics on other validation records are not comparable.
 VALIDATED_ON = ("model.data.data_prefix.validation", "trainer.rm.limit_val_records")
 
 
 class ShardedOptimizer(Protocol):
     """An optimizer that saves its state beside the model's.
 
-    What it gives to be saved is a copy by ``copy_beside``, which may still be on its way, and then
-    stays as it is until it is asked again. Its next update leaves time to what is being copied
-    (``before_writing``). Its last one may still be on its way to the model's weights;
-    ``finish_update`` waits for it.
+    ``sharded_state_dict`` returns copies made by ``copy_beside``, which may still be in flight and
+    are overwritten by its next call. The next update waits for them (``before_writing``).
+    ``finish_update`` waits until the last update has reached the model's weights.
     """
 
     def sharded_state_dict(
@@ -69,13 +67,17 @@ class ShardedOptimizer(Protocol):
 
 @dataclass(frozen=True)
 class RunState:
-    """Everything of a run but its tensors.
+    """Everything of a run but its tensors; NaN and infinity are null in JSON.
 
-    ``step`` steps are done, on ``consumed_samples`` records. ``metrics`` are those of a validation
-    after that very step, if there was one. ``fingerprint`` names what must not change when the run
-    goes on. ``config`` and ``contract`` are for readers. ``best_value`` is the best so far of the
-    metric by which a run may end early, with the validations that came after. On the disk NaN and
-    infinity are null, as JSON has none; a metric that was comes back as NaN.
+    Attributes:
+        step: steps done.
+        consumed_samples: records trained on.
+        metrics: of a validation after this very step; empty without one.
+        fingerprint: settings that must not change when the run is resumed.
+        config: resolved settings, for readers.
+        contract: scoring contract, for readers.
+        best_value: best value so far of the metric for early stopping.
+        validations_since_best: validations after it.
     """
 
     step: int
@@ -88,25 +90,25 @@ class RunState:
     validations_since_best: int = 0
 
 
-# What states that were written before there was any do not have.
+# Fields that states of earlier versions lack.
 _ADDED = ("best_value", "validations_since_best")
 
 
 @dataclass(frozen=True)
 class Saved:
-    """One checkpoint on the disk."""
+    """A checkpoint on disk."""
 
     path: Path
     state: RunState
 
 
 class RunCheckpoints:
-    """The checkpoints of one run in ``folder``, which all ranks see; every rank calls every method.
+    """Checkpoints of a run in ``folder``, which all ranks share; all methods are collective.
 
-    The newest is always kept, and the ``save_top_k`` best by the metric ``monitor``. Of equals the
-    one with the lower loss on the same set is better: an accuracy of 1 says nothing of how clear
-    the verdicts are. Of equals in that, too, the earlier is: a later one is not worth another save.
-    What was validated on other records than ``compare_with`` says comes behind all others.
+    Keeps the newest, and the ``save_top_k`` best by the metric ``monitor``. Ties are broken by the
+    loss on the same set, since an accuracy of 1 does not tell how clear the margins are, and then
+    in favour of the earlier one, which spares a save. Checkpoints validated on other records than
+    ``compare_with`` names rank last.
     """
 
     def __init__(
@@ -128,64 +130,64 @@ class RunCheckpoints:
         self._config: Mapping[str, Any] | None = None
 
     def compare_with(self, config: Mapping[str, Any]) -> None:
-        """From now on the validations of a run with these nested settings are what counts."""
+        """Rank first what was validated on the records of these nested settings."""
         self._config = config
 
     def reserve(self, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
-        """Take the host memory that a save copies to; call it before the first save.
+        """Allocate the host memory for copies ahead of the first save.
 
-        New memory can take ten times as long to write to, so the first save would hold training up.
+        Writing to fresh pages can take ten times as long, and would hold up training.
         """
         self._copy(model, optimizer)
 
     def _copy(
         self, model: ShardedModel, optimizer: ShardedOptimizer
     ) -> tuple[dict[str, Any], Wait]:
-        """What is to be written, and what waits until all of it is in host memory."""
+        """Copy to host; returns the tensors to write, and a function that waits for the copies."""
         optimizer.finish_update()
         weights = sharded_weights(model)
-        # It is looked up by the model's own tensors, so these are copied after; and arrive after.
+        # The optimizer finds its state by the model's own tensors, so those are replaced last.
         state = optimizer.sharded_state_dict(weights)
         arrived = copy_tensors(weights, self._host)
         return {"model": weights, "optimizer": state}, arrived
 
     def clean(self) -> None:
-        """Delete what a killed save or removal left behind; call it before the first save."""
+        """Delete leftovers of a killed save or removal; call it before the first save."""
         on_main(lambda: _delete_unfinished(self.folder))
 
     def list_saved(self) -> list[Saved]:
-        """Every whole checkpoint, oldest first; a pending one is waited for."""
+        """List the complete checkpoints, oldest first, after publishing a pending one."""
         self.publish()
         return on_main(lambda: _list_saved(self.folder))
 
     def latest(self) -> Saved | None:
-        """The newest checkpoint."""
+        """Newest checkpoint."""
         saved = self.list_saved()
         return saved[-1] if saved else None
 
     def best(self) -> Saved | None:
-        """The first of ``ranked``."""
+        """Best checkpoint."""
         ranked = self.ranked()
         return ranked[0] if ranked else None
 
     def leader(self) -> Saved | None:
-        """The best so far, that which is being written among them; it is not waited for."""
+        """Best so far, including one that is still being written; does not wait for it."""
         saved = on_main(lambda: _list_saved(self.folder))
         pending = [] if self._pending is None else [self._pending[0]]
         ranked = self._ranked([*saved, *pending])
         return ranked[0] if ranked else None
 
     def ranked(self) -> list[Saved]:
-        """The checkpoints that are there and have a value of ``monitor``, the best first."""
+        """Checkpoints with a value of ``monitor``, the best first."""
         return self._ranked(self.list_saved())
 
     def candidates(self) -> list[Saved]:
-        """``ranked``, and among them those of this process that gave way to better ones."""
+        """Like ``ranked``, including this process's checkpoints that better ones replaced."""
         known = {item.path: item for item in (*self._published, *self.list_saved())}
         return self._ranked(list(known.values()))
 
     def is_among_best(self, metrics: Mapping[str, float]) -> bool:
-        """Whether a checkpoint with these metrics would be kept for them, beside a pending one."""
+        """Tell if a checkpoint with these metrics would be among the best kept."""
         if self._sort_key(metrics) is None:
             return False
         state = RunState(2**62, 0, metrics={**metrics}, config={**(self._config or {})})
@@ -196,14 +198,14 @@ class RunCheckpoints:
         return newcomer in self._ranked(saved)[: self._save_top_k]
 
     def save(self, state: RunState, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
-        """Start a checkpoint: when it returns, training may go on.
+        """Start a checkpoint; training may go on when it returns.
 
-        All tensors are copied into host memory, as much as this rank's part of the checkpoint has,
-        which the next save reuses. A GPU may still be copying; then the optimizer's next update
-        waits for it. A save that is still pending is published first.
+        Copies all tensors of this rank's part of the checkpoint to host memory, which later saves
+        reuse. On a GPU the copies may still be in flight; the optimizer's next update waits for
+        them. A pending save is published first.
 
         Raises:
-            CheckpointError: on every rank, if this one or the one before cannot be written.
+            CheckpointError: on every rank, if this checkpoint or the pending one cannot be written.
         """
         self.publish()
         path = self.folder / f"step_{state.step:08d}"
@@ -215,13 +217,13 @@ class RunCheckpoints:
 
     @property
     def is_written(self) -> bool:
-        """Whether ``publish`` has nothing to wait for on this rank."""
+        """True if ``publish`` would not have to wait for this rank."""
         return self._pending is None or self._pending[1].is_written
 
     def publish(self) -> Saved | None:
-        """Give a pending checkpoint its name, once all ranks have written it; None if none is.
+        """Rename a pending checkpoint once all ranks have written it; None if there is none.
 
-        Those that are then neither the newest nor among the best are deleted.
+        Then deletes those that are neither the newest nor among the best.
 
         Raises:
             CheckpointError: on every rank, if any could not write it.
@@ -237,9 +239,7 @@ class RunCheckpoints:
         return saved
 
     def amend(self, state: RunState) -> None:
-        """Have the checkpoint of ``state.step``, which is there, be one of ``state``.
-
-        Of a validation that came after it was saved.
+        """Replace the state of the checkpoint of ``state.step``, after a later validation.
 
         Raises:
             CheckpointError: on every rank, if it cannot be written.
@@ -250,9 +250,9 @@ class RunCheckpoints:
             on_main(self._prune)
 
     def _prune(self) -> None:
-        """Delete the checkpoints that are not kept: their names now, their files in the background.
+        """Delete the checkpoints that are not kept: rename now, remove files in the background.
 
-        Errors of the last such deletion are raised here.
+        Errors of the previous deletion are raised here.
         """
         if self._deletion is not None:
             self._deletion.result()
@@ -262,7 +262,7 @@ class RunCheckpoints:
         self._deletion = in_background(partial(_delete, doomed))
 
     def load(self, saved: Saved, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
-        """Put weights and optimizer back as they were saved, whatever the layout was.
+        """Restore weights and optimizer, whatever layout saved them.
 
         Raises:
             CheckpointError: the state does not fit the model, or is not safe to read.
@@ -277,7 +277,7 @@ class RunCheckpoints:
         optimizer.load_state_dict(state["optimizer"], saved.state.step)
 
     def load_model(self, saved: Saved, model: ShardedModel) -> None:
-        """Put back the weights alone.
+        """Restore the weights only.
 
         Raises:
             CheckpointError: the weights do not fit the model, or are not safe to read.
@@ -298,7 +298,7 @@ class RunCheckpoints:
         return self._config is not None and not same_validation(state.config, self._config)
 
     def _sort_key(self, metrics: Mapping[str, float]) -> tuple[float, float] | None:
-        """Smaller is better; None for what cannot be ranked."""
+        """Key by which smaller is better; None if ``monitor`` has no value."""
         value = metrics.get(str(self.monitor), math.nan)
         if math.isnan(value):
             return None
@@ -308,13 +308,13 @@ class RunCheckpoints:
 
 
 def same_validation(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether runs of these nested settings validate on the same records."""
+    """Tell if runs of these nested settings validate on the same records."""
     first, second = flatten(one), flatten(other)
     return all(first.get(key) == second.get(key) for key in VALIDATED_ON)
 
 
 def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
-    """Refuse to go on with another model, other data, or another order of it.
+    """Refuse to resume with another model, other data, or another order of it.
 
     Raises:
         CheckpointError: it names every difference, with both values.
@@ -363,22 +363,21 @@ def _read_saved(path: Path) -> Saved:
             raise CheckpointError(f"{file}: got version {version}, wanted {_VERSION}")
         known = {item.name for item in fields(RunState)} - (set(_ADDED) - set(content))
         state = RunState(**{key: content[key] for key in known})
-        return Saved(path, replace(state, metrics=_as_numbers(state.metrics)))
+        numbers = {
+            name: math.nan if value is None else value for name, value in state.metrics.items()
+        }
+        return Saved(path, replace(state, metrics=numbers))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: wanted the state of a run: {error!r}") from error
 
 
 def _as_json(value: Any) -> Any:
-    """The value with null for every number that JSON does not have."""
+    """Replace NaN and infinity, which JSON lacks, by null."""
     if isinstance(value, Mapping):
         return {key: _as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _as_numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: math.nan if value is None else value for name, value in metrics.items()}
 
 
 def _make_empty(folder: Path) -> None:
@@ -387,15 +386,15 @@ def _make_empty(folder: Path) -> None:
 
 
 def _unnamed(path: Path) -> Path:
-    """Where a checkpoint is written before it has its name."""
+    """Path of a checkpoint while it is being written."""
     return path.with_name(path.name + ".partial")
 
 
 def _publish(saved: Saved) -> None:
-    """Give a finished folder its name, once all of it is on the disk."""
+    """Rename a finished folder once all of it is on disk."""
     path, unnamed = saved.path, _unnamed(saved.path)
     (unnamed / RUN_STATE_NAME).write_text(_as_text(saved.state), encoding="utf-8")
-    # The ranks have synced the tensors, so this is a matter of the small files.
+    # The ranks have synced the tensors already; this is for the small files.
     for folder, _, names in os.walk(unnamed):
         for name in names:
             sync_to_disk(Path(folder) / name)
@@ -421,7 +420,7 @@ def _amend(path: Path, state: RunState) -> None:
 
 
 def _take_name(path: Path) -> Path:
-    """Rename a checkpoint that is to be deleted, so that half a one is never taken for one."""
+    """Rename a checkpoint before deleting it, so that a half-deleted one is not listed."""
     doomed = path.with_name(path.name + ".removed")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)

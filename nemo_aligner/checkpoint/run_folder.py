@@ -1,4 +1,4 @@
-"""What lies in the folder of a training run, by name."""
+"""Layout of a training run's folder, and the error for a run given in place of a model."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ TRACKING_NAME = "tracking.json"
 
 
 def refuse_run(folder: Path, source: Path) -> None:
-    """Say where the model of a run lies whose folder was given for a model, or one inside it.
+    """Raise if ``folder`` is a training run or part of one, and say where its model is.
 
-    ``source`` names it in errors.
+    Args:
+        source: name of the folder in errors.
 
     Raises:
         CheckpointError: it is one.
@@ -40,12 +41,12 @@ def refuse_run(folder: Path, source: Path) -> None:
     if steps:
         advice = f"its training with trainer.rm.max_steps={steps[-1]} writes {model}"
     raise CheckpointError(
-        f"{source}: got {what}, wanted a model; the run has not come to its end: {advice}"
+        f"{source}: got {what}, wanted a model; the run has not finished: {advice}"
     )
 
 
 def _find_run(folder: Path) -> tuple[str, Path | None]:
-    """What a folder is of a run, and the run's folder of checkpoints; None if of no run."""
+    """Describe a folder as part of a run, and find the run's checkpoints; None if it is none."""
     if (folder / RUN_STATE_NAME).is_file():
         return "a checkpoint of a training run", folder.parent
     if folder.name == STATE_NAME and (folder.parent / RUN_STATE_NAME).is_file():
@@ -63,9 +64,6 @@ def _holds_checkpoints(folder: Path) -> bool:
 
 
 def _steps(checkpoints: Path) -> list[int]:
-    found = (STEP_NAME.fullmatch(path.parent.name) for path in _states(checkpoints))
+    states = checkpoints.glob(f"step_*/{RUN_STATE_NAME}")
+    found = (STEP_NAME.fullmatch(path.parent.name) for path in states)
     return [int(match[1]) for match in found if match is not None]
-
-
-def _states(checkpoints: Path) -> list[Path]:
-    return list(checkpoints.glob(f"step_*/{RUN_STATE_NAME}"))

@@ -1,4 +1,4 @@
-"""Text, YAML and JSON of anyone, as plain data of bounded size; nothing in it is run."""
+"""Text, YAML and JSON from untrusted files, as plain data of bounded size."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ _MAX_DIGITS = 400
 
 
 def read_yaml(path: Path, where: str) -> dict[str, Any]:
-    """A YAML file that holds one mapping; aliases may repeat little.
+    """Read a YAML file that holds one mapping, with few aliases.
 
-    ``where`` names the file in errors.
+    Args:
+        where: name of the file in errors.
 
     Raises:
-        CheckpointError: it is missing, too large, of another kind, or has tags that name code.
+        CheckpointError: it is missing, too large, no mapping, or has tags that name code.
     """
     text = read_text(path, where)
     try:
@@ -36,7 +37,7 @@ def read_yaml(path: Path, where: str) -> dict[str, Any]:
 
 
 def read_json(path: Path, where: str) -> dict[str, Any]:
-    """A JSON file that holds one object; raises as ``read_yaml`` does."""
+    """Read a JSON file that holds one object; raises as ``read_yaml`` does."""
     try:
         content = json.loads(read_text(path, where))
     except (ValueError, RecursionError) as error:
@@ -46,7 +47,7 @@ def read_json(path: Path, where: str) -> dict[str, Any]:
 
 
 def read_text(path: Path, where: str) -> str:
-    """A small UTF-8 file."""
+    """Read a small UTF-8 file; raises as ``read_yaml`` does."""
     if not path.is_file():
         raise CheckpointError(f"{where}: no such file")
     if path.stat().st_size > MAX_TEXT_BYTES:
@@ -74,7 +75,7 @@ def _check_depth(content: Any, where: str, depth: int = 0) -> None:
 
 
 def _check_size(root: yaml.Node, where: str) -> None:
-    """Refuse aliases that would unfold to more than a config needs, or to no end."""
+    """Refuse aliases that expand to more nodes than a config needs, or form a cycle."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node, depth: int) -> int:
@@ -86,7 +87,7 @@ def _check_size(root: yaml.Node, where: str) -> None:
                 raise CheckpointError(f"{where}: a number of {len(node.value)} digits")
             parts = [] if is_leaf else node.value
             pairs = (part if isinstance(part, tuple) else (part,) for part in parts)
-            # A long text counts as several values.
+            # Long texts count by their length: an alias may repeat them, too.
             own = 1 + (len(node.value) // 10 if is_leaf else 0)
             sizes[id(node)] = own + sum(size(child, depth + 1) for pair in pairs for child in pair)
         return sizes[id(node)]

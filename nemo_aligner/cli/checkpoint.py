@@ -14,7 +14,7 @@ Convert a Hugging Face model or a .gguf file into a .nemo archive.
 
   nemo-aligner convert --input path/to/hf_folder --output base.nemo
 
-A *ForSequenceClassification becomes a reward model, anything else a base model to train one from.
+A *ForSequenceClassification becomes a reward model, any other model a base to train one from.
 """
 
 
@@ -39,7 +39,7 @@ def convert_parser() -> Parser:
     )
     rules.add_argument(
         "--seq-length", type=positive, metavar="N",
-        help="the most tokens of a text; default: what it was made for, but at most 4096",
+        help="longest text in tokens; default: the model's own limit, but at most 4096",
     )  # fmt: skip
     rules.add_argument(
         "--attributes", type=names, metavar="A,B", help="names of its outputs; default: id2label"
@@ -48,7 +48,7 @@ def convert_parser() -> Parser:
 
 
 def run_convert(options: argparse.Namespace) -> int:
-    """Write the archive, and say what is in it."""
+    """Write the archive, and print a summary."""
     from nemo_aligner.checkpoint.hf.classifier import ContractOptions
     from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
     from nemo_aligner.config.common import Precision
@@ -80,28 +80,36 @@ def import_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help=".nemo to write")
     parser.add_argument(
-        "--tokenizer", metavar="FOLDER", help="with a tokenizer.json, or a name on the hub; "
-        "default: its own",
+        "--tokenizer", metavar="FOLDER", help="folder with a tokenizer.json, or a name on the hub; "
+        "default: the checkpoint's own",
     )  # fmt: skip
     parser.add_argument(
-        "--config", type=Path, metavar="YAML", help="model_config.yaml; default: its own"
+        "--config",
+        type=Path,
+        metavar="YAML",
+        help="model_config.yaml; default: the checkpoint's own",
     )
     rules = parser.add_argument_group("of a reward model")
     rules.add_argument(
-        "--template", help="'tokenizer', a built-in name, a file, or 'none' for raw texts"
+        "--template",
+        help="chat template: 'tokenizer', a built-in name, a file, or 'none' for raw texts",
     )
     rules.add_argument(
-        "--attributes", type=names, default=(), metavar="A,B", help="names of several outputs"
+        "--attributes",
+        type=names,
+        default=(),
+        metavar="A,B",
+        help="names of the outputs, if several",
     )
     rules.add_argument(
         "--keep-scaling", action="store_true",
-        help="apply rope and embedding scaling that NeMo-Aligner's reward models left out",
+        help="apply the rope and embedding scaling that NeMo-Aligner's reward models ignore",
     )  # fmt: skip
     return parser
 
 
 def run_import(options: argparse.Namespace) -> int:
-    """Write the archive, and say what is in it."""
+    """Write the archive, and print a summary."""
     from nemo_aligner.checkpoint.importing import ImportOptions, import_checkpoint
 
     how = ImportOptions(
@@ -133,19 +141,21 @@ def export_parser() -> Parser:
     parser.add_argument(
         "--output", required=True, type=Path, metavar="FOLDER", help="the folder to make"
     )
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the body; default: as stored")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16"), help="dtype of the body; default: as stored"
+    )
     parser.add_argument(
         "--merge", action="store_true",
-        help="one output: the attributes, by the weights of the scoring contract",
+        help="write one output: the attributes, weighted as the scoring contract says",
     )  # fmt: skip
     parser.add_argument(
         "--adapter-of", metavar="MODEL",
-        help="write LoRA by itself, and not folded into the weights: for peft, which loads it onto "
-        "this base model, a folder (then it is checked) or a name",
+        help="write LoRA as an adapter for peft instead of folding it into the weights; MODEL is "
+        "the base model that peft loads: a folder (then the result is checked) or a name",
     )  # fmt: skip
     parser.add_argument(
         "--max-shard-size", type=_bytes, default="5GB", metavar="SIZE",
-        help="of a safetensors file (default: 5GB)",
+        help="largest safetensors file (default: 5GB)",
     )  # fmt: skip
     parser.add_argument(
         "--base-license", default="unknown", metavar="NAME",
@@ -155,7 +165,7 @@ def export_parser() -> Parser:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Write the folder, and say how it was checked."""
+    """Write the folder, and print how it was checked."""
     print(
         export_archive(
             options.input,
@@ -196,17 +206,17 @@ def merge_parser() -> Parser:
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help=".nemo to write")
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
-        "--weights", type=_numbers, metavar="W,W", help="of each input; default: all the same"
+        "--weights", type=_numbers, metavar="W,W", help="weight of each input; default: all equal"
     )
     how.add_argument(
         "--extrapolate", type=float, metavar="ALPHA",
-        help="of two inputs: second + ALPHA * (second - first), ExPO; 0.3 to 0.5 is usual",
+        help="two inputs: second + ALPHA * (second - first) (ExPO); 0.3 to 0.5 is usual",
     )  # fmt: skip
     return parser
 
 
 def run_merge(options: argparse.Namespace) -> int:
-    """Write the archive, and say what it is made of."""
+    """Write the archive, and print what it is made of."""
     from nemo_aligner.checkpoint.merge import extrapolate, merge_checkpoints
     from nemo_aligner.utils.errors import ConfigError
 

@@ -10,7 +10,7 @@ from nemo_aligner.cli import main
 from nemo_aligner.cli.parser import PROGRAM, Parser
 
 _COMPLETION = """\
-Completion of verbs, flags and settings with the Tab key.
+Complete verbs, flags and settings with the Tab key.
 
 In ~/.bashrc: eval "$(nemo-aligner completion bash)"; in ~/.zshrc the same with zsh; for fish:
 
@@ -26,7 +26,7 @@ def completion_parser() -> Parser:
 
 
 def run_completion(options: argparse.Namespace) -> int:
-    """What the shell is to run once."""
+    """Print the script that the shell runs once."""
     shell = "bash" if options.shell == "zsh" else options.shell
     print(argcomplete.shellcode([PROGRAM], shell=shell))
     return 0

@@ -15,7 +15,7 @@ _SETTING = re.compile(r"\w+(\.\w+)*=.*")
 
 
 def data_file(text: str) -> str:
-    """A file's name, the type of arguments; a setting is not taken for one."""
+    """Check an argument that names a file; refuse one that looks like a setting."""
     if _SETTING.fullmatch(text) and not Path(text).exists():
         raise argparse.ArgumentTypeError(
             f"got the setting {text}, wanted a file: this verb takes options, as --format NAME or "
@@ -25,7 +25,7 @@ def data_file(text: str) -> str:
 
 
 def add_format(parser: Parser) -> None:
-    """How a file is read: its format, and the labels of ratings."""
+    """Add the options that say how to read a file: its format, and the labels of ratings."""
     parser.add_argument(
         "--format", default="auto", metavar="NAME", help="as model.data.format (default: auto)"
     )
@@ -37,7 +37,7 @@ def add_format(parser: Parser) -> None:
     )
     parser.add_argument(
         "--loss-mask-val", type=float, default=-100.0, metavar="NUMBER",
-        help="a missing label (default: -100)",
+        help="number that means a missing label (default: -100)",
     )  # fmt: skip
 
 
@@ -47,23 +47,27 @@ Write a data set of the Hugging Face hub to a file of JSON lines.
   nemo-aligner data fetch nvidia/HelpSteer2 --output helpsteer2.jsonl
   nemo-aligner data fetch Anthropic/hh-rlhf --split test --output heldout.jsonl
 
-It needs the extra hub, and a network; training then needs neither.
+This needs the extra hub and a network; training then needs neither.
 """
 
 
 def fetch_parser() -> Parser:
     """The options of ``nemo-aligner data fetch``."""
     parser = Parser("data fetch", _FETCH)
-    parser.add_argument("name", metavar="NAME", help="owner/name, or a local folder of one")
+    parser.add_argument(
+        "name", metavar="NAME", help="owner/name, or a local folder with a data set"
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="to write")
     parser.add_argument("--split", default="train", metavar="SPLIT", help="default: train")
-    parser.add_argument("--subset", metavar="SUBSET", help="its configuration, if it has several")
+    parser.add_argument(
+        "--subset", metavar="SUBSET", help="configuration of the data set, if it has several"
+    )
     parser.add_argument("--revision", metavar="REVISION", help="default: the newest")
     return parser
 
 
 def run_fetch(options: argparse.Namespace) -> int:
-    """Fetch it, and say how many rows there are."""
+    """Fetch the data set, and print how many rows it has."""
     from nemo_aligner.data.files import fetch
 
     count = fetch(options.name, options.output, options.split, options.subset, options.revision)
@@ -76,18 +80,18 @@ Look at preference data as training will see it, without a model.
 
   nemo-aligner data inspect pairs.jsonl --tokenizer base.nemo
 
-One table per file: records, what is dropped and why, ties, duplicates, lengths, how often the
-longer reply is the chosen one. --train names the training files, whose prompts none of the others
-should have. With --tokenizer lengths are tokens, and --show N prints the first N records exactly
-as they are tokenized, special tokens in brackets or, on a terminal, in reverse. The exit code is 1
-where a file cannot be read, or has malformed records; the others are shown.
+Prints a table per file: records, what is dropped and why, ties, duplicates, lengths, how often the
+longer reply is the chosen one. --train names the training files; their prompts should not occur in
+the others. With --tokenizer, lengths are in tokens, and --show N prints the first N records exactly
+as they are tokenized, with special tokens in brackets or, on a terminal, in reverse video. If a
+file cannot be read or has malformed records, the others are still shown and the exit code is 1.
 """
 
 
 def inspect_parser() -> Parser:
     """The options of ``nemo-aligner data inspect``."""
     parser = Parser("data inspect", _INSPECT)
-    parser.add_argument("files", nargs="+", type=data_file, metavar="FILE", help="what to look at")
+    parser.add_argument("files", nargs="+", type=data_file, metavar="FILE", help="files to inspect")
     parser.add_argument(
         "--train", nargs="+", type=data_file, default=[], metavar="FILE", help="training files"
     )
@@ -113,7 +117,7 @@ def inspect_parser() -> Parser:
 
 
 def run_inspect(options: argparse.Namespace) -> int:
-    """Tables, and the first records of every file."""
+    """Print tables, and the first records of every file."""
     from nemo_aligner.checkpoint.nemo.reward_model import read_or_build_text_rules
     from nemo_aligner.data.formats.base import PairKeys
     from nemo_aligner.data.inspect import Inspection, inspect_files
@@ -125,8 +129,13 @@ def run_inspect(options: argparse.Namespace) -> int:
             overlong=Overlong(options.overlong),
             template=options.template,
         )
-        rules = read_or_build_text_rules(options.tokenizer, data, options.attributes)
-        print(f"scoring contract: {rules[1].hash}")
+        tokenizer, contract, is_built = read_or_build_text_rules(
+            options.tokenizer, data, options.attributes
+        )
+        rules = tokenizer, contract
+        # A run's own precision, objective and label means are in its hash, too.
+        which = " of these options (not yet of a training run)" if is_built else ""
+        print(f"scoring contract{which}: {contract.hash}")
     how = Inspection(
         rules=rules,
         show=options.show,
@@ -148,19 +157,19 @@ Split a file of preference data by prompt: train.jsonl and heldout.jsonl.
 
   nemo-aligner data split pairs.jsonl --output data --heldout 0.1
 
-Every format that training takes is read, and lines stay as they are. All records of a prompt land
-on the same side; records that training would drop are left out and counted.
+Reads every format that training takes, and copies lines unchanged. All records of a prompt go to
+the same side; records that training would drop are left out and counted.
 """
 
 
 def split_parser() -> Parser:
     """The options of ``nemo-aligner data split``."""
     parser = Parser("data split", _SPLIT)
-    parser.add_argument("input", type=Path, metavar="FILE", help="what to split")
+    parser.add_argument("input", type=Path, metavar="FILE", help="file to split")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="to make")
     parser.add_argument(
         "--heldout", type=fraction, default=0.2, metavar="FRACTION",
-        help="of the records that is held out (default: 0.2)",
+        help="share of the records to hold out (default: 0.2)",
     )  # fmt: skip
     parser.add_argument(
         "--by", choices=["prompt", "first_prompt"], default="prompt",
@@ -169,12 +178,14 @@ def split_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--similar", type=fraction, metavar="FRACTION",
-        help="keep near duplicates together, too: prompts whose sets of three consecutive words "
-        "have this Jaccard similarity or more (needs the extra `dedup`; default: only prompts "
-        "that are the same but for case and white space)",
+        help="also keep near duplicates together: prompts whose sets of three consecutive words "
+        "have at least this Jaccard similarity (needs the extra `dedup`; default: only prompts "
+        "that differ in nothing but case and white space)",
     )  # fmt: skip
     parser.add_argument(
-        "--kind", choices=[kind.value for kind in RecordKind], help="default: seen from the file"
+        "--kind",
+        choices=[kind.value for kind in RecordKind],
+        help="default: detected from the file",
     )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="default: 1")
     parser.add_argument(
@@ -190,7 +201,7 @@ def split_parser() -> Parser:
 
 
 def run_split(options: argparse.Namespace) -> int:
-    """Write the two files, and say what is in them."""
+    """Write the two files, and print what is in them."""
     from nemo_aligner.data.formats.base import PairKeys
     from nemo_aligner.data.split import Split, split_file
 
@@ -229,7 +240,7 @@ def demo_parser() -> Parser:
 
 
 def run_demo(options: argparse.Namespace) -> int:
-    """Write the two files, and say what is in them."""
+    """Write the two files, and print what is in them."""
     from nemo_aligner.data.demo import write_demo
 
     print(write_demo(options.output, options.pairs, options.heldout, options.seed))

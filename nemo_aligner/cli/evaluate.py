@@ -29,7 +29,7 @@ def evaluate_parser() -> Parser:
 
 
 def run_evaluate(options: argparse.Namespace) -> int:
-    """Print the metrics, and write what ``output``, ``output_rewards`` and ``report`` ask for."""
+    """Print the metrics, and write the files that the settings ask for."""
     config = read_settings(EvaluateConfig, options, ["data.path"])
     config.source_key()
     if config.report is not None:
@@ -51,16 +51,16 @@ Compare two reward models on the same pairs: accuracy, how sure the difference i
       output_rewards=b.jsonl
   nemo-aligner compare a.jsonl b.jsonl --flips flips.jsonl
 
-Accuracies have Wilson intervals, their difference one by bootstrap, all of 95%; p is
-McNemar's, exact. "A only" are pairs that A alone has right.
+All intervals are 95%: Wilson's for accuracies, bootstrap for their difference. p is from McNemar's
+exact test. "A only" counts pairs that only A gets right.
 """
 
 
 def compare_parser() -> Parser:
     """The options of ``nemo-aligner compare``."""
     parser = Parser("compare", _COMPARE)
-    parser.add_argument("first", type=Path, metavar="A", help="rewards of one model")
-    parser.add_argument("second", type=Path, metavar="B", help="rewards of the other")
+    parser.add_argument("first", type=Path, metavar="A", help="rewards of the first model")
+    parser.add_argument("second", type=Path, metavar="B", help="rewards of the second model")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the table as JSON")
     parser.add_argument("--flips", type=Path, metavar="FILE", help="pairs that flipped, as JSONL")
     parser.add_argument(
@@ -70,7 +70,7 @@ def compare_parser() -> Parser:
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """Print the table, and write what was asked for."""
+    """Print the table, and write the files that were asked for."""
     from nemo_aligner.evaluation.compare import (
         compare_files,
         render_compared,
@@ -94,9 +94,9 @@ Training runs and evaluations as one HTML file: curves, calibration, mistakes in
   nemo-aligner report results/first results/second --output both.html
   nemo-aligner report evaluation.jsonl
 
-A RUN is the folder of a training run, also of one that still runs or was killed, or a file that
-evaluate's output or output_rewards wrote; a .json and a .jsonl beside it belong together. Several
-are overlaid. The page needs no network, and has no script.
+A RUN is the folder of a training run, even one that is still running or was killed, or a file that
+evaluate wrote (output or output_rewards); a .json and a .jsonl of the same name belong together.
+Several runs are overlaid. The page has no script and needs no network.
 """
 
 
@@ -114,7 +114,7 @@ def report_parser() -> Parser:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Write the page, and say where it is."""
+    """Write the page, and print its path."""
     check_report("report")
     from nemo_aligner.evaluation.report.page import write_page
 
@@ -132,8 +132,8 @@ layout of 2, 4, ... processes that the model fits: each alone, all together, in 
 small packs, and in a training forward pass with and without recomputed activations; then over HTTP.
 Every reward is compared with that of its text alone at one process in fp32.
 
-Started by torchrun or srun, it takes the layouts of that many processes only, with the first of
-them as the reference, and leaves out the server. The exit code is 1 where the bar is missed.
+Under torchrun or srun it checks only the layouts of that many processes, with the first of them as
+the reference, and leaves out the server. The exit code is 1 if a difference exceeds the bar.
 """
 
 
@@ -155,13 +155,15 @@ def check_parser() -> Parser:
         help="under torchrun or srun: no layout that splits the model less (default: 1)",
     )  # fmt: skip
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="default: its own")
-    parser.add_argument("--no-server", dest="server", action="store_false", help="leave HTTP out")
+    parser.add_argument(
+        "--no-server", dest="server", action="store_false", help="skip the check over HTTP"
+    )
     parser.add_argument("--output", type=Path, metavar="JSON", help="the table for programs")
     return parser
 
 
 def run_check(options: argparse.Namespace) -> int:
-    """0 where the bar holds; rank 0 prints."""
+    """Return 0 if the bar holds, else 1; rank 0 prints."""
     from nemo_aligner.tools.check import Check, run_check
 
     check = Check(

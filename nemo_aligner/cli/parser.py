@@ -1,4 +1,4 @@
-"""The options of a verb; what is unknown is told with what may have been meant."""
+"""Parser of a verb's options, which suggests a name for an unknown one."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import re
 import shutil
 import textwrap
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NoReturn
 
-from nemo_aligner.config.describe import suggestion
+from nemo_aligner.config.describe import peer_unit, suggest_setting, suggestion
 
 PROGRAM = "nemo-aligner"
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of one verb."""
+    """Parser of the options of one verb."""
 
     def __init__(self, verb: str, description: str | None) -> None:
         super().__init__(
@@ -28,23 +29,37 @@ class Parser(argparse.ArgumentParser):
 
     # Errors about a setting ``key`` are told as ones about the flag ``--key``.
     settings_are_flags = True
+    # The settings that this verb takes as ``key=value``.
+    setting_keys: tuple[str, ...] = ()
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """The options of a command line; an unfit one ends the process with exit code 2."""
         known = re.findall(r"--[\w-]+", self.format_help())
-        for word in argv:
+        for word, following in pairwise([*argv, ""]):
             flag = word.partition("=")[0]
             if flag.startswith("--") and flag not in known:
-                self.error(f"got {word}, which is not known{did_you_mean(flag, known)}")
+                hint = did_you_mean(flag, known) or self._as_setting(word, following)
+                self.error(f"got {word}, which is not an option{hint}")
         options = self.parse_intermixed_args(argv)
         options.argv = list(argv)
         flags = known if self.settings_are_flags else []
         options.flags = {flag.lstrip("-").replace("-", "_") for flag in flags}
         return options
 
+    def _as_setting(self, word: str, following: str) -> str:
+        """Word the hint for a setting that was given as a flag, ``--lr 3`` or ``--lr=3``."""
+        flag, _, value = word.partition("=")
+        name = flag.lstrip("-").replace("-", "_")
+        key = name if name in self.setting_keys else suggest_setting(name, self.setting_keys)
+        if key is None:
+            return ""
+        if not value and not following.startswith("-") and "=" not in following:
+            value = following
+        return f"; settings have no dashes: {key}={value or 'VALUE'}{peer_unit(name, key)}"
+
     def error(self, message: str) -> NoReturn:
         """End the process: two lines on stderr, and exit code 2."""
-        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists what there is\n")
+        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists the options\n")
 
 
 def _wrapped(text: str) -> str:
@@ -59,7 +74,7 @@ def _wrapped(text: str) -> str:
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """The end of an error about ``word``; empty where nothing is near."""
+    """Return the end of an error about ``word``; empty if nothing is near."""
     near = suggestion(word, known)
     return "" if near is None else f"; did you mean {near}?"
 

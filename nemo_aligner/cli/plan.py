@@ -1,4 +1,4 @@
-"""Which parallel layouts fit on so many GPUs, what a GPU then holds, and how fast it might be."""
+"""Verb ``plan``: parallel layouts that fit, with memory per GPU and estimated speed."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from nemo_aligner.planning.planner import (
 )
 
 _PLAN = """\
-Which parallel layouts fit on so many GPUs, what a GPU then holds, and how fast it might be.
+List the parallel layouts that fit on so many GPUs, with memory per GPU and estimated speed.
 
   nemo-aligner plan --params 8B --gpus 8
   nemo-aligner plan --config base.nemo --gpus 64 --gpu-memory 141
 
-Nothing is measured here: what a step computes, sends and holds is counted. The memory was held
-against real steps (docs/performance.md); the speed rests on what --tflops, --mfu, --intra-node and
---inter-node assume. A step has --global-batch-size pairs of two sequences of --seq-length tokens
-without a common prefix: the most that the settings allow. Where memory is short, layers are
-recomputed, as few of each pipeline stage as it takes. With more than one number of GPUs the best
-layout of each is shown.
+Nothing is measured: the plan counts what a step computes, sends and holds. The memory was compared
+with real steps (docs/performance.md); the speed depends on the assumptions --tflops, --mfu,
+--intra-node and --inter-node. A step has --global-batch-size pairs of two sequences of --seq-length
+tokens without a common prefix, the most that the settings allow. If memory is short, as few layers
+of each pipeline stage as necessary are recomputed. For several numbers of GPUs the best layout of
+each is shown.
 """
 
 
@@ -60,19 +60,26 @@ def _read_shape(path: Path) -> tuple[ModelShape, str]:
 
 
 def add_flags(parser: Parser) -> None:
-    """All that ``nemo-aligner plan`` is asked for."""
+    """Add the options of ``nemo-aligner plan``."""
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument(
         "--config", type=Path, metavar="FILE", help="a model_config.yaml or a .nemo archive"
     )
-    model.add_argument("--params", metavar="SIZE", help=f"a Llama's: {', '.join(PRESETS)}")
+    model.add_argument(
+        "--params", metavar="SIZE", help=f"a Llama of this size: {', '.join(PRESETS)}"
+    )
     parser.add_argument(
-        "--gpus", type=positive, nargs="+", required=True, metavar="N", help="how many"
+        "--gpus",
+        type=positive,
+        nargs="+",
+        required=True,
+        metavar="N",
+        help="number of GPUs, or several to compare",
     )
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="default: 80")
     parser.add_argument(
         "--reserve", type=float, metavar="GIB",
-        help="left to CUDA, NCCL and the allocator's gaps (default: 4, assumed)",
+        help="memory for CUDA, NCCL and fragmentation (default: 4, assumed)",
     )  # fmt: skip
     _add_batch(parser.add_argument_group("the batch"))
     _add_speed(parser.add_argument_group("assumptions on speed"))

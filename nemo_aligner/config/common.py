@@ -1,4 +1,4 @@
-"""What several sections of the settings have in common: enumerations, and the checks of values."""
+"""Enumerations and value checks that several sections of the settings share."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ BLOCK_TOKENS = 16
 
 
 class RecordKind(Enum):
-    """What one record of a data file is."""
+    """Kind of a record in a data file."""
 
     comparison = "comparison"  # two replies, of which one was chosen
     rating = "rating"  # a reply with a label for each attribute
 
 
 class RewardModelType(Enum):
-    """What a reward model is trained for; its records are what it learns from."""
+    """Training task of a reward model; it fixes the kind of record that it learns from."""
 
     binary_ranking = "binary_ranking"
     regression = "regression"
@@ -66,7 +66,7 @@ def setting(default: T, about: str) -> T:
 
 
 class Checks:
-    """What is wrong with the values of one section, whose keys begin with ``prefix``.
+    """Collector of invalid values in one section, whose keys begin with ``prefix``.
 
     As a context manager it raises what was found at its end:
 
@@ -96,13 +96,13 @@ class Checks:
             self._problems.append(f"{self._prefix}{name}: got {shown!r}, wanted {wanted}")
 
     def positive(self, *names: str) -> None:
-        """Each of these is null, or above 0."""
+        """Require that each of these is null or above 0."""
         for name in names:
             value = getattr(self._section, name)
             self.require(value is None or value > 0, name, "a number above 0")
 
     def not_negative(self, *names: str) -> None:
-        """Each of these is 0 or more."""
+        """Require that each of these is 0 or more."""
         for name in names:
             self.require(getattr(self._section, name) >= 0, name, "0 or more")
 
@@ -113,12 +113,12 @@ class Checks:
         self.require(tokens == 0 or tokens >= BLOCK_TOKENS, name, wanted)
 
     def finite(self, *names: str) -> None:
-        """Each of these is less than infinity; other checks refuse what is no number or too low."""
+        """Require that each of these is below infinity; other checks refuse NaN and low values."""
         for name in names:
             self.require(getattr(self._section, name) != inf, name, "a finite number")
 
     def seed(self, name: str) -> None:
-        """It is a seed that every generator of random numbers takes."""
+        """Require a seed that every random number generator accepts."""
         fits = 0 <= getattr(self._section, name) <= MAX_SEED
         self.require(fits, name, f"a whole number from 0 to {MAX_SEED}")
 
@@ -129,7 +129,7 @@ class Checks:
         self.require(one, variable, f"a {file} or a {variable}, not both")
 
     def fraction(self, *names: str) -> None:
-        """Each of these is a part of a whole."""
+        """Require that each of these is from 0 to 1."""
         for name in names:
             self.require(0 <= getattr(self._section, name) <= 1, name, "a number from 0 to 1")
 

@@ -23,7 +23,7 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class KeyRule:
-    """What one key of another program is here.
+    """Translation of one key of another program.
 
     Attributes:
         key: with its sections, and with ``*`` where it stands for several. All that lies below it
@@ -54,7 +54,7 @@ class SameValue:
     where: str
 
     def problem(self, config: object) -> str | None:
-        """What is wrong with it, if anything."""
+        """Return the problem, or None if the values agree."""
         rule, wanted = self.rule, _plain(attrgetter(self.rule.same_as)(config))
         got = rule.values.get(as_yaml(self.value), self.value)
         if as_yaml(got) == as_yaml(wanted):
@@ -94,7 +94,7 @@ class Translation:
             return  # whoever takes this setting says what is wrong with it
 
     def translate(self, update: DictConfig, where: str) -> DictConfig:
-        """The same settings in our keys; ``where`` names their file in errors."""
+        """Translate settings into our keys; ``where`` names their file in errors."""
         tree: Any = OmegaConf.to_container(update, resolve=False)
         leaves = dict(_leaves(tree))
         for key, value in leaves.items():
@@ -112,7 +112,7 @@ class Translation:
         return OmegaConf.create(tree)
 
     def notes(self) -> list[str]:
-        """What was taken in other words, and what was ignored and why, a line for each."""
+        """List each key that was translated, and each that was ignored with the reason."""
         taken = [f"{key} is taken as {to}" for key, to in self._taken.items()]
         ignored = [f"{', '.join(keys)}: ignored: {why}" for why, keys in self._ignored.items()]
         return taken + ignored
@@ -198,7 +198,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key that has no keys under it, with its sections, and its value."""
+    """Yield every full key that has no keys under it, with its value."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""Every key of three files of NeMo-Aligner 0.7, and what it is here.
+"""Table of every key of three files of NeMo-Aligner 0.7, and its counterpart here.
 
 They are examples/nlp/gpt/conf/training_rm.yaml, inference_rm.yaml and gpt_ppo_critic.yaml.
 ``docs/migration/nemo_aligner_keys.md`` shows these tables.

@@ -45,7 +45,7 @@ class Key:
 
 
 def list_keys(schema: type, prefix: str = "") -> Iterator[Key]:
-    """Every key of ``schema``, sections not among them."""
+    """List every key of ``schema``; sections are not keys."""
     hints, defaults = get_type_hints(schema), schema()
     for item in fields(schema):
         kind = hints[item.name]
@@ -62,7 +62,7 @@ def list_keys(schema: type, prefix: str = "") -> Iterator[Key]:
 
 
 def kinds_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key of ``schema``, and the type of its values."""
+    """List every key of ``schema`` with the type of its values."""
     for name, kind in get_type_hints(schema).items():
         if is_dataclass(kind):
             yield from kinds_of(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def kinds_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def render_keys(schema: type) -> str:
-    """Every key under its section, with type, default and what it is for."""
+    """Render every key under its section, with type, default and purpose."""
     lines: list[str] = []
     last = None
     for key in list_keys(schema):
@@ -126,19 +126,22 @@ def _choices(kind: Any) -> tuple[str, ...]:
 
 # Suggestions for misspelt names, and for settings by the names that other trainers give them.
 
-# Of difflib's ratio: a letter or two of a word, and no other word.
-_NEAR = 0.75
-# Of whole keys that have the last name in common.
+# Least difflib ratios. Names: a letter or two apart; at 0.75 "steps" is near "eps", "base" "bias".
+_NEAR = 0.8
+# Whole keys with the same last name.
 _MOVED = 0.65
-# Of whole keys, where nothing else is near.
+# Whole keys, where nothing else is near.
 _MISSPELT = 0.85
 _BATCH, _STEPS = "model.global_batch_size", "trainer.rm.max_steps"
 _MICRO_BATCH = "model.micro_batch_tokens"
+_WARMUP = "model.optim.sched.warmup_steps"
 _BASE = "pretrained_checkpoint.restore_from_path"
 _DATA = "model.data.data_prefix"
 # The last name of a setting in Hugging Face's Trainer, TRL, OpenRLHF, NeMo RL, PEFT or Megatron,
 # and the key here.
 PEER_NAMES = {
+    "steps": _STEPS,
+    "num_steps": _STEPS,
     "learning_rate": "model.optim.lr",
     "weight_decay": "model.optim.weight_decay",
     "l2": "model.optim.weight_decay",
@@ -148,13 +151,17 @@ PEER_NAMES = {
     "adam_epsilon": "model.optim.eps",
     "lr_scheduler_type": "model.optim.sched.name",
     "lr_scheduler": "model.optim.sched.name",
-    "lr_warmup_iters": "model.optim.sched.warmup_steps",
+    "lr_warmup_iters": _WARMUP,
+    "warmup": _WARMUP,
+    "warmup_ratio": _WARMUP,
+    "lr_warmup_ratio": _WARMUP,
     "max_grad_norm": "trainer.rm.gradient_clip_val",
     "max_norm": "trainer.rm.gradient_clip_val",
     "clip_grad": "trainer.rm.gradient_clip_val",
     "num_train_epochs": "trainer.rm.max_epochs",
     "max_num_epochs": "trainer.rm.max_epochs",
     "num_epochs": "trainer.rm.max_epochs",
+    "epochs": "trainer.rm.max_epochs",
     "max_num_steps": _STEPS,
     "train_iters": _STEPS,
     "eval_steps": "trainer.rm.val_check_interval",
@@ -181,6 +188,7 @@ PEER_NAMES = {
     "lora_target_modules": "model.lora.targets",
     "max_length": "model.data.seq_length",
     "max_len": "model.data.seq_length",
+    "max_seq_len": "model.data.seq_length",
     "max_seq_length": "model.data.seq_length",
     "max_total_sequence_length": "model.data.seq_length",
     "chat_template": "model.data.template",
@@ -216,24 +224,87 @@ PEER_NAMES = {
     "bf16": "trainer.precision",
     "fp16": "trainer.precision",
 }
+# How the value of the key here differs from the value of the peer's.
+_PEER_UNITS = {
+    **{name: "counts tokens, not records" for name, to in PEER_NAMES.items() if to == _MICRO_BATCH},
+    "gradient_accumulation_steps": "counts the records of a step, on all GPUs together",
+    "warmup_ratio": "counts steps, not a fraction of them",
+    "lr_warmup_ratio": "counts steps, not a fraction of them",
+    "adam_beta1": "takes both betas",
+    "adam_beta2": "takes both betas",
+}
+del _PEER_UNITS["train_mb_tokens"]  # NeMo RL's counts tokens, too
+_EVERY_STEP = "every step is logged"
+# Names that others have, and nothing here has: why, or "".
+_PEERS_ONLY = {
+    "logging_steps": _EVERY_STEP,
+    "log_interval": _EVERY_STEP,
+    "log_every_n_steps": _EVERY_STEP,
+    "report_to": "each logger has a switch, as exp_manager.create_wandb_logger=true",
+    "beta": "",  # DPO's, and not one of Adam's betas
+}
 
 
 def suggestion(key: str, known: Iterable[str]) -> str | None:
-    """The key of ``known`` that ``key`` (``section.name``, or a plain word) was to be.
+    """Find the key of ``known`` that ``key`` (``section.name``, or a plain word) misspells.
 
-    A key with the same name in another section that is near, else one with nearly the same name in
-    the same part of the settings (what stands before the first dot).
+    A key with the same last name comes first, then one with nearly the same last name in the same
+    part of the settings (up to the first dot).
     """
+    known = list(known)
+    return _same_name(key, known) or _near_name(key, known)
+
+
+def suggest_setting(key: str, known: Iterable[str]) -> str | None:
+    """Find the setting of ``known`` that ``key`` stands for.
+
+    The same name nearby comes first, then another trainer's name for it, a near name in the same
+    part of the settings, the one key of the same name anywhere, and last a whole key that is near.
+    """
+    known = list(known)
+    name = key.rpartition(".")[2]
+    if name in _PEERS_ONLY:
+        return None
+    near = _same_name(key, known)
+    if near is None and PEER_NAMES.get(name) in known:
+        near = PEER_NAMES[name]
+    near = near or _near_name(key, known)
+    if near is None:
+        same_name = [each for each in known if each.rpartition(".")[2] == name and name != "name"]
+        near_name = [each for each in known if _ratio(name, each.rpartition(".")[2]) >= _NEAR]
+        misspelt = difflib.get_close_matches(key, near_name, n=1, cutoff=_MISSPELT)
+        near = next(iter(same_name if len(same_name) == 1 else misspelt), None)
+    return near
+
+
+def describe_unknown(key: str, near: str | None) -> str:
+    """End an error about the unknown ``key`` with the setting ``near`` it, or with why none is."""
+    name = key.rpartition(".")[2]
+    if near is None:
+        reason = _PEERS_ONLY.get(name)
+        return f": {reason}" if reason else ""
+    return f"; did you mean {near}{peer_unit(key, near)}?"
+
+
+def peer_unit(key: str, near: str) -> str:
+    """Say how the unit of ``near`` differs from that of another trainer's ``key``; "" if not."""
+    name = key.rpartition(".")[2]
+    differs = name in _PEER_UNITS and PEER_NAMES.get(name) == near
+    return f", which {_PEER_UNITS[name]}" if differs else ""
+
+
+def _same_name(key: str, known: list[str]) -> str | None:
     section, _, name = key.rpartition(".")
-    part = key.partition(".")[0] if section else ""
     same_name = [each for each in known if each.rpartition(".")[2] == name]
-    in_part = [each for each in known if not section or each.startswith(f"{part}.")]
-    moved = [each for each in same_name if each in in_part]
+    moved = [each for each in same_name if each in _in_part(section, known)]
     moved += difflib.get_close_matches(key, same_name, cutoff=_MOVED)
-    if moved:
-        return moved[0]
+    return next(iter(moved), None)
+
+
+def _near_name(key: str, known: list[str]) -> str | None:
+    section, _, name = key.rpartition(".")
     by_name: dict[str, list[str]] = {}
-    for each in in_part:
+    for each in _in_part(section, known):
         by_name.setdefault(each.rpartition(".")[2], []).append(each)
     near = difflib.get_close_matches(name, by_name, cutoff=_NEAR)
     candidates = [each for found in near for each in by_name[found]]
@@ -241,23 +312,9 @@ def suggestion(key: str, known: Iterable[str]) -> str | None:
     return next(iter(own or candidates), None)
 
 
-def suggest_setting(key: str, known: Iterable[str]) -> str | None:
-    """Find the setting of ``known`` that ``key`` stands for.
-
-    A near name in the same part of the settings comes first, then another trainer's name for it,
-    then the one key of the same name in any part, then a whole key that is near.
-    """
-    known = list(known)
-    name = key.rpartition(".")[2]
-    near = suggestion(key, known)
-    if near is None and PEER_NAMES.get(name) in known:
-        near = PEER_NAMES[name]
-    if near is None:
-        same_name = [each for each in known if each.rpartition(".")[2] == name and name != "name"]
-        near_name = [each for each in known if _ratio(name, each.rpartition(".")[2]) >= _NEAR]
-        misspelt = difflib.get_close_matches(key, near_name, n=1, cutoff=_MISSPELT)
-        near = next(iter(same_name if len(same_name) == 1 else misspelt), None)
-    return near
+def _in_part(section: str, known: list[str]) -> list[str]:
+    part = section.partition(".")[0]
+    return [each for each in known if not section or each.startswith(f"{part}.")]
 
 
 def _ratio(first: str, second: str) -> float:
@@ -308,7 +365,7 @@ def _requirements_of(extra: str) -> list[str]:
 
 
 def find_conflict() -> str | None:
-    """What is wrong where NVIDIA's NeMo-Aligner is installed beside this package; else None."""
+    """Return the problem if NVIDIA's NeMo-Aligner is installed beside this package, else None."""
     try:
         found = importlib.metadata.metadata(_NVIDIAS)
     except PackageNotFoundError:
@@ -324,13 +381,13 @@ def find_conflict() -> str | None:
 
 
 def settings_folder() -> Path:
-    """Where the YAML files of settings lie: in a wheel inside the package, else ``conf/``."""
+    """Return the folder of YAML settings: inside the package in a wheel, else ``conf/``."""
     inside = _PACKAGE / "conf"
     return inside if inside.is_dir() else _PACKAGE.parent / "conf"
 
 
 def settings_names() -> list[str]:
-    """What ``--config`` takes beside paths: ``train_reward_model``, ``recipes/skywork_8b``, ..."""
+    """List the names that ``--config`` takes beside paths, as ``recipes/skywork_8b``."""
     folder = settings_folder()
     found = (path.relative_to(folder).with_suffix("") for path in folder.rglob(f"*{_ENDING}"))
     return sorted(path.as_posix() for path in found)

@@ -57,7 +57,7 @@ def torch_dtype(precision: Precision) -> torch.dtype:
 
 
 def format_of(dtype: torch.dtype | None) -> NumberFormat:
-    """What files call a dtype.
+    """Return the names that files give a dtype.
 
     Raises:
         CheckpointError: weights of such numbers are not read; whoever asked has to say whose.

@@ -11,7 +11,7 @@ from nemo_aligner.utils.errors import SettingsError
 
 @dataclass
 class EvaluateDataConfig:
-    """What is scored; the rest comes from the model's scoring contract."""
+    """Records to score; the rest comes from the model's scoring contract."""
 
     path: str | None = setting(None, "file of pairs or ratings")
     format: str = setting("auto", "auto, or a format's name (docs/data.md)")
@@ -34,7 +34,7 @@ class EvaluateDataConfig:
 
 @dataclass
 class SourceConfig:
-    """What ``hf_model`` and ``server`` do not say themselves."""
+    """Facts that ``hf_model`` and ``server`` do not report themselves."""
 
     attribute_weights: dict[str, float] = setting(
         {}, "weights of a text's numbers by name; {}: there is one"

@@ -125,7 +125,7 @@ def idle_settings(config: object, ranks: int | None = None) -> dict[str, str]:
 def idle_notes(
     config: object, ranks: int | None = None, said: Collection[str] = ()
 ) -> Iterator[str]:
-    """A line for each of ``idle_settings`` that was not ``said`` before, for a verb's start."""
+    """Yield a note for each of ``idle_settings`` not yet ``said``, as a verb prints it."""
     for idle, cause in idle_settings(config, ranks).items():
         if idle not in said:
             yield f"note: {idle} does nothing\n  with {cause}"

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_aligner.config.compat import Translation
 from nemo_aligner.config.compat_keys import RULES
 from nemo_aligner.config.describe import (
+    describe_unknown,
     find_settings,
     kinds_of,
     list_keys,
@@ -49,7 +50,7 @@ def load_config(schema: type[T], settings: Sequence[str] = (), file: str | Path 
 def load_with_notes(
     schema: type[T], settings: Sequence[str] = (), file: str | Path | None = None
 ) -> tuple[T, list[str]]:
-    """As ``load_config``; and what became of NeMo-Aligner's own keys and values, a line for each.
+    """Load settings as ``load_config`` does, with a note for each key of NeMo-Aligner.
 
     Raises:
         ConfigError, SettingsError: see ``load_config``; a value of NeMo-Aligner that would train
@@ -189,7 +190,7 @@ class _Merging:
         self._updates.append((update, where, key))
 
     def notes(self) -> list[str]:
-        """What became of another program's keys."""
+        """List what became of another program's keys."""
         return self._translation.notes()
 
     def _clear_mappings(self, update: DictConfig, key: str) -> None:
@@ -235,12 +236,12 @@ class _Merging:
         """An unknown key, or an unknown section, whose keys may be known elsewhere."""
         inside: Any = OmegaConf.to_container(value) if isinstance(value, DictConfig) else {}
         keys = [f"{key}.{name}" for name in flatten(inside)] if inside else [key]
-        meant = {each: suggest_setting(each, self._known) for each in keys}
-        if not any(meant.values()):
-            meant = {key: None}
-        for each, near in meant.items():
-            if near is not None:
-                self._complain(where, f"unknown key {each}; did you mean {near}?")
+        hints = {each: describe_unknown(each, suggest_setting(each, self._known)) for each in keys}
+        if not any(hints.values()):
+            hints = {key: ""}
+        for each, hint in hints.items():
+            if hint:
+                self._complain(where, f"unknown key {each}{hint}")
                 continue
             section, _, name = each.rpartition(".")
             self._unknown.setdefault((where, section), []).append(name)
@@ -295,7 +296,7 @@ class _Merging:
             return schema()
 
     def _render_problems(self) -> list[str]:
-        """What was wrong; several keys of a section that nobody knows are one of it."""
+        """Render all problems; unknown keys of one section share a line."""
         for (where, section), names in self._unknown.items():
             keys = ", ".join(names)
             if len(names) == 1:
@@ -313,7 +314,7 @@ class _Merging:
 
 
 def _plain(value: Any) -> Any:
-    """What a setting of a program is in YAML."""
+    """Convert a Python value to the plain value that YAML would give."""
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -326,14 +327,14 @@ def _plain(value: Any) -> Any:
 
 
 def _has_collections(value: Any) -> bool:
-    """Whether a list has lists or mappings in it, which OmegaConf lets pass for anything."""
+    """Return True for a list with lists or mappings in it; OmegaConf accepts them as anything."""
     return isinstance(value, ListConfig) and any(
         OmegaConf.is_config(item) and not item._is_none() for item in value._iter_ex(resolve=False)
     )
 
 
 def _has(tree: Any, key: str) -> bool:
-    """Whether nested settings say something of ``key``."""
+    """Return True if nested settings have ``key``."""
     for name in key.split("."):
         if not isinstance(tree, Mapping) or name not in tree:
             return False
@@ -367,7 +368,7 @@ _MOST_DEPTH = 20
 
 
 def read_setting(key: str, text: str, kind_of: KindOf) -> DictConfig:
-    """What stands behind ``key=``, in the sections of the key.
+    """Read the text behind ``key=`` into nested sections.
 
     Raises:
         ConfigError: YAML would leave a part of it out.
@@ -418,7 +419,7 @@ def _value(key: str, text: str, kind_of: KindOf) -> Any:
 
 
 def _unquoted(text: str) -> str | None:
-    """Of a text that is in quotes as a whole, what is in them."""
+    """Return the content of a text that is quoted as a whole, else None."""
     if text[0] not in "'\"":
         return None
     try:
@@ -430,7 +431,7 @@ def _unquoted(text: str) -> str | None:
 
 
 def _beside_scalars(node: yaml.Node, text: str) -> str:
-    """What stands between the values, where only signs of YAML and comments do."""
+    """Blank out the values; only YAML syntax and comments remain."""
     for scalar in _scalars(node):
         start, end = scalar.start_mark.index, scalar.end_mark.index
         text = text[:start] + " " * (end - start) + text[end:]
@@ -450,7 +451,7 @@ def _scalars(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
 
 
 def _typed(node: yaml.Node, key: str, kind_of: KindOf, depth: int = 0) -> yaml.Node:
-    """The same values; those of keys that are text are text, however they look."""
+    """Retag scalars of text settings as text, whatever they look like."""
     kind = kind_of(key) if key else None
     if _is_text(kind):
         return _as_text(node)
@@ -475,7 +476,7 @@ def _typed(node: yaml.Node, key: str, kind_of: KindOf, depth: int = 0) -> yaml.N
 
 
 def _merged(node: yaml.Node, key: str, kind_of: KindOf, depth: int) -> yaml.Node:
-    """What ``<<`` takes from another mapping, or from several."""
+    """Retag what ``<<`` merges from one mapping or several."""
     if isinstance(node, yaml.SequenceNode):
         items = [_typed(each, key, kind_of, depth + 1) for each in node.value]
         return yaml.SequenceNode(node.tag, items, node.start_mark, node.end_mark)

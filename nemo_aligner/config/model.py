@@ -36,12 +36,12 @@ class DataPrefixConfig:
 
     @property
     def all_files(self) -> list[str]:
-        """Those of every part, in the order of the parts."""
+        """Files of all parts, in the order of the parts."""
         return [*self.train, *self.validation, *self.test]
 
 
 def _is_number(text: str) -> bool:
-    """Whether it is one of the weights that NeMo writes between the files; 2024_10 is a file."""
+    """Return True for a weight, as NeMo writes between the files; 2024_10 is a file."""
     if "_" in text:
         return False
     try:
@@ -53,7 +53,7 @@ def _is_number(text: str) -> bool:
 
 @dataclass
 class DataConfig:
-    """What is read, and how a text becomes token ids: the rules of the scoring contract.
+    """Data files, and the rules of the scoring contract by which texts become token ids.
 
     Where ``template``, ``chat_template_kwargs``, ``add_bos`` or ``add_eos`` is null, the reward
     model that training starts from decides, and for a base model its tokenizer.
@@ -154,7 +154,7 @@ BATCH_INVARIANT_ROWS = 256
 
 @dataclass
 class InvarianceConfig:
-    """Whether a reward depends on what is scored beside it; validation and critics, too."""
+    """Batch invariance of rewards, also in validation and critics."""
 
     batch_invariant: bool = setting(True, "rewards have the same bits alone and in any batch")
     batch_invariant_rows: int = setting(
@@ -170,7 +170,7 @@ class InvarianceConfig:
 
 @dataclass
 class ScorerModelConfig(InvarianceConfig):
-    """How a finished reward model is laid out to score."""
+    """Parallel layout of a finished reward model for scoring."""
 
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
@@ -263,7 +263,7 @@ class ScoredPosition(Enum):
 
 @dataclass
 class HeadConfig:
-    """What makes rewards of the hidden states, in fp32."""
+    """Head that computes rewards from hidden states, in fp32."""
 
     reads: ScoredPosition = setting(
         ScoredPosition.last_token, "read the last token, or the mean over the reply"
@@ -278,7 +278,7 @@ class HeadConfig:
 
 @dataclass
 class ModelConfig(InvarianceConfig):
-    """What is trained, how it is laid out over ranks, and on which data."""
+    """Model to train, its parallel layout, and its data."""
 
     reward_model_type: RewardModelType = setting(
         RewardModelType.binary_ranking, "learn from pairs, or from labels of single replies"

@@ -20,7 +20,7 @@ from nemo_aligner.config.training import RunFolderConfig
 
 @dataclass
 class GatewayConfig:
-    """Where it listens, whom it lets in, and how much it takes."""
+    """Address, access and limits."""
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network")
     port: int = setting(8000, "0: any free port")
@@ -113,7 +113,7 @@ class EnsembleConfig:
 
 @dataclass
 class ShapingConfig:
-    """Each is off by default; in this order, and the raw rewards stand beside."""
+    """Reward shaping, applied in this order beside the raw rewards; all off by default."""
 
     standardize: Standardize = setting(
         Standardize.none,
@@ -225,7 +225,7 @@ class WhileTraining(Enum):
 
 @dataclass
 class CriticCheckpointConfig:
-    """What the critic starts from."""
+    """Checkpoint that the critic starts from."""
 
     restore_from_path: str | None = setting(
         None, "a reward model or a critic: .nemo, or the folder it unpacks to"
@@ -234,7 +234,7 @@ class CriticCheckpointConfig:
 
 @dataclass
 class PpoConfig:
-    """What the server does for PPO."""
+    """PPO behaviour of the server."""
 
     combine_rm_and_critic_server: bool = setting(
         False, "also give rewards, in critic_infer and as reward_model"
@@ -266,14 +266,14 @@ class CriticTrainerConfig:
 
 @dataclass
 class CriticSchedulerConfig(SchedulerConfig):
-    """As in training; the rate ends at a tenth of what it begins with."""
+    """Schedule as in training; the rate ends at a tenth of its start."""
 
     min_lr: float = setting(9e-7, "final learning rate")
 
 
 @dataclass
 class CriticOptimConfig(OptimConfig):
-    """As in training, with the rates of NeMo-Aligner's critic."""
+    """Optimizer as in training, with the rates of NeMo-Aligner's critic."""
 
     lr: float = setting(9e-6, "learning rate after warm-up")
     weight_decay: float = setting(0.1, "applies to matrices, not to norms and biases")
@@ -282,7 +282,7 @@ class CriticOptimConfig(OptimConfig):
 
 @dataclass
 class CriticModelConfig(InvarianceConfig):
-    """How the critic is laid out over ranks, and how it learns."""
+    """Parallel layout of the critic, and how it learns."""
 
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
@@ -317,7 +317,7 @@ class CriticModelConfig(InvarianceConfig):
 
 @dataclass
 class CriticRunConfig(RunFolderConfig):
-    """Where critic_save writes, and a server that is started again goes on from."""
+    """Folder that critic_save writes to and a restarted server resumes from."""
 
     explicit_log_dir: str = setting("results/critic", "folder of the run")
 

@@ -17,7 +17,7 @@ class MonitorMode(Enum):
 
 @dataclass
 class PretrainedCheckpointConfig:
-    """What training starts from; a reward model's scoring contract holds unless told otherwise.
+    """Start of training; a reward model keeps its scoring contract unless told otherwise.
 
     With ``new_head`` only a reward model's body is taken: the head, its attributes and their label
     means begin anew.
@@ -41,7 +41,7 @@ class PretrainedCheckpointConfig:
 
 @dataclass
 class RmLoopConfig:
-    """How long to train, and how often to look and to save; intervals are in steps."""
+    """Length of training, and intervals of validation and saving in steps."""
 
     max_epochs: int = setting(1, "passes over the data")
     max_steps: int | None = setting(
@@ -122,7 +122,7 @@ class EarlyStoppingConfig:
 
 @dataclass
 class RunFolderConfig:
-    """Where a run lives, and who is told about it; the run's name is the folder's."""
+    """Folder and loggers of a run; the folder's name is the run's."""
 
     explicit_log_dir: str = setting("results", "folder of the run")
     resume_if_exists: bool = setting(True, "resume from the newest checkpoint in it")

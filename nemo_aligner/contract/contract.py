@@ -65,7 +65,7 @@ class EncodedText:
 
 @dataclass(frozen=True)
 class ScoringContract:
-    """What a score means.
+    """The meaning of a score: from a text to token ids, and from outputs to rewards.
 
     ``template`` is the chat template's text, empty if there is none. ``label_means`` are added to
     the head's output (zeros for ranking). ``reward_mean``, ``reward_std`` are None until measured.
@@ -116,7 +116,7 @@ class ScoringContract:
 
     @property
     def output_readout(self) -> Readout | None:
-        """How outputs become rewards; None where the head has one for each attribute."""
+        """Readout from outputs to rewards; None if the head has one output per attribute."""
         return None if self.readout is None else Readout.from_json(self.readout)
 
     def rewards_of(self, outputs: np.ndarray) -> np.ndarray:
@@ -132,7 +132,7 @@ class ScoringContract:
 
     @property
     def outputs_per_attribute(self) -> int:
-        """How many outputs the head has for each attribute."""
+        """Outputs of the head per attribute."""
         readout = self.output_readout
         return 1 if readout is None else readout.width
 
@@ -143,7 +143,7 @@ class ScoringContract:
 
     @property
     def record_kind(self) -> RecordKind:
-        """What the model learned from."""
+        """Kind of records that the model learned from."""
         return RewardModelType(self.reward_model_type).record_kind
 
     @property
@@ -209,7 +209,7 @@ class ScoringContract:
         if contract.hash != wanted_hash:
             raise CheckpointError(
                 f"scoring contract: its fields hash to {contract.hash}, it says "
-                f"{shown(wanted_hash)}: it was changed after it was written"
+                f"{shown(wanted_hash)}: it was changed after training"
             )
         return contract
 
@@ -264,7 +264,7 @@ class ScoringContract:
         return self.fit(self._complete(ids, text))
 
     def _encode_end(self, tokenizer: Tokenizer, text: Text, written: str) -> EncodedText | None:
-        """What ``fit`` makes of a text that is much too long, by its end alone; None if unknown.
+        """Fit a text that is much too long by its end alone; None if that cannot be told.
 
         Raises:
             OverlongError: it is too long, and the rule is not ``truncate_left``.
@@ -433,11 +433,11 @@ def check_plain_reading(contract: ScoringContract, where: str, who: str) -> None
     if contract.reply_marker is not None:
         raise CheckpointError(
             f"{where}: its head reads the mean of the reply (model.head.reads), wanted one that "
-            f"reads the last token: {who} has no place for the other"
+            f"reads the last token: {who} cannot average"
         )
     readout = contract.output_readout
     if readout is not None:
         raise CheckpointError(
             f"{where}: its head has {readout.width} outputs for each attribute ({readout.kind}), "
-            f"wanted one: {who} has no place for how they become a reward"
+            f"wanted one: {who} cannot turn them into a reward"
         )

@@ -1,4 +1,4 @@
-"""What the fields of a scoring contract may be: an archive is untrusted."""
+"""Checks of a scoring contract's fields, as an archive is untrusted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_fields(contract: Any) -> None:
 
 
 def is_text(value: Any) -> bool:
-    """Whether ``value`` is a text, and one of whole characters."""
+    """True if ``value`` is a text of whole characters."""
     if not isinstance(value, str):
         return False
     try:
@@ -73,7 +73,7 @@ def _is_json_object(value: Any) -> bool:
 
 
 def are_numbers(value: Any) -> bool:
-    """Whether ``value`` is a list of finite numbers."""
+    """True if ``value`` is a list of finite numbers."""
     return isinstance(value, list | tuple) and all(
         isinstance(number, int | float) and not isinstance(number, bool) and abs(number) < 1e300
         for number in value

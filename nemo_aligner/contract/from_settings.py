@@ -81,7 +81,7 @@ def _template(
 
 
 def _kwargs(data: DataConfig, template: str, start: ScoringContract | None) -> str:
-    """Those of the settings; where they say nothing, of the start, if its template stays."""
+    """Template variables of the settings, or else of ``start``, if its template stays."""
     if data.chat_template_kwargs is not None:
         return canonical_kwargs(data.chat_template_kwargs)
     return start.template_kwargs if start is not None and start.template == template else ""
@@ -94,7 +94,7 @@ def _resolve(setting: bool | None, habit: bool, token_id: int | None, name: str)
     return habit if setting is None else setting
 
 
-# How two scoring contracts differ, and what of that training may change.
+# Differences between two scoring contracts, and those that training may make.
 
 _SETTINGS = {
     "template": "model.data.template",
@@ -109,7 +109,7 @@ _SETTINGS = {
     "reward_model_type": "model.reward_model_type",
 }
 _SHOWN_CHARACTERS = 40
-# Of a head, by the settings; and all that begins anew with a new one.
+# Fields of a head, from the settings, and fields that start anew with a new head.
 _OF_HEAD = ("reward_model_type", "attributes")
 _OF_ANY_HEAD = (*_OF_HEAD, "attribute_weights", "label_means", "readout")
 _KEEPS_HEAD = (

@@ -21,9 +21,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from nemo_aligner.config.describe import suggestion
 from nemo_aligner.utils.errors import DataError, shown
 
-# Those that any template may be tried with; developer and function are written by few.
+# Roles that any template may be tried with; few templates write developer and function.
 ROLES = ("system", "user", "assistant", "tool")
 ALL_ROLES = (*ROLES, "developer", "function")
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -64,7 +65,7 @@ def messages_of(text: Text) -> Messages:
 
 
 def with_messages(text: Messages | Conversation, messages: Messages) -> Messages | Conversation:
-    """Other messages, with the same tools and documents."""
+    """Replace the messages, and keep tools and documents."""
     return replace(text, messages=messages) if isinstance(text, Conversation) else messages
 
 
@@ -83,7 +84,7 @@ def question_of(text: Text) -> Messages:
 
 
 def reply_of(text: Text) -> str:
-    """What is judged: the last turn of a conversation, as ``said``; the whole of a raw text."""
+    """The reply that is judged: the last turn of a conversation, as ``said``; all of a raw text."""
     return text if isinstance(text, str) else said(messages_of(text)[-1])
 
 
@@ -93,7 +94,7 @@ def first_prompt(text: Text) -> str:
 
 
 def said(message: Message) -> str:
-    """All that a message says, for people and for its length.
+    """Everything that a message says, for people and for its length.
 
     Reasoning, content and every call of a tool, as JSON, on lines of their own.
     """
@@ -137,7 +138,7 @@ def with_tools(text: Text, tools: Any, documents: Any = None) -> Text:
         return text
     if isinstance(text, str):
         name = next(name for name in found if found[name])
-        raise DataError(f"{name}: got them beside a raw text, wanted a conversation with them")
+        raise DataError(f"{name}: got some beside a raw text, wanted a conversation")
     return Conversation(messages_of(text), **found)
 
 
@@ -194,13 +195,13 @@ def read_messages(given: Sequence[Any]) -> Messages:
     if all(map(_is_plain, given)):
         return given if isinstance(given, list) else [*given]
     return [
-        message if _is_plain(message) else _read_message(message, f"message {number}")
-        for number, message in enumerate(given, start=1)
+        message if _is_plain(message) else _read_message(message, f"messages[{number}]")
+        for number, message in enumerate(given)
     ]
 
 
 def is_plain(messages: Messages) -> bool:
-    """Whether no message has more than a role of ``ROLES`` and a text."""
+    """True if every message has a role of ``ROLES`` and a text, and nothing more."""
     return all(
         message.keys() == _PLAIN
         and isinstance(message["content"], str)
@@ -210,7 +211,7 @@ def is_plain(messages: Messages) -> bool:
 
 
 def strings_of(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    """Every string of a JSON value, keys included, and where it stands."""
+    """Yield every string of a JSON value, keys included, and where it stands."""
     if isinstance(value, str):
         yield where, value
     elif isinstance(value, Mapping):
@@ -223,7 +224,7 @@ def strings_of(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _is_plain(message: Any) -> bool:
-    """Whether it is in the normal form, with nothing but role and content; to be quick."""
+    """True for a message in the normal form with nothing but role and content: the quick path."""
     if not isinstance(message, dict) or message.keys() != _PLAIN:
         return False
     role, content = message["role"], message["content"]
@@ -257,28 +258,36 @@ def _read_message(given: Any, where: str) -> Message:
         if key == "annotations" and value == []:
             continue
         if key == "tool_calls":
-            calls = _read_calls(value, f"{where}, tool_calls", role)
+            calls = _read_calls(value, f"{where}.tool_calls", role)
             message |= {"tool_calls": calls} if calls else {}
         elif key in REASONING:
             _add_reasoning(message, key, value, where)
         else:
             message[key] = _read_other(key, value, where)
     if message["content"] is None and not ("tool_calls" in message or REASONING[0] in message):
-        raise DataError(f"{where}, content: got null, wanted a text, as there are no tool calls")
+        raise DataError(_no_content(given, where))
     return message
+
+
+def _no_content(given: Mapping[Any, Any], where: str) -> str:
+    if "content" in given:
+        return f"{where}.content: got null, wanted a text, as there are no tool calls"
+    near = suggestion("content", [key for key in given if isinstance(key, str) and key != "role"])
+    meant = f"; did you mean 'content' for {near!r:.60}?" if near else ""
+    return f"{where}: got {_shown(given)}, wanted content, as there are no tool calls{meant}"
 
 
 def _read_content(content: Any, where: str) -> Any:
     if content is None:
         return None
     if isinstance(content, str):
-        _check_unicode(content, f"{where}: ")
+        _check_unicode(content, f"{where}.content: ")
         return content
     if not isinstance(content, list):
-        raise DataError(f"{where}, content: got {_shown(content)}, wanted a text, or parts of text")
+        raise DataError(f"{where}.content: got {_shown(content)}, wanted text, or parts of text")
     parts = []
     for number, part in enumerate(content):
-        place = f"{where}, content[{number}]"
+        place = f"{where}.content[{number}]"
         if not isinstance(part, Mapping) or part.get("type", "text") not in _TEXT_PARTS:
             kind = part.get("type") if isinstance(part, Mapping) else part
             raise DataError(f"{place}: got a part of type {_shown(kind)}, wanted text alone")
@@ -291,20 +300,20 @@ def _read_content(content: Any, where: str) -> Any:
 
 def _add_reasoning(message: Message, key: str, value: Any, where: str) -> None:
     if not isinstance(value, str):
-        raise DataError(f"{where}, {key}: got {_shown(value)}, wanted a text")
-    _check_unicode(value, f"{where}, {key}: ")
+        raise DataError(f"{where}.{key}: got {_shown(value)}, wanted a text")
+    _check_unicode(value, f"{where}.{key}: ")
     if message["role"] != "assistant":
-        raise DataError(f"{where}, {key}: got it of role {message['role']!r}, wanted 'assistant'")
+        raise DataError(f"{where}.{key}: got it of role {message['role']!r}, wanted 'assistant'")
     if message.setdefault(REASONING[0], value) != value:
-        raise DataError(f"{where}: got two reasonings that differ, wanted one of {REASONING}")
+        raise DataError(f"{where}: got two different reasonings, wanted one of {REASONING}")
 
 
 def _read_other(key: Any, value: Any, where: str) -> Any:
     if not isinstance(key, str):
         raise DataError(f"{where}: got the key {key!r:.60}, wanted a text")
     if key in ("name", "tool_call_id") and not isinstance(value, str):
-        raise DataError(f"{where}, {key}: got {_shown(value)}, wanted a text")
-    _check_json(value, f"{where}, {key}")
+        raise DataError(f"{where}.{key}: got {_shown(value)}, wanted a text")
+    _check_json(value, f"{where}.{key}")
     return value
 
 
@@ -401,7 +410,7 @@ def _check_json(value: Any, where: str, depth: int = 0) -> None:
         for number, each in enumerate(value):
             _check_json(each, f"{where}[{number}]", depth + 1)
     elif not isinstance(value, int | float | None) or not math.isfinite(value or 0):
-        raise DataError(f"{where}: got {_shown(value)}, wanted what JSON has")
+        raise DataError(f"{where}: got {_shown(value)}, wanted a JSON value")
 
 
 def _is_unicode(text: str) -> bool:
@@ -417,7 +426,8 @@ def _check_unicode(text: str, where: str = "") -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}got half of a surrogate pair at character {error.start}, wanted valid Unicode"
+            f"{where}got half of a surrogate pair at character {error.start + 1}, "
+            "wanted valid Unicode"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""What a head with several outputs for each attribute says: one reward, and how sure it is.
+"""Readout of a head with several outputs per attribute: a reward, and its uncertainty.
 
 It is part of the scoring contract, so training, evaluation and the server read outputs by the same
 code. Every row is read alone, in float64: how a row's sum is rounded depends on no other row.
@@ -64,7 +64,7 @@ class Readout:
         return self._read(outputs, of[self.kind])
 
     def to_json(self) -> str:
-        """As a scoring contract has it."""
+        """JSON for a scoring contract."""
         return json.dumps({"kind": self.kind, "numbers": self.numbers}, sort_keys=True)
 
     @classmethod
@@ -104,7 +104,7 @@ def _check_row(kind: str, row: Sequence[float]) -> None:
     fits = 2 <= len(row) <= _MOST_NUMBERS and all(map(math.isfinite, row))
     if not fits or any(low >= high for low, high in pairwise(row)):
         raise DataError(
-            f"readout: got {shown(list(row))}, wanted 2 to {_MOST_NUMBERS} numbers that go up"
+            f"readout: got {shown(list(row))}, wanted 2 to {_MOST_NUMBERS} ascending numbers"
         )
     if kind == QUANTILES and not (row[0] > 0 and row[-1] < 1 and MEDIAN in row):
         raise DataError(

@@ -20,12 +20,11 @@ from nemo_aligner.contract.messages import (
 from nemo_aligner.contract.templates import names_in, render, tool_call_turn, tool_result
 from nemo_aligner.utils.errors import DataError
 
-# What a chat template makes of messages beyond role and content, found by trials.
+# Trials of a chat template: which message fields beyond role and content it writes.
 #
 # A template that never writes a call of a tool writes a conversation with one as another without,
 # and so does not say what was said: such a conversation is refused, by the key that is not written.
-# What a template does with the reasoning of earlier turns, a name or the id of a call, is its own
-# affair.
+# The reasoning of earlier turns, names and call ids are left to the template: it may drop them.
 
 Write = Callable[[Messages | Conversation], str]
 
@@ -45,12 +44,13 @@ class TemplateReading:
     """The trials of one template, each made where it is first asked for.
 
     ``write`` raises DataError where the template refuses a conversation; ``names`` are those that
-    its code has.
+    its code has; ``origin`` says in errors which template it is.
     """
 
-    def __init__(self, write: Write, names: Collection[str]) -> None:
+    def __init__(self, write: Write, names: Collection[str], origin: str = "") -> None:
         self._write = write
         self._names = names
+        self._origin = f" ({origin})" if origin else ""
         self._written_roles: dict[str, bool | None] = {}
         self._read_parts: dict[str, bool] = {}
         self._reasonings: dict[bool, str | None] = {}
@@ -69,10 +69,10 @@ class TemplateReading:
             self._check(not text.documents or self.writes_documents, "documents")
         if is_plain(messages) and all(message["role"] in _USUAL for message in messages):
             return text
-        last = len(messages)
+        last = len(messages) - 1
         adapted = [
-            self._adapt(message, f"message {number}", number == last)
-            for number, message in enumerate(messages, start=1)
+            self._adapt(message, f"messages[{number}]", number == last)
+            for number, message in enumerate(messages)
         ]
         return with_messages(text, adapted)
 
@@ -88,7 +88,7 @@ class TemplateReading:
 
     @cached_property
     def writes_tools(self) -> bool | None:
-        """Whether tools are written, None where no trial could be."""
+        """True if tools are written, None if no trial was possible."""
         functions = {"name": _FIRST, "description": "d", "parameters": _NO_PARAMETERS}
         tools = [{"type": "function", "function": functions}]
         dialogues = [[_said(role, "a") for role in roles] for roles in (_USUAL[1:], _USUAL)]
@@ -96,14 +96,14 @@ class TemplateReading:
 
     @cached_property
     def writes_documents(self) -> bool | None:
-        """Whether documents are written, None where no trial could be."""
+        """True if documents are written, None if no trial was possible."""
         documents = [{"title": "t", "text": _FIRST, "contents": _FIRST, "doc_id": "1"}]
         dialogue = [_said("user", "a"), _said("assistant", "b")]
         return self._writes([_FIRST], [Conversation(dialogue, documents=documents)])
 
     @cached_property
     def writes_calls(self) -> bool | None:
-        """Whether calls of tools are written, None where no trial could be."""
+        """True if tool calls are written, None if no trial was possible."""
         call = tool_call_turn(_FIRST, _SECOND)
         trials = [
             trial
@@ -117,7 +117,7 @@ class TemplateReading:
         return found or self._arguments_are_text or found
 
     def _null_content(self, calls: bool) -> Message:
-        """What stands for content that is null, beside calls of tools or reasoning alone.
+        """Substitute for content that is null, beside tool calls or with reasoning alone.
 
         The first of null, nothing and an empty text that the template takes and does not write as a
         word.
@@ -138,7 +138,7 @@ class TemplateReading:
         return self._nulls[calls]
 
     def reasoning(self, calls: bool) -> str | None:
-        """What the template calls the reasoning of a last reply, with calls of tools or without.
+        """Key under which the template reads a last reply's reasoning, with tool calls or without.
 
         None if it writes none.
         """
@@ -160,14 +160,14 @@ class TemplateReading:
         message = dict(given)
         role = message["role"]
         if role not in _USUAL:
-            self._check(self._writes_role(role), f"{where}, role {role!r}")
+            self._check(self._writes_role(role), f"{where}.role {role!r}")
         if "tool_calls" in message:
-            self._check(self.writes_calls, f"{where}, tool_calls")
+            self._check(self.writes_calls, f"{where}.tool_calls")
             message = self._with_arguments(message)
         if REASONING[0] in message:
             name = self.reasoning("tool_calls" in message)
             is_said = is_last and message[REASONING[0]].strip()
-            self._check(name is not None or not is_said, f"{where}, {REASONING[0]}")
+            self._check(name is not None or not is_said, f"{where}.{REASONING[0]}")
             # Of an earlier turn it may be written all the same.
             name = name or self.reasoning("tool_calls" not in message)
             if name is not None:
@@ -175,7 +175,7 @@ class TemplateReading:
         for key in message:
             if key not in (*_KNOWN_KEYS, *REASONING) and key not in self._names:
                 raise DataError(
-                    f"{where}: got the key {key!r:.60}, which the chat template does not read; "
+                    f"{where}: got the key {key!r:.60}, which the chat template ignores; "
                     f"wanted {', '.join(_KNOWN_KEYS)} alone"
                 )
         return self._with_content(message)
@@ -206,7 +206,7 @@ class TemplateReading:
         return self._written_roles[role]
 
     def _reads_parts(self, role: str) -> bool:
-        """Whether parts of text are written as one text is, and all of several."""
+        """True if parts of text are written as one text is, and all of several."""
         if role not in self._read_parts:
             one, two = ([_part(each) for each in some] for some in ((_FIRST,), (_FIRST, _SECOND)))
             whole, parted, several = (
@@ -231,7 +231,7 @@ class TemplateReading:
     def _writes(
         self, words: Sequence[str], trials: Sequence[Messages | Conversation]
     ) -> bool | None:
-        """Whether one of the trials has all words; None where none of them can be written."""
+        """True if a trial is written with all words; None if none can be written."""
         texts = [text for text in map(self._try, trials) if text is not None]
         return any(all(word in text for word in words) for text in texts) if texts else None
 
@@ -241,14 +241,13 @@ class TemplateReading:
         except DataError:
             return None
 
-    @staticmethod
-    def _check(is_written: object, what: str) -> None:
-        """None, of what could not be tried, passes: the template itself says what it refuses."""
+    def _check(self, is_written: object, what: str) -> None:
+        """Refuse what is not written; None, untried, passes: the template itself may refuse it."""
         if is_written is False:
             raise DataError(
-                f"{what}: the chat template does not write that, so that the score would be of "
-                "another conversation; wanted a template that does (model.data.template), or "
-                "messages without"
+                f"{what}: the chat template{self._origin} does not write that, so the score would "
+                "be of another conversation; wanted messages without, or training with a template "
+                "that writes it, as every built-in one does (model.data.template=chatml)"
             )
 
 
@@ -260,7 +259,7 @@ def _without_content(message: Message) -> Message:
 
 
 def _with_arguments_as_text(message: Message) -> Message:
-    """Some templates put the JSON text of arguments into theirs, as the chat API has it."""
+    """Write arguments as JSON text, as the chat API has them; some templates expect that."""
     if "tool_calls" not in message:
         return message
     calls = []
@@ -296,7 +295,7 @@ def _dialogue_of(role: str, content: Any) -> Messages:
 
 @lru_cache(maxsize=8)
 def template_reading(
-    template: str, bos_token: str, eos_token: str, kwargs: str = ""
+    template: str, bos_token: str, eos_token: str, kwargs: str = "", origin: str = ""
 ) -> TemplateReading:
     """The trials of a template that ``render`` writes, kept for the templates used last.
 
@@ -307,4 +306,4 @@ def template_reading(
     def write(text: Messages | Conversation) -> str:
         return render(template, text, bos_token, eos_token, kwargs)
 
-    return TemplateReading(write, names_in(template))
+    return TemplateReading(write, names_in(template), origin)

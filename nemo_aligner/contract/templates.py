@@ -41,7 +41,7 @@ from nemo_aligner.utils.errors import ConfigError, DataError, short, shown
 if TYPE_CHECKING:
     import jinja2
 
-# Of versions that knew role and content alone; contracts that have one keep it.
+# Templates of versions that wrote role and content alone; contracts that have one keep it.
 _EARLIER = {
     "chatml": (
         "{% for message in messages %}"
@@ -68,7 +68,7 @@ _EARLIER = {
         "{{ eos_token }}"
     ),
 }
-# What all built-in templates have before their turns, and what a turn says.
+# Common beginning of all built-in templates, and the text of a turn.
 _BEFORE_TURNS = (
     "{% set beside = ["
     "('Tools:\\n' + tools | map('tojson') | join('\\n')) if tools else '',"
@@ -106,7 +106,7 @@ def _with_tools(earlier: str) -> str:
 BUILT_IN_TEMPLATES = {name: _with_tools(earlier) for name, earlier in _EARLIER.items()}
 # They write plain conversations as the earlier ones do, which are quicker.
 _QUICKER = {template: _EARLIER[name] for name, template in BUILT_IN_TEMPLATES.items()}
-# What a template is given by whoever renders it, and no setting may replace.
+# Variables that the caller of a template sets, and no setting may replace.
 _GIVEN = (
     "messages",
     "tools",
@@ -125,7 +125,7 @@ _QUESTION, _REPLY = "a question", "the reply"
 _CALL_ID = "call00001"
 _PROBE = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
 _DAYS = (datetime(2001, 2, 3), datetime(2034, 11, 30))
-# What stands for the content of each turn of a trial: no template writes such a character itself.
+# Placeholder for the content of each turn of a trial, of a character that no template writes.
 _CONTENT = re.compile("\ue000[0-9]\ue000")
 # Some templates take no system prompt, and some no second question.
 _TRIALS = (
@@ -158,6 +158,15 @@ def resolve_template(setting: str, tokenizer: Tokenizer, known: Sequence[str] = 
     )
 
 
+def name_of(template: str) -> str:
+    """Name a built-in template by its text, also by an earlier one; empty for others."""
+    known = [(BUILT_IN_TEMPLATES, ""), (_EARLIER, " of an earlier version")]
+    return next(
+        (f"{name}{of}" for texts, of in known for name, text in texts.items() if text == template),
+        "",
+    )
+
+
 def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: str = "") -> None:
     """Refuse a template whose text would be wrong, or another one tomorrow.
 
@@ -175,7 +184,7 @@ def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: st
         check_it_ends(template, bos, eos, kwargs)
         if is_dated(template, bos, eos, kwargs):
             raise ConfigError(
-                f"{where}: its text depends on the date, so a score would change over night; set "
+                f"{where}: its text depends on the date, so scores change from day to day; set "
                 f"it to one of {built_in}, or to a file of it with the date written out"
             )
         text = render(template, _PROBE, bos, eos, kwargs)
@@ -194,9 +203,9 @@ def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: st
     end = "".join(end_of_turn(template, bos, eos, kwargs).split())
     if not end:
         raise ConfigError(
-            f"{where}: it writes nothing after the reply, so that a whole one looks like one that "
+            f"{where}: it writes nothing after the reply, so a complete one looks like one that "
             f"was cut off; set it to one of {built_in}, or to a file of it that ends a turn"
-            + ("" if eos else " (plain and zephyr end with EOS, which the tokenizer has not)")
+            + ("" if eos else " (plain and zephyr end with EOS, which this tokenizer lacks)")
         )
     if end[: len(end) // 2] * 2 == end:
         raise ConfigError(
@@ -210,7 +219,7 @@ def _check_kwargs(template: str, kwargs: str) -> None:
     for name in json.loads(kwargs or "{}"):
         if name not in known:
             raise ConfigError(
-                f"{_KWARGS_KEY}: got {name!r:.60}, which the chat template does not read; wanted "
+                f"{_KWARGS_KEY}: got {name!r:.60}, which the chat template ignores; wanted "
                 + (", ".join(known) or "none, as it reads none")
             )
 
@@ -227,7 +236,7 @@ def canonical_kwargs(given: Mapping[str, Any]) -> str:
         ordered = {str(name): given[name] for name in sorted(given)}
         return json.dumps(ordered, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{_KWARGS_KEY}: wanted values that JSON has: {error}") from error
+        raise ConfigError(f"{_KWARGS_KEY}: wanted JSON values: {error}") from error
 
 
 def with_kwargs_inside(template: str, kwargs: str) -> str:
@@ -247,19 +256,19 @@ def _literal(value: Any) -> str:
 
 
 def is_dated(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> bool:
-    """Whether a template writes another text tomorrow."""
+    """True if a template writes the date, and so another text tomorrow."""
     texts = {render(template, _PROBE, bos_token, eos_token, kwargs, day.strftime) for day in _DAYS}
     return len(texts) > 1
 
 
 @lru_cache(maxsize=8)
 def end_of_turn(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> str:
-    """What a template writes after the last reply, without white space around it."""
+    """Text that a template writes after the last reply, stripped."""
     return after_reply(template, bos_token, eos_token, kwargs).strip()
 
 
 def after_reply(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> str:
-    """What a template writes after the last reply."""
+    """Text that a template writes after the last reply."""
     return _behind_reply(render(template, _PROBE, bos_token, eos_token, kwargs))
 
 
@@ -268,7 +277,7 @@ def _behind_reply(probe: str) -> str:
 
 
 class Frames(NamedTuple):
-    """What a template writes around the contents of messages.
+    """Text that a template writes around the contents of messages.
 
     Attributes:
         around: all of it, in a dialogue.
@@ -320,7 +329,7 @@ def tool_call_turn(name: str = "look_up", argument: str = "a word", content: str
 
 
 def tool_result(content: str = "found") -> Message:
-    """What the tool of ``tool_call_turn`` answers."""
+    """Answer of the tool that ``tool_call_turn`` calls."""
     return {"role": "tool", "content": content, "name": "look_up", "tool_call_id": _CALL_ID}
 
 

@@ -155,12 +155,12 @@ class Tokenizer:
 
     @cached_property
     def adds_bos(self) -> bool:
-        """Whether the tokenizer puts BOS before a bare text when asked for special tokens."""
+        """True if the tokenizer puts BOS before a bare text when asked for special tokens."""
         return self.encode("a")[:1] != [self.bos_id] == self._backend.encode("a").ids[:1]
 
     @cached_property
     def adds_eos(self) -> bool:
-        """Whether the tokenizer puts EOS after a bare text when asked for special tokens."""
+        """True if the tokenizer puts EOS after a bare text when asked for special tokens."""
         return self.encode("a")[-1:] != [self.eos_id] == self._backend.encode("a").ids[-1:]
 
     @cached_property
@@ -182,24 +182,24 @@ class Tokenizer:
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def added_tokens(self, texts: Iterable[str]) -> list[tokenizers.AddedToken]:
-        """Of the tokens beside those of the model proper, special or not, what ``texts`` have."""
+        """Added tokens, special or not, that occur in ``texts``."""
         added = self._backend.get_added_tokens_decoder()
         found = dict.fromkeys(token_id for text in texts for token_id in self.encode(text))
         return [added[token_id] for token_id in found if token_id in added]
 
     @property
     def has_normalizer(self) -> bool:
-        """Whether texts are changed before they are cut into tokens."""
+        """True if texts are normalized before they are split into tokens."""
         return self._backend.normalizer is not None
 
     def normalize(self, text: str) -> str:
-        """What ``text`` is changed to before it is cut into tokens."""
+        """Normalize ``text`` as the tokenizer does before it splits it."""
         normalizer = self._backend.normalizer
         return text if normalizer is None else normalizer.normalize_str(text)
 
     @cached_property
     def bounds(self) -> TextBounds:
-        """What can be said of a text before it is tokenized."""
+        """Bounds on the tokens of a text before it is tokenized."""
         return TextBounds.of(json.loads(self._files[_JSON]))
 
     @cached_property
@@ -254,7 +254,7 @@ def load_tokenizer(folder: str | Path, where: str | None = None) -> Tokenizer:
 
 
 class WrittenText(NamedTuple):
-    """What the tokenizer is given, and the reply in it; None where the reply is the whole text."""
+    """A text for the tokenizer, and the reply in it; None where the reply is the whole text."""
 
     text: str
     reply: str | None
@@ -292,7 +292,7 @@ def encode_records(
 
 
 def _ends_of(text: str, reply: str) -> str | None:
-    """What is before the first cut of the reply in a text and what is behind its last.
+    """The two ends of a reply, outside its first and last cut in a text.
 
     Their tokens, and those between the first cut of the text and its last, are the reply's. None
     where its cuts are not all that the text has.
@@ -325,7 +325,7 @@ def _common_head(record: Sequence[WrittenText]) -> int:
 
 
 def common_start(first: str, second: str) -> int:
-    """How many characters two texts begin with together; ``commonprefix`` looks at each alone."""
+    """Length of the common prefix of two texts, by halving; ``commonprefix`` is far slower."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -345,7 +345,7 @@ def common_start(first: str, second: str) -> int:
 
 # The space before each cut's second word; it begins with a letter that a search can look for.
 _SPACE = re.compile(r" (?<=[A-Za-z] )(?=[A-Za-z])")
-# What is longer hardly comes again.
+# Longer words hardly ever repeat.
 _LONGEST = 24
 # About 200 bytes each.
 _MOST_WORDS = 1 << 17
@@ -373,7 +373,7 @@ class WordMemo:
         self._ids: dict[str, bytes] = {}
 
     def encode(self, texts: Sequence[str]) -> list[WordIds]:
-        """Of each text the ids that ``encode_batch`` gives."""
+        """Encode each text to the ids that ``encode_batch`` gives."""
         if not self._cuts_at_words:
             return [WordIds(np.array(ids, dtype=_ID)) for ids in self._encode_batch(texts)]
         parts = [_SPACE.split(text) for text in texts]
@@ -436,7 +436,7 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class TextBounds:
-    """What the settings of a tokenizer tell of all texts.
+    """Bounds that hold for all texts by the settings of a tokenizer.
 
     Attributes:
         bytes_per_token: the most bytes of text that one token may stand for; None is unknown.
@@ -449,7 +449,7 @@ class TextBounds:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> TextBounds:
-        """Of the content of a ``tokenizer.json``."""
+        """Read the content of a ``tokenizer.json``."""
         added = content.get("added_tokens") or []
         shrinks = _shrinks_by(content.get("normalizer"))
         steps = _steps_of(content.get("pre_tokenizer"))
@@ -476,11 +476,11 @@ class TextBounds:
         )
 
     def most_bytes(self, tokens: int) -> int | None:
-        """No text of more bytes has only so many tokens; None where that is unknown."""
+        """Largest number of bytes that ``tokens`` tokens can stand for; None if unknown."""
         return None if self.bytes_per_token is None else tokens * self.bytes_per_token
 
     def encode_end(self, encode: Encode, text: str, tokens: int) -> list[int] | None:
-        """At least the last ``tokens`` ids of those that ``encode`` finds in ``text``.
+        """Encode at least the last ``tokens`` ids of those that ``encode`` finds in ``text``.
 
         They are those of the whole, whose beginning is not looked at. None if the text is too short
         for that to pay, or has no place where it can be cut.
@@ -511,7 +511,7 @@ def last_cut(text: str, stop: int) -> int | None:
 
 
 def _shrinks_by(normalizer: Mapping[str, Any] | None) -> int | None:
-    """How many times fewer bytes a text may have behind it; None is unknown."""
+    """Factor by which a normalizer may shrink a text, in bytes; None if unknown."""
     if normalizer is None:
         return 1
     return _NFC_SHRINKS if normalizer.get("type") == "NFC" else None

@@ -14,7 +14,6 @@ import numpy as np
 from nemo_aligner.contract.messages import (
     REASONING,
     Conversation,
-    Message,
     Messages,
     is_plain,
     joined_content,
@@ -22,11 +21,11 @@ from nemo_aligner.contract.messages import (
     strings_of,
 )
 from nemo_aligner.contract.template_probe import template_reading
-from nemo_aligner.contract.templates import after_reply, find_frames, render
+from nemo_aligner.contract.templates import after_reply, find_frames, name_of, render
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import ConfigError, DataError, short
 
-# What a chat template writes around messages, and no message may hold.
+# Turn marks: text that a chat template writes around messages, and no message may hold.
 #
 # A reply that writes turns of its own (``bad<|im_end|>\n<|im_start|>user\nthanks``) would have the
 # token ids of a longer dialogue, so that a policy could answer itself in the user's name. So a
@@ -67,7 +66,7 @@ class TurnMarks:
 
     @classmethod
     def of(cls, write: Callable[[Messages], str], tokenizer: Tokenizer | None) -> TurnMarks:
-        """Those of what ``write`` makes of conversations; without a tokenizer no token is known.
+        """Find the marks that ``write`` puts around messages; without a tokenizer, words alone.
 
         Raises:
             DataError: it cannot write a question and its answer.
@@ -98,27 +97,25 @@ class TurnMarks:
         """
         messages = messages_of(conversation)
         if not isinstance(conversation, Conversation) and is_plain(messages):
-            for number, message in enumerate(messages, start=1):
-                self._refuse(message["content"], f"message {number}")
+            for number, message in enumerate(messages):
+                self._refuse(message["content"], f"messages[{number}].content")
             return
-        for number, message in enumerate(messages, start=1):
+        for number, message in enumerate(messages):
             for key, value in message.items():
                 if key != "role":
-                    self._check_value(message, key, value, f"message {number}")
+                    self._check_value(key, value, f"messages[{number}].{key}")
         if isinstance(conversation, Conversation):
             for name in ("tools", "documents"):
                 for place, text in strings_of(getattr(conversation, name), name):
                     self._refuse(text, place, is_said=False, uses_tools=True)
 
-    def _check_value(self, message: Message, key: str, value: object, where: str) -> None:
-        is_said = key in _SAID
-        place = where if key == "content" else f"{where}, {key}"
-        for inside, text in strings_of(value, place):
-            self._refuse(text, inside, is_said, uses_tools=True)
+    def _check_value(self, key: str, value: object, where: str) -> None:
+        for place, text in strings_of(value, where):
+            self._refuse(text, place, is_said=key in _SAID, uses_tools=True)
         if key == "content" and isinstance(value, list):
             # A template may write parts without anything between them, or with a newline.
             for text in ("".join(part["text"] for part in value), joined_content(value)):
-                self._refuse(text, f"{where}, parts of content together", uses_tools=True)
+                self._refuse(text, f"{where}, its parts together", uses_tools=True)
 
     def _refuse(
         self, text: str, where: str, is_said: bool = True, uses_tools: bool = False
@@ -133,7 +130,7 @@ class TurnMarks:
             )
 
     def _find(self, content: str, is_said: bool, uses_tools: bool) -> tuple[int, str] | None:
-        """Where the first mark stands, and which it is."""
+        """Position of the first mark, and the mark."""
         marks = (*self.anywhere, *self.around_results) if uses_tools else self.anywhere
         found = [(content.index(mark), mark) for mark in marks if mark in content]
         bare = content.rstrip()
@@ -146,7 +143,7 @@ class TurnMarks:
 
 
 def _is_mark(text: str, is_special: bool) -> bool:
-    """Not white space and punctuation, nor a word of everybody's, which tell nobody's turn."""
+    """True for a text that marks a turn: no white space, punctuation or ordinary word."""
     return any(map(str.isalnum, text)) and (is_special or not text.strip().isalnum())
 
 
@@ -179,11 +176,12 @@ def write_conversation(
     """
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     turn_marks(template, tokenizer, kwargs).check(conversation)
-    adapted = template_reading(template, bos, eos, kwargs).adapt(conversation)
+    origin = name_of(template) or "the tokenizer's own" * (template == tokenizer.chat_template)
+    adapted = template_reading(template, bos, eos, kwargs, origin).adapt(conversation)
     return render(template, adapted, bos, eos, kwargs)
 
 
-# What a chat template writes after a reply: the end of the turn, and what stands behind it.
+# The end of a turn: what a chat template writes after a reply, and what stands behind it.
 #
 # A policy's text ends where it has said its end of turn (``<|im_end|>``), a conversation where the
 # template does (``<|im_end|>\n``), and there a reward model has learned to read.
@@ -204,7 +202,7 @@ class TurnEnd:
 
     @classmethod
     def of(cls, template: str, tokenizer: Tokenizer, kwargs: str = "") -> TurnEnd | None:
-        """None where a template writes nothing behind the end of a turn, or there is none."""
+        """Find it by a trial; None where a template writes nothing behind the end of a turn."""
         if not template:
             return None
         whole = after_reply(template, tokenizer.bos_token, tokenizer.eos_token, kwargs)
@@ -225,7 +223,7 @@ class TurnEnd:
         return cls(end, rest, end_ids, rest_ids)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Plain values for JSON."""
         return {
             "end": self.end,
             "rest": self.rest,
@@ -249,7 +247,7 @@ class TurnEnd:
 
 
 def _missing(written: Any, end: Any, rest: Any) -> Any:
-    """What of ``rest`` is missing behind ``end``; None where what is written ends otherwise."""
+    """The part of ``rest`` missing after ``end``; None if what is written ends otherwise."""
     for known in range(len(rest)):
         begun = end + rest[:known]
         if written[-len(begun) :] == begun:
@@ -270,7 +268,7 @@ _TRIALS = ((_QUESTION, _REPLY), ("Why?\n\n", "\n\nNo."), ("1 + 1 =", "2"), ("{",
 
 
 def find_marker(token_ids: np.ndarray | Sequence[int], marker: Sequence[int]) -> int:
-    """Where the last ``marker`` begins in ``token_ids``; -1 where there is none."""
+    """Index in ``token_ids`` where the last ``marker`` begins; -1 if there is none."""
     ids = np.asarray(token_ids)
     if len(ids) < len(marker):
         return -1
@@ -292,7 +290,9 @@ def make_reply_marker(template: str, tokenizer: Tokenizer, kwargs: str = "") -> 
         ConfigError: there is no template, or the ids before a reply depend on the texts around.
     """
     if not template:
-        raise ConfigError(f"{_KEY}: got reply_mean, wanted a chat template, to know the reply by")
+        raise ConfigError(
+            f"{_KEY}: got reply_mean, wanted a chat template, which says where the reply begins"
+        )
     text = _written(template, tokenizer, kwargs, _QUESTION, _REPLY)
     between = text[text.index(_QUESTION) + len(_QUESTION) : text.rindex(_REPLY)]
     marker = tuple(tokenizer.encode(between.strip()))

@@ -134,7 +134,7 @@ class TokenizedDataset:
         return replace(self, records=replace(self.records, labels=labels))
 
     def table(self) -> str:
-        """What became of every file."""
+        """A table for each file: records read, kept and dropped."""
         return "\n".join(report.table() for report in self.reports)
 
 
@@ -182,7 +182,7 @@ def _join_digests(digests: Sequence[str]) -> str:
 
 
 def report_on(indexes: Sequence[FileIndex], name: str) -> list[FileReport]:
-    """What became of files that are read one after the other.
+    """Report on files that are read one after the other.
 
     A record that stands in a file before it, token for token and label for label, is kept, and
     counted as one of ``duplicates``.
@@ -194,7 +194,9 @@ def report_on(indexes: Sequence[FileIndex], name: str) -> list[FileReport]:
         counts = {**summary.counts}
         if again:
             counts["duplicates"] = counts.get("duplicates", 0) + again
-        reports.append(FileReport(name, summary, counts, index.prompts))
+        reports.append(
+            FileReport(name, summary, counts, index.prompts, columns=index.facts.columns)
+        )
     return reports
 
 
@@ -208,12 +210,12 @@ def _join_records(indexes: Sequence[FileIndex]) -> Records:
 
 
 def _join(arrays: Sequence[np.ndarray]) -> Tensor:
-    """As one; a lone one as it is, which may be mapped."""
+    """Concatenate arrays; a single one stays as it is, and may be memory-mapped."""
     return torch.from_numpy(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
 
 
 def as_records(records: Sequence[Record], columns: Sequence[str]) -> Records:
-    """What owns the rewards of all their texts, with labels that are not centred."""
+    """``Records`` of these records, with labels that are not centred."""
     return Records.of(
         range(len(records)),
         [len(record.texts) for record in records],
@@ -232,7 +234,7 @@ def label_columns(records: Sequence[Record], columns: Sequence[str]) -> LabelCol
     return LabelColumns.of(columns, values)
 
 
-# In which order an epoch takes the records: all of them once, or each file by its weight.
+# The order of an epoch: every record once, or each file by its weight.
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,7 @@ class EpochOrder:
         return int(_order(self, epoch)[place])
 
     def shares(self) -> list[int]:
-        """How many of an epoch's records are of every file."""
+        """Records of an epoch from each file."""
         if not self.weights:
             return list(self.sizes)
         exact = np.array(self.weights) * (self.size / sum(self.weights))
@@ -276,7 +278,7 @@ class EpochOrder:
 
 
 def weighted_order(sizes: Sequence[int], seed: int, weights: Sequence[float]) -> EpochOrder:
-    """That of files of so many records, checked.
+    """The order over files of these ``sizes``, checked.
 
     Raises:
         ConfigError: there is not one weight for every file, or a file gets no record.

@@ -99,7 +99,7 @@ def read_text_table(text: str, path: str) -> list[Row] | None:
 
 
 def holds_rows(cells: Sequence[object]) -> bool:
-    """Whether a cell has lines that look like rows, as those have that a stray quote swallows."""
+    """True if a cell has lines that look like rows, which a stray quote swallows."""
     texts = [cell for cell in cells if isinstance(cell, str)]
     return any(
         line.count(separator) == len(cells) - 1 > 0
@@ -134,7 +134,7 @@ def _numbered(lines: list[str], separator: str) -> Iterator[tuple[int, list[str]
                     yield start + 1, _unless_quoted(cells, separator)
                 start = before + reader.line_num
         except csv.Error as error:
-            yield start + 1, f"got a quote that is not one of a pair around a cell: {error}"
+            yield start + 1, f"got an unpaired quote in a cell: {error}"
             start += 1
 
 
@@ -145,7 +145,7 @@ def _unless_quoted(cells: list[str], separator: str) -> list[str] | str:
 
 
 def _are_numbers(column: Sequence[str]) -> bool:
-    """Most of those that are given."""
+    """True if most cells that are not empty are numbers."""
     given = [cell for cell in column if cell.strip()]
     return 2 * sum(map(_is_number, given)) > len(given)
 
@@ -192,7 +192,7 @@ class Line:
 
 @dataclass(frozen=True)
 class BadLine:
-    """What stands where an object should: the line it begins on, its text, and what is wrong."""
+    """A line without an object: where it begins, its text, and what is wrong."""
 
     number: int
     raw: str
@@ -205,7 +205,7 @@ _Value: TypeAlias = tuple[int, str, Any]
 
 
 def read_lines(path: str | Path) -> list[AnyLine]:
-    """Every object of a file of JSON lines, of one JSON list, or of a table that has rows of it.
+    """Read every object of a file of JSON lines or of one JSON list, or every row of a table.
 
     Gzipped files are unpacked. The lines of a Parquet or Arrow file are its rows, those of a JSON
     list without a line for each item are its items.
@@ -237,7 +237,7 @@ def read_lines(path: str | Path) -> list[AnyLine]:
 
 
 def are_json_lines(lines: Iterable[AnyLine]) -> bool:
-    """Whether the first line is an object, or at least half of all are."""
+    """True if the first line is an object, or at least half of all lines are."""
     objects = count = 0
     for count, line in enumerate(lines, start=1):
         objects += isinstance(line, Line)
@@ -254,7 +254,7 @@ def _line_of_text(row: Row) -> AnyLine:
 
 
 def count_swallowed(lines: Iterable[AnyLine]) -> int:
-    """How many rows of a table have a cell with lines that look like rows."""
+    """Count the rows of a table with a cell whose lines look like rows."""
     return sum(isinstance(line, Line) and line.holds_rows for line in lines)
 
 
@@ -376,7 +376,7 @@ def _list_items(text: str, path: str) -> Iterator[_Value]:
             position = _after_space(text, position + 1)
     if not text.startswith("]", position) or text[position + 1 :].strip():
         number = text.count("\n", 0, position) + 1
-        raise DataError(f"{path}:{number}: malformed JSON: wanted one list, and nothing after it")
+        raise DataError(f"{path}:{number}: malformed JSON: wanted one list and nothing after it")
 
 
 def _decode_item(text: str, position: int) -> tuple[Any, int]:
@@ -388,7 +388,7 @@ def _decode_item(text: str, position: int) -> tuple[Any, int]:
 
 
 def _told_apart(items: list[_Value]) -> list[_Value]:
-    """By their number in the list where some begin on one line, as a file without breaks has."""
+    """Number items by their place in the list if several begin on one line."""
     if len({number for number, _, _ in items}) == len(items):
         return items
     return [(number, raw, value) for number, (_, raw, value) in enumerate(items, start=1)]
@@ -460,7 +460,7 @@ _WANTED = "wanted JSON lines, one JSON list, or a table"
 _BINARY = {
     b"PAR1": ("a Parquet file", "read_parquet({path!r})"),
     b"ARROW1": ("an Arrow file", "read_feather({path!r})"),
-    b"PK\x03\x04": ("a zip archive (a spreadsheet is one, too)", None),
+    b"PK\x03\x04": ("a zip archive (spreadsheets are zip archives)", None),
     b"\x28\xb5\x2f\xfd": ("a file compressed by zstd", None),
     b"\xfd7zXZ\x00": ("a file compressed by xz", None),
     b"BZh": ("a file compressed by bzip2", None),
@@ -468,7 +468,7 @@ _BINARY = {
 
 
 def describe_binary(content: bytes, path: str) -> str | None:
-    """What the content is by its first bytes, for an error; None for what may be text.
+    """Name a binary content by its first bytes, for an error; None for what may be text.
 
     A Parquet or an Arrow file is only told of where pyarrow is not installed.
     """

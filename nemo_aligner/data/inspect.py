@@ -16,7 +16,7 @@ from nemo_aligner.data.dataset import label_columns, report_on
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.readers import MOST_LISTED, Reading, RecordFile, parse_file
 from nemo_aligner.data.record_arrays import ArraysInMemory, far_labels
-from nemo_aligner.data.records import Comparison, Record
+from nemo_aligner.data.records import Comparison, Record, text_names
 from nemo_aligner.data.report import (
     FileReport,
     FileSummary,
@@ -36,7 +36,7 @@ TextRules = tuple[Tokenizer, ScoringContract]
 
 @dataclass(frozen=True)
 class Inspection:
-    """How files are looked at; without ``rules`` lengths are characters.
+    """Options of an inspection; without ``rules`` lengths are characters.
 
     ``show`` is how many records of a file are printed in full, their special tokens between
     ``marks``. The others are as in ``Reading``; the contract of a regression model names the
@@ -128,7 +128,7 @@ def _report_on(path: str, name: str, how: Inspection) -> tuple[RecordFile, FileR
 
 
 def report_in_characters(file: RecordFile, name: str) -> FileReport:
-    """What can be told without a tokenizer."""
+    """Report on a file without a tokenizer: lengths are characters."""
     texts = [text for record in file.records for text in record.texts]
     replies = [len(reply_of(text)) for text in texts]
     prompts = [sum(len(said(turn)) for turn in prompt_of(text)) for text in texts]
@@ -148,7 +148,8 @@ def report_in_characters(file: RecordFile, name: str) -> FileReport:
         far_labels=far_labels(labels, [record.origin for record in file.records]),
     )
     prompt_table = Prompts.of(file.path, file.records)
-    return FileReport(name, summary, file.counts, prompt_table, unit="characters")
+    columns = tuple(file.columns)
+    return FileReport(name, summary, file.counts, prompt_table, "characters", columns)
 
 
 def render_record(record: Record, how: Inspection) -> str:
@@ -160,10 +161,8 @@ def render_record(record: Record, how: Inspection) -> str:
 
 
 def _names_of_texts(record: Record) -> list[str]:
-    if record.ranks == (0, 1):
-        return ["chosen", "rejected"]
     if isinstance(record, Comparison):
-        return [f"rank {rank}" for rank in record.ranks]
+        return text_names(record)
     labels = ("none" if label is None else f"{label:g}" for label in record.labels)
     return [f"labels {' '.join(labels)}" if record.labels else "rated"]
 

@@ -39,12 +39,12 @@ from nemo_aligner.utils.errors import DataError
 # Where beginnings are cached, a pack has at most so many times its budget of keys, which a GPU's
 # kernel has one after the other.
 _KEYS_PER_TOKEN = 8
-# What it takes to look at so many does not grow with the data.
+# A fixed window, so that the time to search it does not grow with the data.
 _RECORDS_AT_ONCE = 1 << 18
 
 
 class RecordSize(NamedTuple):
-    """What one record is in a pack, where the prefix of its sequences is computed once.
+    """Size of one record in a pack, where the prefix of its sequences is computed once.
 
     Attributes:
         tokens: with those of the prefix once.
@@ -216,7 +216,7 @@ class PrefixGroup:
 
     @property
     def weight(self) -> int:
-        """What it takes of a pack's budget."""
+        """Tokens that it takes of a pack's budget."""
         return _weight(self.size, len(self.members), self.prefix, _length(self.cached))
 
     @property
@@ -244,7 +244,7 @@ def find_prefix_groups(
     budget: int,
     cached: Mapping[int, CachedPrefix | None] | None = None,
 ) -> list[PrefixGroup]:
-    """All sequences, those with a long common prefix together, in groups of at most ``budget``.
+    """Group sequences with long common prefixes, at most ``budget`` tokens to a group.
 
     In the order of their tokens, adjacent ones have the longest prefix in common. One joins the
     group before it if that saves tokens. Of ``cached``, the keys are the positions to group, which
@@ -330,7 +330,7 @@ class _Ordered:
             yield members, prefix, size
 
     def fits(self, budget: int, end: int) -> bool:
-        """Whether those before position ``end`` fit into one pack."""
+        """True if the records before position ``end`` fit into one pack."""
         total = 0
         for _, _, size in self.runs(budget, end):
             total += size
@@ -340,7 +340,7 @@ class _Ordered:
 
 
 def take_oldest(sequences: Sequence[Tokens], budget: int) -> int:
-    """How many of the first sequences have ``budget`` tokens, common prefixes counted once.
+    """Count the first sequences that fit ``budget`` tokens, common prefixes counted once.
 
     At least one, and as many as can be found to fit by trying four times as many, then halves.
     Arrays are looked at faster than lists.
@@ -409,7 +409,7 @@ def _fill(
 
 @dataclass(frozen=True)
 class TokenPacking:
-    """How sequences become packs of at most ``micro_batch_tokens`` tokens, of even work.
+    """Rules by which sequences become packs of at most ``micro_batch_tokens`` tokens, of even work.
 
     ``query_key_cost`` is that of attention between one query and one key
     (``ModelShape.query_key_cost``).
@@ -419,7 +419,7 @@ class TokenPacking:
     query_key_cost: float = 0.0
 
     def share(self, lengths: Sequence[int], count: int) -> list[list[int]]:
-        """Which of the sequences each of ``count`` ranks has."""
+        """Sequences of each of ``count`` ranks."""
         return share_out([self._cost(length) for length in lengths], count)
 
     def pack(

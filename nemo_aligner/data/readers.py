@@ -51,9 +51,10 @@ from nemo_aligner.data.formats.base import PairKeys, WantedLabels
 from nemo_aligner.data.records import Comparison, MalformedRecord, Rating, Record
 from nemo_aligner.utils.errors import ConfigError, DataError
 
-# What becomes of malformed records: the one place that decides whether a run goes on.
+# Malformed records: the one place that decides whether a run goes on.
 
 MOST_LISTED = 10
+_LINES_NAMED = 5
 
 
 class ReadFile(Protocol):
@@ -81,7 +82,7 @@ class MalformedRule:
     section: str = "model.data."
 
     def allows(self, file: ReadFile) -> bool:
-        """Whether the records that are left of the file are good to use."""
+        """True if the file's remaining records may be used."""
         if self.action is Malformed.error:
             return not file.malformed
         return malformed_fraction(file) <= self.most
@@ -99,7 +100,7 @@ def check_malformed(files: Sequence[ReadFile], rule: MalformedRule) -> None:
         return
     lines = []
     for file in bad.values():
-        listed = list_first(file.malformed, MOST_LISTED, _count(file))
+        listed = list_malformed(file.malformed, MOST_LISTED, _count(file))
         lines += [f"{file.path}: {_how_many(file)}", *listed]
     raise DataError("\n".join([*lines, _advice(list(bad.values()), rule)]))
 
@@ -114,8 +115,29 @@ def list_first(items: Sequence[object], most: int, total: int | None = None) -> 
     return [*lines, f"  and {rest} more"] if rest > 0 else lines
 
 
+def list_malformed(
+    records: Sequence[MalformedRecord], most: int, total: int | None = None
+) -> list[str]:
+    """``list_first`` of malformed records, those of a file with the same reason on one line."""
+    alike: dict[tuple[str, str], list[MalformedRecord]] = {}
+    for record in records:
+        alike.setdefault((record.origin.path, record.reason), []).append(record)
+    shown = list(alike.values())[:most]
+    lines = [f"  {first}{_same_reason(others)}" for first, *others in shown]
+    rest = (len(records) if total is None else total) - sum(map(len, shown))
+    return [*lines, f"  and {rest} more"] if rest > 0 else lines
+
+
+def _same_reason(others: Sequence[MalformedRecord]) -> str:
+    if not others:
+        return ""
+    lines = ", ".join(str(record.origin.line) for record in others[:_LINES_NAMED])
+    more = ", ..." if len(others) > _LINES_NAMED else ""
+    return f" ({len(others)} more on line{'s' * (len(others) > 1)} {lines}{more})"
+
+
 def malformed_fraction(file: ReadFile) -> float:
-    """How much of the file's records is malformed."""
+    """Share of the file's records that are malformed."""
     return _count(file) / max(file.counts.get("read", 0), 1)
 
 
@@ -134,14 +156,14 @@ def _how_many(file: ReadFile) -> str:
 def _advice(files: Sequence[ReadFile], rule: MalformedRule) -> str:
     allowed = f"{rule.section}max_malformed={rule.most:g}"
     if rule.action is Malformed.drop:
-        return f"{allowed} allows {rule.most:.2%} of a file; mend the data, or raise it"
+        return f"{allowed} allows {rule.most:.2%} of a file; fix the data, or raise the limit"
     advice = f"{rule.section}malformed=drop would leave them out"
     if max(map(malformed_fraction, files)) > rule.most:
         return f"{advice}, but {allowed} allows {rule.most:.2%} of a file"
     return advice
 
 
-# What is put around the prompts of a file: a system prompt, more words, or a raw text.
+# Text around the prompts of a file: a system prompt, more words, or a raw text.
 #
 # A system prompt and a prompt's own words come from files, as NVIDIA-NeMo/RL's data sets have them
 # (``system_prompt_file``, ``prompt_file``); a raw text is written by OpenRLHF's ``input_template``.
@@ -160,7 +182,7 @@ class PromptSettings(Protocol):
 
 @dataclass(frozen=True)
 class PromptWrapping:
-    """What every conversation of a file gets; None leaves it as it is.
+    """Text to put around every conversation of a file; None adds nothing.
 
     Attributes:
         system: said by the system, first; a conversation that has a system prompt keeps its own.
@@ -175,7 +197,7 @@ class PromptWrapping:
 
     @classmethod
     def of(cls, settings: PromptSettings, section: str) -> PromptWrapping | None:
-        """Those of a section of the settings; None where it says nothing.
+        """Read a section of the settings; None where nothing is set.
 
         Raises:
             ConfigError: a file cannot be read, or the prompt has no place, or two, in a template.
@@ -212,7 +234,9 @@ class PromptWrapping:
             messages = _around_last_question(messages, self.words)
         if self.raw is not None:
             if isinstance(text, Conversation):
-                raise DataError("got tools or documents, wanted none, as input_template has none")
+                raise DataError(
+                    "got tools or documents, wanted none, as input_template cannot write them"
+                )
             return _as_raw(messages, self.raw)
         if self.system is not None and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self.system}, *messages]
@@ -239,7 +263,7 @@ def _check_place(template: str | None, key: str) -> None:
 def _around_last_question(conversation: Messages, words: str) -> Messages:
     roles = [turn["role"] for turn in conversation]
     if "user" not in roles:
-        raise DataError(f"got turns of {', '.join(roles)}, wanted a user's for the prompt file")
+        raise DataError(f"got turns of {', '.join(roles)}, wanted a user turn for prompt_file")
     last = len(roles) - 1 - roles[::-1].index("user")
     asked = {**conversation[last], "content": _put(words, said(conversation[last]))}
     return [*conversation[:last], asked, *conversation[last + 1 :]]
@@ -249,8 +273,8 @@ def _as_raw(conversation: Messages, template: str) -> str:
     roles = [turn["role"] for turn in conversation]
     if roles != ["user", "assistant"]:
         raise DataError(
-            f"got turns of {', '.join(roles)}, wanted one user turn and the reply, which is what "
-            "input_template takes"
+            f"got turns of {', '.join(roles)}, wanted one user turn and the reply, as "
+            "input_template needs"
         )
     return _put(template, said(conversation[0])) + said(conversation[1])
 
@@ -262,7 +286,7 @@ def _put(template: str, prompt: str) -> str:
 
 @dataclass(frozen=True)
 class Reading:
-    """How files are read.
+    """Rules by which files are read.
 
     Attributes:
         kind: what their records are; None takes either.
@@ -287,7 +311,7 @@ class Reading:
     ties: bool = False
 
     def columns_of(self, kind: RecordKind) -> tuple[str, ...]:
-        """What the labels of such records are called."""
+        """Names of the label columns of such records."""
         return tuple(self.attributes if kind is RecordKind.rating else self.pair_columns)
 
     def set_columns_of(self, kind: RecordKind) -> tuple[str, ...]:

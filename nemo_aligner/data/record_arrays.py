@@ -25,7 +25,7 @@ from nemo_aligner.data.records import Origin
 
 
 class Arrays(Protocol):
-    """Where arrays are put, part after part, and read from once that is done."""
+    """A store that takes arrays part by part, and is read from once it is complete."""
 
     def append(self, name: str, part: np.ndarray) -> None: ...
 
@@ -37,21 +37,21 @@ class Arrays(Protocol):
 
 
 class ArraysInMemory:
-    """They end with the process."""
+    """Arrays that live as long as the process."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, bytearray] = {}
 
     def append(self, name: str, part: np.ndarray) -> None:
-        """Put ``part`` behind what is there."""
+        """Append ``part`` to an array."""
         self._bytes.setdefault(name, bytearray()).extend(part.tobytes())
 
     def replace(self, name: str, array: np.ndarray) -> None:
-        """Put ``array`` where another was."""
+        """Replace an array."""
         self._bytes[name] = bytearray(array.tobytes())
 
     def read(self, name: str, dtype: np.dtype, width: int | None = None) -> np.ndarray:
-        """All of it, ``[n]`` or ``[n, width]``."""
+        """Read a whole array, ``[n]`` or ``[n, width]``."""
         return _shaped(np.frombuffer(bytearray(self._bytes.get(name, b"")), dtype), width)
 
     def sizes(self) -> dict[str, int]:
@@ -60,7 +60,7 @@ class ArraysInMemory:
 
 
 class ArraysInFolder:
-    """Each is a file of ``folder``, without a header; what is read is mapped, and costs no memory.
+    """Arrays in files of ``folder``, without a header; they are memory-mapped when read.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -71,13 +71,13 @@ class ArraysInFolder:
         self._open: dict[str, BinaryIO] = {}
 
     def append(self, name: str, part: np.ndarray) -> None:
-        """Put ``part`` behind what is there."""
+        """Append ``part`` to an array."""
         if name not in self._open:
             self._open[name] = self._path(name).open("ab")
         self._open[name].write(part.tobytes())
 
     def replace(self, name: str, array: np.ndarray) -> None:
-        """Put ``array`` where another was."""
+        """Replace an array."""
         file = self._open.pop(name, None)
         if file is not None:
             file.close()
@@ -86,7 +86,7 @@ class ArraysInFolder:
         self.append(name, array)
 
     def read(self, name: str, dtype: np.dtype, width: int | None = None) -> np.ndarray:
-        """All of it, ``[n]`` or ``[n, width]``; what is written to it stays in this process."""
+        """Map a whole array, ``[n]`` or ``[n, width]``; writes to it stay in this process."""
         if name in self._open:
             self._open[name].flush()
         path = self._path(name)
@@ -118,7 +118,7 @@ def _shaped(array: np.ndarray, width: int | None) -> np.ndarray:
     return plain.reshape(-1, width) if width else np.zeros((0, 0), array.dtype)
 
 
-# What a data set has of every record, without an object for each: arrays, and what they stand for.
+# Views of a data set as sequences of records, without an object for each record.
 #
 # Arrays of several files are looked at one after the other, and not joined, so that mapped ones
 # cost no memory.
@@ -167,7 +167,7 @@ class Origins(FileParts[Origin]):
 
 
 class Sources(FileParts[str]):
-    """Where records say they are from; ``parts`` are names, and ``[n]`` which of them each has."""
+    """Sources of records; ``parts`` are names, and ``[n]`` indices of the name that each has."""
 
     def __init__(self, parts: Sequence[tuple[Sequence[str], np.ndarray]]) -> None:
         super().__init__([len(codes) for _, codes in parts])
@@ -190,7 +190,7 @@ class TokenSequences(FileParts[np.ndarray]):
 
     @classmethod
     def of(cls, sequences: Sequence[Sequence[int] | np.ndarray]) -> TokenSequences:
-        """Of sequences that lie anywhere."""
+        """Build from sequences that lie anywhere in memory."""
         flat = [np.asarray(sequence, dtype=np.int32) for sequence in sequences]
         offsets = np.array([0, *accumulate(map(len, flat))], dtype=np.int64)
         return cls([(np.concatenate([np.zeros(0, np.int32), *flat]), offsets)])
@@ -214,7 +214,7 @@ class TokenSequences(FileParts[np.ndarray]):
         return np.concatenate(found)
 
 
-# What a column of labels ranges over, and which labels are far out.
+# The range of a label column, and outliers among its labels.
 #
 # A label is far out if it is more than ten times as far from its column's median as
 #

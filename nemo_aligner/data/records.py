@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.contract.messages import Text, question_of, said
+from nemo_aligner.contract.messages import Text, question_of, read_text, said
+from nemo_aligner.contract.messages import as_json as conversation_as_json
 from nemo_aligner.utils.errors import ConfigError, DataError, short, shown
 
 # Preference data in memory: comparisons and ratings, each with the file and line it is from.
@@ -20,7 +21,7 @@ from nemo_aligner.utils.errors import ConfigError, DataError, short, shown
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a record begins; lines count from 1."""
+    """File and line where a record begins; lines count from 1."""
 
     path: str
     line: int
@@ -31,7 +32,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class MalformedRecord:
-    """What stands where a record should, and cannot be used as one."""
+    """A place in a file whose content cannot be used as a record."""
 
     origin: Origin
     reason: str
@@ -59,12 +60,12 @@ class Comparison:
 
     @property
     def is_tied(self) -> bool:
-        """Whether none of its completions is better than another."""
+        """True if no completion is better than another."""
         return len(set(self.ranks)) == 1
 
     @property
     def has_ties(self) -> bool:
-        """Whether any two of its completions are tied."""
+        """True if any two completions are tied."""
         return len(set(self.ranks)) < len(self.ranks)
 
     @classmethod
@@ -90,16 +91,27 @@ class Rating:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of one text alone."""
+        """A single rank, as there is one text."""
         return (0,)
 
 
 Record: TypeAlias = Comparison | Rating
+
+
+def text_names(record: Record) -> list[str]:
+    """Names of a record's texts, as errors and listings call them."""
+    if isinstance(record, Rating):
+        return [RATED_COLUMN]
+    if record.ranks == (0, 1):
+        return [*PAIR_COLUMNS]
+    return [f"rank {rank}" for rank in record.ranks]
+
+
 _NO_CHANCE = 20  # characters that two texts begin with
 
 
 def prompt_key(record: Record) -> str:
-    """What two records of the same prompt have in common, whatever its case and white space.
+    """A key that records of the same prompt share, whatever its case and white space.
 
     Raw text does not say where its prompt ends: a pair's is the whole lines that both texts begin
     with, or else a beginning that is too long for chance; other texts stand for themselves.
@@ -139,7 +151,7 @@ def reward_row(
     texts: Sequence[Text],
     **more: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Where a record came from, its rewards and texts; ``more`` are labels and the like.
+    """Build a row: a record's origin, rewards and texts; ``more`` are labels and the like.
 
     ``rewards`` are of a pair ``chosen`` and ``rejected``, of a rating by attribute. A number that
     is not finite is null.
@@ -148,8 +160,16 @@ def reward_row(
     if source:
         row["source"] = source
     sides = PAIR_COLUMNS if kind is RecordKind.comparison else (RATED_COLUMN,)
-    row["texts"] = dict(zip(sides, texts, strict=True))
+    row["texts"] = {
+        side: text if isinstance(text, str) else conversation_as_json(text)
+        for side, text in zip(sides, texts, strict=True)
+    }
     return row | {name: _finite(values) for name, values in more.items() if values}
+
+
+def row_text(value: Any) -> Any:
+    """Read one of a row's texts: an object, which has tools or documents, to a ``Conversation``."""
+    return read_text(value) if isinstance(value, Mapping) else value
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -225,8 +245,8 @@ def write_records(
             return count
         if path.exists() and not may_replace:
             raise ConfigError(
-                f"{path}: it has the records that the run in this folder began with, and got "
-                "others; wanted the same, or another output"
+                f"{path}: it has the records that the run in this folder began with, got "
+                "different ones; wanted the same, or another output"
             )
         os.replace(unnamed, path)
     except OSError as error:
@@ -257,7 +277,7 @@ def _plain(value: Any) -> Any:
 
 
 def _without_nan(value: Any) -> Any:
-    """With null where JSON has no number, and text for keys that are none."""
+    """Replace numbers that JSON lacks by null, and keys that are not text by text."""
     if isinstance(value, Mapping):
         return {str(key): _without_nan(each) for key, each in value.items()}
     if hasattr(value, "tolist"):

@@ -15,7 +15,7 @@ import torch
 from nemo_aligner.batch.packed import LabelColumns
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.messages import reply_of
-from nemo_aligner.data.readers import list_first, malformed_fraction
+from nemo_aligner.data.readers import list_first, list_malformed, malformed_fraction
 from nemo_aligner.data.record_arrays import FarLabel, label_range
 from nemo_aligner.data.records import (
     Comparison,
@@ -47,7 +47,7 @@ def short_hash(*parts: bytes) -> int:
 
 
 def prompt_hash(record: Record) -> int:
-    """What records of the same prompt have in common, as ``records.prompt_key`` has it."""
+    """64 bits that records of the same prompt share, by ``records.prompt_key``."""
     return short_hash(prompt_key(record).encode(errors="surrogatepass"))
 
 
@@ -95,7 +95,7 @@ def find_in(keys: np.ndarray, known: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def check_overlap(validation: FileReport, training: Sequence[FileReport], allowed: bool) -> int:
-    """How many prompts of a validation file stand in the training files, too.
+    """Count the prompts of a validation file that also stand in the training files.
 
     Raises:
         DataError: there are any, and they are not allowed.
@@ -123,7 +123,7 @@ def _find_origin(key: np.ndarray, training: Sequence[Prompts]) -> Origin:
     return Origin(last.path, int(last.lines[np.searchsorted(last.keys, key)]))
 
 
-# What the length of a reply alone would score.
+# The length baseline: what the length of a reply alone would score.
 
 
 def render_length_baseline(
@@ -148,7 +148,7 @@ def render_length_baseline(
 
 
 def longer_chosen(records: Sequence[Record], lengths: Sequence[int]) -> float | None:
-    """How often the better one of two completions is the longer; None where there are none.
+    """Share of pairs whose better completion is the longer; None where there are no pairs.
 
     ``lengths`` are of the replies of all texts of ``records``.
     """
@@ -174,7 +174,7 @@ def better_and_worse(records: Sequence[Record], lengths: Sequence[int]) -> list[
 
 
 def longer_wins(lengths: Sequence[tuple[int, ...]]) -> float:
-    """How often the first of two is the longer one; a tie counts one half."""
+    """Share of pairs whose first length is the larger; a tie counts one half."""
     return float(np.mean([0.5 if a == b else float(a > b) for a, b in lengths]))
 
 
@@ -195,23 +195,23 @@ def _length_correlation(records: Sequence[Record], index: int) -> float:
     return float(np.corrcoef(known.T)[0, 1])
 
 
-# What is to be told of a file's records, in so few numbers that a small JSON file holds them.
+# Summary of a file's records, small enough for a JSON file.
 
-# Of malformed records, of which a file may have any number.
+# Malformed records kept in a summary; a file may have any number.
 MOST_KEPT = 100
 _PERCENT = np.array([0, 5, 50, 95, 100])
 
 
 @dataclass(frozen=True)
 class LengthSummary:
-    """Of lengths the sum, and the smallest, those at 5, 50 and 95 percent, and the largest."""
+    """Sum of lengths; smallest, 5th, 50th and 95th percentile, and largest."""
 
     total: int
     quantiles: tuple[int, ...]
 
     @classmethod
     def of(cls, lengths: np.ndarray) -> LengthSummary:
-        """Of ``[S]`` integers; no quantiles where there are none."""
+        """Summarize ``[S]`` integers; without any there are no quantiles."""
         if not len(lengths):
             return cls(0, ())
         at = np.rint(_PERCENT / 100 * (len(lengths) - 1)).astype(np.int64)
@@ -226,7 +226,7 @@ class LengthSummary:
 
 @dataclass(frozen=True)
 class LabelSummary:
-    """Of each label column how many are missing, and of the others the mean, and from what to what.
+    """For each label column: how many labels are missing; mean, minimum and maximum of the others.
 
     The last three are NaN where there are none.
     """
@@ -247,7 +247,7 @@ class LabelSummary:
 
 @dataclass(frozen=True)
 class PrefixSummary:
-    """What it saves that the common beginning of a record's texts is computed once.
+    """Savings from computing the common beginning of a record's texts once.
 
     Attributes:
         saved: tokens that are not computed again.
@@ -328,7 +328,7 @@ def _record_lengths(values: Mapping[str, Any]) -> LengthSummary:
     return LengthSummary(values["total"], tuple(values["quantiles"]))
 
 
-# What became of one data file, told before the first step.
+# Report on one data file, shown before the first step.
 
 _DROPPED = ("malformed", "identical", "same_tokens", "tied", "empty_reply", "no_label", "overlong")
 _TIES = ("identical", "same_tokens", "tied")
@@ -345,6 +345,7 @@ class FileReport:
         counts: those of the summary, with ``duplicates`` of files before it, too.
         prompts: of its records.
         unit: what lengths count, tokens unless there is no tokenizer.
+        columns: names of the label columns.
         prompts_in_training: prompts that stand in the training files, too; None of a training file.
     """
 
@@ -353,6 +354,7 @@ class FileReport:
     counts: Mapping[str, int]
     prompts: Prompts
     unit: str = "tokens"
+    columns: tuple[str, ...] = ()
     prompts_in_training: int | None = None
 
     @property
@@ -370,9 +372,8 @@ class FileReport:
         lines = [f"{self.name}: {self.path} ({summary.format})"]
         lines += [fit_row(f"  {name}", value, 28) for name, value in self.rows()]
         count = self.counts.get("malformed", 0)
-        lines += _listed("malformed", self.malformed, most_malformed, count)
-        far = summary.far_labels
-        lines += _listed("labels that are far out", far, _SHOWN, len(far))
+        lines += _under("malformed", list_malformed(self.malformed, most_malformed, count))
+        lines += _under("labels that are far out", list_first(summary.far_labels, _SHOWN))
         return "\n".join(lines)
 
     def rows(self) -> Iterable[tuple[str, object]]:
@@ -401,6 +402,13 @@ class FileReport:
             yield "prompts also in training", self.prompts_in_training
         yield from self._content_rows()
 
+    def _by_column(self, values: Sequence[float]) -> str:
+        named = zip(self.columns, values, strict=True)
+        return ", ".join(
+            f"{name} {value}" if isinstance(value, int) else f"{name} {value:.4g}"
+            for name, value in named
+        )
+
     def _content_rows(self) -> Iterable[tuple[str, object]]:
         summary = self.summary
         total, prefixes = summary.lengths.total, summary.prefixes
@@ -414,22 +422,16 @@ class FileReport:
             yield "chosen is the longer", f"{summary.longer_chosen:.1%}"
         labels = summary.labels
         if any(map(math.isfinite, labels.means)):
-            yield "labels missing", " ".join(map(str, labels.missing))
-            yield "label means", _numbers(labels.means)
-            yield "labels from", _numbers(labels.lows)
-            yield "labels to", _numbers(labels.highs)
-        if set(summary.sources) != {""}:
+            yield "labels missing", self._by_column(labels.missing)
+            yield "label means", self._by_column(labels.means)
+            yield "labels from", self._by_column(labels.lows)
+            yield "labels to", self._by_column(labels.highs)
+        if any(summary.sources):
             yield "sources", _sources(summary.sources)
 
 
-def _numbers(values: Sequence[float]) -> str:
-    return " ".join(f"{value:.4g}" for value in values)
-
-
-def _listed(what: str, items: Sequence[object], most: int, total: int) -> list[str]:
-    if not items:
-        return []
-    return [f"  {what}:", *(f"  {line}" for line in list_first(items, most, total))]
+def _under(heading: str, lines: Sequence[str]) -> list[str]:
+    return [f"  {heading}:", *(f"  {line}" for line in lines)] if lines else []
 
 
 def _with_parts(total: int, parts: Mapping[str, int]) -> str:

@@ -15,20 +15,26 @@ from nemo_aligner.config.model import DataConfig
 from nemo_aligner.contract.messages import first_prompt
 from nemo_aligner.data.files import Line, read_lines
 from nemo_aligner.data.formats.base import PairKeys
-from nemo_aligner.data.readers import MalformedRule, Reading, RecordFile, list_first, read_records
+from nemo_aligner.data.readers import (
+    MalformedRule,
+    Reading,
+    RecordFile,
+    list_malformed,
+    read_records,
+)
 from nemo_aligner.data.records import Record, prompt_key, write_lines
 from nemo_aligner.data.report import render_length_baseline
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 _MALFORMED_SHOWN = 3
-# How far the held-out part may be from what was asked for, as a share of it.
+# Tolerated difference of the held-out part from what was asked for, as a share of it.
 _TOLERANCE = 0.1
 _WORDS_AT_ONCE = 3
 
 
 @dataclass(frozen=True)
 class Split:
-    """How to split a file: hold out ``heldout`` of its records, drawn by ``seed``.
+    """Rules of a split: hold out ``heldout`` of its records, drawn by ``seed``.
 
     Attributes:
         by: records that share it stay in one part: the whole ``prompt``, or the ``first_prompt``,
@@ -77,7 +83,7 @@ def split_file(source: Path, folder: Path, how: Split) -> str:
     counts = ", ".join(f"{count} {name}" for name, count in file.counts.items())
     lines = [f"{source}: {file.format}, {counts}"]
     if file.malformed:
-        lines += ["left out as malformed:", *list_first(file.malformed, _MALFORMED_SHOWN)]
+        lines += ["left out as malformed:", *list_malformed(file.malformed, _MALFORMED_SHOWN)]
     sides: dict[str, list[Record]] = {"train": [], "heldout": []}
     for record, key in zip(file.records, keys, strict=True):
         sides["heldout" if key in held else "train"].append(record)
@@ -100,10 +106,15 @@ def split_file(source: Path, folder: Path, how: Split) -> str:
 def _too_few(source: Path, keys: Sequence[str], how: Split) -> str:
     prompts = Counter(keys)
     advice = "; --by prompt tells them apart by their whole prompt" if how.by != "prompt" else ""
+    if len(prompts) == 1:
+        return (
+            f"{source}: all {len(keys)} records have the same prompt, and a prompt must not be in "
+            f"both parts; wanted at least 2 prompts{advice}"
+        )
     return (
-        f"{source}: got {len(prompts)} different prompts, the largest with "
-        f"{max(prompts.values())} of {len(keys)} records; wanted enough of them to hold out "
-        f"{how.heldout} of the records without a prompt in both parts{advice}"
+        f"{source}: cannot hold out {how.heldout:.0%} of its {len(keys)} records without a prompt "
+        f"in both parts: it has {len(prompts)} prompts, and one of them has "
+        f"{max(prompts.values())} records; wanted more prompts, or another share{advice}"
     )
 
 
@@ -150,17 +161,17 @@ def check_names(attributes: Sequence[str]) -> None:
 
 
 def _lines_by_origin(file: RecordFile) -> dict[int, list[str]]:
-    """By the line on which it begins: a record's lines as they were written, each on one line."""
+    """Lines of each record as written, by the line on which it begins."""
     lines = [line for line in read_lines(file.path) if isinstance(line, Line)]
     count = 2 if file.format == "comparison_text" else 1
     return {
-        first.number: [_on_one_line(line) for line in lines[start : start + count]]
+        first.number: [
+            # An item of a JSON list may have line breaks.
+            line.raw if "\n" not in line.raw else json.dumps(line.value, ensure_ascii=False)
+            for line in lines[start : start + count]
+        ]
         for start, first in enumerate(lines)
     }
-
-
-def _on_one_line(line: Line) -> str:
-    return line.raw if "\n" not in line.raw else json.dumps(line.value, ensure_ascii=False)
 
 
 def _prompt_keys(records: Sequence[Record], by: str) -> list[str]:
@@ -172,7 +183,7 @@ def _prompt_keys(records: Sequence[Record], by: str) -> list[str]:
 
 
 def _same_beginnings(begins: Sequence[str]) -> list[str]:
-    """Where one raw text's prompt begins another's, the two are taken for the same prompt."""
+    """Merge prompts of raw texts: one that begins another counts as the same prompt."""
     group: dict[str, str] = {}
     last = None
     for start in sorted(set(begins)):

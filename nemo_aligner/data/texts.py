@@ -18,7 +18,7 @@ from nemo_aligner.contract.messages import (
 )
 from nemo_aligner.data.files import AnyLine, BadLine, read_lines
 from nemo_aligner.data.formats.base import checked
-from nemo_aligner.data.readers import MOST_LISTED, Reading, list_first, read_records
+from nemo_aligner.data.readers import MOST_LISTED, Reading, list_malformed, read_records
 from nemo_aligner.data.records import MalformedRecord, Origin
 from nemo_aligner.utils.errors import ConfigError, DataError, shown
 
@@ -45,7 +45,7 @@ def labelled_conversation(given: str) -> tuple[str, Any]:
 
 
 def labelled_texts(path: str | Path) -> Iterator[tuple[str, Any]]:
-    """What a file asks about: each ``text``, ``messages``, or reply of a pair, with its label.
+    """Texts to score from a file: each ``text``, ``messages`` or reply of a pair, with its label.
 
     A line is ``{"text": ...}``, ``{"messages": [...]}`` or a pair (``prompt``, ``chosen``,
     ``rejected``), whose replies give a conversation each; conversations get the line's ``tools``
@@ -64,7 +64,7 @@ def labelled_texts(path: str | Path) -> Iterator[tuple[str, Any]]:
             malformed.append(MalformedRecord(Origin(str(path), line.number), str(error)))
     if malformed:
         heading = f"{path}: {len(malformed)} of its {len(lines)} lines are malformed"
-        raise DataError("\n".join([heading, *list_first(malformed, MOST_LISTED)]))
+        raise DataError("\n".join([heading, *list_malformed(malformed, MOST_LISTED)]))
     yield from found
 
 

@@ -67,7 +67,7 @@ Told = Callable[[int], None]
 
 @dataclass(frozen=True)
 class IndexRules:
-    """All that decides what an index holds, beside the file."""
+    """Rules that, with the file, decide what an index holds."""
 
     reading: Reading
     contract: ScoringContract
@@ -76,7 +76,7 @@ class IndexRules:
 
 @dataclass(frozen=True)
 class IndexFacts:
-    """What an index holds, beside its arrays.
+    """Facts about a file that an index holds beside its arrays.
 
     Attributes:
         summary: of the file.
@@ -186,7 +186,7 @@ class _Writer:
             arrays.append(name, np.zeros(1, _INT))
 
     def add(self, block: TokenizedBlock) -> None:
-        """Put a block behind those before it."""
+        """Append a block."""
         every, parts = self._all, dict(block.arrays)
         every.counts.update(block.counts)
         every.parsed += block.parsed
@@ -221,7 +221,7 @@ class _Writer:
             start += length
 
     def finish(self, rules: FileRules, kind: RecordKind) -> IndexFacts:
-        """What is told of all, once there are no more."""
+        """Summary of all blocks, after the last one."""
         arrays, every = self._arrays, self._all
         lines = arrays.read("lines", _INT)
         different = np.unique(arrays.read("record_keys", _KEY))
@@ -270,13 +270,13 @@ def _with_labels(
 
 
 def add_sequence(digest: Any, tokens: np.ndarray) -> None:
-    """Put the ids of one sequence into a digest, whatever their type is."""
+    """Add the ids of one sequence to a digest, whatever their type."""
     digest.update(len(tokens).to_bytes(8, "little"))
     digest.update(tokens.astype(np.int32).tobytes())
 
 
 def end_digest(digest: Any, labels: np.ndarray, ranks: np.ndarray, bounds: np.ndarray) -> None:
-    """Put labels into a digest, and ranks that the order of completions does not say."""
+    """Add labels to a digest, and ranks where the order of completions does not say them."""
     digest.update(np.ascontiguousarray(labels).tobytes())
     places = np.arange(len(ranks)) - np.repeat(bounds[:-1], np.diff(bounds))
     if not np.array_equal(ranks, places):
@@ -312,7 +312,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Stamp:
-    """By which a file is taken for unchanged without reading it."""
+    """Size and times by which a file counts as unchanged without reading it."""
 
     size: int
     mtime_ns: int
@@ -350,7 +350,7 @@ def describe_rules(rules: IndexRules) -> dict[str, Any]:
 
 
 def index_folder(path: str, rules: IndexRules, index_dir: str | None) -> Path:
-    """Where the index of a file lies: beside it, or in ``index_dir``."""
+    """Folder of a file's index: beside the file, or in ``index_dir``."""
     described = describe_rules(rules)
     if index_dir is not None:
         # Files of one name from several folders.
@@ -385,7 +385,7 @@ def _is_of(held: dict[str, Any], folder: Path, path: str) -> bool:
 
 
 def _is_settled(stamp: Stamp, now_ns: int) -> bool:
-    """Whether a change from ``now_ns`` on would show."""
+    """True if a change after ``now_ns`` would show in the file's times."""
     return now_ns - stamp.mtime_ns > _TICK_NS
 
 
@@ -399,7 +399,7 @@ def content_digest(path: str) -> str:
 
 
 def write_index(path: str, rules: IndexRules, folder: Path, say: Say) -> None:
-    """Put the index of a file into ``folder``, beside which there must be space.
+    """Write the index of a file to ``folder``; its disk must have space for it.
 
     Raises:
         ConfigError, DataError: as ``make_index``, or the file changed meanwhile.
@@ -430,7 +430,7 @@ def _fill(path: str, rules: IndexRules, part: Path, say: Say) -> None:
             "facts": index.facts.to_dict(),
         }
     if Stamp.of(path) != stamp:
-        raise DataError(f"{path}: it was changed while it was read; start again when it is whole")
+        raise DataError(f"{path}: it changed while it was read; start again when it is complete")
     _write_facts(part, held)
 
 
@@ -477,15 +477,15 @@ class _Told:
 
 # The indexes of a run's files on every rank: the first rank of each node makes what is missing.
 
-# What is smaller is tokenized in a second, by every rank: not worth a folder beside the data.
+# Smaller files are tokenized in a second by every rank, which is not worth a folder.
 SMALL_BYTES = 4 << 20
-# Of the files that are not small, where each one's index lies.
+# File -> folder of its index, for files that are not small.
 Folders = dict[str, Path]
 
 
 @dataclass(frozen=True)
 class IndexPlace:
-    """Where indexes are kept: in ``folder``, None for beside the files; unless it is not ``kept``.
+    """Place of the indexes: ``folder``, or beside the files if None; temporary unless ``kept``.
 
     In a folder of its own every file has one, beside the files those that are not small.
     """
@@ -516,7 +516,7 @@ def open_indexes(
 
 
 def are_kept(paths: Sequence[str], place: IndexPlace) -> bool:
-    """Whether ``open_indexes`` leaves something on the disk, where it can."""
+    """True if ``open_indexes`` keeps the indexes on the disk."""
     return place.kept and any(_is_indexed(path, place) for path in paths)
 
 
@@ -527,12 +527,12 @@ def _is_indexed(path: str, place: IndexPlace) -> bool:
 def _open(path: str, folder: Path) -> FileIndex:
     index = open_index(folder, path)
     if index is None:
-        raise DataError(f"{path}: its index {folder} was there, and is no more; start again")
+        raise DataError(f"{path}: its index {folder} has disappeared; start again")
     return index
 
 
 def _prepare_on_nodes(prepare: Callable[[], Folders]) -> Folders:
-    """What this node's first rank says; nodes that share a disk find what rank 0 has made."""
+    """Take the answer of this node's first rank; nodes that share a disk reuse rank 0's files."""
     process, host = find_process(os.environ), socket.gethostname()
 
     def on_node() -> tuple[str, Folders]:
@@ -553,12 +553,12 @@ def _prepare(paths: Sequence[str], rules: IndexRules, place: IndexPlace) -> Fold
 def _prepare_one(path: str, rules: IndexRules, place: IndexPlace) -> Path:
     folder = index_folder(path, rules, place.folder)
     if open_index(folder, path) is not None:
-        say(f"{path}: its tokens are in {folder}")
+        say(f"{path}: already tokenized, in {folder}")
         return folder
     kept = place.kept and _can_write(folder.parent, place)
     if not kept:
         folder = make_temporary("nemo_aligner_index_") / folder.name
-    say(f"{path}: tokenizing it, into {folder}" + " for this run alone" * (not kept))
+    say(f"{path}: tokenizing to {folder}" + " (for this run only)" * (not kept))
     begun = time.monotonic()
     try:
         write_index(path, rules, folder, say)
@@ -582,6 +582,6 @@ def _can_write(folder: Path, place: IndexPlace) -> bool:
             raise ConfigError(
                 f"model.data.index_dir: got {place.folder}, wanted a folder to write to: {error}"
             ) from error
-        say(f"{folder}: no index can be kept beside the data ({error.strerror})")
+        say(f"{folder}: cannot keep an index beside the data ({error.strerror})")
         return False
     return True

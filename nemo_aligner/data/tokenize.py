@@ -8,7 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from nemo_aligner.contract.contract import (
     OverlongError,
     ScoringContract,
 )
+from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.tokenizer import TextIds, Tokenizer
 from nemo_aligner.data.files import (
     AnyLine,
@@ -42,7 +43,7 @@ from nemo_aligner.data.files import (
 from nemo_aligner.data.formats import format_named, parse_lines
 from nemo_aligner.data.formats.base import WantedLabels
 from nemo_aligner.data.readers import Reading, usable_records
-from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Record
+from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Record, text_names
 from nemo_aligner.data.report import better_and_worse, prompt_hash, short_hash
 from nemo_aligner.utils.errors import DataError
 from nemo_aligner.utils.processes import environment
@@ -51,7 +52,7 @@ from nemo_aligner.utils.processes import environment
 #
 # It runs in processes that have nothing else to do, so nothing here imports torch.
 #
-# What only tokens can show is counted, beside the reasons of ``readers.py``; a record whose text
+# Reasons that need tokens are counted, besides those of ``readers.py``; a record whose text
 # the contract refuses is malformed:
 #
 # ================  ===============================================================================
@@ -72,7 +73,7 @@ _Tokenized: TypeAlias = list[TextIds] | MalformedRecord
 
 @dataclass(frozen=True)
 class FileRules:
-    """How the blocks of one file, of a format that has records of ``kind``, become tokens."""
+    """Rules by which blocks of one file, with records of ``kind``, become tokens."""
 
     path: str
     format: str
@@ -83,18 +84,18 @@ class FileRules:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What the labels are called; those that a record has none of are NaN."""
+        """Names of the label columns; a label that a record lacks is NaN."""
         return self.reading.set_columns_of(self.kind)
 
     @property
     def token_type(self) -> np.dtype:
-        """Of the ids: 16 bits where the vocabulary allows."""
+        """Type of the ids: 16 bits where the vocabulary allows."""
         small = self.tokenizer.vocab_size - 1 <= _MOST_IN_16_BITS
         return np.dtype(np.uint16 if small else np.int32)
 
 
 class Longer(NamedTuple):
-    """Of so many pairs of completions how often the better is the longer; a tie is one half."""
+    """Number of ``pairs`` whose better completion is the longer; a tie is one half."""
 
     wins: float = 0.0
     pairs: int = 0
@@ -235,7 +236,23 @@ def _tokenize_alone(record: Record, contract: ScoringContract, tokenizer: Tokeni
         # It is no fault of this record.
         raise DataError(f"{record.origin}: {error}") from error
     except DataError as error:
-        return MalformedRecord(record.origin, str(error))
+        encode = lambda text: contract.tokenize_records(tokenizer, [[text]])  # noqa: E731
+        return refused_record(record, encode, error)
+
+
+def refused_record(
+    record: Record, encode: Callable[[Text], object], error: DataError
+) -> MalformedRecord:
+    """A record with a text that ``encode`` refuses; the reason names that text and says why.
+
+    ``error`` is the reason where ``encode`` refuses none of the texts by itself.
+    """
+    for name, text in zip(text_names(record), record.texts, strict=True):
+        try:
+            encode(text)
+        except DataError as why:
+            return MalformedRecord(record.origin, f"{name}: {why}")
+    return MalformedRecord(record.origin, str(error))
 
 
 def _fit(token_ids: list[int], contract: ScoringContract, origin: Origin) -> EncodedText | None:
@@ -248,7 +265,7 @@ def _fit(token_ids: list[int], contract: ScoringContract, origin: Origin) -> Enc
 
 
 def are_same_tokens(encoded: Sequence[EncodedText | None]) -> bool:
-    """Whether all of several completions are one, token for token."""
+    """True if all of several completions are the same, token for token."""
     first, *others = (None if text is None else text.token_ids for text in encoded)
     return bool(others) and all(other == first for other in others)
 
@@ -407,11 +424,11 @@ class BlockFile:
             yield from block.lines(self._path)
 
     def objects(self) -> Iterator[Line]:
-        """Those that are a JSON object."""
+        """Lines that are a JSON object."""
         return (line for line in self.lines() if isinstance(line, Line))
 
     def blocks(self, lines_per_record: int) -> Iterator[Block]:
-        """All of it; a record is in one block."""
+        """The whole file in blocks; a record lies in one block."""
         if self._rows is None:
             return _stream(self._path, lines_per_record, BLOCK_BYTES)
         return _in_blocks(self._rows, lines_per_record * _BLOCK_ROWS)
@@ -424,7 +441,7 @@ def _in_blocks(rows: Iterable[AnyLine], size: int) -> Iterator[Block]:
 
 
 def _has_json_lines(path: str) -> bool:
-    """Whether its lines are JSON objects, and nothing says that they belong together."""
+    """True if each line is a JSON object by itself: no JSON list, no table."""
     with unpacked(path) as stream:
         head = stream.read(_HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
     if head.lstrip().startswith(b"[") or describe_binary(head, path) is not None:

@@ -40,7 +40,7 @@ class TrainingData:
 
     @property
     def datasets(self) -> list[TokenizedDataset]:
-        """All of them, the training data first."""
+        """All data sets, the training data first."""
         return [self.train, *self.validation, *self.test]
 
     def table(self) -> str:
@@ -48,7 +48,7 @@ class TrainingData:
         return "\n".join(dataset.table() for dataset in self.datasets)
 
     def with_validation_limited(self, count: int | None, seed: int) -> TrainingData:
-        """At most ``count`` records of every validation set, drawn once; None leaves them whole."""
+        """Limit every validation set to ``count`` records, drawn once; None leaves them whole."""
         if count is None:
             return self
         return replace(self, validation=[each.draw(count, seed) for each in self.validation])
@@ -104,7 +104,7 @@ def build_training_data(
 
 
 def how_to_read(config: ModelConfig, objective: Objective) -> Reading:
-    """By which rules the files of ``model.data.data_prefix`` become records."""
+    """Rules by which the files of ``model.data.data_prefix`` become records."""
     is_rating = objective.record_kind is RecordKind.rating
     return Reading(
         kind=None if getattr(objective, "takes_comparisons", False) else objective.record_kind,
@@ -198,7 +198,7 @@ def _check_fits(dataset: TokenizedDataset, micro_batch_tokens: int) -> None:
         )
 
 
-# Which records a step trains on: a function of the step alone, which is all a resumed run needs.
+# The records of a step: a function of the step alone, which is all a resumed run needs.
 #
 # The records form one endless stream, epoch after epoch, every epoch in an order of its own that
 # follows from ``(seed, epoch)`` and the weights of files, if there are any. Step k
@@ -208,7 +208,7 @@ def _check_fits(dataset: TokenizedDataset, micro_batch_tokens: int) -> None:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step trains on, and who computes which part of it.
+    """Records of one training step, and the rank that computes each.
 
     Attributes:
         record_ids: of the global batch, in its order; the same on every rank and at any layout.
@@ -283,7 +283,7 @@ class TrainLoader:
         return plan
 
     def imbalance(self, steps: range) -> Imbalance:
-        """How far the work of ``steps`` is from even."""
+        """Measure how far the work of ``steps`` is from even."""
         ranks, packs = [], []
         for step in steps:
             batch = self.global_batch(step)
@@ -307,7 +307,7 @@ class TrainLoader:
         )
 
     def _rank_shares(self, batch: Sequence[int]) -> list[list[int]]:
-        """Of every rank the indices into ``batch`` of what it computes."""
+        """For every rank, the indices into ``batch`` of the records that it computes."""
         return share_out([self._cost(record) for record in batch], self._dp_size)
 
     def _pack(self, batch: Sequence[int], indices: Sequence[int]) -> list[PackedBatch]:

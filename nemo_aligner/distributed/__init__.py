@@ -1,8 +1,8 @@
-"""How a run is laid out over processes, and megatron-core on machines without CUDA.
+"""Process groups and layouts, and megatron-core on machines without CUDA.
 
-Importing this package makes the process ready for megatron-core. Every package whose modules import
-megatron-core begins with this import, so that the order of a program's own imports does not matter;
-what imports none of them (the client, the contract, settings, data) leaves the process as it is.
+Importing this package prepares the process for megatron-core. Every package whose modules import
+megatron-core imports it first, so that the order of a program's own imports does not matter.
+Packages that do not (the client, the contract, settings, data) leave the process as it is.
 """
 
 from nemo_aligner.distributed import cpu_backend

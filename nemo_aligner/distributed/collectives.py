@@ -1,6 +1,4 @@
-"""Collectives on Python objects and flags, sends between pipeline stages, and the device of this
-rank.
-"""
+"""Collectives on Python objects and flags, this rank's device, and pipeline messages."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from nemo_aligner.distributed.cpu_products import multiplies_bf16
 from nemo_aligner.utils.host_transfer import to_device
 from nemo_aligner.utils.processes import is_main
 
-# The few collectives on Python objects and flags that the package needs beside Megatron's.
+# Collectives on Python objects and flags. All ranks must call them in the same order.
 
 T = TypeVar("T")
 _FIRST_WAIT_S = 0.01
@@ -36,26 +34,26 @@ def barrier() -> None:
 
 
 def broadcast_object(value: T) -> T:
-    """Rank 0's ``value``, on every rank."""
+    """Send rank 0's ``value`` to every rank."""
     box: list[Any] = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def gather_objects(value: T) -> list[T]:
-    """Every rank's ``value``, in rank order, on every rank."""
+    """Gather every rank's ``value``, in rank order, on every rank."""
     box: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(box, value)
     return box
 
 
 def agree(flag: bool, device: torch.device | str) -> bool:
-    """Whether ``flag`` is set on any rank; the same answer on all of them."""
+    """Tell on every rank if ``flag`` is set on any."""
     return agree_on([flag], device)[0]
 
 
 def agree_on(flags: Sequence[bool], device: torch.device | str) -> list[bool]:
-    """Which of ``flags`` are set on any rank, in one collective."""
+    """Tell which of ``flags`` are set on any rank, with one all-reduce."""
     if dist.get_world_size() == 1:
         return list(flags)
     box = to_device(torch.tensor([int(flag) for flag in flags]), device)
@@ -64,7 +62,7 @@ def agree_on(flags: Sequence[bool], device: torch.device | str) -> list[bool]:
 
 
 def on_main(function: Callable[[], T]) -> T:
-    """Run ``function`` on rank 0 and give its result, or raise its error, on every rank."""
+    """Run ``function`` on rank 0; return its result, or raise its error, on every rank."""
     outcome: tuple[T | None, Exception | None] = (None, None)
     if is_main():
         outcome = _attempt(function)
@@ -74,10 +72,10 @@ def on_main(function: Callable[[], T]) -> T:
 
 
 def run_on_some(function: Callable[[], T] | None) -> list[T | None]:
-    """Run ``function`` on the ranks that have one; what it gave on every rank, in rank order.
+    """Run ``function`` on the ranks that have one; returns every rank's result, in rank order.
 
-    The others wait in short collectives, as none may wait for one as long as the work may take. It
-    runs in a thread, and must not call any itself. An error on one rank is raised on all.
+    The others poll with short collectives, because a single one would time out on long work. The
+    function runs in a thread, and must not call collectives. An error on one rank is raised on all.
     """
     if not dist.is_initialized():
         return [None if function is None else function()]
@@ -111,44 +109,42 @@ def _result(outcome: tuple[T | None, Exception | None]) -> T:
     return value  # type: ignore[return-value]
 
 
-# The device that this rank computes on.
+# Device.
 
 
 def current_device() -> torch.device:
-    """The one that this rank computes on."""
+    """Device that this rank computes on."""
     return torch.device(torch.cuda.current_device())
 
 
 def wait_for_device() -> None:
-    """Until the GPU, where there is one, has done what it was asked to."""
+    """Synchronise with the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def lacks_bf16() -> bool:
-    """Whether this rank computes on a CPU whose matrix products are not made for bf16.
+    """Tell if this rank computes on a CPU without bf16 instructions for matrix products.
 
-    Such a CPU needs many times as long for them as in fp32.
+    Such a CPU needs many times as long for them as for fp32.
     """
     return not torch.cuda.is_available() and not multiplies_bf16()
 
 
-# Between pipeline stages: activations and gradients whose lengths every stage knows.
+# Pipeline messages: activations and gradients whose shapes every stage knows.
 
 _Shape = tuple[int, int, int]
 _MOST_ON_THEIR_WAY = 2
 
 
 class PipelineMessages(P2PCommunicator):
-    """Megatron's communicator for micro-batches of different lengths, with less to wait for.
+    """Megatron's communicator for micro-batches of different lengths, with less waiting.
 
-    Its own sends every shape ahead of its tensor, and has the host wait for the GPU to read it. All
-    stages have the same micro-batches: ``shapes`` are those of their activations, in order, which
-    are of ``dtype``.
+    Megatron's own sends every shape ahead of its tensor, and the host waits for the GPU to read it.
+    Here all stages know the ``shapes`` of their activations, in order, which are of ``dtype``.
 
-    What is received is waited for; what is sent travels while the stage computes on, until
-    ``finish``. Messages have the order of Megatron's unbatched ones, so no rank can meet another
-    out of order.
+    Receives are waited for. Sends proceed while the stage computes, until ``finish``. Messages have
+    the order of Megatron's unbatched ones, so ranks cannot meet them in different orders.
     """
 
     def __init__(
@@ -158,11 +154,11 @@ class PipelineMessages(P2PCommunicator):
         config.batch_p2p_comm, config.pipeline_dtype = False, dtype
         super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
         self._forward, self._backward = iter(shapes), iter(shapes)
-        # With each message what it reads, which nobody may overwrite or free before.
+        # Requests with the tensors they read, which must be neither overwritten nor freed before.
         self._sending: deque[tuple[Any, Tensor]] = deque()
 
     def groups(self) -> ProcessGroupCollection:
-        """What Megatron's schedules ask for beside a communicator."""
+        """Process groups that Megatron's schedules require beside a communicator."""
         return ProcessGroupCollection.use_mpu_process_groups()
 
     def finish(self) -> None:

@@ -10,68 +10,12 @@ from contextlib import contextmanager
 from types import CodeType, ModuleType
 from typing import Any
 
-# Gathers and reductions of megatron-core's buffers in place, over gloo.
-
-
-class _Works(list):
-    """Collectives that were begun."""
-
-    def wait(self) -> None:
-        for work in self:
-            work.wait()
-
-
-class _InPlaceCollectives:
-    """What megatron-core gathers and reduces its buffers with, where gloo would copy them.
-
-    Gloo gathers and scatters by way of memory of its own. Broadcasts and an all-reduce work on the
-    buffer itself; that the reduction leaves every rank the sums of all, not of its shard, harms no
-    one. Among one rank there is nothing to do.
-    """
-
-    def __init__(self) -> None:
-        self._works = _Works()
-
-    @contextmanager
-    def together(self, group: Any, async_ops: bool = False) -> Iterator[_Works]:
-        """What is begun inside; it is waited for at the end, unless ``async_ops``."""
-        self._works = works = _Works()
-        yield works
-        if not async_ops:
-            works.wait()
-
-    def all_gather(self, output: Any, source: Any, *, group: Any, async_op: bool) -> None:
-        """Fill ``output``, of which ``source`` is this rank's shard."""
-        import torch.distributed as dist
-
-        if group.size() == 1:
-            return
-        for rank, shard in enumerate(output.chunk(group.size())):
-            self._works.append(dist.broadcast(shard, group=group, group_src=rank, async_op=True))
-
-    def reduce_scatter(
-        self, output: Any, source: Any, *, op: Any, group: Any, async_op: bool
-    ) -> None:
-        """Sum ``source``, of which ``output`` is this rank's shard."""
-        import torch.distributed as dist
-
-        if group.size() > 1:
-            self._works.append(dist.all_reduce(source, op=op, group=group, async_op=True))
-
-
-def work_in_place(buffers: Any) -> None:
-    collectives = _InPlaceCollectives()
-    buffers._coalescing_manager = collectives.together
-    buffers.dist_all_gather_func = collectives.all_gather
-    buffers.dist_reduce_scatter_func = collectives.reduce_scatter
-
-
-# megatron-core on a machine without CUDA: the CPU plays the CUDA device, gloo plays NCCL.
+# Loading megatron-core with another device.
 #
-# megatron-core names its device in string literals and asks a few ``torch.cuda`` functions.
-# ``install`` puts a finder in front of the import system that waits for ``megatron.core``. Where
-# there is no GPU, it gives those literals and functions their CPU meaning as each module is loaded.
-# Nothing of megatron-core is copied, and its files and line numbers stay as they are.
+# megatron-core names its device in string literals and calls a few ``torch.cuda`` functions.
+# ``install`` puts a finder in front of the import system that waits for ``megatron.core``. Without
+# a GPU it replaces those literals and functions as each module is loaded. Nothing of megatron-core
+# is copied, and its files and line numbers stay as they are.
 
 _PACKAGE = "megatron.core"
 _LITERALS = {
@@ -83,7 +27,7 @@ _LITERALS = {
 
 
 def install() -> None:
-    """Install the finder; imports nothing heavy, and does nothing where a GPU is found later.
+    """Install the import hook; cheap, and without effect if a GPU is found later.
 
     Raises:
         RuntimeError: megatron.core was imported before, on a machine without a GPU.
@@ -136,7 +80,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 def _retarget(constant: Any) -> Any:
-    """Swap the device literals in a code object's constants, at every depth."""
+    """Replace the device literals in a code object's constants, recursively."""
     if isinstance(constant, str):
         return _LITERALS.get(constant, constant)
     if isinstance(constant, tuple):
@@ -161,18 +105,18 @@ def _use_cpu_generator(random: Any) -> None:
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    # The tracker warns when the CPU generator moves during a fork; here that is the forked one.
+    # The tracker warns when the CPU generator moves during a fork, which here is intended.
     logging.getLogger(random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
 
 
 def _disable_jit(jit: Any) -> None:
-    jit.disable_jit_fuser()  # TorchInductor would need a C++ compiler and seconds per start
+    jit.disable_jit_fuser()  # TorchInductor needs a C++ compiler, and seconds per start
 
 
 def _adjust_linear_layers(layers: Any) -> None:
-    # They import torch, as megatron-core has by now.
+    # Imported here because it imports torch, as megatron-core has by now.
     from nemo_aligner.distributed.cpu_products import (
         accumulate_weight_gradients,
         multiply_by_onednn,
@@ -180,6 +124,62 @@ def _adjust_linear_layers(layers: Any) -> None:
 
     accumulate_weight_gradients(layers)
     multiply_by_onednn(layers)
+
+
+# In-place collectives on megatron-core's buffers, over gloo.
+
+
+class _Works(list):
+    """Collectives in progress."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
+
+
+class _InPlaceCollectives:
+    """In-place gather and reduce on megatron-core's buffers, which gloo would copy.
+
+    gloo's own go through memory of theirs. Broadcasts and an all-reduce work on the buffer itself;
+    that the reduction leaves every rank with all sums, not only its shard's, does no harm. With one
+    rank there is nothing to do.
+    """
+
+    def __init__(self) -> None:
+        self._works = _Works()
+
+    @contextmanager
+    def together(self, group: Any, async_ops: bool = False) -> Iterator[_Works]:
+        """Collect what is started in the block; waits at its end unless ``async_ops``."""
+        self._works = works = _Works()
+        yield works
+        if not async_ops:
+            works.wait()
+
+    def all_gather(self, output: Any, source: Any, *, group: Any, async_op: bool) -> None:
+        """Fill ``output``, of which ``source`` is this rank's shard."""
+        import torch.distributed as dist
+
+        if group.size() == 1:
+            return
+        for rank, shard in enumerate(output.chunk(group.size())):
+            self._works.append(dist.broadcast(shard, group=group, group_src=rank, async_op=True))
+
+    def reduce_scatter(
+        self, output: Any, source: Any, *, op: Any, group: Any, async_op: bool
+    ) -> None:
+        """Sum ``source``, of which ``output`` is this rank's shard."""
+        import torch.distributed as dist
+
+        if group.size() > 1:
+            self._works.append(dist.all_reduce(source, op=op, group=group, async_op=True))
+
+
+def work_in_place(buffers: Any) -> None:
+    collectives = _InPlaceCollectives()
+    buffers._coalescing_manager = collectives.together
+    buffers.dist_all_gather_func = collectives.all_gather
+    buffers.dist_reduce_scatter_func = collectives.reduce_scatter
 
 
 _AFTER_IMPORT = {

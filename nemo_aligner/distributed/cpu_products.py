@@ -1,4 +1,4 @@
-"""Matrix products on a CPU: oneDNN where they are large, and the allocator settings they need."""
+"""Matrix products on a CPU: oneDNN where they are large, and malloc settings for their memory."""
 
 from __future__ import annotations
 
@@ -15,37 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-# Matrix products of linear layers on a CPU: by oneDNN where they are large.
+# Linear layers by oneDNN.
 #
-# torch gives fp32 products to MKL, which on processors of other makers than Intel leaves AVX-512
-# unused: on an AMD Zen 5 oneDNN is about twice as fast (``docs/performance.md``). For every shape
-# that it meets it makes a kernel, which takes half a millisecond, and nearly a MiB that it keeps.
-# So it gets pieces of a few sizes, the last one filled up with zeros.
+# torch gives fp32 products to MKL, which does not use AVX-512 on processors of other makers than
+# Intel: on an AMD Zen 5 oneDNN is about twice as fast (``docs/performance.md``). It compiles a
+# kernel for every new shape, which takes half a millisecond and keeps nearly a MiB, so it gets
+# chunks of a few sizes, the last one padded with zeros.
 
-# From so many rows, and multiplications and additions, on oneDNN is the faster one.
+# Rows, and FLOPs, from which oneDNN is faster.
 _FEWEST, _LARGE = 8, 2**22
-# Rows of a piece, at most and in steps; and of one whose product is a sum over rows.
-_PIECE, _STEP = 512, 32
-_SUMMED_PIECE, _SUMMED_STEP = 1024, 64
-
-
-class _WeightGradients:
-    """What megatron-core takes from Apex's CUDA extension: the product is summed as it is made."""
-
-    @staticmethod
-    def wgrad_gemm_accum_fp32(total_input: Any, grad_output: Any, main_grad: Any) -> None:
-        add_weight_gradient(main_grad, total_input, grad_output)
-
-    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
-
-
-def accumulate_weight_gradients(layers: Any) -> None:
-    layers.fused_weight_gradient_mlp_cuda = _WeightGradients
-    layers._grad_accum_fusion_available = True
+# Rows of a chunk, at most and in steps; the second pair for products that sum over rows.
+_CHUNK, _STEP = 512, 32
+_SUMMED_CHUNK, _SUMMED_STEP = 1024, 64
 
 
 def multiply_by_onednn(layers: Any) -> None:
-    """Have the linear layers of megatron-core do so; in training where MKL is known to be slow."""
+    """Patch megatron-core's linear layers to use oneDNN; in training only where MKL is slow."""
     if not torch.backends.mkldnn.is_available():
         return
     for kind in (layers.ColumnParallelLinear, layers.RowParallelLinear):
@@ -55,7 +40,7 @@ def multiply_by_onednn(layers: Any) -> None:
 def _by_onednn_where_large(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(self: Any, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
         learns = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
-        # Under sequence parallelism the input has to be gathered first.
+        # Sequence parallelism must gather the input first.
         if (
             not _is_large(input, weight)
             or (learns and not is_slow_with_mkl())
@@ -63,10 +48,10 @@ def _by_onednn_where_large(plain: Callable[..., Tensor]) -> Callable[..., Tensor
         ):
             return plain(self, input, weight, *args, **options)
         if not learns:
-            return linear_by_pieces(input, weight, options["bias"])
+            return linear_in_chunks(input, weight, options["bias"])
         group = options["tp_group"] if options["allreduce_dgrad"] else None
         fused = options["gradient_accumulation_fusion"]
-        return LinearByPieces.apply(input, weight, options["bias"], fused, group)
+        return ChunkedLinear.apply(input, weight, options["bias"], fused, group)
 
     return forward
 
@@ -80,33 +65,32 @@ def _is_large(input: Tensor, weight: Tensor) -> bool:
     )
 
 
-def linear_by_pieces(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``input [..., i]`` by ``weight [o, i]`` -> ``[..., o]``, all fp32 on the CPU."""
+def linear_in_chunks(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute ``input [..., i]`` by ``weight [o, i]`` -> ``[..., o]``, all fp32 on the CPU."""
     rows = input.reshape(-1, input.size(-1))
-    pieces = [
-        _product(filled, weight, bias)[:count] for filled, count in _pieces(rows, _PIECE, _STEP)
+    chunks = [
+        _product(filled, weight, bias)[:count] for filled, count in _chunks(rows, _CHUNK, _STEP)
     ]
-    found = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    found = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
     return found.view(*input.shape[:-1], weight.size(0))
 
 
 def invariant_linear_on_cpu(
     input: Tensor, weight: Tensor, bias: Tensor | None, rows: int
 ) -> Tensor:
-    """``input [..., i]`` by ``weight [o, i]`` -> ``[..., o]``, a row's bits as among ``rows`` rows.
+    """``linear_in_chunks`` whose rows have the bits of a product of ``rows`` rows.
 
-    In pieces as ``linear_by_pieces`` has them, where a trial found that they give the same bits;
-    else in pieces of ``rows``.
+    Uses its chunk sizes where a trial gave the same bits; elsewhere chunks of ``rows``.
     """
     given = input.reshape(-1, input.size(-1))
     found = []
-    for piece in given.split(_PIECE):
-        size = piece.size(0) + -piece.size(0) % _STEP
+    for chunk in given.split(_CHUNK):
+        size = chunk.size(0) + -chunk.size(0) % _STEP
         if size != rows and not _has_same_bits(size, weight, bias, rows):
             size = rows
         found += [
             _any_product(filled, weight, bias)[:count]
-            for filled, count in _pieces(piece, size, size)
+            for filled, count in _chunks(chunk, size, size)
         ]
     whole = found[0] if len(found) == 1 else torch.cat(found)
     return whole.view(*input.shape[:-1], weight.size(0))
@@ -116,9 +100,9 @@ _TRIED: dict[tuple[Any, ...], bool] = {}
 
 
 def _has_same_bits(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> bool:
-    """Whether a product of ``size`` rows gives a row the bits that one of ``rows`` rows does.
+    """Try if a product of ``size`` rows gives each row the bits of one of ``rows`` rows.
 
-    Tried once for each shape of a weight: what orders the sums knows the shapes, not the numbers.
+    Once per shape of a weight: the order of the sums depends on shapes, not on values.
     """
     name = (size, rows, *weight.shape, weight.dtype, bias is None, torch.get_num_threads())
     if name not in _TRIED:
@@ -137,10 +121,26 @@ def _any_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(rows, weight, bias)
 
 
-def add_weight_gradient(to: Tensor, input: Tensor, grad: Tensor) -> None:
-    """Add to ``to [o, i]`` that of ``input [..., i]``, whose product has the gradient ``[..., o]``.
+def accumulate_weight_gradients(layers: Any) -> None:
+    """Give megatron-core the fused weight gradients that Apex would provide on a GPU."""
+    layers.fused_weight_gradient_mlp_cuda = _WeightGradients
+    layers._grad_accum_fusion_available = True
 
-    By oneDNN where MKL is known to be slow.
+
+class _WeightGradients:
+    """Stand-in for Apex's ``fused_weight_gradient_mlp_cuda``, summing into ``main_grad``."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(total_input: Any, grad_output: Any, main_grad: Any) -> None:
+        add_weight_gradient(main_grad, total_input, grad_output)
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+def add_weight_gradient(to: Tensor, input: Tensor, grad: Tensor) -> None:
+    """Accumulate into ``to [o, i]`` the weight gradient of ``input [..., i]`` and ``[..., o]``.
+
+    By oneDNN where MKL is slow.
     """
     rows, grads = (each.reshape(-1, each.size(-1)) for each in (input, grad))
     if to.dtype is not rows.dtype:
@@ -148,26 +148,26 @@ def add_weight_gradient(to: Tensor, input: Tensor, grad: Tensor) -> None:
     elif not (is_slow_with_mkl() and _is_large(rows, to)):
         to.addmm_(grads.t(), rows)
     else:
-        filled = (_pieces(each, _SUMMED_PIECE, _SUMMED_STEP) for each in (rows, grads))
+        filled = (_chunks(each, _SUMMED_CHUNK, _SUMMED_STEP) for each in (rows, grads))
         for (some, _), (its, _) in zip(*filled, strict=True):
             to.add_(_product(its.t().contiguous(), some.t().contiguous(), None))
 
 
-def _pieces(rows: Tensor, most: int, step: int) -> Iterator[tuple[Tensor, int]]:
-    """Rows, filled up with zeros to a multiple of ``step``, and how many there were."""
-    for piece in rows.split(most):
-        fill = -piece.size(0) % step
-        yield F.pad(piece, (0, 0, 0, fill)) if fill else piece, piece.size(0)
+def _chunks(rows: Tensor, most: int, step: int) -> Iterator[tuple[Tensor, int]]:
+    """Yield chunks, padded with zero rows to a multiple of ``step``, with their true row count."""
+    for chunk in rows.split(most):
+        fill = -chunk.size(0) % step
+        yield F.pad(chunk, (0, 0, 0, fill)) if fill else chunk, chunk.size(0)
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
 
 
-class LinearByPieces(Function):
-    """``linear_by_pieces``, with the gradients that megatron-core's linear layers have.
+class ChunkedLinear(Function):
+    """``linear_in_chunks`` with the gradients of megatron-core's linear layers.
 
-    ``fused``: the weight's gradient is added to its ``main_grad``. The input's is summed over
+    With ``fused`` the weight's gradient is added to its ``main_grad``. The input's is summed over
     ``group``, if there is one.
     """
 
@@ -175,12 +175,12 @@ class LinearByPieces(Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, fused: bool, group: Any
     ) -> Tensor:
-        # A frozen weight has no use for the input.
+        # The input is needed only for the gradient of the weight.
         kept = input if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(kept, weight)
         ctx.main_grad = getattr(weight, "main_grad", None) if fused else None
         ctx.group = group
-        return linear_by_pieces(input, weight, bias)
+        return linear_in_chunks(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -188,7 +188,7 @@ class LinearByPieces(Function):
         input, weight = ctx.saved_tensors
         to_input = to_weight = to_bias = summed = None
         if ctx.needs_input_grad[0]:
-            to_input = linear_by_pieces(grad, weight.t())
+            to_input = linear_in_chunks(grad, weight.t())
             if ctx.group is not None:
                 summed = dist.all_reduce(to_input, group=ctx.group, async_op=True)
         if ctx.needs_input_grad[1]:
@@ -203,7 +203,7 @@ class LinearByPieces(Function):
 def _weight_gradient(
     main_grad: Tensor | None, input: Tensor, weight: Tensor, grad: Tensor
 ) -> Tensor | None:
-    """What autograd is told: where it is added to ``main_grad``, something to call its hooks by."""
+    """Weight gradient for autograd; if added to ``main_grad``, a dummy that triggers its hooks."""
     if main_grad is None:
         found = torch.zeros_like(weight)
         add_weight_gradient(found, input, grad)
@@ -215,19 +215,19 @@ def _weight_gradient(
     return torch.empty_like(weight)
 
 
-# What this machine's processor has instructions for.
+# CPU features.
 
 _CPUINFO = Path("/proc/cpuinfo")
 
 
 def multiplies_bf16() -> bool:
-    """Whether matrix products are made for bf16; torch has no public name for the question."""
+    """Tell if the CPU has bf16 matrix instructions; torch has no public name for this."""
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 @cache
 def is_slow_with_mkl() -> bool:
-    """Whether it has AVX-512, and MKL does not use it for fp32: it does so on Intel's alone."""
+    """Tell if the CPU has AVX-512 and is not Intel's, where MKL does not use it for fp32."""
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return False
     try:
@@ -236,36 +236,35 @@ def is_slow_with_mkl() -> bool:
         return False
 
 
-# What glibc's malloc does with memory that is freed.
+# glibc's malloc and freed memory.
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep what is freed for what comes next, where it is glibc's.
+    """Make malloc keep freed memory for reuse, if it is glibc's.
 
-    Else every large tensor is new memory from the system, which takes longer to get, page by page,
-    than most operations take to fill it.
+    Otherwise every large tensor takes fresh pages, which cost more than most operations on it.
     """
-    trim_threshold, mmap_max = -1, -4  # as malloc.h numbers them
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
     _set_malloc(trim_threshold, -1)
     _set_malloc(mmap_max, 0)
 
 
 def return_freed_memory() -> None:
-    """Have malloc hand every tensor's memory back to the system when it is freed.
+    """Make malloc return every tensor's memory to the system when it is freed.
 
-    By itself it would soon keep freed memory of up to 32 MiB, between pieces that are in use.
+    By default it would soon keep freed blocks of up to 32 MiB between blocks in use.
     """
     mmap_threshold = -3
     _set_malloc(mmap_threshold, 2**19)
 
 
 class FreedMemory:
-    """Bounds what gaps between live blocks take where malloc keeps what is freed.
+    """Limits fragmentation where malloc keeps freed memory.
 
-    Packs have ever other sizes, so a freed block seldom fits what comes next. What is resident may
-    pass what the first steps after all gaps were given back needed by ``fraction``; then the gaps
-    are given back again. The step that follows waits for new pages, so this is at most once in
-    ``steps + 1`` steps. Nothing happens where malloc is not glibc's.
+    Packs differ in size, so a freed block seldom fits the next request. When resident memory
+    exceeds that of the first ``steps`` steps by ``fraction``, all free pages are returned and
+    counting starts again. The next step has to fault new pages in, so this happens at most once in
+    ``steps + 1`` steps. No effect where malloc is not glibc's.
     """
 
     def __init__(self, fraction: float = 0.125, steps: int = 10) -> None:
@@ -275,7 +274,7 @@ class FreedMemory:
         self._needed = 0
 
     def end_step(self) -> bool:
-        """Look at what is resident; whether gaps were given back. It takes some 20 microseconds."""
+        """Check resident memory (about 20 microseconds); True if free pages were returned."""
         resident = resident_bytes()
         if self._seen < self._steps:
             self._seen += 1
@@ -288,13 +287,13 @@ class FreedMemory:
 
 
 def give_back_gaps() -> bool:
-    """Give the whole pages of all free blocks back to the system; whether any were."""
+    """Return the whole pages of all free blocks to the system; True if there were any."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and bool(trim(ctypes.c_size_t(0)))
 
 
 def resident_bytes() -> int:
-    """Of this process, its libraries' pages included; 0 where the system has no /proc."""
+    """Resident memory of this process, libraries included; 0 where the system has no /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except FileNotFoundError:

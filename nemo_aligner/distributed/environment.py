@@ -1,6 +1,4 @@
-"""Process-wide settings: what CUDA reads from the environment, and library warnings that are
-silenced.
-"""
+"""Process-wide settings: environment variables for CUDA, and silenced library warnings."""
 
 from __future__ import annotations
 
@@ -9,32 +7,32 @@ import os
 import warnings
 from functools import partial
 
-# What CUDA and torch's allocator read from the environment, once, when they start.
+# Environment variables that CUDA and torch's allocator read once, when they start.
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def set_before_cuda_starts() -> None:
-    """Set what nobody has set; later than torch's first question for a GPU it may have no effect.
+    """Set variables that are unset; without effect after torch's first call to the GPU.
 
-    Sequence parallelism relies on kernels starting in the order in which they were launched; and
-    packs have ever other sizes, which would leave gaps in segments that cannot grow.
+    Sequence parallelism relies on kernels starting in launch order. Packs differ in size, which
+    would fragment allocator segments that cannot grow.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if not any(name in os.environ for name in _ALLOCATOR):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
-# Warnings of libraries that tell our users nothing: each is named here, and no other is hidden.
+# Library warnings that tell users nothing. Only those listed here are hidden.
 
-# (beginning of the message, as a regular expression; category)
+# (beginning of the message as a regular expression, category)
 _KNOWN: tuple[tuple[str, type[Warning]], ...] = (
     # TransformerEngine and Apex are optional here.
     (r"Transformer Engine and Apex are not installed", UserWarning),
     (r"Apex is not installed", UserWarning),
     (r"transformer_engine not found", UserWarning),
     (r"If you are using transformer_engine as the transformer implementation", UserWarning),
-    # megatron-core against newer torch, and against itself.
+    # megatron-core with newer torch, and within itself.
     (r"full scope is deprecated", UserWarning),
     (r"`torch\.distributed\.\w+` is deprecated", FutureWarning),
     (r"Please use DTensor instead", FutureWarning),
@@ -47,8 +45,8 @@ _KNOWN: tuple[tuple[str, type[Warning]], ...] = (
     (r"torch\.distributed is (disabled|unavailable)", UserWarning),
 )
 
-# (logger, beginning of the message): advice of megatron-core 0.17 and later to those who call it,
-# and what torch says of a machine without a GPU when they import a part of it.
+# (logger, beginning of the message): deprecation notes of megatron-core 0.17 and later, and torch's
+# note on a machine without a GPU that they trigger.
 _LOGGED = (
     ("torch.utils.cpp_extension", "No CUDA runtime is found"),
     ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),

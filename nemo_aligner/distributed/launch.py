@@ -1,5 +1,6 @@
-"""Launch ranks and join a process group: torchrun, Slurm's srun, or plain Python; the first
-failure speaks.
+"""Joining a process group under torchrun, Slurm or plain Python, and launching ranks locally.
+
+If several ranks fail, the first one reports its error and the others stay silent.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from nemo_aligner.distributed.layout import destroy_layout
 from nemo_aligner.utils.errors import ConfigError, LostRankError, PeerError, short
 from nemo_aligner.utils.processes import Process, find_process, settle
 
-# From the launcher's environment to a process group: torchrun, Slurm's srun, or plain python.
+# Joining the process group that the launcher's environment describes.
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among all: ``rank`` of ``world_size``, local rank, and device."""
+    """This process: ``rank`` of ``world_size``, local rank, device and backend."""
 
     rank: int
     world_size: int
@@ -54,11 +55,10 @@ class Launch:
 
 @contextmanager
 def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
-    """Initialise torch.distributed from the environment; at the end tear it and the layout down.
+    """Initialise torch.distributed from the environment; tear it and the layout down at the end.
 
-    NCCL and one GPU per process where CUDA is available, else gloo on the CPU.
-
-    Of several ranks that fail in the block one raises its error, see ``failure.fail_once``.
+    NCCL and one GPU per process where CUDA is available, else gloo on the CPU. If several ranks
+    fail in the block, one raises its error, see ``fail_once``.
 
     Raises:
         ConfigError: the launcher's environment is incomplete, a local rank has no GPU, or there is
@@ -67,7 +67,7 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
     """
     if dist.is_initialized():
         raise ConfigError(
-            "torch.distributed: got a process group in this process that something else has made, "
+            "torch.distributed: got a process group that something else has initialised, "
             "wanted none; torch.distributed.destroy_process_group() ends it"
         )
     process = find_process(os.environ)
@@ -82,12 +82,12 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
     store, hook = _meet(process, timeout), sys.excepthook
     _init_process_group(process, device, backend, store, timeout)
     if process.world_size == 1:
-        sys.excepthook = hook  # torch puts the rank before every line of an error
+        sys.excepthook = hook  # torch's prefixes every line of an error with the rank
     try:
         yield Launch(process.rank, process.world_size, process.local_rank, device, backend)
     except BaseException as error:
         if process.world_size > 1:
-            # The group stays as it is: NCCL would wait in it for what others never join.
+            # Keep the group: destroying it, NCCL would wait for collectives that others never join.
             fail_once(error, store, process)
         _leave(hook)
         raise
@@ -96,9 +96,9 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
 
 @contextmanager
 def single_process() -> Iterator[None]:
-    """A process group of one where there is none yet, for a conversion: see ``launch`` for work.
+    """Process group of one for a conversion, unless there is one; ``launch`` is for real work.
 
-    What is freed goes back to the system: a conversion reads much, and is to hold little.
+    Freed memory goes back to the system: a conversion reads much, and should hold little.
 
     Raises:
         ConfigError: this is one process of several.
@@ -123,7 +123,7 @@ def _select_device(process: Process, use_cuda: bool) -> torch.device:
     if not use_cuda:
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    # Slurm's --gpus-per-task shows each process its own GPU alone.
+    # With Slurm's --gpus-per-task each process sees only its own GPU.
     index = 0 if count == 1 and "RANK" not in os.environ else process.local_rank
     if index >= count:
         raise ConfigError(
@@ -135,15 +135,15 @@ def _select_device(process: Process, use_cuda: bool) -> torch.device:
 
 
 def _keep_fp32(process: Process) -> None:
-    """Have products of fp32 numbers not be rounded, whatever the environment asks for."""
+    """Switch off TF32 and other rounding of fp32 products, whatever the environment asks for."""
     found = torch.get_float32_matmul_precision()
     if found == "highest":
         return
     torch.set_float32_matmul_precision("highest")
     if process.rank == 0:
         logger.warning(
-            "fp32 matrix products were set to be rounded (precision %r, TF32 on a GPU): this is "
-            "switched off, as a score in fp32 is to be the same everywhere; for speed use "
+            "fp32 matrix products were set to reduced precision (%r, TF32 on a GPU): this is "
+            "switched off, because fp32 scores must be the same everywhere; for speed use "
             "trainer.precision=bf16",
             found,
         )
@@ -155,7 +155,7 @@ def _split_cores(local_world_size: int) -> None:
 
 
 def _leave(hook: Callable[..., Any]) -> None:
-    """Tear down what there is; ``hook`` is what showed errors before torch put the rank there."""
+    """Tear everything down; ``hook`` is the excepthook from before torch replaced it."""
     destroy_layout()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -163,13 +163,13 @@ def _leave(hook: Callable[..., Any]) -> None:
 
 
 def _meet(process: Process, timeout: timedelta) -> dist.Store:
-    """What all ranks read and write, and by which they find each other."""
+    """Rendezvous, and the store that all ranks share."""
     if process.master is None:
         return dist.HashStore()
     host, port = process.master
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
     store, _, _ = next(dist.rendezvous("env://", process.rank, process.world_size, timeout=timeout))
-    # A program may launch again, in the store that its launcher keeps.
+    # A program may launch several times, in one store of its launcher.
     return dist.PrefixStore(f"launch {next(_LAUNCHES)}", store)
 
 
@@ -184,29 +184,29 @@ def _init_process_group(
         rank=process.rank,
         world_size=process.world_size,
         timeout=timeout,
-        # With it the ranks of a pipeline need no collective of all before their first message.
+        # Binding the device spares pipeline ranks a collective of all before their first message.
         device_id=device if backend == "nccl" else None,
     )
 
 
-# Several ranks fail, and one of them says why: the first.
+# Failures of several ranks: the first one is reported.
 
 _STORE_WAIT = timedelta(seconds=5)
 _SAME_WAIT_S = 1.0
 _COUNT = "failed"
-# What gloo and NCCL raise where a rank has gone away.
+# Messages of gloo and NCCL when a rank has gone away.
 _LOST = re.compile(r"(Connection (closed|reset) by peer|Broken pipe|remote process exited).*")
 
 
 def fail_once(error: BaseException, store: dist.Store, process: Process) -> None:
-    """Raise what this rank ends with, for ``error``; the ranks' process group may be half gone.
+    """Raise the error that this rank ends with; the process group may be half gone.
 
-    The first rank of all says its own, and whether the others have met the same.
+    The first rank to fail raises its own error, prefixed with its rank unless all met the same.
 
     Raises:
         PeerError: another rank failed first.
         LostRankError: none did, but one is gone.
-        BaseException: ``error``, which is the first.
+        BaseException: ``error``, if it was the first.
     """
     text = f"{type(error).__name__}: {error}"
     try:
@@ -214,23 +214,23 @@ def fail_once(error: BaseException, store: dist.Store, process: Process) -> None
         store.set(f"{_COUNT}/{process.rank}", text)
         is_first = store.add(_COUNT, 1) == 1
         met_by_all = is_first and _all_say(text, store, process.world_size)
-    except Exception:  # where rank 0 keeps the store, they have ended together
+    except Exception:  # rank 0 hosts the store: both have ended
         is_first = met_by_all = False
-    if not isinstance(error, Exception):  # an interruption, or an exit
+    if not isinstance(error, Exception):  # KeyboardInterrupt or SystemExit
         raise error
     if not is_first:
-        raise PeerError("another rank failed first, and says why") from error
+        raise PeerError("another rank failed first, and reports why") from error
     lost = _LOST.search(str(error))
     if lost is not None:
         error = LostRankError(
-            f"another rank ended without a word, as if it was killed: {short(lost.group())}"
+            f"another rank died without an error, as if killed: {short(lost.group())}"
         )
     settle(error, "" if met_by_all else f"rank {process.rank}: ")
     raise error
 
 
 def _all_say(text: str, store: dist.Store, world_size: int) -> bool:
-    """Whether all ranks fail, and in the same words: those that agreed on it do so at once."""
+    """Tell if all ranks fail with the same words, as after an error they agreed on."""
     end = time.monotonic() + _SAME_WAIT_S
     while store.add(_COUNT, 0) < world_size:
         if time.monotonic() > end:
@@ -239,7 +239,7 @@ def _all_say(text: str, store: dist.Store, world_size: int) -> bool:
     return all(store.get(f"{_COUNT}/{rank}") == text.encode() for rank in range(world_size))
 
 
-# Several ranks on this machine, without torchrun: what a failing rank says is all that is said.
+# Launching several ranks on this machine without torchrun.
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.1
@@ -252,20 +252,20 @@ Rank = subprocess.Popen[bytes]
 def run_ranks(
     arguments: Sequence[str], processes: int, environment: Mapping[str, str] | None = None
 ) -> int:
-    """Run ``python *arguments`` as so many ranks; the exit code of the first that fails, or 0.
+    """Run ``python *arguments`` as several ranks; returns the exit code of the first to fail, or 0.
 
-    The others of one that failed are ended. What a terminal or Slurm asks this process, it asks the
-    ranks once, and waits for as long as they need to save; asked again, it ends them at once. Only
-    the main thread may call it.
+    When one fails the others are ended. A signal from a terminal or Slurm is passed on to the ranks
+    once, and they may take as long as they need to save; a second one kills them. Must be called
+    from the main thread.
     """
-    # The ranks' rendezvous is kept here: on a port that is free, and for as long as any rank lives.
+    # This process hosts the rendezvous: on a free port, for as long as any rank lives.
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     ranks: list[Rank] = []
     with _passing_on(ranks) as asked:
         for rank in range(processes):
             told = _environment(environment or os.environ, rank, processes, store.port)
             ranks.append(_start(arguments, told))
-        if asked:  # while some were not there yet
+        if asked:  # a signal came before all ranks were started
             _send(ranks, asked[0])
         failed = _first_failure(ranks, asked)
     if failed is None:
@@ -276,13 +276,13 @@ def run_ranks(
     if not asked:
         name = signal.Signals(-code).name
         print(f"rank {failed}: it was ended by {name}", file=sys.stderr, flush=True)
-    return 128 - code  # as a shell has it
+    return 128 - code  # killed by signal -code, in the shell's convention
 
 
 def _environment(
     environment: Mapping[str, str], rank: int, processes: int, port: int
 ) -> dict[str, str]:
-    """What torchrun tells each rank; what is told to this process, if it is one, is not theirs."""
+    """Environment of a rank as torchrun sets it, without this process's own torchrun variables."""
     return {
         **{key: value for key, value in environment.items() if not key.startswith("TORCHELASTIC_")},
         "RANK": str(rank),
@@ -296,7 +296,7 @@ def _environment(
 
 
 def _start(arguments: Sequence[str], environment: Mapping[str, str]) -> Rank:
-    # In a session of its own: a terminal would ask it beside us, and once more than it should.
+    # In a session of its own, or a terminal's Ctrl-C would reach it twice.
     return subprocess.Popen(
         [sys.executable, *arguments],
         env=environment,
@@ -307,7 +307,7 @@ def _start(arguments: Sequence[str], environment: Mapping[str, str]) -> Rank:
 
 @contextmanager
 def _passing_on(ranks: Sequence[Rank]) -> Iterator[list[int]]:
-    """What this process was asked, which the ranks are asked, too; no rank outlives the block."""
+    """Collect signals and pass them on to the ranks; no rank outlives the block."""
     asked: list[int] = []
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -326,13 +326,13 @@ def _passing_on(ranks: Sequence[Rank]) -> Iterator[list[int]]:
 
 
 def _first_failure(ranks: Sequence[Rank], asked: Sequence[int]) -> int | None:
-    """Which rank failed before all others, once all have ended; None where all have succeeded."""
+    """Wait for all ranks; returns the first that failed, or None."""
     failed, end = None, math.inf
     while True:
         codes = [rank.poll() for rank in ranks]
         if failed is None and any(codes):
             failed = next(rank for rank, code in enumerate(codes) if code)
-            if not asked:  # what is left cannot be whole; but whoever was asked may be saving
+            if not asked:  # after a signal the others may still be saving
                 _send(ranks, signal.SIGTERM)
                 end = time.monotonic() + _GRACE_S
         if None not in codes or time.monotonic() > end:

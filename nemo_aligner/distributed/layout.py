@@ -1,4 +1,4 @@
-"""ParallelLayout: how a model and its data are spread over the ranks."""
+"""ParallelLayout: tensor, pipeline and data parallel sizes, and this rank's place in them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LayoutSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout(LayoutSizes):
-    """The sizes of the groups, and this rank's index in each."""
+    """Group sizes, and this rank's index in each group."""
 
     tp_rank: int
     pp_rank: int
@@ -43,7 +43,7 @@ class ParallelLayout(LayoutSizes):
 
 
 def check_sizes(world_size: int, tp: int, pp: int, sequence_parallel: bool) -> int:
-    """The data parallel size that ``world_size`` leaves.
+    """Compute the data parallel size that ``world_size`` leaves.
 
     Raises:
         ConfigError: ``tp * pp`` does not divide ``world_size``, or sequence parallel without TP.
@@ -64,8 +64,8 @@ def check_sizes(world_size: int, tp: int, pp: int, sequence_parallel: bool) -> i
 def initialize_layout(
     tp: int = 1, pp: int = 1, sequence_parallel: bool = False, seed: int = 1234
 ) -> ParallelLayout:
-    """Build Megatron's process groups over the initialised world and seed its generators."""
-    # Imported here: whoever only plans layouts needs no torch.
+    """Build Megatron's process groups over the initialised world, and seed its generators."""
+    # Imported here, because planning a layout needs no torch.
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -85,7 +85,7 @@ def initialize_layout(
 
 
 def destroy_layout() -> None:
-    """Forget Megatron's process groups, if any, so that others can be built in this process."""
+    """Destroy Megatron's process groups, if any, so that others can be built in this process."""
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is not None:
         parallel_state.destroy_model_parallel()

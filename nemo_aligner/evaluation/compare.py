@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.contract.messages import Text, reply_of
+from nemo_aligner.contract.messages import Text, as_json, reply_of
 from nemo_aligner.data.files import BadLine, read_lines
-from nemo_aligner.data.records import PAIR_COLUMNS, write_lines
+from nemo_aligner.data.records import PAIR_COLUMNS, row_text, write_lines
 from nemo_aligner.metrics.ranking import bootstrap_interval, mcnemar, wilson_interval
 from nemo_aligner.utils.errors import DataError
 
@@ -27,7 +27,7 @@ _BENCHMARK_SIDES = ("right", "wrong")
 
 @dataclass(frozen=True)
 class PairVerdict:
-    """What a model made of one pair, or of one item of a benchmark.
+    """Verdict of a model on a pair, or on an item of a benchmark.
 
     Attributes:
         record: file and line of it, and a number where that has several pairs.
@@ -50,7 +50,7 @@ class PairVerdict:
 
 @dataclass(frozen=True)
 class Share:
-    """How many of its pairs a model has right, and the 95% interval of that."""
+    """Share of pairs that a model has right, with its 95% interval."""
 
     accuracy: float
     low: float
@@ -93,7 +93,7 @@ class Flip:
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """All rows, ``all`` first; the pairs that flipped, those first that both are surest of.
+    """Rows of a comparison, ``all`` first, and flipped pairs, the surest first.
 
     ``left_out`` are pairs that only the first file has, and only the second.
     """
@@ -126,7 +126,7 @@ def compare_files(first: str | Path, second: str | Path) -> PairedComparison:
 
 
 def read_verdicts(path: Path) -> Iterator[PairVerdict]:
-    """What a file of ``output_rewards`` says of every pair, or item of a benchmark.
+    """Read the verdict on every pair or benchmark item from a file of ``output_rewards``.
 
     Raises:
         DataError: it cannot be read, or holds something else.
@@ -161,7 +161,7 @@ def _verdict(value: Mapping[str, Any], seen: dict[str, Iterator[int]]) -> PairVe
     margin = rewards[0] - rewards[1]
     if not np.isfinite(margin):
         raise ValueError("a reward is missing")
-    sides = [value["texts"][name] for name in names]
+    sides = [row_text(value["texts"][name]) for name in names]
     # Of three or more completions a record has several pairs.
     occurrence = next(seen.setdefault(str(value["record"]), count(1)))
     return PairVerdict(
@@ -184,7 +184,7 @@ def _at(texts: Any, index: int) -> Any:
 
 
 def _lone(texts: Any) -> Any:
-    """Of a list of texts the only one, if it is; a text as it is."""
+    """Unwrap a list of one text; return anything else unchanged."""
     return texts[0] if _is_list_of_texts(texts) and len(texts) == 1 else texts
 
 
@@ -199,7 +199,7 @@ def _rows(first: Sequence[PairVerdict], second: Sequence[PairVerdict]) -> list[C
 
 
 def _row(source: str, both: np.ndarray) -> ComparedRow:
-    """Of ``[N, 2]`` verdicts, the first model's and the second's."""
+    """Compare ``[N, 2]`` verdicts of the first model and the second."""
     shares = [
         Share(float(right.mean()), *wilson_interval(float(right.sum()), right.size))
         for right in both.T
@@ -264,10 +264,9 @@ def _table_line(row: ComparedRow, width: int) -> str:
 
 
 def _ending(text: Any, most: int = 200) -> str:
-    several = _is_list_of_texts(text)
-    first = text[0] if several else text
-    reply = reply_of(first)
-    line = f"(one of {len(text)}) " * several + " ".join(reply.split())
+    line = " ".join(reply_of(_at(text, 0)).split())
+    if _is_list_of_texts(text):
+        line = f"(one of {len(text)}) {line}"
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
@@ -283,4 +282,5 @@ def write_rows(path: Path, compared: PairedComparison) -> None:
 
 def write_flips(path: Path, compared: PairedComparison) -> None:
     """A line for every pair that flipped: both margins, and its texts whole."""
-    write_lines(path, (json.dumps(asdict(flip), ensure_ascii=False) for flip in compared.flips))
+    lines = (json.dumps(vars(flip), default=as_json, ensure_ascii=False) for flip in compared.flips)
+    write_lines(path, lines)

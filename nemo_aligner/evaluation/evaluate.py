@@ -1,4 +1,4 @@
-"""How good the rewards of held-out records are, by anything that scores texts.
+"""Evaluation of rewards on held-out records, by anything that scores texts.
 
 ``score`` may be a scorer in this process or a client's: the metrics are the trainer's own, over
 every record once. Of a file, records that training would drop (see ``data/dataset.py``) are dropped
@@ -29,7 +29,7 @@ from nemo_aligner.data.readers import (
     Reading,
     RecordFile,
     check_malformed,
-    list_first,
+    list_malformed,
     read_records,
 )
 from nemo_aligner.data.records import (
@@ -41,7 +41,7 @@ from nemo_aligner.data.records import (
     write_lines,
     write_rows,
 )
-from nemo_aligner.data.tokenize import are_same_tokens
+from nemo_aligner.data.tokenize import are_same_tokens, refused_record
 from nemo_aligner.evaluation.sources import Measure, RewardSource, Score
 from nemo_aligner.losses import default_objective
 from nemo_aligner.losses.base import measure_set
@@ -56,7 +56,7 @@ _HOW = Reading(rule=MalformedRule(section="data."))
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """What was measured on N records of one kind.
+    """Measurements on N records of one kind.
 
     Attributes:
         kind: what a record is.
@@ -98,7 +98,7 @@ def evaluate_comparisons(
     attribute_weights: Sequence[float] = (1.0,),
     measure: Measure | None = None,
 ) -> EvaluationReport:
-    """How often, and how clearly, ``chosen`` gets the higher reward.
+    """Measure how often, and how clearly, ``chosen`` gets the higher reward.
 
     Args:
         attribute_weights: A weights that make one reward of a text's A.
@@ -135,7 +135,7 @@ def evaluate_ratings(
     *,
     measure: Measure | None = None,
 ) -> EvaluationReport:
-    """How near the rewards are to the labels, and how well they follow them.
+    """Measure how close rewards are to labels, and how well they correlate.
 
     Raises:
         DataError: a text cannot be scored, or there is no rating.
@@ -225,7 +225,7 @@ def _evaluate_rated(source: RewardSource, ratings: Sequence[Rating]) -> Evaluati
 
 
 def drop_refused(file: RecordFile, source: RewardSource) -> tuple[RecordFile, RewardSource]:
-    """Without the records that have a text which the source refuses, counted as ``refused``.
+    """Drop records with a text that the source refuses, and count them as ``refused``.
 
     The source that comes with them has the rewards of their texts already.
 
@@ -294,7 +294,7 @@ def _encode(
         # It is no fault of this record.
         raise DataError(f"{record.origin}: {error}") from error
     except DataError as error:
-        return MalformedRecord(record.origin, str(error))
+        return refused_record(record, source.encode, error)
 
 
 def _checked(
@@ -334,7 +334,7 @@ def render_report(report: EvaluationReport, about: Mapping[str, str]) -> str:
     counts = ", ".join(f"{count} {name}" for name, count in report.counts.items())
     lines = [fit_row(name, text, 14) for name, text in {**about, "records": counts}.items()]
     if report.malformed:
-        lines += ["left out as malformed:", *list_first(report.malformed, _MALFORMED_SHOWN)]
+        lines += ["left out as malformed:", *list_malformed(report.malformed, _MALFORMED_SHOWN)]
     overall = {k: v for k, v in report.metrics.items() if not k.startswith(BY_SOURCE)}
     width = max(map(len, overall)) + 2
     lines.append("")
@@ -378,7 +378,7 @@ def write_rewards(path: str | Path, report: EvaluationReport) -> None:
 
 
 def reward_rows(report: EvaluationReport) -> Iterator[dict[str, Any]]:
-    """What ``write_rewards`` writes of every row."""
+    """Yield the rows that ``write_rewards`` writes."""
     for index, origin in enumerate(report.origins):
         more = {}
         if report.labels.shape[1]:

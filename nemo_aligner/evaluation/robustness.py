@@ -1,4 +1,4 @@
-"""How far verdicts and rewards follow the style of a reply, and not what it says.
+"""Robustness: how far verdicts and rewards follow the style of a reply, not its content.
 
 The replies of pairs that have been scored are scored again with changes that keep what they say:
 both of a pair, by which no verdict should turn, and the rejected one alone, which should not win by
@@ -70,7 +70,7 @@ class ScoredPairs:
 
 @dataclass(frozen=True)
 class RobustnessRow:
-    """What a change did.
+    """Effect of one change.
 
     Attributes:
         change: the name of the transformation, and ``changed`` the replies that it was made to.
@@ -100,7 +100,7 @@ class RobustnessRow:
 
 @dataclass(frozen=True)
 class BestOfLength:
-    """Of the best of n replies by reward the mean reward, and the mean length in characters."""
+    """Mean reward and mean length in characters of the best of n replies by reward."""
 
     n: int
     reward: float
@@ -109,7 +109,7 @@ class BestOfLength:
 
 @dataclass(frozen=True)
 class Robustness:
-    """What was found on ``pairs`` of all ``pairs_read``.
+    """Results on ``pairs`` of all ``pairs_read``.
 
     Attributes:
         pairs_of_code: that were left out beside them.
@@ -274,7 +274,7 @@ def _lengths(pairs: ScoredPairs) -> list[BestOfLength]:
 
 
 def _mean_of_best(n: int, rewards: np.ndarray, values: np.ndarray) -> float:
-    """Of ``[N, 2]`` each."""
+    """Average the best of two, of ``[N, 2]`` each."""
     return float(np.mean([best_of(n, *both) for both in zip(rewards, values, strict=True)]))
 
 
@@ -346,7 +346,7 @@ def double_sentence(reply: str) -> str:
 
 
 def say_twice(reply: str) -> str:
-    """All of it a second time."""
+    """Repeat the whole reply."""
     return f"{reply}\n\nTo say it again:\n\n{reply}"
 
 
@@ -371,7 +371,7 @@ def _blocks(text: str) -> list[str]:
 
 
 def _sentences(block: str) -> list[str]:
-    """With the white space that goes before each; what follows the last one is a part of it."""
+    """Split into sentences, each with the white space before it; the last takes the rest."""
     *pieces, last = _AFTER_SENTENCE.split(block)
     if last.strip() or not pieces:
         return [*pieces, last]
@@ -411,12 +411,12 @@ T = TypeVar("T")
 
 
 def robustness_json(found: Robustness) -> dict[str, Any]:
-    """As plain JSON values, see ``Robustness``."""
+    """Convert to plain JSON values."""
     return asdict(found)
 
 
 def read_robustness(value: Mapping[str, Any]) -> Robustness:
-    """What ``robustness_json`` has made.
+    """Read what ``robustness_json`` wrote.
 
     Raises:
         KeyError, TypeError, ValueError: it is something else.

@@ -65,7 +65,7 @@ def evaluate(config: EvaluateConfig) -> None:
 
 
 def evaluate_source(config: EvaluateConfig, source: RewardSource) -> Evaluation:
-    """As ``evaluate``, by what is loaded already; what was found is returned, and not printed.
+    """Evaluate with a source that is loaded already; return the result without printing it.
 
     Raises:
         AlignerError: as ``evaluate``.
@@ -78,7 +78,7 @@ def evaluate_source(config: EvaluateConfig, source: RewardSource) -> Evaluation:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What is measured, and how the file is read."""
+    """Measurements to make, and how to read the file."""
 
     data_file: str
     task: Task | None
@@ -174,7 +174,7 @@ def _reading(config: EvaluateConfig) -> Reading:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation has found, for programs; as text it is the table for people.
+    """Result of an evaluation for programs; ``str`` gives the table for people.
 
     Attributes:
         accuracy: of pairs, or a benchmark's overall figure; None of ratings.
@@ -213,7 +213,7 @@ class Measured(Protocol):
         ...
 
     def reported(self, name: str) -> Reported:
-        """As a report has it, by this name."""
+        """Convert to an entry of a report, under this name."""
         ...
 
     def pairs(self) -> ScoredPairs:
@@ -221,13 +221,13 @@ class Measured(Protocol):
         ...
 
     def evaluation(self) -> Evaluation:
-        """For a program."""
+        """Convert to the result for programs."""
         ...
 
 
 @dataclass(frozen=True)
 class MeasuredRecords:
-    """Of a file of pairs or ratings."""
+    """Measurements on a file of pairs or ratings."""
 
     report: EvaluationReport
     about: Mapping[str, str]
@@ -262,7 +262,7 @@ class MeasuredRecords:
 
 @dataclass(frozen=True)
 class MeasuredTask:
-    """Of a benchmark."""
+    """Measurements on a benchmark."""
 
     report: TaskReport
     about: Mapping[str, str]

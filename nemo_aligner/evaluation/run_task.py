@@ -24,7 +24,7 @@ from nemo_aligner.utils.errors import DataError
 
 @dataclass(frozen=True)
 class TaskReport:
-    """What a model made of a benchmark; ``left_out`` has how many items, by the reason."""
+    """Results of a benchmark; ``left_out`` counts items by the reason."""
 
     task: str
     rows: list[TaskRow]
@@ -137,7 +137,7 @@ def _table_line(row: TaskRow, width: int) -> str:
 
 
 def write_task(path: str | Path, report: TaskReport, about: Mapping[str, Any]) -> None:
-    """All rows as one JSON object."""
+    """Write all rows as one JSON object."""
     rows = task_rows(report)
     content = {"task": report.task, **about, "rows": rows, "left_out": report.left_out}
     write_lines(Path(path), [json.dumps(content, indent=2, ensure_ascii=False)])
@@ -154,7 +154,7 @@ def task_rows(report: TaskReport) -> list[dict[str, Any]]:
 
 
 def verdict_rows(report: TaskReport) -> Iterator[dict[str, Any]]:
-    """What ``write_verdicts`` writes of every item."""
+    """Yield the rows that ``write_verdicts`` writes."""
     return map(_line, report.judged)
 
 

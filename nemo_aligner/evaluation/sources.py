@@ -64,7 +64,7 @@ class SpreadScorer(Protocol):
 
 @dataclass(frozen=True)
 class RewardSource:
-    """What gives texts rewards.
+    """Source of rewards for texts.
 
     Attributes:
         name: the file, folder or URL.
@@ -90,12 +90,12 @@ class RewardSource:
 
     @property
     def takes_ratings(self) -> bool:
-        """Whether rated files may be measured: not by a model that was made to rank."""
+        """True if rated files can be measured: a model trained to rank has no labels to match."""
         return self.contract is None or self.contract.record_kind is RecordKind.rating
 
     @property
     def stops_at_overlong(self) -> bool:
-        """Whether a text that is too long is an error, and not left out."""
+        """True if a text that is too long is an error, rather than left out."""
         return self.contract is not None and self.contract.overlong == Overlong.error.value
 
     @property
@@ -108,7 +108,7 @@ class RewardSource:
         return one_reward(np.asarray(self.score(texts)), self.attribute_weights)
 
     def fits(self, text: Text) -> bool:
-        """Whether a text is not known to be cut or refused."""
+        """Return False for a text that is known to be truncated or refused."""
         try:
             return self.encode is None or not self.encode(text).truncated
         except (OverlongError, TurnMarkError):
@@ -147,7 +147,7 @@ _USED = {
 
 @contextmanager
 def open_source(config: EvaluateConfig) -> Iterator[RewardSource]:
-    """What ``rm_model_file``, ``hf_model`` or ``server`` names, until the end of the block.
+    """Open the source that ``rm_model_file``, ``hf_model`` or ``server`` names, for the block.
 
     Raises:
         AlignerError: it cannot be had, or scores by another contract than ``expect_contract``.
@@ -178,7 +178,7 @@ def layout_sizes(config: EvaluateConfig) -> tuple[int, int, bool]:
 
 
 def load_source(config: EvaluateConfig, layout: ParallelLayout) -> RewardSource:
-    """What ``rm_model_file`` or ``hf_model`` names, on the ranks of ``layout``; all call it.
+    """Load what ``rm_model_file`` or ``hf_model`` names on the ranks of ``layout``; all call it.
 
     Raises:
         AlignerError: as ``open_source``.
@@ -324,7 +324,7 @@ def _ours(url: str, client: RewardClient) -> RewardSource:
 
 
 def _ask_ours(client: RewardClient, attributes: Sequence[str], texts: Sequence[Text]) -> np.ndarray:
-    """What is wrong with texts that it refuses, the client logs."""
+    """Ask our own server; the client logs why texts were refused."""
     rewards = client.score(texts, on_error="nan")
     if np.isnan(rewards).all():  # a client that has seen no reward does not know how many there are
         return np.full((len(texts), len(attributes)), np.nan, dtype=np.float32)
@@ -418,7 +418,7 @@ def _ask_queries(address: PostingAddress, queries: Sequence[str], size: int) -> 
 
 
 def _written(text: Text, tokenizer: Tokenizer | None) -> str:
-    """As the policy's tokenizer writes it, which is what OpenRLHF's trainer sends."""
+    """Render a text by the policy's tokenizer, as OpenRLHF's trainer sends it."""
     if isinstance(text, str):
         return text
     if tokenizer is None or not tokenizer.chat_template:

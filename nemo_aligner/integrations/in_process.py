@@ -10,7 +10,7 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import initialize_layout
-from nemo_aligner.models.offload import Holds, ResidentPart
+from nemo_aligner.models.offload import OffloadGroup, OffloadPolicy
 from nemo_aligner.serving.client import ScoredRows
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.utils.errors import ConfigError
@@ -25,11 +25,11 @@ class InProcessScorer:
     def __init__(self, scorer: RewardScorer, cpu_offload: bool = False) -> None:
         """With ``cpu_offload`` the model is on the device only while it scores."""
         self._scorer = scorer
-        self._weights: ResidentPart | None = None
+        self._weights: OffloadGroup | None = None
         if cpu_offload:
             tensors = [*scorer.model.parameters(), *scorer.model.buffers()]
-            self._weights = ResidentPart(tensors, Holds.constant)
-            self._weights.leave()
+            self._weights = OffloadGroup(tensors, OffloadPolicy.constant)
+            self._weights.offload()
         self._held = ExitStack()
 
     @classmethod
@@ -80,14 +80,14 @@ class InProcessScorer:
         if self._weights is None:
             yield
             return
-        self._weights.come()
+        self._weights.reload()
         try:
             yield
         finally:
-            self._weights.leave()
+            self._weights.offload()
 
     def close(self) -> None:
         """End the process group if the model was loaded here; a given scorer is left as it is."""
         if self._weights is not None:
-            self._weights.come()
+            self._weights.reload()
         self._held.close()

@@ -1,9 +1,9 @@
-"""Ways to learn, one file each; ``OBJECTIVES`` is the registry.
+"""Training objectives, and ``OBJECTIVES``, their registry.
 
-``model.objective`` names one of them, or as ``package.module:Name`` one from outside the package: a
-dataclass with the members of ``base.Objective``, whose fields but these two are settings: the
-``attributes``, and their ``weights`` in the one reward, if it has those
-(``model.objective_kwargs``). Without it ``model.reward_model_type`` decides.
+``model.objective`` names an entry, or ``package.module:Name`` for one from another package: a
+dataclass with the members of ``base.Objective``. Its fields are settings
+(``model.objective_kwargs``), except ``attributes`` and, if it has them, their ``weights`` in the
+merged reward. By default ``model.reward_model_type`` chooses.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ _DEFAULTS = {
 _KEY = "model.objective"
 _SETTINGS_KEY = "model.objective_kwargs"
 _WEIGHTS = "weights"
-# The scoring contract has them.
+# Not settings: the scoring contract has them.
 _NO_SETTINGS = ("attributes", _WEIGHTS)
 
 
 def build_objective(
     config: ModelConfig, attributes: Sequence[str], weights: Sequence[float] = ()
 ) -> Objective:
-    """What a model with a reward for each of ``attributes`` is trained by.
+    """Build the objective for a model with a reward for each of ``attributes``.
 
-    ``weights`` are those of the attributes in the one reward, for objectives that have such.
+    Args:
+        weights: of the attributes in the merged reward, for objectives that use them.
 
     Raises:
-        ConfigError: there is no such objective, it learns from other records than
-            ``model.reward_model_type`` says, or it has no setting of that name.
+        ConfigError: the objective or one of its settings is unknown or out of range, or it trains
+            on other records than ``model.reward_model_type`` says.
     """
     name = objective_name(config)
     kind = _find(name)
@@ -67,38 +68,38 @@ def build_objective(
         )
     _check_settings(name, kind, config.objective_kwargs)
     try:
-        of_sum = {_WEIGHTS: tuple(weights)} if _WEIGHTS in _field_names(kind) else {}
+        has_weights = any(field.name == _WEIGHTS for field in fields(kind))
+        of_sum = {_WEIGHTS: tuple(weights)} if has_weights else {}
         return kind(tuple(attributes), **of_sum, **config.objective_kwargs)
     except (TypeError, ValueError, DataError) as error:
         raise ConfigError(f"{_SETTINGS_KEY}: {name}: {error}") from error
 
 
 def default_objective(kind: RecordKind, attributes: Sequence[str]) -> Objective:
-    """What records of a kind are measured by where nothing is trained."""
+    """Objective that measures records of a kind where nothing is trained."""
     model_type = next(each for each in RewardModelType if each.record_kind is kind)
     return OBJECTIVES[_DEFAULTS[model_type]](tuple(attributes))
 
 
 def objective_name(config: ModelConfig) -> str:
-    """The name of the objective that the settings ask for."""
+    """Name of the objective that the settings ask for."""
     return config.objective or _DEFAULTS[config.reward_model_type]
 
 
 def default_name(model_type: str) -> str:
-    """The objective of a model whose settings name none."""
+    """Name of the objective that a reward model type implies."""
     return _DEFAULTS[RewardModelType(model_type)]
 
 
 def objective_settings(objective: Objective) -> dict[str, Any]:
-    """The settings of an objective, defaults included."""
-    return {name: getattr(objective, name) for name in _setting_names(type(objective))}
+    """Settings of an objective, defaults included."""
+    return {name: getattr(objective, name) for name in _defaults(type(objective))}
 
 
 def settings_with_defaults(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """``settings`` of a run, and the defaults of those that its version did not have.
+    """Complete the ``settings`` of an earlier version's run with defaults.
 
-    A setting that is new is off by default. Of an objective from outside the package they are as
-    they are.
+    New settings are off by default. Settings of objectives from other packages stay as they are.
     """
     if name not in OBJECTIVES:
         return dict(settings)
@@ -106,7 +107,7 @@ def settings_with_defaults(name: str, settings: Mapping[str, Any]) -> dict[str, 
 
 
 def describe_objective(config: ModelConfig, objective: Objective) -> str:
-    """Its name, and the settings that are not their defaults, for people."""
+    """Describe an objective by its name and its settings that differ from the defaults."""
     defaults = _defaults(type(objective))
     changed = [
         f"{key}={value}"
@@ -148,20 +149,12 @@ _MEMBERS = (
 )
 
 
-def _setting_names(kind: type[Any]) -> list[str]:
-    return list(_defaults(kind))
-
-
 def _defaults(kind: type[Any]) -> dict[str, Any]:
     return {field.name: field.default for field in fields(kind) if field.name not in _NO_SETTINGS}
 
 
-def _field_names(kind: type[Any]) -> set[str]:
-    return {field.name for field in fields(kind)}
-
-
 def _check_settings(name: str, kind: type[Any], given: Mapping[str, Any]) -> None:
-    known = _setting_names(kind)
+    known = list(_defaults(kind))
     for key in given:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)

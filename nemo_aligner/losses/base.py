@@ -1,4 +1,4 @@
-"""Objective: the interface of a loss, its settings' checks, and how its metrics are computed."""
+"""Objective: the interface of a loss, its base classes, settings checks and metrics."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.metrics.regression import RatedRewards
 from nemo_aligner.metrics.table import by_source, measure_pairs, measure_ratings
 
-# What an objective is, and what those on pairs and those on ratings have in common.
+# The interface, and what objectives on pairs and on ratings share.
 
 
 class Objective(Protocol):
-    """A way to learn: its loss, the label columns that it reads, and its metrics.
+    """A training objective: its loss, the label columns it reads, and its metrics.
 
-    Rewards are ``[S, A]``, in the order of ``records``, which say who owns them and what people
-    said. ``reply_lengths`` are ``[S]`` whole tokens. An objective may have a ``readout``, too:
-    what it is given are then the head's ``[S, A * K]`` outputs, K of each attribute.
+    Rewards are ``[S, A]``, in the order of ``records``, which hold their owners and labels.
+    ``reply_lengths`` are ``[S]`` integers. An objective may also define ``readout``: its rewards
+    are then the head's ``[S, A * K]`` outputs, K for each attribute.
 
     Attributes:
         attributes: A names, of the columns of the rewards.
-        record_kind: what it learns from.
-        main_metric: the one by which checkpoints are compared when nobody says otherwise.
+        record_kind: kind of records it trains on.
+        main_metric: metric that ranks checkpoints by default.
     """
 
     record_kind: ClassVar[RecordKind]
@@ -42,35 +42,35 @@ class Objective(Protocol):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The label columns that the data must have."""
+        """Label columns that the data must have."""
         ...
 
     @property
     def learns_from_ties(self) -> bool:
-        """Whether comparisons whose completions are all tied are of use."""
+        """True if comparisons whose completions are all tied contribute to the loss."""
         ...
 
     @property
     def lowest_label(self) -> float | None:
-        """What no label of its columns may be below; None allows all."""
+        """Least value allowed in its label columns; None allows all."""
         ...
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """The sum of the losses, and over how many: the mean is taken once, over everything."""
+        """Sum of the losses and their count; the mean is taken once, over the global batch."""
         ...
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
-        """What makes sense of one batch, beside the loss."""
+        """Metrics of one batch, beside the loss."""
         ...
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
-        """What makes sense of a whole data set, beside the loss."""
+        """Metrics of a whole data set, beside the loss."""
         ...
 
 
 @dataclass(frozen=True)
 class PairObjective:
-    """Learns from pairs: one attribute; every metric of pairs."""
+    """Base of objectives on pairs, with one attribute and every metric of pairs."""
 
     attributes: tuple[str, ...] = ("reward",)
     record_kind: ClassVar[RecordKind] = RecordKind.comparison
@@ -98,20 +98,20 @@ class PairObjective:
         return {**found, **self.numbers_learned(rewards)}
 
     def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
-        """By name what it learns beside the weights, of the head's outputs; most learn nothing."""
+        """Scalars it learns beside the weights, by name; most objectives have none."""
         return {}
 
 
 @dataclass(frozen=True)
 class RatingObjective:
-    """Learns from rated replies: a label column and an attribute of each name."""
+    """Base of objectives on rated replies, with a label column for each attribute."""
 
     attributes: tuple[str, ...]
     record_kind: ClassVar[RecordKind] = RecordKind.rating
     main_metric: ClassVar[str] = "pearson_mean"
     learns_from_ties: ClassVar[bool] = False
     lowest_label: ClassVar[float | None] = None
-    # Whether it learns labels minus their means, which are added to rewards.
+    # Whether labels are trained on minus their means, which are added back to rewards.
     centres_labels: ClassVar[bool] = True
 
     @property
@@ -120,11 +120,11 @@ class RatingObjective:
 
     @property
     def readout(self) -> Readout | None:
-        """How outputs become rewards; None where they are the rewards."""
+        """Conversion of outputs into rewards; None if outputs are rewards."""
         return None
 
     def errors(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """``[S, A]`` rewards minus their labels, 0 where there is no label; and where one is."""
+        """Errors ``[S, A]``, reward minus label and 0 where a label is missing; and a mask."""
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
         errors = torch.where(present, records.as_single(rewards) - labels.nan_to_num(), 0.0)
@@ -147,51 +147,52 @@ class RatingObjective:
 
 
 def _first(rewards: Tensor, records: Records) -> Tensor:
-    """``[P, 2]``: the first attribute of the better and the worse of every pair."""
+    """First attribute of the better and the worse of every pair, ``[P, 2]``."""
     return torch.stack(records.pairs().of(rewards[:, 0]), dim=1)
 
 
 def readout_of(objective: Objective) -> Readout | None:
-    """How its head's outputs become rewards; objectives from outside may know of none."""
+    """Conversion of its head's outputs into rewards; third-party objectives may lack one."""
     return getattr(objective, "readout", None)
 
 
 def start_of_learned(objective: Objective) -> tuple[float, ...]:
-    """Where numbers begin that it learns beside the weights; its head gives them with each text."""
+    """Initial values of the scalars it learns, which its head appends to each text's outputs."""
     return getattr(objective, "start_of_learned", ())
 
 
 def count_outputs(objective: Objective) -> int:
-    """How many outputs its head has; the last ones are numbers that the objective learns."""
+    """Count its head's outputs, including the scalars that it learns."""
     readout = readout_of(objective)
     of_texts = len(objective.attributes) * (1 if readout is None else readout.width)
     return of_texts + len(start_of_learned(objective))
 
 
 def rewards_of(readout: Readout | None, outputs: Tensor) -> Tensor:
-    """``[S, A]`` of a head's ``outputs``, without what labels were centred on."""
+    """Convert a head's ``outputs`` to rewards ``[S, A]``, without the means of centred labels."""
     return outputs if readout is None else torch.from_numpy(readout.rewards(_on_host(outputs)))
 
 
 def spreads_of(readout: Readout | None, outputs: Tensor) -> Tensor | None:
-    """``[S, A]``, how uncertain these rewards are; None where nothing says so."""
+    """Uncertainty ``[S, A]`` of the rewards; None if the outputs carry none."""
     return None if readout is None else torch.from_numpy(readout.spreads(_on_host(outputs)))
 
 
 def fitted(objective: Objective, labels: LabelColumns, kept: Readout | None) -> Objective:
-    """With what it takes from the training set's ``labels``; most objectives take nothing.
+    """Fit an objective to the training set's ``labels``; most are returned unchanged.
 
-    ``kept`` is how the head is read that training starts from, if that has several outputs.
+    Args:
+        kept: readout of the head that training starts from; None if it has one output each.
 
     Raises:
-        ValueError: they do not say it.
+        ValueError: the labels do not determine it.
     """
     fit = getattr(objective, "fitted", None)
     return objective if fit is None else fit(labels, kept)
 
 
 def label_limits(objective: Objective, names: Sequence[str]) -> Tensor:
-    """``[len(names), 2]`` float32: the lowest and the highest label that each column may have."""
+    """Least and greatest label allowed in each column, ``[len(names), 2]`` float32."""
     lowest, readout = objective.lowest_label, readout_of(objective)
     limits = dict.fromkeys(names, (-math.inf if lowest is None else lowest, math.inf))
     if readout is not None and readout.kind == BINS:
@@ -204,11 +205,11 @@ def _on_host(outputs: Tensor) -> np.ndarray:
     return outputs.detach().cpu().numpy()
 
 
-# Settings of objectives that are not what they must be, in one sentence.
+# Checks of an objective's settings, which have one-line errors.
 
 
 def check_number(objective: object, name: str, low: float, below: float = math.inf) -> None:
-    """Refuse a setting that is no finite number from ``low`` on, and less than ``below``.
+    """Check that a setting is finite, at least ``low`` and less than ``below``.
 
     Raises:
         ValueError: it says what was got, and what was wanted.
@@ -219,7 +220,7 @@ def check_number(objective: object, name: str, low: float, below: float = math.i
 
 
 def check_above(objective: object, name: str, low: float) -> None:
-    """Refuse a setting that is no finite number above ``low``.
+    """Check that a setting is finite and greater than ``low``.
 
     Raises:
         ValueError: it says what was got, and what was wanted.
@@ -229,7 +230,7 @@ def check_above(objective: object, name: str, low: float) -> None:
 
 
 def check_flag(objective: object, name: str) -> None:
-    """Refuse a setting that is neither true nor false.
+    """Check that a setting is a bool.
 
     Raises:
         ValueError: it says what was got, and what was wanted.
@@ -238,7 +239,7 @@ def check_flag(objective: object, name: str) -> None:
 
 
 def check_whole(objective: object, name: str, low: int) -> None:
-    """Refuse a setting that is no whole number from ``low`` on.
+    """Check that a setting is an int of at least ``low``.
 
     Raises:
         ValueError: it says what was got, and what was wanted.
@@ -248,7 +249,7 @@ def check_whole(objective: object, name: str, low: int) -> None:
 
 
 def check_choice(objective: object, name: str, choices: Sequence[str]) -> None:
-    """Refuse a setting that is none of ``choices``.
+    """Check that a setting is one of ``choices``.
 
     Raises:
         ValueError: it says what was got, and what was wanted.
@@ -258,7 +259,7 @@ def check_choice(objective: object, name: str, choices: Sequence[str]) -> None:
 
 
 def _as_number(objective: object, name: str) -> float:
-    """The setting, or NaN, which lies within no bounds, where it is no number."""
+    """Return the setting, or NaN, which no range contains, if it is not a number."""
     value = getattr(objective, name)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number else math.nan
@@ -269,17 +270,17 @@ def _require(objective: object, name: str, fits: bool, wanted: str) -> None:
         raise ValueError(f"{name}: got {getattr(objective, name)!r}, wanted {wanted}")
 
 
-# What an objective says of rewards that are all there: its loss, its metrics, each by source.
+# Metrics of complete sets of rewards.
 
 
 def mean_loss(objective: Objective, rewards: Tensor, records: Records) -> float:
-    """The objective's own loss in float64, the mean over all ``records``; 0 where none counts."""
+    """Mean of the objective's loss over ``records``, in float64; 0 if none counts."""
     total, count = objective.loss(rewards.double(), records)
     return float(total / count.clamp(min=1))
 
 
 def measure_step(objective: Objective, rewards: Tensor, records: Records) -> dict[str, float]:
-    """The loss and what makes sense of one batch of rewards ``[S, A]``."""
+    """Compute the loss and the step metrics of one batch of rewards ``[S, A]``."""
     return {
         "loss": mean_loss(objective, rewards, records),
         **objective.step_metrics(rewards, records),
@@ -293,12 +294,12 @@ def measure_set(
     reply_lengths: Tensor,
     sources: Sequence[str],
 ) -> dict[str, float]:
-    """The loss and the report of a whole data set, and of each of its sources.
+    """Compute the loss and the report of a whole data set, and of each of its sources.
 
     Args:
-        rewards: ``[S, A]`` of every record once.
+        rewards: ``[S, A]``, every record once.
         reply_lengths: ``[S]`` integer.
-        sources: of every record where it is from; "" where it does not say.
+        sources: of every record, "" if it names none.
     """
 
     def report(indices: Sequence[int]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Plackett-Luce: K completions in their order, the best one chosen first."""
+"""Plackett-Luce: a loss on the ranking of K completions."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ from nemo_aligner.utils.host_transfer import to_device
 
 @dataclass(frozen=True)
 class PlackettLuce(PairObjective):
-    """``-log`` of the probability that completions are chosen in their order, one after the other.
+    """``-log`` probability of choosing the completions one after the other in their order.
 
     Each is chosen by the softmax of its reward among those that are left (Luce 1959, "Individual
     choice behavior"; Plackett 1975, "The analysis of permutations"; as a loss: Xia et al. 2008,
-    "Listwise approach to learning to rank", ListMLE). Two completions are Bradley-Terry's case.
+    "Listwise approach to learning to rank", ListMLE). With two completions it is Bradley-Terry.
 
-    Tied completions are not compared: each of them is chosen among itself and those that are worse.
-    So a best one among others that are all tied is one softmax.
+    Tied completions are not compared: each competes with itself and those ranked below. One best
+    completion among otherwise tied ones is therefore a single softmax.
     """
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """The sum over records, and how many of them have an order, of rewards ``[S, 1]``."""
+        """Sum over records of rewards ``[S, 1]``, and the count of records with an order."""
         rows, is_left, num_ordered = _choices(records)
         first = rewards[:, 0]
         left = first[to_device(rows, first.device)]
         left = left.masked_fill(~to_device(is_left, first.device), -torch.inf)
         losses = left.logsumexp(dim=1) - first
-        # Made on the device: a number of the host's would have it wait.
+        # Built on the device: copying a host scalar would synchronise.
         count = torch.full((), num_ordered, dtype=torch.int64, device=first.device)
         return losses.sum(), count
 
 
 def _choices(records: Records) -> tuple[Tensor, Tensor, int]:
-    """``[S, K]`` rows of all completions of each one's record; which are left beside it; records.
+    """Candidates at each choice.
 
-    K is the largest record's number of completions. What is left when one is chosen is that one,
-    and what is worse. The number is of records that are not tied as a whole.
+    Returns:
+        ``[S, K]`` rows of all completions of the chosen one's record, K the largest record; a mask
+        ``[S, K]`` of the candidates: the chosen one and those ranked below; and the number of
+        records that are not one tie.
     """
     sizes, starts, ranks = records.sizes, records.bounds[:-1], records.ranks
     most = int(sizes.max()) if len(sizes) else 0

@@ -1,4 +1,4 @@
-"""Losses on pairs: Bradley-Terry and its variants, and models of ties (Davidson, Rao-Kupper)."""
+"""Losses on pairs: Bradley-Terry and its variants, and the tie models Davidson and Rao-Kupper."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from nemo_aligner.losses.base import (
 )
 from nemo_aligner.utils.host_transfer import to_device
 
-# Bradley-Terry: the better reply above the worse one, and the usual changes of that loss.
+# Bradley-Terry and its variants.
 
 LABEL_MARGIN = "label_margin"
-# What a label of a pair does, and what a missing one is, so that its loss is the plain one.
+# Values of ``label_margin``, each with the label that leaves a pair's loss as it is.
 _MISSING = {"subtract": 0.0, "scale": 1.0}
 
 
@@ -32,22 +32,22 @@ class BradleyTerry(PairObjective):
     """``-log sigmoid(m)`` of the margin m, the better reward minus the worse one.
 
     Eq. 1 of Ouyang et al. 2022, "Training language models to follow instructions with human
-    feedback". Each setting changes the loss ``L(m)`` of a pair by itself, in this order:
+    feedback". The settings change a pair's loss ``L(m)`` in this order:
 
     Attributes:
         label_margin: ``subtract`` makes it ``-log sigmoid(m - d)`` with the label d of the column
             ``label_margin`` (Touvron et al. 2023, "Llama 2", eq. 2), ``scale`` ``d * -log
-            sigmoid(m)`` (Wang et al. 2024, "HelpSteer2-Preference"). A pair whose label is
-            missing has the plain loss.
-        focal_gamma: times ``(1 - 2 * max(0, p - 1/2)) ** focal_gamma``, p the sigmoid in L: pairs
-            that are well in order count less (Cai et al. 2024, "InternLM2 Technical Report", with
-            2, after Lin et al. 2017, "Focal loss").
-        label_smoothing: ``(1 - e) * L(m) + e * L(-m)``: so many labels are the wrong way round
-            (Mitchell 2023, "A note on DPO with noisy preferences & relationship to IPO").
-        ties: with ``half`` tied completions are a pair, too, half of it won by either:
-            ``(L(m) + L(-m)) / 2``; with ``drop`` nothing is learned from them.
-        center_rewards_coefficient: adds so many times ``(better + worse) ** 2``, which keeps
-            rewards around 0 (Eisenstein et al. 2023, "Helping or herding?", as TRL has it).
+            sigmoid(m)`` (Wang et al. 2024, "HelpSteer2-Preference"). A pair without a label has
+            the plain loss.
+        focal_gamma: multiplies by ``(1 - 2 * max(0, p - 1/2)) ** focal_gamma``, p the sigmoid in L,
+            which discounts pairs that are well ordered (Cai et al. 2024, "InternLM2 Technical
+            Report", with 2, after Lin et al. 2017, "Focal loss").
+        label_smoothing: ``(1 - e) * L(m) + e * L(-m)`` for a share e of swapped labels (Mitchell
+            2023, "A note on DPO with noisy preferences & relationship to IPO").
+        ties: ``half`` trains on tied completions with ``(L(m) + L(-m)) / 2``; ``drop`` ignores
+            them.
+        center_rewards_coefficient: adds this times ``(better + worse) ** 2``, which keeps rewards
+            around 0 (Eisenstein et al. 2023, "Helping or herding?", as in TRL).
     """
 
     label_smoothing: float = 0.0
@@ -76,7 +76,7 @@ class BradleyTerry(PairObjective):
         return 0.0 if self.label_margin == "scale" else None
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """The sum over records of their pairs' mean, and their number, of rewards ``[S, 1]``."""
+        """Sum over records of their pairs' mean loss, and their count, of rewards ``[S, 1]``."""
         pairs = records.pairs(with_ties=self.learns_from_ties)
         better, worse = pairs.of(rewards[:, 0])
         labels = self._labels(pairs, records)
@@ -89,14 +89,14 @@ class BradleyTerry(PairObjective):
         return pairs.sum_and_count(losses)
 
     def _labels(self, pairs: PairRows, records: Records) -> Tensor | None:
-        """``[P]`` label of every pair's record; None where none counts."""
+        """Label ``[P]`` of every pair's record; None if labels are unused."""
         if self.label_margin == "none":
             return None
         labels = records.labels.targets(self.columns)[:, 0]
         return pairs.of_records(labels.nan_to_num(_MISSING[self.label_margin]))
 
     def _ordered(self, behind: Tensor, labels: Tensor | None) -> Tensor:
-        """``[P]`` losses of pairs whose first is behind the second by so much, and better."""
+        """Losses ``[P]`` of ordered pairs, from the worse reward minus the better one."""
         if labels is not None and self.label_margin == "subtract":
             behind = behind + labels
         losses = F.softplus(behind)
@@ -107,7 +107,7 @@ class BradleyTerry(PairObjective):
         return losses
 
     def _share_reversed(self, pairs: PairRows, losses: Tensor) -> Tensor | float | None:
-        """How much of each pair counts the other way round; None is nothing of any."""
+        """Weight of each pair's reversed loss; None if all are 0."""
         if pairs.are_ties is None:
             return self.label_smoothing or None
         shares = torch.full(pairs.are_ties.shape, self.label_smoothing, dtype=losses.dtype)
@@ -115,47 +115,47 @@ class BradleyTerry(PairObjective):
 
 
 def _focus(behind: Tensor, gamma: float) -> Tensor:
-    """``(1 - 2 * max(0, sigmoid(-behind) - 1/2)) ** gamma``, by its logarithm.
+    """``(1 - 2 * max(0, sigmoid(-behind) - 1/2)) ** gamma``, computed by its logarithm.
 
-    The power of what has become 0 would have no gradient.
+    A power would have no gradient where its base underflows to 0.
     """
     return torch.exp(gamma * (F.logsigmoid(behind) + math.log(2)).clamp(max=0))
 
 
-# What models of pairs that may be tied have in common.
+# Models of ties.
 #
-# Their parameter says how often equals are tied. It is fixed, or learned with the model (as Rao and
-# Kupper, and Davidson, estimate it): the head then has one more output, the same number x for every
-# text, of which the parameter is made.
+# Their parameter says how often equal replies are tied. It is fixed, or learned with the model as
+# Rao and Kupper, and Davidson, estimate it: the head then has one more output, a scalar x that is
+# the same for every text, and the parameter is a function of x.
 
 Number: TypeAlias = float | Tensor
 
 
 class TieModel(Protocol):
-    """``-log`` of the probabilities that a pair is won, and that it is tied."""
+    """Negative log-likelihoods of a pair that is won, and of one that is tied."""
 
     @property
     def learned(self) -> bool:
-        """Whether the parameter is made of an x."""
+        """True if the parameter is a function of a learned x."""
         ...
 
     def parameter(self, x: float) -> float:
-        """The parameter that any x makes."""
+        """Compute the parameter from x."""
         ...
 
     def won(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        """``[P]`` losses of pairs that were won, by the better rewards minus the worse."""
+        """Losses ``[P]`` of pairs that were won, from better minus worse rewards."""
         ...
 
     def tied(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        """``[P]`` losses of pairs that were tied."""
+        """Losses ``[P]`` of pairs that were tied."""
         ...
 
 
 def won_or_tied(model: TieModel, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-    """The sum over records of their pairs' mean loss, and their number.
+    """Sum over records of their pairs' mean loss, and the count of records.
 
-    Of rewards ``[S, 1]``, or ``[S, 2]`` with x where it is learned.
+    Takes rewards ``[S, 1]``, or ``[S, 2]`` with x where it is learned.
     """
     pairs = records.pairs(with_ties=True)
     better, worse = pairs.of(rewards[:, 0])
@@ -168,27 +168,27 @@ def won_or_tied(model: TieModel, rewards: Tensor, records: Records) -> tuple[Ten
 
 
 def tie_parameter_of(model: TieModel, rewards: Tensor) -> dict[str, float]:
-    """The parameter by its name, of rewards with x; nothing where it is fixed."""
+    """Report the learned parameter, from rewards with x; empty if it is fixed."""
     if not model.learned or len(rewards) == 0:
         return {}
     return {"tie_parameter": model.parameter(float(rewards[0, 1]))}
 
 
-# Davidson: a tie is as likely as the mean of a win and a loss says.
+# Davidson.
 
 
 @dataclass(frozen=True)
 class Davidson(PairObjective):
-    """Of a margin m: won, lost and tied as ``exp(m / 2)``, ``exp(-m / 2)`` and ``tie_parameter``.
+    """Wins, losses and ties in proportion to ``exp(m / 2)``, ``exp(-m / 2)`` and ``tie_parameter``.
 
     A tie is as likely as the geometric mean of a win and a loss, times the parameter (Davidson
     1970, "On extending the Bradley-Terry model to accommodate ties in paired comparison
-    experiments", who calls it nu).
+    experiments", where it is nu). m is the margin.
 
     Attributes:
-        tie_parameter: above 0; replies of equal rewards are tied with the probability
+        tie_parameter: above 0; replies of equal rewards are tied with probability
             ``tie_parameter / (tie_parameter + 2)``.
-        learned: ``tie_parameter`` is only where it begins; it is ``exp(x)`` of a learned x.
+        learned: start at ``tie_parameter`` and learn x, whose ``exp(x)`` it is.
     """
 
     tie_parameter: float = 1.0
@@ -207,7 +207,7 @@ class Davidson(PairObjective):
         return (math.log(self.tie_parameter),) if self.learned else ()
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """As ``won_or_tied``, of rewards ``[S, 1]``, or ``[S, 2]`` with x where it is learned."""
+        """See ``won_or_tied``."""
         return won_or_tied(self, rewards, records)
 
     def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
@@ -223,27 +223,27 @@ class Davidson(PairObjective):
         return self._total(margins, x) - (math.log(self.tie_parameter) if x is None else x)
 
     def _total(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        """``[P]`` logarithms of what the three sum up to."""
+        """Log of the normaliser, ``[P]``."""
         tie = torch.full_like(margins, math.log(self.tie_parameter)) if x is None else x
         return torch.stack([margins / 2, -margins / 2, tie]).logsumexp(dim=0)
 
 
-# Rao-Kupper: who is nearly equal is tied.
+# Rao-Kupper.
 
 _LOG_2 = math.log(2)
 
 
 @dataclass(frozen=True)
 class RaoKupper(PairObjective):
-    """Of a margin m: won with ``sigmoid(m - h)``, lost with ``sigmoid(-m - h)``, else tied.
+    """Won with ``sigmoid(m - h)``, lost with ``sigmoid(-m - h)``, else tied, at the margin m.
 
-    h is ``log(tie_parameter)``: a difference below it is not seen (Rao and Kupper 1967, "Ties in
-    paired-comparison experiments: a generalization of the Bradley-Terry model").
+    h is ``log(tie_parameter)``, a threshold below which differences go unnoticed (Rao and Kupper
+    1967, "Ties in paired-comparison experiments: a generalization of the Bradley-Terry model").
 
     Attributes:
-        tie_parameter: above 1; replies of equal rewards are tied with the probability
+        tie_parameter: above 1; replies of equal rewards are tied with probability
             ``(tie_parameter - 1) / (tie_parameter + 1)``.
-        learned: ``tie_parameter`` is only where it begins; it is ``1 + exp(x)`` of a learned x.
+        learned: start at ``tie_parameter`` and learn x, whose ``1 + exp(x)`` it is.
     """
 
     tie_parameter: float = 2.0
@@ -262,7 +262,7 @@ class RaoKupper(PairObjective):
         return (math.log(self.tie_parameter - 1),) if self.learned else ()
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """As ``won_or_tied``, of rewards ``[S, 1]``, or ``[S, 2]`` with x where it is learned."""
+        """See ``won_or_tied``."""
         return won_or_tied(self, rewards, records)
 
     def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
@@ -276,7 +276,7 @@ class RaoKupper(PairObjective):
         return F.softplus(height - margins)
 
     def tied(self, margins: Tensor, x: Tensor | None) -> Tensor:
-        # The rest of the two others is their product times a constant, t ** 2 - 1.
+        # P(tie) = 1 - P(win) - P(loss) = (t ** 2 - 1) * P(win) * P(loss).
         rest: Number = math.log(self.tie_parameter**2 - 1)
         if x is not None:
             # (t - 1) * (t + 1) with t = 1 + exp(x).

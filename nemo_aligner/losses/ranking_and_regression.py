@@ -1,7 +1,7 @@
-"""Both at once: pairs in order by a weighted sum of attributes, and ratings where there are some.
+"""Joint loss on pairs, by a weighted sum of attributes, and on ratings.
 
-Ratings say what is good about a reply, and pairs what people prefer on the whole. Wang et al. 2024,
-"Interpretable preferences via multi-objective reward modeling and mixture-of-experts", learn the
+Ratings say what is good about a reply, pairs which one people prefer on the whole. Wang et al.
+2024, "Interpretable preferences via multi-objective reward modeling and mixture-of-experts", learn
 one after the other; here it is one loss.
 """
 
@@ -25,14 +25,14 @@ from nemo_aligner.utils.host_transfer import to_device
 
 @dataclass(frozen=True)
 class RankingAndRegression(RatingObjective):
-    """``-log sigmoid(m)`` of comparisons, and the mean of ``e ** 2`` over the labels of a rating.
+    """``-log sigmoid(m)`` of comparisons, and the mean squared error over a rating's labels.
 
-    m is the margin of the weighted sums of attributes. Every record counts as one: a comparison by
-    the mean of its pairs, a rating by the mean over its labels, times ``regression_weight``.
+    m is the margin of the weighted sums of attributes. Every record counts once: a comparison by
+    the mean of its pairs, a rating by the mean over its labels times ``regression_weight``.
 
     Attributes:
-        weights: of the attributes in the sum (``model.regression.attribute_weights``); without them
-            1 each.
+        weights: of the attributes in the sum (``model.regression.attribute_weights``); 1 each if
+            empty.
     """
 
     weights: tuple[float, ...] = ()
@@ -45,7 +45,7 @@ class RankingAndRegression(RatingObjective):
         check_number(self, "regression_weight", 0)
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """The sum over records, and how many have a pair or a label, of rewards ``[S, A]``."""
+        """Sum over records of rewards ``[S, A]``, and the count of those with a pair or a label."""
         total, count = BradleyTerry().loss(self._merged(rewards)[:, None], records)
         rated, rows = _rated_rows(records)
         if len(rated) == 0:
@@ -62,7 +62,7 @@ class RankingAndRegression(RatingObjective):
         return measure_pairs(self._pair_rewards(rewards, records), in_step=True)
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
-        """Metrics of pairs where there are comparisons, and of ratings where there are some."""
+        """Metrics of pairs if there are comparisons, and of ratings if there are any."""
         found: dict[str, float] = {}
         rated, rows = _rated_rows(records)
         if len(rated) < len(records):
@@ -73,13 +73,13 @@ class RankingAndRegression(RatingObjective):
         return found
 
     def _merged(self, rewards: Tensor) -> Tensor:
-        """``[S]`` weighted sums."""
+        """Weighted sums ``[S]``."""
         return merge_attributes(rewards, self.weights or (1.0,) * len(self.attributes))
 
     def _pair_rewards(
         self, rewards: Tensor, records: Records, lengths: Tensor | None = None
     ) -> PairRewards:
-        """Of the weighted sums, with what labels were centred on."""
+        """Pair the weighted sums, with the means of centred labels added back."""
         pairs, offsets = records.pairs(), _offsets(records)
         added = torch.tensor([offsets.get(name) or 0.0 for name in self.attributes])
         merged = self._merged(rewards + added)
@@ -88,7 +88,7 @@ class RankingAndRegression(RatingObjective):
 
 
 def _rated_rows(records: Records) -> tuple[Tensor, Tensor]:
-    """The ratings among ``records``, and the row of each one's reward; on the host."""
+    """Indices of the ratings among ``records``, and the rows of their rewards; on the host."""
     rated = (records.sizes == 1).nonzero().flatten()
     return rated, records.bounds[:-1][rated]
 

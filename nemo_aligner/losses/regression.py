@@ -16,27 +16,24 @@ from nemo_aligner.contract.readout import BINS, QUANTILES, Readout
 from nemo_aligner.losses.base import RatingObjective, check_above, check_whole
 from nemo_aligner.utils.host_transfer import to_device
 
-# Masked mean squared error: every attribute near its label, where there is one.
+# Losses on single outputs. Missing labels are masked; the count is of labels, not of replies.
 
 
 @dataclass(frozen=True)
 class MaskedMse(RatingObjective):
-    """``(reward - label) ** 2`` over the labels that are there."""
+    """``(reward - label) ** 2`` over the labels that are present."""
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """The sum over labels, and their number (int), of rewards ``[S, A]``."""
+        """Sum over labels, and their count (int), of rewards ``[S, A]``."""
         errors, present = self.errors(rewards, records)
         return errors.square().sum(), present.sum()
 
 
-# Masked Huber loss: every attribute near its label; what is far off pulls no harder.
-
-
 @dataclass(frozen=True)
 class Huber(RatingObjective):
-    """``e ** 2 / 2`` of errors e up to ``delta``, ``delta * (abs(e) - delta / 2)`` of larger ones.
+    """``e ** 2 / 2`` for errors e up to ``delta``, ``delta * (abs(e) - delta / 2)`` beyond.
 
-    Huber 1964, "Robust estimation of a location parameter". Over the labels that are there.
+    Huber 1964, "Robust estimation of a location parameter". Over the labels that are present.
     """
 
     delta: float = 1.0
@@ -45,7 +42,7 @@ class Huber(RatingObjective):
         check_above(self, "delta", 0)
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """The sum over labels, and their number (int), of rewards ``[S, A]``."""
+        """Sum over labels, and their count (int), of rewards ``[S, A]``."""
         errors, present = self.errors(rewards, records)
         losses = F.huber_loss(
             errors, errors.new_zeros(errors.shape), reduction="none", delta=self.delta
@@ -53,17 +50,18 @@ class Huber(RatingObjective):
         return losses.sum(), present.sum()
 
 
-# Quantiles of the labels: the median is the reward, and their distance says how sure it is.
+# Losses on K outputs per attribute, which a readout converts into a reward.
 
 
 @dataclass(frozen=True)
 class Quantiles(RatingObjective):
-    """The mean over K levels t of ``max(t * u, (t - 1) * u)``, u the label minus the output of t.
+    """Mean over K levels t of ``max(t * u, (t - 1) * u)``, u the label minus the output of t.
 
-    The pinball loss of Koenker and Bassett 1978, "Regression quantiles", for labels that are there.
+    The pinball loss of Koenker and Bassett 1978, "Regression quantiles", over the labels that are
+    present. The median is the reward, and the distance of the outer levels its uncertainty.
 
     Attributes:
-        levels: between 0 and 1, going up; 0.5 is one of them.
+        levels: ascending, between 0 and 1, with 0.5 among them.
     """
 
     levels: Sequence[float] = (0.1, 0.5, 0.9)
@@ -79,7 +77,7 @@ class Quantiles(RatingObjective):
         return Readout(QUANTILES, (tuple(map(float, self.levels)),) * len(self.attributes))
 
     def loss(self, outputs: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """The sum over labels, and their number (int), of ``outputs [S, A * K]``."""
+        """Sum over labels, and their count (int), of ``outputs [S, A * K]``."""
         levels = to_device(torch.tensor(self.levels, dtype=outputs.dtype), outputs.device)
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
@@ -89,21 +87,19 @@ class Quantiles(RatingObjective):
         return torch.where(present, losses, 0.0).sum(), present.sum()
 
 
-# Cross-entropy over ordinal bins: a label is one of K values, and the reward the expected one.
-
-
 @dataclass(frozen=True)
 class OrdinalBins(RatingObjective):
-    """``-sum_k w_k log softmax(outputs)_k`` of K outputs an attribute, for labels that are there.
+    """``-sum_k w_k log softmax(outputs)_k`` over K bins, for the labels that are present.
 
-    w is 1 at the value that is the label. A label between two values has a part of each, so that
-    their weighted sum is the label ("two-hot": Imani and White 2018, "Improving regression
-    performance with distributional losses"; Farebrother et al. 2024, "Stop regressing").
+    w is 1 at the bin that is the label. A label between two bins is split over both, so that the
+    weighted sum of bins is the label ("two-hot": Imani and White 2018, "Improving regression
+    performance with distributional losses"; Farebrother et al. 2024, "Stop regressing"). The reward
+    is the expected value.
 
     Attributes:
-        values: of the bins, going up: a list for all attributes, or by attribute's name a list for
-            each. None is ``bins`` values at equal distances over the range of the training labels.
-        bins: how many values, where these are not given.
+        values: ascending values of the bins: a list for all attributes, or a mapping from attribute
+            to list. None spaces ``bins`` values evenly over the range of the training labels.
+        bins: number of values where ``values`` is None.
     """
 
     values: Any = None
@@ -125,12 +121,12 @@ class OrdinalBins(RatingObjective):
         return Readout(BINS, tuple(tuple(map(float, row)) for row in rows))
 
     def fitted(self, labels: LabelColumns, kept: Readout | None) -> OrdinalBins:
-        """With the values that ``kept`` has, or over the range of each attribute's ``labels``.
+        """Fill in the values: those of ``kept``, else the range of each attribute's ``labels``.
 
-        Those that are given stay.
+        Values that are set stay.
 
         Raises:
-            ValueError: the labels of an attribute have no range.
+            ValueError: all labels of an attribute are equal or missing.
         """
         if self.values is not None:
             return self
@@ -148,7 +144,7 @@ class OrdinalBins(RatingObjective):
         return replace(self, values=values)
 
     def loss(self, outputs: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """The sum over labels, and their number (int), of ``outputs [S, A * K]``."""
+        """Sum over labels, and their count (int), of ``outputs [S, A * K]``."""
         readout = self.readout
         assert readout is not None, "training fits it to its data first"
         values = to_device(torch.tensor(readout.numbers, dtype=outputs.dtype), outputs.device)
@@ -161,7 +157,7 @@ class OrdinalBins(RatingObjective):
 
 
 def _rows(values: Any, attributes: Sequence[str]) -> list[Any]:
-    """The list of every attribute; ValueError where one lacks or is none."""
+    """Expand ``values`` to a list per attribute; ValueError if one is missing or not numbers."""
     rows = [values] * len(attributes)
     if isinstance(values, Mapping):
         if set(values) != set(attributes):
@@ -177,14 +173,14 @@ def _rows(values: Any, attributes: Sequence[str]) -> list[Any]:
 
 
 def _two_hot(labels: Tensor, values: Tensor) -> Tensor:
-    """``[S, A]`` labels and ``[A, K]`` values to ``[S, A, K]`` weights that sum to 1.
+    """Distribute labels ``[S, A]`` over values ``[A, K]``: weights ``[S, A, K]`` that sum to 1.
 
-    A label beyond the values counts as the nearest.
+    Labels beyond the outer values are clamped.
     """
     within = torch.minimum(torch.maximum(labels, values[:, 0]), values[:, -1])[..., None]
     steps = values.diff(dim=1)
     ones = torch.ones_like(within)
-    # How far the label is on its way to a value from the one below, and from the one above.
+    # Position of the label between a value and the one below it, and the one above it.
     rising = torch.cat([ones.expand_as(within), (within - values[:, :-1]) / steps], dim=2)
     falling = torch.cat([(values[:, 1:] - within) / steps, ones.expand_as(within)], dim=2)
     return torch.minimum(rising, falling).clamp(0, 1)

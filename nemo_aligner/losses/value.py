@@ -1,4 +1,4 @@
-"""PPO's value loss, clipped: what a critic learns by."""
+"""PPO's clipped value loss, for critics."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ RETURNS, PREV_VALUES, MASK = "returns", "prev_values", "mask"
 
 @dataclass(frozen=True)
 class ClippedValueLoss:
-    """``0.5 * max((v - R)**2, (clip(v, v_old - c, v_old + c) - R)**2)`` of tokens with a mask.
+    """``0.5 * max((v - R)**2, (clip(v, v_old - c, v_old + c) - R)**2)`` over unmasked tokens.
 
-    v is the value of a token, R its return, v_old its value when the rollout was made, c ``clip``;
+    v is the value of a token, R its return, v_old its value at the time of the rollout, c ``clip``;
     0 does not clip. The squared error is L^VF of PPO (Schulman et al. 2017, arXiv:1707.06347,
-    equation 9), the clip that of OpenAI's baselines (ppo2); the half, the maximum and the meaning
-    of ``clip`` 0 are those of NeMo-Aligner's critic (``model.loss_clip_val``).
+    equation 9), the clipping that of OpenAI's baselines (ppo2); the factor, the maximum and the
+    meaning of ``clip`` 0 are those of NeMo-Aligner's critic (``model.loss_clip_val``).
 
     Attributes:
-        weights: A numbers that make one value of the head's A attributes.
-        means: A numbers that are added to its outputs first, as they are for rewards; empty: none.
+        weights: A factors that merge the head's A attributes into one value.
+        means: A offsets added to its outputs first, as for rewards; empty for none.
     """
 
     clip: float
@@ -33,15 +33,15 @@ class ClippedValueLoss:
     columns: ClassVar[tuple[str, ...]] = (RETURNS, PREV_VALUES, MASK)
 
     def loss(self, values: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """The sum over tokens, and how many (int), of the head's outputs ``values [T, A]``.
+        """Sum over tokens, and their count (int), of the head's outputs ``values [T, A]``.
 
-        Each token is a record with the columns ``returns``, ``prev_values`` and ``mask``, of which
-        the first two may be anything where the mask is 0.
+        Each token is a record with the columns ``returns``, ``prev_values`` and ``mask``. The first
+        two may hold anything where the mask is 0.
         """
         returns, before, mask = records.labels.targets(self.columns).unbind(dim=1)
         counts = mask != 0
         now = self.merged(records.as_single(values))
-        # Not taken out by the mask, as a device would first have to say how many there are.
+        # Masked, not indexed: boolean indexing would synchronise to learn the size.
         returns, before, now = (torch.where(counts, each, 0.0) for each in (returns, before, now))
         losses = (now - returns).square()
         if self.clip > 0:
@@ -50,7 +50,7 @@ class ClippedValueLoss:
         return 0.5 * losses.sum(), counts.sum()
 
     def merged(self, outputs: Tensor) -> Tensor:
-        """``[T]`` values of the head's ``outputs [T, A]``."""
+        """Merge the head's ``outputs [T, A]`` into values ``[T]``."""
         if self.means:
             columns = zip(outputs.unbind(dim=1), self.means, strict=True)
             outputs = torch.stack([column + mean for column, mean in columns], dim=1)
@@ -58,6 +58,6 @@ class ClippedValueLoss:
 
 
 def merge_attributes(values: Tensor, weights: tuple[float, ...]) -> Tensor:
-    """``[T, A]`` -> ``[T]``: one value of A attributes."""
+    """Merge A attributes ``[T, A]`` into one value ``[T]``."""
     columns = zip(values.unbind(dim=1), weights, strict=True)
     return torch.stack([column * weight for column, weight in columns]).sum(dim=0)

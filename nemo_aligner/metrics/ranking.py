@@ -1,5 +1,6 @@
-"""Metrics of pairs in float64: accuracy, calibration, correlation with length, intervals and
-paired tests.
+"""Metrics of pairs in float64: accuracy, calibration, length bias, intervals and paired tests.
+
+They are computed once, from all pairs of a set, so they do not depend on layout or batch size.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# How well rewards order pairs, in float64: the same numbers at any layout and batch size.
+# Accuracy and reward statistics.
 
 
 @dataclass(frozen=True)
 class PairRewards:
-    """Rewards of N pairs, each there once; who calls metrics has gathered them all.
+    """Rewards of N pairs, gathered from all ranks, each pair once.
 
     Attributes:
         chosen, rejected: ``[N]`` float64.
@@ -30,7 +31,7 @@ class PairRewards:
 
     @classmethod
     def of(cls, rewards: Tensor, reply_lengths: Tensor | None = None) -> PairRewards:
-        """Of ``[N, 2]`` rewards, chosen then rejected, in any dtype and on any device."""
+        """Convert ``[N, 2]`` rewards, chosen then rejected, of any dtype and device."""
         chosen, rejected = rewards.double().cpu().unbind(dim=1)
         if reply_lengths is None:
             reply_lengths = torch.zeros(rewards.shape, dtype=torch.int64)
@@ -38,68 +39,68 @@ class PairRewards:
 
     @property
     def margins(self) -> Tensor:
-        """``[N]`` float64, chosen minus rejected."""
+        """Chosen minus rejected, ``[N]`` float64."""
         return self.chosen - self.rejected
 
     @property
     def right(self) -> Tensor:
-        """``[N]`` float64: 1 for a pair in order, one half for a tie, else 0."""
+        """Credit of each pair, ``[N]`` float64: 1 in order, one half for a tie, else 0."""
         return share_right(self.margins)
 
 
 def share_right(margins: Tensor) -> Tensor:
-    """``[N]`` float64: 1 for a positive margin, one half for none, else 0."""
+    """Credit of each margin, ``[N]`` float64: 1 if positive, one half if 0, else 0."""
     return (margins.sign().double() + 1) / 2
 
 
 def accuracy(pairs: PairRewards) -> float:
-    """The share of pairs in order; a tie counts one half."""
+    """Share of pairs in order; a tie counts one half."""
     return float(pairs.right.mean())
 
 
 def ties(pairs: PairRewards) -> float:
-    """The share of pairs with equal rewards."""
+    """Share of pairs with equal rewards."""
     return float((pairs.margins == 0).double().mean())
 
 
 def mean_margin(pairs: PairRewards) -> float:
-    """The mean of chosen minus rejected."""
+    """Mean of chosen minus rejected."""
     return float(pairs.margins.mean())
 
 
 def chosen_mean(pairs: PairRewards) -> float:
-    """The mean reward of the chosen replies."""
+    """Mean reward of the chosen replies."""
     return float(pairs.chosen.mean())
 
 
 def chosen_std(pairs: PairRewards) -> float:
-    """The deviation of the chosen replies' rewards."""
+    """Standard deviation of the chosen replies' rewards."""
     return deviation(pairs.chosen)
 
 
 def rejected_mean(pairs: PairRewards) -> float:
-    """The mean reward of the rejected replies."""
+    """Mean reward of the rejected replies."""
     return float(pairs.rejected.mean())
 
 
 def rejected_std(pairs: PairRewards) -> float:
-    """The deviation of the rejected replies' rewards."""
+    """Standard deviation of the rejected replies' rewards."""
     return deviation(pairs.rejected)
 
 
 def margin_quantile(percent: int) -> Callable[[PairRewards], float]:
-    """The metric that is the margin which ``percent`` of the pairs stay below."""
+    """Make the metric of a percentile of the margins."""
 
     def quantile(pairs: PairRewards) -> float:
         if len(pairs.margins) == 0:
             return math.nan
-        # torch.quantile takes no more than 2^24.
+        # Not torch.quantile, which is limited to 2^24 elements.
         return float(np.quantile(pairs.margins.detach().numpy(), percent / 100))
 
     return quantile
 
 
-# How far ``sigmoid(margin)`` is the probability that people prefer the chosen reply.
+# Calibration: ``sigmoid(margin)`` as the probability that people prefer the chosen reply.
 
 _BINS = 15
 _PAIRS_PER_BIN = 10
@@ -107,7 +108,7 @@ _PAIRS_PER_BIN = 10
 
 @dataclass(frozen=True)
 class ConfidenceBin:
-    """Pairs of about the same ``sigmoid(|margin|)``: how many, its mean, and how many are right."""
+    """Pairs of similar ``sigmoid(|margin|)``: their count, its mean, and the share in order."""
 
     count: int
     confidence: float
@@ -115,11 +116,11 @@ class ConfidenceBin:
 
 
 def reliability(pairs: PairRewards) -> list[ConfidenceBin]:
-    """Pairs by ``sigmoid(|margin|)``, the confidence of the verdict, the least sure first.
+    """Bin pairs by ``sigmoid(|margin|)``, the confidence of the verdict, in ascending order.
 
-    15 bins of equal numbers of pairs, or as many as get 10 pairs each (Nguyen and O'Connor 2015,
-    "Posterior calibration and exploratory analysis for natural language processing models",
-    sec. 3); of no pairs none.
+    15 bins of equal counts, or as many as get 10 pairs each (Nguyen and O'Connor 2015, "Posterior
+    calibration and exploratory analysis for natural language processing models", sec. 3); none for
+    no pairs.
     """
     confidence, order = torch.sigmoid(pairs.margins.abs()).sort(stable=True)
     right = pairs.right[order]
@@ -133,33 +134,33 @@ def reliability(pairs: PairRewards) -> list[ConfidenceBin]:
 
 
 def expected_calibration_error(pairs: PairRewards) -> float:
-    """The gap of the verdict's confidence and its being right, over the bins of ``reliability``."""
+    """Mean gap between confidence and accuracy, over the bins of ``reliability``."""
     gaps = [abs(each.count * each.confidence - each.right) for each in reliability(pairs)]
     return sum(gaps) / max(1, len(pairs.margins))
 
 
 def brier(pairs: PairRewards) -> float:
-    """The mean of ``(1 - sigmoid(margin)) ** 2`` (Brier 1950)."""
+    """Mean of ``(1 - sigmoid(margin)) ** 2`` (Brier 1950)."""
     return float(torch.sigmoid(-pairs.margins).square().mean())
 
 
 def temperature(pairs: PairRewards) -> float:
-    """``fit_temperature`` of the margins."""
+    """Temperature fitted to the margins, see ``fit_temperature``."""
     return fit_temperature(pairs.margins)
 
 
 def fit_temperature(margins: Tensor) -> float:
-    """The T for which ``sigmoid(margin / T)`` has the highest likelihood; NaN where none has.
+    """Find T that maximises the likelihood of ``sigmoid(margin / T)``; NaN if there is none.
 
     Temperature scaling (Guo et al. 2017, "On calibration of modern neural networks", sec. 4.2) for
-    pairs. There is none when every pair is in order, or when the mean margin is not positive.
+    pairs. There is no maximum if every pair is in order, or if the mean margin is not positive.
 
     Args:
         margins: ``[N]`` float64, reward of chosen minus reward of rejected.
     """
     if not bool((margins < 0).any()) or float(margins.mean()) <= 0:
         return math.nan
-    # The slope of the likelihood in b = 1/T falls steadily from mean(margin)/2 > 0 to below 0.
+    # The likelihood is concave in b = 1/T: its slope falls from mean(margin)/2 > 0 to below 0.
     scale = float(margins.abs().max())
     low, high = 1e-9 / scale, 1e9 / scale
     for _ in range(120):
@@ -169,7 +170,7 @@ def fit_temperature(margins: Tensor) -> float:
     return 1 / math.sqrt(low * high)
 
 
-# How much the rewards of pairs go with the length of the replies.
+# Length bias.
 
 
 def length_correlation(pairs: PairRewards) -> float:
@@ -179,36 +180,36 @@ def length_correlation(pairs: PairRewards) -> float:
 
 
 def accuracy_longer_chosen(pairs: PairRewards) -> float:
-    """The accuracy where people chose the longer reply; NaN where they never did."""
+    """Accuracy on pairs whose longer reply was chosen; NaN if there are none."""
     return float(pairs.right[_longer_by(pairs) > 0].mean())
 
 
 def accuracy_shorter_chosen(pairs: PairRewards) -> float:
-    """The accuracy where people chose the shorter reply; NaN where they never did."""
+    """Accuracy on pairs whose shorter reply was chosen; NaN if there are none."""
     return float(pairs.right[_longer_by(pairs) < 0].mean())
 
 
 def longer_reply_accuracy(pairs: PairRewards) -> float:
-    """The accuracy that taking the longer reply would have."""
+    """Accuracy of always preferring the longer reply."""
     return float(share_right(_longer_by(pairs)).mean())
 
 
 def _longer_by(pairs: PairRewards) -> Tensor:
-    """``[N]`` tokens that the chosen reply has more."""
+    """Length of the chosen reply minus the rejected one's, ``[N]`` tokens."""
     return pairs.reply_lengths[:, 0] - pairs.reply_lengths[:, 1]
 
 
-# How sure a share is, and whether two models differ on the same pairs.
+# Uncertainty of a share, and comparison of two models on the same pairs.
 
-# Of the standard normal distribution, for an interval of 95%.
+# Quantile of the standard normal distribution for a 95% interval.
 _Z = 1.959963984540054
 _DRAWS = 10_000
 
 
 def wilson_interval(right: float, count: int) -> tuple[float, float]:
-    """The 95% interval of a share of which ``right`` of ``count`` were seen (Wilson 1927).
+    """Wilson's 95% interval (Wilson 1927) of a share, with ``right`` of ``count`` observed.
 
-    ``right`` may have halves. Of nothing it is from 0 to 1.
+    ``right`` may have halves. For a count of 0 the interval is [0, 1].
     """
     if count == 0:
         return 0.0, 1.0
@@ -219,9 +220,9 @@ def wilson_interval(right: float, count: int) -> tuple[float, float]:
 
 
 def mcnemar(lost: int, gained: int) -> float:
-    """How likely verdicts turn at least so unevenly if neither model is better (McNemar 1947).
+    """McNemar's exact two-sided p-value (McNemar 1947) for two models' verdicts.
 
-    Exact and two-sided: of ``lost + gained`` verdicts that turned, each way is as likely.
+    Under the null hypothesis each of the ``lost + gained`` changed verdicts is a fair coin flip.
     """
     count, fewer = lost + gained, min(lost, gained)
     if count == 0:
@@ -235,13 +236,13 @@ def mcnemar(lost: int, gained: int) -> float:
 
 
 def bootstrap_interval(differences: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """The 95% interval of the mean of ``[N]`` paired differences (Efron 1979, percentiles).
+    """Bootstrap 95% interval of the mean of ``[N]`` paired differences (Efron 1979, percentiles).
 
-    10,000 draws of N pairs, the same ones for the same seed. Of nothing it is NaN.
+    10,000 draws of N pairs, the same for the same seed. NaN if N is 0.
     """
     if differences.size == 0:
         return math.nan, math.nan
-    # As few values occur, their counts are drawn and not the pairs.
+    # Few distinct values occur, so draw their counts rather than N pairs.
     values, counts = np.unique(differences, return_counts=True)
     random = np.random.RandomState(seed)
     drawn = random.multinomial(differences.size, counts / differences.size, size=_DRAWS)
@@ -249,11 +250,11 @@ def bootstrap_interval(differences: np.ndarray, seed: int = 0) -> tuple[float, f
     return float(low), float(high)
 
 
-# Correlations and ranks that several metrics need; NaN where there is no value.
+# Statistics shared by several metrics; NaN where they are undefined.
 
 
 def correlation(first: Tensor, second: Tensor) -> float:
-    """Pearson's r of two ``[N]``; NaN where one of them does not vary."""
+    """Pearson's r of two ``[N]``; NaN if one of them is constant."""
     if first.numel() < 2:
         return float("nan")
     first, second = first - first.mean(), second - second.mean()
@@ -262,18 +263,18 @@ def correlation(first: Tensor, second: Tensor) -> float:
 
 
 def deviation(values: Tensor) -> float:
-    """The deviation of ``[N]`` from their mean; NaN where there are none."""
-    # Of none, torch has the same answer and a warning.
+    """Population standard deviation of ``[N]``; NaN if N is 0."""
+    # torch gives the same for N = 0, with a warning.
     return float(values.std(correction=0)) if values.numel() else float("nan")
 
 
 def ranks(values: Tensor) -> Tensor:
-    """``[N]`` float64 ranks from 0; equal values get the mean of their ranks."""
+    """Ranks ``[N]`` float64 from 0; equal values share the mean of their ranks."""
     _, inverse, counts = values.unique(sorted=True, return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     return (last - (counts + 1) / 2.0)[inverse]
 
 
 def nanmean(values: Iterable[float]) -> float:
-    """The mean of those that are not NaN."""
+    """Mean of the values that are not NaN."""
     return float(torch.tensor(list(values), dtype=torch.float64).nanmean())

@@ -1,4 +1,4 @@
-"""How well rewards follow the labels of rated replies, in float64."""
+"""Metrics of rated replies in float64: correlation of rewards with labels."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from nemo_aligner.metrics.ranking import correlation, nanmean, ranks
 
 @dataclass(frozen=True)
 class RatedRewards:
-    """Rewards of N rated replies, each there once.
+    """Rewards of N rated replies, gathered from all ranks, each reply once.
 
     Attributes:
         rewards: ``[N, A]`` float64.
         labels: ``[N, A]`` float64, NaN where a label is missing.
         attributes: A names.
         reply_lengths: ``[N]`` integer tokens of the replies.
-        spreads: ``[N, A]`` float64, how uncertain the model says a reward is; None if it does not.
+        spreads: ``[N, A]`` float64, the model's own uncertainty of a reward; None without one.
     """
 
     rewards: Tensor
@@ -38,7 +38,7 @@ class RatedRewards:
         reply_lengths: Tensor | None = None,
         spreads: Tensor | None = None,
     ) -> RatedRewards:
-        """Of tensors in any dtype and on any device."""
+        """Convert tensors of any dtype and device."""
         if reply_lengths is None:
             reply_lengths = torch.zeros(len(rewards), dtype=torch.int64)
         spreads = None if spreads is None else spreads.double().cpu()
@@ -47,29 +47,29 @@ class RatedRewards:
 
 
 def pearson(rated: RatedRewards) -> dict[str, float]:
-    """Of every attribute Pearson's r of reward and label; NaN where no two labels differ."""
+    """Pearson's r of reward and label by attribute; NaN if all labels are equal."""
     return _by_attribute(rated, rated.rewards, correlation)
 
 
 def spearman(rated: RatedRewards) -> dict[str, float]:
-    """Of every attribute the correlation of the ranks of reward and label."""
+    """Spearman's rank correlation of reward and label by attribute."""
     return _by_attribute(
         rated, rated.rewards, lambda got, wanted: correlation(ranks(got), ranks(wanted))
     )
 
 
 def pearson_mean(rated: RatedRewards) -> float:
-    """The mean of ``pearson`` over the attributes that have one."""
+    """Mean of ``pearson`` over the attributes that have one."""
     return nanmean(pearson(rated).values())
 
 
 def spearman_mean(rated: RatedRewards) -> float:
-    """The mean of ``spearman`` over the attributes that have one."""
+    """Mean of ``spearman`` over the attributes that have one."""
     return nanmean(spearman(rated).values())
 
 
 def length_correlation_by_attribute(rated: RatedRewards) -> dict[str, float]:
-    """Of every attribute Pearson's r of reward and length of the reply."""
+    """Pearson's r of reward and length of the reply by attribute."""
     lengths = rated.reply_lengths.double()
     return {
         name: correlation(rated.rewards[:, column], lengths)
@@ -78,20 +78,20 @@ def length_correlation_by_attribute(rated: RatedRewards) -> dict[str, float]:
 
 
 def length_only_pearson_mean(rated: RatedRewards) -> float:
-    """The mean over attributes of |r| of label and length: what length alone would give."""
+    """Mean over attributes of |r| of label and length: the score of a length-only model."""
     lengths = rated.reply_lengths.double()[:, None].expand_as(rated.rewards)
     return nanmean(abs(value) for value in _by_attribute(rated, lengths, correlation).values())
 
 
 def spread(rated: RatedRewards) -> dict[str, float]:
-    """Of every attribute the mean of what the model says of its own uncertainty."""
+    """Mean of the model's own uncertainty by attribute."""
     if rated.spreads is None:
         return {}
     return dict(zip(rated.attributes, rated.spreads.mean(dim=0).tolist(), strict=True))
 
 
 def spread_error_correlation(rated: RatedRewards) -> dict[str, float]:
-    """Of every attribute the correlation of the ranks of spread and ``|reward - label|``."""
+    """Rank correlation of spread and ``|reward - label|`` by attribute."""
     if rated.spreads is None:
         return {}
     found = {}
@@ -106,7 +106,7 @@ def spread_error_correlation(rated: RatedRewards) -> dict[str, float]:
 def _by_attribute(
     rated: RatedRewards, values: Tensor, compare: Callable[[Tensor, Tensor], float]
 ) -> dict[str, float]:
-    """``compare`` of ``values [N, A]`` with the labels that are there."""
+    """Compare ``values [N, A]`` with the labels that are present, attribute by attribute."""
     found = {}
     for column, name in enumerate(rated.attributes):
         present = ~torch.isnan(rated.labels[:, column])

@@ -1,8 +1,8 @@
-"""The one table of metrics: what each means, which direction is better, and where it is shown.
+"""Table of all metrics: meaning, better direction, and where each is shown.
 
-A metric is a function and its row here. Rows of ``PAIRS`` and ``RATINGS`` are computed on every
-validation and evaluation, in this order; those with ``in_step`` on every training step, too.
-``RUN`` has what a training step knows without them. ``loss`` is the objective's own.
+A metric is a function and a row here. Rows of ``PAIRS`` and ``RATINGS`` are computed at every
+validation and evaluation, in this order; those with ``in_step`` at every training step, too.
+``RUN`` holds metrics of the training loop, and ``loss`` is the objective's own.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from nemo_aligner.metrics.regression import RatedRewards
 
 
 class Shown(Flag):
-    """Where a person sees a metric, beside the logs and the evaluation's table, which have all."""
+    """Places that show a metric, beside the logs and the evaluation's table, which have all."""
 
     nowhere = 0
     step = auto()
     validation = auto()
-    source = auto()  # of every source apart
+    source = auto()  # per source
 
 
 class Better(Enum):
-    """Which of two values of a metric is the better one, where one is."""
+    """Direction in which a metric improves."""
 
     lower = auto()
     higher = auto()
@@ -36,14 +36,14 @@ class Better(Enum):
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that is logged as ``name``, or of every attribute as ``name/<attribute>``.
+    """A number logged as ``name``, or one per attribute as ``name/<attribute>``.
 
     Attributes:
-        meaning: a line for people.
-        function: of ``PairRewards`` or ``RatedRewards``, a number or one by attribute; None where
-            it is not of rewards alone.
-        better: which values are.
-        in_step: makes sense of one batch.
+        meaning: one line for people.
+        function: computes a number, or one by attribute, from ``PairRewards`` or ``RatedRewards``;
+            None if it needs more than rewards.
+        better: direction in which it improves.
+        in_step: meaningful for a single batch.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Metric:
 
 _EVERYWHERE = Shown.step | Shown.validation
 
-LOSS = Metric("loss", "what is trained", None, Better.lower, _EVERYWHERE, True)
+LOSS = Metric("loss", "the value that training minimizes", None, Better.lower, _EVERYWHERE, True)
 
 PAIRS: list[Metric] = [
     Metric(
@@ -83,10 +83,12 @@ PAIRS: list[Metric] = [
         shown=Shown.validation,
         in_step=True,
     ),
-    Metric("reward_chosen_mean", "of the chosen replies", ranking.chosen_mean, in_step=True),
-    Metric("reward_chosen_std", "of the chosen replies", ranking.chosen_std, in_step=True),
-    Metric("reward_rejected_mean", "of the rejected replies", ranking.rejected_mean, in_step=True),
-    Metric("reward_rejected_std", "of the rejected replies", ranking.rejected_std, in_step=True),
+    Metric("reward_chosen_mean", "mean of the chosen replies", ranking.chosen_mean, in_step=True),
+    Metric("reward_chosen_std", "their standard deviation", ranking.chosen_std, in_step=True),
+    Metric(
+        "reward_rejected_mean", "mean of the rejected replies", ranking.rejected_mean, in_step=True
+    ),
+    Metric("reward_rejected_std", "their standard deviation", ranking.rejected_std, in_step=True),
     *(
         Metric(
             f"reward_margin_p{percent:02d}",
@@ -106,31 +108,31 @@ PAIRS: list[Metric] = [
     Metric("temperature", "T for which sigmoid(margin / T) is most likely", ranking.temperature),
     Metric(
         "length_correlation",
-        "Pearson r of reward and length of the reply",
+        "Pearson r of reward and tokens of the reply (characters with server=)",
         ranking.length_correlation,
     ),
     Metric(
         "accuracy_longer_chosen",
-        "where people chose the longer reply",
+        "accuracy where people chose the longer reply",
         ranking.accuracy_longer_chosen,
         Better.higher,
         shown=Shown.validation,
     ),
     Metric(
         "accuracy_shorter_chosen",
-        "where people chose the shorter reply",
+        "accuracy where people chose the shorter reply",
         ranking.accuracy_shorter_chosen,
         Better.higher,
         shown=Shown.validation,
     ),
     Metric(
         "longer_reply_accuracy",
-        "what taking the longer reply would give",
+        "accuracy of always taking the longer reply",
         ranking.longer_reply_accuracy,
     ),
 ]
 
-# Of rewards whose model says how sure it is.
+# For models that state how uncertain a reward is.
 SPREADS: list[Metric] = [
     Metric("spread", "mean of what the model says of its uncertainty", regression.spread),
     Metric(
@@ -165,15 +167,21 @@ RATINGS: list[Metric] = [
     ),
     Metric(
         "length_correlation",
-        "Pearson r of reward and length of the reply",
+        "Pearson r of reward and tokens of the reply (characters with server=)",
         regression.length_correlation_by_attribute,
     ),
     Metric(
         "length_only_pearson_mean",
-        "mean |r| of the labels with the length of the reply",
+        "mean |r| of label and tokens of the reply (characters with server=)",
         regression.length_only_pearson_mean,
     ),
     *SPREADS,
+]
+
+# Of every attribute, over the texts of a whole set; the scoring contract keeps them.
+REWARDS = [
+    Metric("reward_mean", "mean reward of all texts"),
+    Metric("reward_std", "standard deviation of the rewards of all texts"),
 ]
 
 RUN: list[Metric] = [
@@ -190,17 +198,17 @@ RUN: list[Metric] = [
 
 
 def measure_pairs(pairs: PairRewards, *, in_step: bool = False) -> dict[str, float]:
-    """Every metric of ``PAIRS``, or those that make sense of one batch."""
+    """Compute every metric of ``PAIRS``, or only those for a single batch."""
     return _measure(PAIRS, pairs, in_step)
 
 
 def measure_ratings(rated: RatedRewards, *, in_step: bool = False) -> dict[str, float]:
-    """Every metric of ``RATINGS``, or those that make sense of one batch."""
+    """Compute every metric of ``RATINGS``, or only those for a single batch."""
     return _measure(RATINGS, rated, in_step)
 
 
 def measure_spreads(rated: RatedRewards) -> dict[str, float]:
-    """Every metric of ``SPREADS``."""
+    """Compute every metric of ``SPREADS``."""
     return _measure(SPREADS, rated, in_step=False)
 
 
@@ -218,36 +226,36 @@ def _measure(rows: Sequence[Metric], data: object, in_step: bool) -> dict[str, f
 
 
 def all_metrics() -> list[Metric]:
-    """The whole table, in the order in which a person sees it."""
-    return [LOSS, *PAIRS, *RATINGS, *RUN]
+    """List the whole table in display order."""
+    return [LOSS, *PAIRS, *RATINGS, *REWARDS, *RUN]
 
 
 def find_metric(name: str) -> Metric | None:
-    """The row of a logged name, whatever set and source are named before, and attribute behind."""
-    # A source may have a metric's name.
+    """Find the row of a logged name, which may have a set, a source and an attribute around it."""
+    # Skip the source, which may be called like a metric.
     before, by, behind = name.partition(BY_SOURCE)
     path = f"/{before}{behind.partition('/')[2]}/" if by else f"/{name}/"
     found = [(path.find(f"/{row.name}/"), row) for row in all_metrics()]
-    # An attribute may have a metric's name; what stands first is the metric.
+    # An attribute may be called like a metric; the first match is the metric.
     named = [(index, row) for index, row in found if index >= 0]
     return min(named, key=lambda pair: pair[0])[1] if named else None
 
 
 def better_values(name: str) -> Better:
-    """Which values of a logged metric are better; neither of one that is not known."""
+    """Direction in which a logged metric improves; neither if it is unknown."""
     row = find_metric(name)
     return Better.neither if row is None else row.better
 
 
 def is_shown(name: str, where: Shown) -> bool:
-    """Whether a logged metric, without the name of its set or source, is shown there."""
+    """Tell if a logged metric, given without set and source, is shown in a place."""
     return any(
         where in row.shown and (name == row.name or name.startswith(f"{row.name}/"))
         for row in all_metrics()
     )
 
 
-# Metrics of every source of the records apart.
+# Metrics per source of the records.
 
 MAX_SOURCES = 50
 BY_SOURCE = "by_source/"
@@ -256,9 +264,11 @@ BY_SOURCE = "by_source/"
 def by_source(
     sources: Sequence[str], metrics: Callable[[Sequence[int]], dict[str, float]]
 ) -> dict[str, float]:
-    """``by_source/<source>/<metric>`` for each of at least 2 and at most 50 sources.
+    """Compute ``by_source/<source>/<metric>`` for each of 2 to 50 sources; else nothing.
 
-    ``metrics`` gives those of the records with the given numbers; a record without a source has "".
+    Args:
+        sources: of every record, "" if it names none.
+        metrics: computes those of the records with the given indices.
     """
     groups: dict[str, list[int]] = {}
     for record, source in enumerate(sources):

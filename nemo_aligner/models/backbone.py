@@ -1,4 +1,4 @@
-"""From a model's shape to megatron-core: TransformerConfig and layer spec."""
+"""Translation of a ModelShape into megatron-core's TransformerConfig and layer spec."""
 
 from __future__ import annotations
 
@@ -45,13 +45,14 @@ def transformer_config(
     recompute: Recompute,
     recompute_layers: int | None = None,
 ) -> TransformerConfig:
-    """megatron-core's view of ``shape`` at ``layout``.
+    """Build megatron-core's config of ``shape`` at ``layout``.
 
-    ``recompute_layers`` are how many of a pipeline stage's layers ``Recompute.full`` recomputes,
-    the first ones; None is all.
+    Args:
+        recompute_layers: how many of a pipeline stage's layers, from its first,
+            ``Recompute.full`` recomputes; None is all.
 
     Raises:
-        ConfigError: heads, query groups or layers do not divide by the layout, or a stage has fewer
+        ConfigError: the layout does not divide heads, query groups or layers, or a stage has fewer
             layers than are to be recomputed.
     """
     shape.check_fits(layout.tp, layout.pp)
@@ -67,13 +68,14 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=precision is Precision.bf16,
         fp16=precision is Precision.fp16,
-        # Packs differ in length; megatron-core asks for this dispatcher beside it, MoE or not.
+        # Packs differ in length. megatron-core demands this dispatcher beside it, MoE or not.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # Gradients are summed over a step and divided once by the global count, never mean by mean.
+        # Gradients are summed over the step and divided once by the global count.
         calculate_per_token_loss=True,
-        # Weights come from a checkpoint. (perform_initialization=False would also leave out the
-        # marks by which the gradient norm tells sharded weights from replicated ones.)
+        # Weights come from a checkpoint. perform_initialization=False would also skip the
+        # tensor_model_parallel attributes, by which the gradient norm tells sharded weights from
+        # replicated ones.
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
         gradient_accumulation_fusion=can_accumulate_weight_gradients(shape, dtype),
@@ -99,22 +101,23 @@ def _shape_options(shape: ModelShape) -> dict[str, Any]:
         "layernorm_zero_centered_gamma": shape.layernorm_zero_centered_gamma,
         "layernorm_epsilon": shape.layernorm_epsilon,
         "gated_linear_unit": shape.is_gated,
-        # The MLP calls what the layer spec says: only the option's name is TransformerEngine's,
-        # and of the function only that it is one of three is looked at.
+        # The MLP calls the activation of the layer spec. Despite its name the option needs no
+        # TransformerEngine; activation_func is only checked to be a supported one.
         "use_te_activation_func": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
         "add_qkv_bias": shape.qkv_bias,
-        # By this Megatron knows to sum these norms' gradients over the ranks, each of which has
-        # some of the heads.
+        # Tells Megatron to sum the gradients of these norms over the TP ranks, each of which sees
+        # only its own heads.
         "qk_layernorm": shape.qk_layernorm,
     }
 
 
 def can_accumulate_weight_gradients(shape: ModelShape, dtype: torch.dtype) -> bool:
-    """Whether weight gradients are summed in Megatron's buffer as they are made, in one kernel.
+    """Tell if weight gradients are accumulated in Megatron's buffer by the GEMM itself.
 
-    A model is then trained only inside Megatron's data parallel wrapper, which has the buffer.
+    The model can then be trained only inside Megatron's data parallel wrapper, which owns the
+    buffer (``main_grad``).
     """
     return use_transformer_engine(shape, dtype) or has_weight_gradient_kernel()
 
@@ -143,7 +146,7 @@ def _recompute_options(
 
 
 class NormedRowLinear(RowLinear):
-    """A linear layer that tensor parallelism splits by its inputs, and a norm of its output."""
+    """Row-parallel linear layer followed by a norm of its output, as in Gemma 2."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
@@ -159,7 +162,7 @@ class NormedRowLinear(RowLinear):
 
 @dataclass(frozen=True)
 class _Parts:
-    """The modules a layer is made of: TransformerEngine's fuse a norm into the linear after it."""
+    """Modules of a layer; TransformerEngine fuses a norm with the linear layer behind it."""
 
     norm: Any
     other_norm: Any
@@ -175,7 +178,7 @@ def _torch_parts(config: TransformerConfig, shape: ModelShape) -> _Parts:
         other_norm=norm,
         norm_linear=ColumnLinear,
         row_linear=NormedRowLinear if shape.post_layernorms else RowLinear,
-        # Checkpoints name the norms after the linear that they feed, as TransformerEngine does.
+        # Checkpoints name a norm after the linear layer it feeds, as TransformerEngine does.
         key_map={
             "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
             "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -200,11 +203,10 @@ def _transformer_engine_parts() -> _Parts:
 
 
 def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
-    """Whether layers are built from TransformerEngine: on a GPU, where it can be imported.
+    """Tell if layers are built from TransformerEngine: on a GPU, where it is installed.
 
-    It has kinds of norm and biases, as the config says; but no linear layer with a norm behind it,
-    nor one with LoRA beside it.
-    Its products of fp32 are rounded to TF32, whatever torch is told.
+    Not for models with a norm behind a linear layer or with LoRA, which its fused layers lack, nor
+    in fp32, which it rounds to TF32 whatever torch's precision setting.
     """
     has_parts = torch.cuda.is_available() and find_spec("transformer_engine") is not None
     is_made_of_them = not shape.post_layernorms and shape.lora is None
@@ -214,7 +216,7 @@ def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
 def layer_spec(
     config: TransformerConfig, shape: ModelShape, is_last_stage: bool
 ) -> TransformerBlockSubmodules:
-    """The decoder block of this rank's pipeline stage."""
+    """Spec of the decoder layers of this rank's pipeline stage."""
     has_engine = use_transformer_engine(shape, config.params_dtype)
     parts = _transformer_engine_parts() if has_engine else _torch_parts(config, shape)
     spec = _layer(parts, shape, TransformerLayer, PackedAttention)
@@ -225,7 +227,7 @@ def layer_spec(
 
 
 class _Activation(MegatronModule):
-    """A function of hidden units as a module: megatron-core 0.17 and later take nothing else."""
+    """Activation as a module, the only form that megatron-core 0.17 and later accept."""
 
     function: Callable[[Tensor], Tensor]
 
@@ -251,9 +253,9 @@ _ACTIVATIONS = {"swiglu": _SwiGLU, "geglu": _GeGLU, "squared-relu": _SquaredReLU
 
 
 def _get_residual_add(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """Where megatron-core has bias, dropout and the sum: there is neither of the first two.
+    """Plain residual addition for megatron-core's bias-dropout-add: there is no bias or dropout.
 
-    Its own sum, before 0.19, would round a wider residual stream to the dtype of ``output``.
+    Before 0.19 megatron-core's own would round an fp32 residual stream to the dtype of ``output``.
     """
 
     def add(output_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
@@ -297,7 +299,7 @@ def _layer(parts: _Parts, shape: ModelShape, layer: type, core_attention: type) 
 
 
 class LastTokenAttention(PackedAttention):
-    """PackedAttention's rows ``[R, 1, heads * c]`` at ``PackedSegments.last_token``."""
+    """PackedAttention that returns the rows ``[R, 1, heads * c]`` at ``segments.last_token``."""
 
     def forward(
         self,
@@ -309,14 +311,14 @@ class LastTokenAttention(PackedAttention):
         **unused: Any,
     ) -> Tensor:
         every = super().forward(query, key, value, attention_mask, packed_seq_params)
-        assert packed_seq_params is not None  # or the line above had refused
+        assert packed_seq_params is not None  # super().forward has checked it
         return every[packed_seq_params.last_token]
 
 
 class LastLayer(TransformerLayer):
-    """``[T, 1, hidden] -> [R, 1, hidden]``; under sequence parallelism, T and R are split by TP.
+    """``[T, 1, hidden] -> [R, 1, hidden]``; sequence parallelism splits both T and R over TP.
 
-    Its attention is a ``LastTokenAttention``. All that comes after works row by row.
+    Its core attention is a ``LastTokenAttention``; everything behind it works row by row.
     """
 
     def _forward_attention(
@@ -340,6 +342,6 @@ class LastLayer(TransformerLayer):
         group = self.pg_collection.tp
         local = rows - group.rank() * hidden.size(0)
         mine = (local >= 0) & (local < hidden.size(0))
-        # Filled, not multiplied by 0: another record's NaN would stay a NaN.
+        # Masked fill rather than a product with 0, which would keep another record's NaN.
         found = hidden[local.clamp(0, hidden.size(0) - 1)].masked_fill(~mine[:, None, None], 0.0)
         return tensor_parallel.reduce_scatter_to_sequence_parallel_region(found, group=group)

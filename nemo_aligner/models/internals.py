@@ -1,4 +1,4 @@
-"""What the models take of torch and megatron-core that has no public name, or no lasting one."""
+"""Private or short-lived names of torch and megatron-core, each behind a function of our own."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from torch import Tensor
 
 from nemo_aligner.models.shape import RopeScaling
 
-# scaled_dot_product_attention calls them, too, but keeps the log-sum-exp of the scores to itself.
+# Below scaled_dot_product_attention, which drops the log-sum-exp of the scores.
 cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-# Behind torch.nn.attention.varlen, which is not there before torch 2.10, nor all of it before 2.12.
+# Below torch.nn.attention.varlen, which is new in torch 2.10 and complete from 2.12 on.
 gpu_flash_attention = torch.ops.aten._flash_attention_forward
 
 
 def has_weight_gradient_kernel() -> bool:
-    """Whether megatron-core found Apex's kernel, or was given ours; its config does not ask."""
+    """Tell if megatron-core has a fused weight gradient kernel: Apex's, or ours for the CPU."""
     return layers._grad_accum_fusion_available
 
 
 @contextmanager
 def fused_output_layer_allowed() -> Iterator[None]:
-    """Build a model whose weight gradients TransformerEngine sums, without Apex.
+    """Allow ``gradient_accumulation_fusion`` without Apex while a model is built.
 
-    megatron-core's GPTModel always has an output layer, which is no TransformerEngine module, and
-    is refused where Apex's kernel is missing.
+    GPTModel always builds an output layer. It is not a TransformerEngine module, and raises where
+    Apex's kernel is missing, though the reward model deletes it at once.
     """
     found = layers._grad_accum_fusion_available
     layers._grad_accum_fusion_available = True
@@ -43,7 +43,7 @@ def fused_output_layer_allowed() -> Iterator[None]:
 
 
 def mlp_spec(submodules: MLPSubmodules) -> Any:
-    """The MLP of a layer, as the layer wants to be told of it."""
+    """Wrap an MLP's submodules in the form that the installed megatron-core expects of a layer."""
     build = getattr(MLP, "as_mlp_submodule", None)
     if build is None:  # before megatron-core 0.18
         return ModuleSpec(module=MLP, submodules=submodules)
@@ -51,9 +51,9 @@ def mlp_spec(submodules: MLPSubmodules) -> Any:
 
 
 def scale_rotary_frequencies(rope: Any, scaling: RopeScaling) -> Tensor:
-    """The frequencies of ``rope`` for longer texts, as Llama 3.1 has them.
+    """Scale the frequencies of ``rope`` as Llama 3.1 does for long contexts.
 
-    megatron-core's constructor takes of these numbers only the factor.
+    megatron-core's constructor exposes only ``factor`` of the four numbers.
     """
     return rope._apply_scaling(
         rope.inv_freq,

@@ -1,4 +1,4 @@
-"""Norms as megatron-core builds them, and the fused pointwise parts of a layer."""
+"""Norms, and the fused pointwise parts of a layer: rotary embedding and gated activations."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd import Function
 
-# Norms as megatron-core builds them: of a residual stream of any dtype, for products in one.
+# Norms with megatron-core's constructor. They take a residual stream of any dtype and return the
+# model's, which is what the linear layer behind them computes in.
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm that tells Megatron whether its weight sees only a shard of the tokens.
+    """RMSNorm whose output has the model's dtype, whatever the input's.
 
-    Its output has the dtype of the model, as the products want it, whatever the input's.
-    Unmarked under sequence parallelism, its gradient would miss the other ranks' tokens.
+    Its weight is marked under sequence parallelism: it sees only this rank's tokens, and Megatron
+    sums the gradients of marked parameters over the TP ranks.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
 
 
 class SequenceParallelLayerNorm1P(torch.nn.LayerNorm):
-    """The same for a LayerNorm with a bias, whose weight is gamma - 1."""
+    """LayerNorm with a bias, stored as ``gamma - 1``; marked like ``SequenceParallelRMSNorm``."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
@@ -59,24 +60,24 @@ class SequenceParallelLayerNorm1P(torch.nn.LayerNorm):
 NORMS = {"RMSNorm": SequenceParallelRMSNorm, "LayerNorm": SequenceParallelLayerNorm1P}
 
 
-# The pointwise parts of a layer, in few passes over memory, and keeping little for the backward.
+# Pointwise parts of a layer as autograd functions that save only their input.
 #
-# Left to autograd, each of them keeps several tensors of its input's size and makes as many passes
-# again; on a CPU that is a third of a layer's memory and a tenth of its time.
+# Composed of torch operations, each would keep several tensors of its input's size and make as many
+# passes over memory; on a CPU that is a third of a layer's memory and a tenth of its time.
 
-# Numbers that one thread computes: at::internal::GRAIN_SIZE, and GELU's own (Activation.cpp).
+# Most elements that one thread computes: at::internal::GRAIN_SIZE, and GELU's own (Activation.cpp).
 _GRAIN, _GELU_GRAIN = 2**15, 2**14
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (RoFormer, Su et al. 2021) of the first ``2 r`` channels.
+    """Apply rotary position embedding (RoFormer, Su et al. 2021) to the first ``2 r`` channels.
 
-    Channel ``i`` turns with channel ``i + r``, as GPT-NeoX and Llama pair them.
+    Channel ``i`` is paired with channel ``i + r``, as in GPT-NeoX and Llama.
 
     Args:
         x: ``[T, 1, heads, c]``, ``c >= 2 r``.
         cos: ``[T, 1, 1, r]`` in the dtype of ``x``.
-        sin: the same of the sines.
+        sin: like ``cos``.
     """
     return _Rotate.apply(x, cos, sin)
 
@@ -113,16 +114,16 @@ def gated_silu(x: Tensor) -> Tensor:
 
 
 def gated_gelu(x: Tensor) -> Tensor:
-    """The same with GELU (GEGLU), by its approximation with tanh, as Gemma has it."""
+    """GEGLU (Shazeer 2020) with GELU's tanh approximation, as in Gemma; see ``gated_silu``."""
     return _Gated.apply(x, _gelu, _gelu_backward)
 
 
 def by_whole_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``function`` of ``x [T, ..., c]`` on a CPU, the same bits for a row in whatever company.
+    """Apply ``function`` to ``x [T, ..., c]`` on a CPU with bits that do not depend on T.
 
-    torch shares all numbers out over its threads, and what is left over of a thread's share past
-    whole vectors has another exponential function. So there are as many rows as can be shared out
-    evenly, the last ones of zeros.
+    torch splits the elements evenly over its threads, and computes the remainder of a thread's
+    share past whole vectors with a different exponential. Padding with zero rows until every
+    thread gets whole rows keeps the remainder in the same place of each row.
     """
     rows, width = x.size(0), x.numel() // x.size(0) // 2
     fitting = next(count for count in itertools.count(rows) if _splits_by_rows(count, width))
@@ -132,14 +133,14 @@ def by_whole_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _splits_by_rows(rows: int, width: int) -> bool:
-    """Whether each thread gets whole rows, by the rule for pointwise functions, and by GELU's."""
+    """Check that each thread gets whole rows, by torch's general grain size and by GELU's."""
     numbers, threads = rows * width, torch.get_num_threads()
     by_grains = min(threads, -(-numbers // _GRAIN))
     return rows % by_grains == 0 and (numbers <= _GELU_GRAIN or rows % threads == 0)
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """``relu(x)^2`` (Primer, So et al. 2021); ``relu(x)`` is kept for the backward."""
+    """Compute ``relu(x)^2`` (Primer, So et al. 2021), keeping ``relu(x)`` for the backward."""
     return F.relu(x).square()
 
 
@@ -148,7 +149,7 @@ _gelu_backward = partial(torch.ops.aten.gelu_backward.grad_input, approximate="t
 
 
 class _Gated(Function):
-    """``activation(gate) * linear``; ``derivative`` takes a gradient and a gate."""
+    """``activation(gate) * linear``; ``derivative`` is the backward of ``activation``."""
 
     @staticmethod
     def forward(
@@ -173,11 +174,11 @@ class _Gated(Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (Zhang and Sennrich 2019).
+    """Compute ``x / sqrt(mean(x^2) + eps) * weight`` over the last dim (Zhang and Sennrich 2019).
 
-    Computed in fp32, given back in ``dtype``, by default that of ``x``; for the backward ``x`` is
-    kept and one number per row. CUDA has a kernel for it, which is called there if ``weight`` has
-    the dtype of ``x``, or ``x`` is fp32.
+    In fp32, returned in ``dtype`` (that of ``x`` by default). Keeps ``x`` and one number per row
+    for the backward. On CUDA torch's fused kernel is used if ``weight`` has the dtype of ``x`` or
+    ``x`` is fp32.
     """
     dtype = x.dtype if dtype is None else dtype
     if x.is_cuda and x.dtype in (weight.dtype, torch.float32):

@@ -1,8 +1,8 @@
-"""Linear layers of megatron-core that can give a row the same bits in whatever company.
+"""Column- and row-parallel linear layers that can give a row the same bits in any batch.
 
-A product chooses its kernel, and with it the order of its sums, by the number of its rows; so in a
-batch invariant model they are computed in products of a fixed number of rows, the last one filled
-up. Tensor parallel partial results are summed in the order of the ranks.
+A GEMM chooses its kernel, and with it the order of its sums, by the number of rows. A batch
+invariant model therefore computes chunks of a fixed number of rows, the last one padded, and sums
+tensor parallel partial results in rank order. The layers also hold LoRA's adapters.
 """
 
 from __future__ import annotations
@@ -28,32 +28,33 @@ from nemo_aligner.models.shape import LORA_A, LORA_B
 
 
 def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """``input [..., i]`` by ``weight [o, i]`` -> ``[..., o]`` in products of ``rows`` rows.
+    """Compute ``input [..., i]`` by ``weight [o, i]`` -> ``[..., o]`` in chunks of ``rows`` rows.
 
-    On a CPU also of other numbers, where they were found to give the same bits.
+    On a CPU other chunk sizes are used where a trial gave the same bits.
     """
     if input.is_cpu:
         return invariant_linear_on_cpu(input, weight, bias, rows)
-    return in_pieces(lambda piece: F.linear(piece, weight, bias), input, rows)
+    return in_chunks(lambda piece: F.linear(piece, weight, bias), input, rows)
 
 
-def in_pieces(function: Callable[[Tensor], Tensor], input: Tensor, rows: int) -> Tensor:
-    """``function`` of ``input [T, ..., i]``, ``rows`` of T at a time, the last ones filled up."""
+def in_chunks(function: Callable[[Tensor], Tensor], input: Tensor, rows: int) -> Tensor:
+    """Apply ``function`` to ``input [T, ..., i]`` in chunks of ``rows`` rows, the last padded."""
     found = [function(_filled(piece, rows)) for piece in input.split(rows)]
     return torch.cat(found)[: input.size(0)]
 
 
 def _filled(rows: Tensor, multiple: int) -> Tensor:
-    """``[T, ...]`` with zeros behind, so that T is a multiple."""
+    """Pad ``[T, ...]`` with zero rows until ``multiple`` divides T."""
     missing = -rows.size(0) % multiple
     return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """A linear layer that tensor parallelism splits by its outputs.
+    """Linear layer whose outputs tensor parallelism splits.
 
-    ``invariant_rows`` rows make a product, in evaluation mode alone; None is as megatron-core
-    has it. What ``adapter`` makes of the input is added to the output.
+    Attributes:
+        invariant_rows: rows of a product in evaluation mode; None leaves it to megatron-core.
+        adapter: LoRA's adapter, whose output is added; None without LoRA.
     """
 
     invariant_rows: int | None = None
@@ -88,7 +89,7 @@ class ColumnLinear(ColumnParallelLinear):
 
 
 class RowLinear(RowParallelLinear):
-    """A linear layer that tensor parallelism splits by its inputs; its attributes as above."""
+    """Linear layer whose inputs tensor parallelism splits; attributes as in ``ColumnLinear``."""
 
     invariant_rows: int | None = None
 
@@ -126,10 +127,10 @@ def _sharded(
     offsets: tuple,
     metadata: dict | None,
 ) -> dict[str, Any]:
-    """The entry of an adapter's tensor that is split along ``axis``.
+    """Checkpoint entry of an adapter's tensor, sharded along ``axis``.
 
-    megatron-core's layers know the axes of their own tensors alone, and the MLP that its first
-    weight is two in one.
+    megatron-core's layers know the axes of their own tensors only, and its MLP does not know that
+    the gated fc1 of an adapter is two matrices in one.
     """
     entries = make_sharded_tensors_for_checkpoint(
         {name: layer.get_parameter(name)},
@@ -145,11 +146,11 @@ def _sharded(
 
 
 def sum_partial(partial: Tensor, group: Any, is_scattered: bool, rows: int | None) -> Tensor:
-    """The sum of all ranks' ``partial``, of which each keeps its tokens where it ``is_scattered``.
+    """Sum all ranks' ``partial``; with ``is_scattered`` each keeps its share of the tokens.
 
-    Where products are of a fixed number of ``rows``, in the order of the ranks.
+    In rank order for a batch invariant product (``rows`` is not None).
     """
-    # Of two numbers both sums are the same; of more, the order is the algorithm's.
+    # a + b == b + a, so two ranks need nothing; with more, NCCL's algorithm picks the order.
     if rows is not None and group.size() > 2:
         return sum_in_rank_order(partial, group, is_scattered)
     if is_scattered:
@@ -158,15 +159,17 @@ def sum_partial(partial: Tensor, group: Any, is_scattered: bool, rows: int | Non
 
 
 def rows_now(layer: Any) -> int | None:
-    """A layer's ``invariant_rows``, None where something is learnt."""
+    """Rows of a product of ``layer`` now; None in training, which is not batch invariant."""
     return None if layer.training or torch.is_grad_enabled() else layer.invariant_rows
 
 
 def sum_in_rank_order(partial: Tensor, group: Any, is_scattered: bool) -> Tensor:
-    """The sum of all ranks' ``partial [T, ...]``, in fp32 and in the order of the ranks.
+    """Sum all ranks' ``partial [T, ...]`` in fp32 and in rank order.
 
-    ``[T, ...]``, or ``[T / ranks, ...]`` of it where it ``is_scattered`` over them. No ring or tree
-    has a say in it: each rank sums a share of the rows.
+    Each rank sums a share of the rows, so no ring or tree decides the order.
+
+    Returns:
+        ``[T, ...]``, or this rank's ``[T / ranks, ...]`` if ``is_scattered``.
     """
     ranks, rows = group.size(), partial.size(0)
     sent = _filled(partial, ranks).contiguous()
@@ -179,6 +182,6 @@ def sum_in_rank_order(partial: Tensor, group: Any, is_scattered: bool) -> Tensor
     share = total.to(partial.dtype)
     if is_scattered:
         return share
-    # Not into ``sent``, which may be the caller's.
+    # Not into ``sent``, which may be the caller's ``partial``.
     dist.all_gather_into_tensor(received, share, group=group)
     return received[:rows]

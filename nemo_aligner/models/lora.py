@@ -1,5 +1,7 @@
-"""LoRA: adapter matrices beside the linear layers, their dropout, and folding them into the
-weights.
+"""LoRA adapters beside the linear layers: forward, initialisation, dropout, and folding.
+
+Tensor parallelism splits B of a column-parallel layer and A of a row-parallel one, like the layer's
+own weight. The low-rank product between them, ``[T, rank]``, is all that ranks exchange.
 """
 
 from __future__ import annotations
@@ -23,19 +25,15 @@ from nemo_aligner.models.linear import ColumnLinear, RowLinear, invariant_linear
 from nemo_aligner.models.shape import LINEARS, LoraShape
 from nemo_aligner.utils.host_transfer import to_device
 
-# LoRA's matrices beside the linear layers of a model: drawn, trained, folded into the weights.
-#
-# Tensor parallelism splits them as it does the layer's own weight: of a layer that is split by its
-# outputs B, of one that is split by its inputs A. What is between them, ``[T, rank]``, is all that
-# the ranks send each other.
+# Adapters.
 
 _ParallelLinear = ColumnLinear | RowLinear
 
 
 class LoraAdapter(torch.nn.Module):
-    """``x [T, 1, in]`` -> ``scale * B A x``, split and summed as the linear layer beside it has it.
+    """Add ``scale * B A x`` for ``x [T, 1, in]``, sharded like the linear layer beside it.
 
-    It has the layer's own group, and its way with sequence parallelism.
+    Uses the layer's TP group and its sequence parallelism.
     """
 
     def __init__(self, layer: _ParallelLinear, lora: LoraShape) -> None:
@@ -54,11 +52,11 @@ class LoraAdapter(torch.nn.Module):
         if self._is_by_outputs:
             split, whole = whole, split
         set_tensor_model_parallel_attributes(split, True, 0 if self._is_by_outputs else 1, 1)
-        # It sees a rank's tokens alone, so its gradient has to be summed over the ranks.
+        # Replicated, but sees only this rank's tokens: Megatron sums its gradient over TP.
         whole.sequence_parallel = layer.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, rows: int | None) -> Tensor:
-        """``rows`` as the layer has them now (``rows_now``)."""
+        """Compute the adapter's output; ``rows`` is ``rows_now`` of the layer."""
         scale = self.scale
         if self._dropout is not None and self.training:
             scale /= 1 - self._dropout.rate
@@ -73,7 +71,7 @@ class LoraAdapter(torch.nn.Module):
         return _product(low, self.linear_out, rows)
 
     def drop_out(self, dropout: LoraDropout, number: int, reads_rows: bool) -> None:
-        """Have ``dropout`` in training, as the linear layer ``number``; see ``LoraDropout``."""
+        """Use ``dropout`` in training; for ``number`` and ``reads_rows`` see ``apply``."""
         self._dropout, self._number, self._reads_rows = dropout, number, reads_rows
 
     def _dropped(self, x: Tensor, dropout: LoraDropout) -> Tensor:
@@ -86,24 +84,20 @@ class LoraAdapter(torch.nn.Module):
 
 
 def _product(x: Tensor, linear: torch.nn.Linear, rows: int | None) -> Tensor:
-    # Called as a module, as Megatron waits there for weights that are still on their way.
+    # Called as a module: Megatron waits in a pre-hook for weights that are being gathered.
     return linear(x) if rows is None else invariant_linear(x, linear.weight, None, rows)
 
 
 def attach_adapters(model: Any, lora: LoraShape) -> None:
-    """Give the linear layers of ``model``'s decoder their adapters, all zero."""
+    """Attach adapters, all zero, to the target linear layers of ``model``'s decoder."""
     for layer in model.decoder.layers:
         for name in lora.linears:
             linear = layer.get_submodule(name)
             linear.adapter = LoraAdapter(linear, lora)
 
 
-def has_adapters(model: torch.nn.Module) -> bool:
-    return any(isinstance(each, LoraAdapter) for each in model.modules())
-
-
 def _adapted(model: Any) -> Iterator[tuple[int, _ParallelLinear]]:
-    """Every linear layer that has an adapter, and a number of its own in the whole model."""
+    """Yield the linear layers with an adapter, each with its number in the whole model."""
     for layer in model.decoder.layers:
         for index, name in enumerate(LINEARS.values()):
             linear = layer.get_submodule(name)
@@ -113,12 +107,12 @@ def _adapted(model: Any) -> Iterator[tuple[int, _ParallelLinear]]:
 
 @torch.no_grad()
 def draw_adapters(model: torch.nn.Module, seed: int) -> None:
-    """A from a normal distribution of variance ``1 / in``, B zero: nothing is added yet.
+    """Initialise A from N(0, ``1 / in``) and B with zeros, so that nothing is added at first.
 
-    The same at any layout: each A is drawn whole, on the CPU, by a generator of its own. Inputs
-    that a row-parallel weight has only zeros for get zeros: query groups that were added for tensor
-    parallelism stay without effect. A column-parallel layer's A is the same on every rank, also
-    where a rank's own outputs are such groups alone.
+    The same at any layout: each A is drawn whole, on the CPU, by its own generator. Where a
+    row-parallel weight has an all-zero input column, so has A: query groups that were added for
+    tensor parallelism stay without effect. A column-parallel layer's A is the same on every rank,
+    even if a rank's own outputs are all such groups.
     """
     for number, linear in _adapted(model):
         weight = linear.adapter.linear_in.weight
@@ -134,7 +128,7 @@ def draw_adapters(model: torch.nn.Module, seed: int) -> None:
 
 
 def train_adapters_alone(model: Any, dropout: LoraDropout | None = None) -> None:
-    """Freeze all of ``model`` but the adapters and the reward head; these have ``dropout``."""
+    """Freeze ``model`` except adapters and reward head; ``dropout`` applies to the adapters."""
     model.requires_grad_(False)
     for _, linear in _adapted(model):
         linear.adapter.requires_grad_(True)
@@ -146,7 +140,7 @@ def train_adapters_alone(model: Any, dropout: LoraDropout | None = None) -> None
 
 def _drop_out(model: Any, dropout: LoraDropout) -> None:
     model.lora_dropout = dropout
-    # Past attention the last layer has the rows that the head reads, and no others.
+    # Behind its attention the last layer computes only the rows that the head reads.
     past = [
         layer.get_submodule(name)
         for layer in model.decoder.layers
@@ -156,7 +150,7 @@ def _drop_out(model: Any, dropout: LoraDropout) -> None:
     for number, linear in _adapted(model):
         linear.adapter.drop_out(dropout, number, reads_rows=linear in past)
     for layer in model.decoder.layers:
-        # Again where a layer is computed again: then another pack's may have been the last.
+        # A hook, because a recomputed layer may run after another pack's forward pass.
         layer.register_forward_pre_hook(partial(_enter, dropout), with_kwargs=True)
 
 
@@ -167,7 +161,7 @@ def _enter(dropout: LoraDropout, layer: Any, inputs: Any, options: dict[str, Any
 
 @torch.no_grad()
 def fold_adapters(model: torch.nn.Module) -> None:
-    """Add what the adapters add to the weights, rounded once, and leave them out from now on."""
+    """Merge the adapters into the weights, rounding once, and remove them."""
     for _, linear in _adapted(model):
         adapter = linear.adapter
         low, high = adapter.linear_in.weight, adapter.linear_out.weight
@@ -176,7 +170,7 @@ def fold_adapters(model: torch.nn.Module) -> None:
 
 
 def folded(weight: Tensor, low: Tensor, high: Tensor, scale: float) -> Tensor:
-    """``W + scale * B A`` in the dtype of ``weight [out, in]``, added in fp32.
+    """Compute ``W + scale * B A`` in fp32, returned in the dtype of ``weight [out, in]``.
 
     ``low [rank, in]`` is A, ``high [out, rank]`` is B.
     """
@@ -184,24 +178,23 @@ def folded(weight: Tensor, low: Tensor, high: Tensor, scale: float) -> Tensor:
     return (weight.float() + added).to(weight.dtype)
 
 
-# Dropout of what LoRA reads, without a generator's state.
+# Dropout without generator state.
 #
-# Whether a number is left out is a function of the seed, the step, the token's record and position,
-# the linear layer and the channel. So it is the same at any layout, for a layer that is computed
-# again, and for a run that goes on.
+# A mask bit is a hash of the seed, the step, the token's record and position, the linear layer and
+# the channel. It is therefore the same at any layout, under recomputation and after a resume.
 
 _KEYS = "dropout keys"
 _MASK = 2**64 - 1
-# Odd, and without a pattern in their bits: those of SplitMix64 (Steele et al. 2014), and two of
-# 31 bits by the same measure.
+# Odd multipliers without a regular bit pattern: SplitMix64's (Steele et al. 2014), and two of 31
+# bits chosen the same way.
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _SHORT_FIRST, _SHORT_SECOND = 0x2C1B3C6D, 0x297A2D39
 
 
 class LoraDropout:
-    """Sets a share ``rate`` of what every A reads to zero, in training (Srivastava et al. 2014).
+    """Zero a share ``rate`` of A's inputs in training (Srivastava et al. 2014).
 
-    ``step`` is the trainer's.
+    ``step`` is the training step, part of the hash.
     """
 
     def __init__(self, rate: float, seed: int) -> None:
@@ -211,24 +204,24 @@ class LoraDropout:
         self._keys = self._keys_of_rows = torch.zeros(0, dtype=torch.int32)
 
     def begin(self, batch: PackedBatch, segments: Any) -> None:
-        """Before a pack's forward pass; ``segments`` are its ``PackedSegments``."""
+        """Prepare for a pack's forward pass; ``segments`` are its ``PackedSegments``."""
         segments.remembered(_KEYS, lambda: self._token_keys(batch))
 
     def enter(self, segments: Any) -> None:
-        """Before a layer's forward pass on a pack: others may be between that and its backward."""
+        """Switch to the pack of a layer's forward pass, which may be a recomputation."""
         self._keys = segments.remembered(_KEYS, _not_begun)
         self._keys_of_rows = self._keys[segments.last_token]
 
     def apply(
         self, x: Tensor, linear: int, reads_rows: bool, first_token: int, first_channel: int
     ) -> Tensor:
-        """``x [T, 1, in]`` without what is left out; the rest is not scaled up.
+        """Zero the dropped elements of ``x [T, 1, in]``; the caller scales up the rest.
 
         Args:
-            linear: a number of the linear layer's own in the model.
-            reads_rows: T are the rows that the head reads, and not the pack's tokens.
-            first_token: which of them all ``x`` begins with, where the ranks share them.
-            first_channel: the same of channels.
+            linear: number of the linear layer in the model.
+            reads_rows: T are the rows that the head reads, not the pack's tokens.
+            first_token: index of ``x``'s first token, where TP ranks split the tokens.
+            first_channel: index of ``x``'s first channel, where TP ranks split the channels.
         """
         keys = self._keys_of_rows if reads_rows else self._keys
         keys = keys[first_token : first_token + x.size(0)]
@@ -242,7 +235,7 @@ class LoraDropout:
         return x.masked_fill(left_out[:, None], 0.0)
 
     def _token_keys(self, batch: PackedBatch) -> Tensor:
-        """``[T]`` int32 of every token, on its device."""
+        """Hash key ``[T]`` int32 of every token, on its device."""
         lengths = batch.cu_seqlens.diff()
         prefixes = batch.prefixes.tolist()
         records = batch.records
@@ -252,25 +245,25 @@ class LoraDropout:
             for record, size in zip(records.ids.tolist(), sizes, strict=True)
             for place in range(size)
         ]
-        # Sequences end with segments that none begins with, in order; then there may be a filler.
+        # Leaf segments end the sequences, in order; a padding segment may follow.
         begun = set(prefixes)
         ends = [number for number in range(len(prefixes)) if number not in begun]
         of_segment = [0] * len(prefixes)
         for number, (record, place) in reversed(list(zip(ends, owners, strict=False))):
             key = _mixed_number(self._seed, self.step, record, place)
             of_segment[number] = key
-            if prefixes[number] >= 0:  # the first that begins with it gives it its key
+            if prefixes[number] >= 0:  # the first sequence of a shared prefix determines its key
                 of_segment[prefixes[number]] = _mixed_number(key)
         keys = torch.tensor(of_segment, dtype=torch.int64).repeat_interleave(lengths)
         return _mixed(batch.position_ids, to_device(keys, batch.position_ids.device))
 
 
 def _not_begun() -> Tensor:
-    raise RuntimeError("a layer with dropout was run on a pack that the model has not begun")
+    raise RuntimeError("a layer with dropout ran on a pack without LoraDropout.begin")
 
 
 def _mixed_number(*numbers: int) -> int:
-    """An int64 in which every bit of every number counts, by SplitMix64."""
+    """Hash integers into an int64 by SplitMix64."""
     mixed = 0
     for number in numbers:
         mixed = ((mixed ^ number) + _STEP) & _MASK
@@ -281,7 +274,7 @@ def _mixed_number(*numbers: int) -> int:
 
 
 def _mixed(numbers: Tensor, keys: Tensor | int) -> Tensor:
-    """int32 of int64 ``numbers`` and their ``keys``, in the same way."""
+    """Hash int64 ``numbers`` with their ``keys`` into int32, by SplitMix64's finaliser."""
     mixed = numbers * _signed(_STEP) + keys
     mixed = (mixed ^ _shifted(mixed, 30, 64)) * _signed(_FIRST)
     mixed = (mixed ^ _shifted(mixed, 27, 64)) * _signed(_SECOND)
@@ -289,7 +282,7 @@ def _mixed(numbers: Tensor, keys: Tensor | int) -> Tensor:
 
 
 def _shifted(numbers: Tensor, by: int, bits: int) -> Tensor:
-    """``numbers >> by`` as if they had no sign, of which torch would fill in copies."""
+    """Shift right without sign extension, which torch has only for signed integers."""
     return (numbers >> by).bitwise_and_((1 << (bits - by)) - 1)
 
 

@@ -1,7 +1,7 @@
-"""Tensors that move between the device and host memory, as they are or are not needed there.
+"""Offloading tensors to host memory while their model is idle.
 
-A tensor's memory is let go and taken again; the tensor itself stays, with all its views, so that
-whoever holds one of them (a module, a buffer of gradients, an optimizer) does not notice.
+Storages are freed and refilled while the tensors stay: a module, a gradient buffer or an optimizer
+that holds a view of one keeps working.
 """
 
 from __future__ import annotations
@@ -16,30 +16,33 @@ from nemo_aligner.distributed.collectives import wait_for_device
 from nemo_aligner.utils.host_transfer import host_zeros
 
 
-class Holds(Enum):
-    """What becomes of the content of tensors that leave the device."""
+class OffloadPolicy(Enum):
+    """Treatment of the contents of tensors that leave the device."""
 
-    constant = "constant"  # never changes: it is copied to the host once
-    state = "state"  # is copied where it has changed
-    scratch = "scratch"  # is forgotten: zeros come back
+    constant = "constant"  # never changes: copied to the host once
+    state = "state"  # copied again after ``note_change``
+    scratch = "scratch"  # not copied: comes back as zeros
 
 
-class ResidentPart:
-    """Tensors that leave the device together, and come back with the same bits.
+class OffloadGroup:
+    """Tensors that are offloaded together and come back with the same bits.
 
-    On a GPU the copy in host memory is page-locked, and is kept from the first time on. On a CPU
-    the two memories are one: then it is a rehearsal that costs a copy and saves nothing.
+    On a GPU the host copy is page-locked and kept after its first use. Without one it is a
+    rehearsal that costs a copy and saves no memory.
     """
 
     def __init__(
-        self, tensors: Iterable[Tensor], holds: Holds, apart_from: Sequence[ResidentPart] = ()
+        self,
+        tensors: Iterable[Tensor],
+        holds: OffloadPolicy,
+        apart_from: Sequence[OffloadGroup] = (),
     ) -> None:
-        """The storages of ``tensors``; those of ``apart_from`` are left to these parts."""
+        """Manage the storages of ``tensors``, except those that ``apart_from`` manage already."""
         others = {storage.data_ptr() for part in apart_from for storage in part._storages}  # noqa: SLF001
         found = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors
         }
-        # Host memory is nobody's device where there is a GPU.
+        # With a GPU, tensors in host memory have nothing to offload.
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         self._storages: list[UntypedStorage] = [
             storage
@@ -50,93 +53,89 @@ class ResidentPart:
         self._holds = holds
         self._host: list[Tensor] = []
         self._is_stale = True
-        self.is_here = True
+        self.is_on_device = True
 
     @property
     def num_bytes(self) -> int:
-        """What they take on the device."""
+        """Bytes of the storages on the device."""
         return sum(self._sizes)
 
     @property
     def host_bytes(self) -> int:
-        """What their copy takes in host memory, whether they are here or not."""
+        """Bytes of the host copy, which stays allocated while the tensors are on the device."""
         return sum(copy.nbytes for copy in self._host)
 
     def note_change(self) -> None:
-        """The content is no longer that of the copy."""
+        """Mark the host copy as stale."""
         self._is_stale = True
 
-    def leave(self) -> None:
-        """Let the device's memory go."""
-        if not self.is_here:
+    def offload(self) -> None:
+        """Copy to the host as the policy says, and free the device memory."""
+        if not self.is_on_device:
             return
-        if self._holds is not Holds.scratch and self._is_stale:
+        if self._holds is not OffloadPolicy.scratch and self._is_stale:
             self._copy_to_host()
             self._is_stale = False
         for storage in self._storages:
             storage.resize_(0)
-        self.is_here = False
+        self.is_on_device = False
 
-    def come(self) -> None:
-        """Take the device's memory again, with what was in it."""
-        if self.is_here:
+    def reload(self) -> None:
+        """Allocate the device memory again and restore its contents."""
+        if self.is_on_device:
             return
         for index, (storage, size) in enumerate(zip(self._storages, self._sizes, strict=True)):
             storage.resize_(size)
-            if self._holds is Holds.scratch:
+            if self._holds is OffloadPolicy.scratch:
                 self._bytes_of(storage).zero_()
             else:
                 self._bytes_of(storage).copy_(self._host[index], non_blocking=True)
         wait_for_device()
-        self.is_here = True
+        self.is_on_device = True
 
     def _copy_to_host(self) -> None:
         if not self._host:
             self._host = host_zeros([self._bytes_of(storage) for storage in self._storages])
         for storage, copy in zip(self._storages, self._host, strict=True):
             copy.copy_(self._bytes_of(storage), non_blocking=True)
-        wait_for_device()  # memory that is let go may be taken by another stream
+        wait_for_device()  # another stream may take the freed memory
 
     def _bytes_of(self, storage: UntypedStorage) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-class Residence:
-    """Parts by name, and which of them are on the device; those of a name move together."""
+class OffloadManager:
+    """Named lists of offload groups; the groups of a name move together."""
 
-    def __init__(self, parts: Mapping[str, Sequence[ResidentPart]]) -> None:
+    def __init__(self, parts: Mapping[str, Sequence[OffloadGroup]]) -> None:
         self._parts = dict(parts)
 
-    def is_here(self, name: str) -> bool:
-        """Whether all of it is on the device."""
-        return all(part.is_here for part in self._parts.get(name, ()))
+    def is_on_device(self, name: str) -> bool:
+        """True if every group of ``name`` is on the device."""
+        return all(part.is_on_device for part in self._parts.get(name, ()))
 
     def move(self, here: Sequence[str], away: Sequence[str]) -> None:
-        """Have what is named first on the device, after the rest has left it."""
+        """Offload the names in ``away``, then reload those in ``here``."""
         for name in away:
             for part in self._parts.get(name, ()):
-                part.leave()
+                part.offload()
         for name in here:
             for part in self._parts.get(name, ()):
-                part.come()
+                part.reload()
 
     def note_change(self, *names: str) -> None:
-        """The content of these has changed."""
+        """Mark the host copies of ``names`` as stale."""
         for name in names:
             for part in self._parts.get(name, ()):
                 part.note_change()
 
-    def bytes_of(self, name: str) -> int:
-        """What a part takes where it is on the device."""
-        return sum(part.num_bytes for part in self._parts.get(name, ()))
-
     @property
     def device_bytes(self) -> int:
-        """What all parts take on the device now."""
+        """Bytes of all groups that are on the device now."""
         parts = (part for of_name in self._parts.values() for part in of_name)
-        return sum(part.num_bytes for part in parts if part.is_here)
+        return sum(part.num_bytes for part in parts if part.is_on_device)
 
     @property
     def host_bytes(self) -> int:
-        """What the copies take in host memory."""
+        """Bytes of all host copies."""
         return sum(part.host_bytes for of_name in self._parts.values() for part in of_name)

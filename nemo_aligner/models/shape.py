@@ -1,5 +1,6 @@
-"""ModelShape, HeadShape and LoRA settings: the architecture in ``model_config.yaml``, checked and
-typed.
+"""Architecture of a model as ``model_config.yaml`` has it, checked and typed; imports no torch.
+
+``ModelShape`` is the decoder, ``HeadShape`` a reward head, ``LoraShape`` its adapters.
 """
 
 from __future__ import annotations
@@ -13,201 +14,10 @@ from nemo_aligner.config.common import LEAST_NUMBER, MOST, MOST_NUMBER, read_cou
 from nemo_aligner.config.model import LORA_TARGETS, HeadConfig, LoraConfig
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
-# What a reward head is made of, where it is more than one matrix; without torch.
-
-# Of ``model_config.yaml``; heads of one matrix have no such key.
-_KEY = "reward_head"
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """A head with a bias, or of two layers.
-
-    Attributes:
-        bias: every layer has one.
-        mlp_size: width of the layer between; None is a linear map.
-    """
-
-    bias: bool = False
-    mlp_size: int | None = None
-
-    @classmethod
-    def from_settings(cls, config: HeadConfig) -> HeadShape | None:
-        """None for a head of one matrix."""
-        head = cls(config.bias, config.mlp_size)
-        return None if head == cls() else head
-
-    def tensors(self, outputs: int, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each of its tensors, by the names behind ``rm_head.``"""
-        width = hidden_size if self.mlp_size is None else self.mlp_size
-        found: dict[str, tuple[int, ...]] = {"weight": (outputs, width)}
-        if self.mlp_size is not None:
-            found["hidden.weight"] = (self.mlp_size, hidden_size)
-        if self.bias:
-            biases = {name.replace("weight", "bias"): size[:1] for name, size in found.items()}
-            found |= biases
-        return found
-
-    def __str__(self) -> str:
-        parts = ["linear" if self.mlp_size is None else f"two layers of {self.mlp_size}"]
-        return " ".join([*parts, *(["with bias"] * self.bias)])
-
-
-def read_head_shape(config: Mapping[str, Any]) -> HeadShape | None:
-    """What a model config says; None for a head of one matrix.
-
-    Raises:
-        CheckpointError: a value is none that a head could have.
-    """
-    section = config.get(_KEY)
-    if section is None:
-        return None
-    where = f"model_config.yaml: {_KEY}"
-    if not isinstance(section, Mapping) or not set(section) <= set(asdict(HeadShape())):
-        raise CheckpointError(f"{where}: got {shown(section)}, wanted bias and mlp_size")
-    bias, size = section.get("bias", False), section.get("mlp_size")
-    if not isinstance(bias, bool):
-        raise CheckpointError(f"{where}.bias: got {shown(bias)}, wanted true or false")
-    if size is not None:
-        size = read_count(size, f"{where}.mlp_size", f"a whole number from 1 to {MOST}")
-    head = HeadShape(bias, size)
-    return None if head == HeadShape() else head
-
-
-def with_head_shape(config: Mapping[str, Any], head: HeadShape | None) -> dict[str, Any]:
-    """A model config of the same decoder with this head."""
-    others = {key: value for key, value in config.items() if key != _KEY}
-    return others if head is None else {**others, _KEY: asdict(head)}
-
-
-def check_is_linear(head: HeadShape | None, where: str, who: str) -> None:
-    """Refuse a head that is not one matrix.
-
-    Raises:
-        CheckpointError: it names the file ``where``, and ``who`` has no place for more.
-    """
-    if head is not None:
-        raise CheckpointError(
-            f"{where}: its head is {head}, wanted one matrix: {who} has no place for more"
-        )
-
-
-# LoRA as a model's settings have it: its rank, its scale, the linear layers that it is beside.
-
-# The section of model_config.yaml.
-LORA_KEY = "lora"
-# What a linear layer's two matrices are named behind its own name, as NeMo 2 names them.
-LORA_A, LORA_B = "adapter.linear_in.weight", "adapter.linear_out.weight"
-# A layer's linear layers by the names that settings have for them, in the order of LORA_TARGETS.
-LINEARS = dict(
-    zip(
-        LORA_TARGETS,
-        ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1",
-         "mlp.linear_fc2"),
-        strict=True,
-    )
-)  # fmt: skip
-_WHERE = f"model_config.yaml: {LORA_KEY}"
-
-
-@dataclass(frozen=True)
-class LoraShape:
-    """``W x`` of the ``targets`` becomes ``W x + alpha / rank * B A x``.
-
-    ``A [rank, in]`` and ``B [out, rank]`` are what is trained (Hu et al. 2021, arXiv:2106.09685).
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-
-    @classmethod
-    def from_settings(cls, settings: LoraConfig) -> LoraShape | None:
-        """None where there is to be no LoRA."""
-        if settings.rank == 0:
-            return None
-        targets = tuple(name for name in LORA_TARGETS if name in settings.targets)
-        return cls(settings.rank, float(settings.alpha), targets)
-
-    @property
-    def scale(self) -> float:
-        """alpha / rank."""
-        return self.alpha / self.rank
-
-    @property
-    def linears(self) -> list[str]:
-        """The names of the linear layers inside a layer of the decoder."""
-        return [LINEARS[target] for target in self.targets]
-
-    def tensors(self, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """The whole shapes of A and B beside a layer's ``weights``, by their names."""
-        found: dict[str, tuple[int, ...]] = {}
-        for name in self.linears:
-            outputs, inputs = weights[f"{name}.weight"]
-            found[f"{name}.{LORA_A}"] = (self.rank, inputs)
-            found[f"{name}.{LORA_B}"] = (outputs, self.rank)
-        return found
-
-    def to_config(self) -> dict[str, Any]:
-        """The section of ``model_config.yaml``."""
-        return {**asdict(self), "targets": list(self.targets)}
-
-    def __str__(self) -> str:
-        return f"rank {self.rank}, alpha {self.alpha:g}, on {', '.join(self.targets)}"
-
-
-def is_of_adapter(name: str) -> bool:
-    """Whether a tensor of a model is LoRA's, by its name."""
-    return name.endswith((LORA_A, LORA_B))
-
-
-def read_lora(config: Mapping[str, Any]) -> LoraShape | None:
-    """LoRA of a NeMo model config, if it has any.
-
-    Raises:
-        CheckpointError: the section is not what ``LoraShape.to_config`` gives.
-    """
-    section = config.get(LORA_KEY)
-    if section is None:
-        return None
-    keys = {"rank", "alpha", "targets"}
-    if not isinstance(section, Mapping) or set(section) != keys:
-        raise CheckpointError(f"{_WHERE}: got {shown(section)}, wanted rank, alpha and targets")
-    wanted = f"a whole number above 0 and of at most {MOST}"
-    rank = read_count(section["rank"], f"{_WHERE}.rank", wanted)
-    wanted = f"a number above 0, from {LEAST_NUMBER} to {MOST_NUMBER}"
-    alpha = float(read_number(section["alpha"], f"{_WHERE}.alpha", wanted))
-    targets = section["targets"]
-    names = [name for name in LORA_TARGETS if isinstance(targets, list) and name in targets]
-    if not names or len(names) != len(targets):
-        wanted = f"at least one of {', '.join(LORA_TARGETS)}, each once"
-        raise CheckpointError(f"{_WHERE}.targets: got {shown(targets)}, wanted {wanted}")
-    return LoraShape(rank, alpha, tuple(names))
-
-
-def with_lora(config: Mapping[str, Any], lora: LoraShape | None) -> dict[str, Any]:
-    """A NeMo model config with the section of ``lora``, or without one."""
-    rest = {key: value for key, value in config.items() if key != LORA_KEY}
-    return rest if lora is None else {**rest, LORA_KEY: lora.to_config()}
-
-
-def check_lora(stored: LoraShape | None, wanted: LoraShape | None, source: object) -> None:
-    """Refuse to train another LoRA than the one that a model comes with.
-
-    Raises:
-        CheckpointError: both are there, and differ.
-    """
-    if stored is not None and wanted is not None and stored != wanted:
-        raise CheckpointError(
-            f"{source}: it comes with LoRA of {stored}; model.lora has {wanted}. Wanted the same, "
-            "to go on with it; model.lora.rank=0 trains all weights with LoRA folded into them"
-        )
-
-
-# ModelShape: what ``model_config.yaml`` says of a model's architecture, checked and typed.
+# The decoder.
 
 _REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
-# The first of each is what a config means that lacks the key.
+# The first of each is the default of a config without the key.
 _SUPPORTED = {
     "normalization": ("rmsnorm", "layernorm1p"),
     "activation": ("fast-swiglu", "swiglu", "geglu", "fast-geglu", "squared-relu"),
@@ -235,7 +45,7 @@ _SUPPORTED = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's frequency-dependent scaling of the rotary base frequencies."""
+    """Llama 3.1's frequency-dependent scaling of the rotary base frequencies."""
 
     factor: float
     low_freq_factor: float
@@ -245,22 +55,22 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder, in the terms of NeMo's ``model_config.yaml``.
+    """A decoder in the terms of NeMo's ``model_config.yaml``.
 
     Attributes:
-        activation: of the MLP: ``swiglu``, ``geglu`` (of the tanh GELU), or ``squared-relu``, which
+        activation: of the MLP: ``swiglu``, ``geglu`` (with tanh GELU), or ``squared-relu``, which
             has no gate.
         normalization: ``rmsnorm``, or ``layernorm1p``: LayerNorm with a bias, whose stored weight
             is gamma - 1.
         layernorm_zero_centered_gamma: the stored weight is gamma - 1.
         post_layernorms: the outputs of attention and MLP are normed before they are added.
-        window_size: keys that a token sees, its own included; None is all before it.
-        window_pattern: the layers that have the window: ``all``, or ``alternate``: the first, the
-            third, and so on.
+        window_size: number of keys that a token sees, its own included; None is all before it.
+        window_pattern: layers with the window: ``all``, or ``alternate`` for the odd ones, counted
+            from 1.
         attn_logit_softcapping: c of ``c * tanh(score / c)``.
         query_pre_attn_scalar: scores are divided by its root; None is ``kv_channels``.
-        lora: what is trained beside the weights, and added to what they give.
-        head: what the reward head is made of; None is one matrix.
+        lora: adapters beside the linear layers; None without LoRA.
+        head: layers of the reward head; None is one matrix.
     """
 
     num_layers: int
@@ -339,22 +149,22 @@ class ModelShape:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP's first product has a gate beside what it lets pass."""
+        """True if the MLP multiplies its activation by a second projection."""
         return self.activation != "squared-relu"
 
     @property
     def softmax_scale(self) -> float | None:
-        """What scores are multiplied by; None is ``kv_channels ** -0.5``."""
+        """Factor of the attention scores; None is ``kv_channels ** -0.5``."""
         scalar = self.query_pre_attn_scalar
         return None if scalar is None else scalar**-0.5
 
     def window_of(self, layer_number: int) -> int | None:
-        """Keys that a token sees in a layer, of 1 to ``num_layers``; None is all before it."""
+        """Number of keys that a token sees in layer 1 to ``num_layers``; None is all before it."""
         is_without = self.window_pattern == "alternate" and layer_number % 2 == 0
         return None if is_without else self.window_size
 
     def check_fits(self, tp: int, pp: int) -> None:
-        """Refuse a layout that cannot split the model evenly.
+        """Check that a layout splits the model evenly.
 
         Raises:
             ConfigError: it names the setting, and what it should divide.
@@ -386,12 +196,12 @@ class ModelShape:
         return -(-self.vocab_size // multiple) * multiple
 
     def num_parameters(self) -> int:
-        """Parameters of backbone and embedding table, without any head or vocabulary padding."""
+        """Parameters of backbone and embedding table, without head and vocabulary padding."""
         layers = self.num_layers * sum(self.layer_parameters())
         return layers + self.norm_parameters(self.hidden_size) + self.hidden_size * self.vocab_size
 
     def layer_parameters(self) -> tuple[int, int]:
-        """Parameters of a layer that tensor parallelism splits, and those that all ranks have."""
+        """Parameters of a layer: those that TP shards, and those replicated on all ranks."""
         biases = (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
         norms = (4 if self.post_layernorms else 2) * self.norm_parameters(self.hidden_size)
         if self.qk_layernorm:
@@ -403,15 +213,15 @@ class ModelShape:
         return width * (2 if self.normalization == "layernorm1p" else 1)
 
     def query_key_cost(self) -> float:
-        """FLOPs of attention between a query and a key, over those of a token's linear layers.
+        """FLOPs of attention for one query and key, relative to a token's linear layers.
 
-        Two multiplications and additions per channel of every head, against one per parameter.
-        Windows are ignored: it is as if all tokens before it were seen.
+        Two multiply-adds per channel of every head, against one per parameter. Sliding windows are
+        ignored, so it is an upper bound for models that have them.
         """
         return 2 * self.num_attention_heads * self.kv_channels / self._linear_parameters()
 
     def _linear_parameters(self) -> int:
-        """Weights of one layer's matrices."""
+        """Parameters of one layer's matrices."""
         heads = self.num_attention_heads * self.kv_channels
         groups = self.num_query_groups * self.kv_channels
         attention = self.hidden_size * (2 * heads + 2 * groups)
@@ -419,7 +229,7 @@ class ModelShape:
 
 
 def _read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the layers are made of."""
+    """Read the fields that describe a layer's modules."""
     normalization = config.get("normalization", "rmsnorm")
     window = _read_window(config.get("window_size"))
     return {
@@ -439,7 +249,7 @@ def _read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_window(value: Any) -> int | None:
-    """An int, or as NeMo has it: how many keys are seen before a token, and how many behind it."""
+    """Read a window: a number of keys, or NeMo's pair (keys before a token, keys after it)."""
     size = value
     if isinstance(value, list | tuple) and len(value) == 2 and value[1] == 0:
         before = value[0]
@@ -448,7 +258,7 @@ def _read_window(value: Any) -> int | None:
         return size
     raise CheckpointError(
         f"model_config.yaml: window_size: got {shown(value)}, wanted a number of keys above 0, or "
-        "such a number without a token's own key and a 0"
+        "NeMo's pair of the keys before a token's own and 0"
     )
 
 
@@ -472,10 +282,201 @@ def _number_or_none(config: Mapping[str, Any], key: str) -> float | None:
 def _read_rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
     if not config.get("scale_positional_embedding"):
         return None
-    # The defaults are Llama 3.1's, which NeMo leaves unwritten.
+    # Llama 3.1's values, which NeMo leaves out of its configs.
     return RopeScaling(
         factor=_number(config, "scale_factor", 8.0),
         low_freq_factor=_number(config, "low_freq_factor", 1.0),
         high_freq_factor=_number(config, "high_freq_factor", 4.0),
         old_context_len=_count(config, "old_context_len", 8192),
     )
+
+
+# The reward head, where it is more than one matrix.
+
+# Key in ``model_config.yaml``. Heads of one matrix have no such key, as in earlier archives.
+_KEY = "reward_head"
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """A reward head with biases, or with a hidden layer.
+
+    Attributes:
+        bias: every layer has one.
+        mlp_size: width of the hidden layer; None is a linear map.
+    """
+
+    bias: bool = False
+    mlp_size: int | None = None
+
+    @classmethod
+    def from_settings(cls, config: HeadConfig) -> HeadShape | None:
+        """Convert the settings; None for a head of one matrix."""
+        head = cls(config.bias, config.mlp_size)
+        return None if head == cls() else head
+
+    def tensors(self, outputs: int, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the head's tensors by their names after ``rm_head.``"""
+        width = hidden_size if self.mlp_size is None else self.mlp_size
+        found: dict[str, tuple[int, ...]] = {"weight": (outputs, width)}
+        if self.mlp_size is not None:
+            found["hidden.weight"] = (self.mlp_size, hidden_size)
+        if self.bias:
+            biases = {name.replace("weight", "bias"): size[:1] for name, size in found.items()}
+            found |= biases
+        return found
+
+    def __str__(self) -> str:
+        parts = ["linear" if self.mlp_size is None else f"two layers of {self.mlp_size}"]
+        return " ".join([*parts, *(["with bias"] * self.bias)])
+
+
+def read_head_shape(config: Mapping[str, Any]) -> HeadShape | None:
+    """Read the head from a model config; None for a head of one matrix.
+
+    Raises:
+        CheckpointError: a value is out of range.
+    """
+    section = config.get(_KEY)
+    if section is None:
+        return None
+    where = f"model_config.yaml: {_KEY}"
+    if not isinstance(section, Mapping) or not set(section) <= set(asdict(HeadShape())):
+        raise CheckpointError(f"{where}: got {shown(section)}, wanted bias and mlp_size")
+    bias, size = section.get("bias", False), section.get("mlp_size")
+    if not isinstance(bias, bool):
+        raise CheckpointError(f"{where}.bias: got {shown(bias)}, wanted true or false")
+    if size is not None:
+        size = read_count(size, f"{where}.mlp_size", f"a whole number from 1 to {MOST}")
+    head = HeadShape(bias, size)
+    return None if head == HeadShape() else head
+
+
+def with_head_shape(config: Mapping[str, Any], head: HeadShape | None) -> dict[str, Any]:
+    """Copy a model config with the section of this head, or without one."""
+    others = {key: value for key, value in config.items() if key != _KEY}
+    return others if head is None else {**others, _KEY: asdict(head)}
+
+
+def check_is_linear(head: HeadShape | None, where: str, who: str) -> None:
+    """Raise unless the head is one matrix.
+
+    Raises:
+        CheckpointError: it names the file ``where``, and ``who`` cannot represent the head.
+    """
+    if head is not None:
+        raise CheckpointError(
+            f"{where}: its head is {head}, wanted one matrix: {who} stores only that"
+        )
+
+
+# LoRA: rank, scale, and the linear layers that have an adapter.
+
+# Section in ``model_config.yaml``.
+LORA_KEY = "lora"
+# Suffixes of the two matrices after the linear layer's own name, as in NeMo 2.
+LORA_A, LORA_B = "adapter.linear_in.weight", "adapter.linear_out.weight"
+# Linear layers of a decoder layer by their names in the settings, in the order of LORA_TARGETS.
+LINEARS = dict(
+    zip(
+        LORA_TARGETS,
+        ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1",
+         "mlp.linear_fc2"),
+        strict=True,
+    )
+)  # fmt: skip
+_WHERE = f"model_config.yaml: {LORA_KEY}"
+
+
+@dataclass(frozen=True)
+class LoraShape:
+    """``W x`` of the ``targets`` becomes ``W x + alpha / rank * B A x``.
+
+    ``A [rank, in]`` and ``B [out, rank]`` are trained (Hu et al. 2021, arXiv:2106.09685).
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @classmethod
+    def from_settings(cls, settings: LoraConfig) -> LoraShape | None:
+        """Convert the settings; None for rank 0."""
+        if settings.rank == 0:
+            return None
+        targets = tuple(name for name in LORA_TARGETS if name in settings.targets)
+        return cls(settings.rank, float(settings.alpha), targets)
+
+    @property
+    def scale(self) -> float:
+        """Factor ``alpha / rank`` of ``B A x``."""
+        return self.alpha / self.rank
+
+    @property
+    def linears(self) -> list[str]:
+        """Module names of the targets within a decoder layer."""
+        return [LINEARS[target] for target in self.targets]
+
+    def tensors(self, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Shapes of A and B, unsharded and by name, for a layer's ``weights``."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name in self.linears:
+            outputs, inputs = weights[f"{name}.weight"]
+            found[f"{name}.{LORA_A}"] = (self.rank, inputs)
+            found[f"{name}.{LORA_B}"] = (outputs, self.rank)
+        return found
+
+    def to_config(self) -> dict[str, Any]:
+        """Convert to the section of ``model_config.yaml``."""
+        return {**asdict(self), "targets": list(self.targets)}
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, alpha {self.alpha:g}, on {', '.join(self.targets)}"
+
+
+def is_of_adapter(name: str) -> bool:
+    """Tell by its name if a tensor belongs to a LoRA adapter."""
+    return name.endswith((LORA_A, LORA_B))
+
+
+def read_lora(config: Mapping[str, Any]) -> LoraShape | None:
+    """Read LoRA from a NeMo model config; None if it has none.
+
+    Raises:
+        CheckpointError: the section differs from what ``LoraShape.to_config`` writes.
+    """
+    section = config.get(LORA_KEY)
+    if section is None:
+        return None
+    keys = {"rank", "alpha", "targets"}
+    if not isinstance(section, Mapping) or set(section) != keys:
+        raise CheckpointError(f"{_WHERE}: got {shown(section)}, wanted rank, alpha and targets")
+    wanted = f"a whole number above 0 and of at most {MOST}"
+    rank = read_count(section["rank"], f"{_WHERE}.rank", wanted)
+    wanted = f"a number above 0, from {LEAST_NUMBER} to {MOST_NUMBER}"
+    alpha = float(read_number(section["alpha"], f"{_WHERE}.alpha", wanted))
+    targets = section["targets"]
+    names = [name for name in LORA_TARGETS if isinstance(targets, list) and name in targets]
+    if not names or len(names) != len(targets):
+        wanted = f"at least one of {', '.join(LORA_TARGETS)}, each once"
+        raise CheckpointError(f"{_WHERE}.targets: got {shown(targets)}, wanted {wanted}")
+    return LoraShape(rank, alpha, tuple(names))
+
+
+def with_lora(config: Mapping[str, Any], lora: LoraShape | None) -> dict[str, Any]:
+    """Copy a NeMo model config with the section of ``lora``, or without one."""
+    rest = {key: value for key, value in config.items() if key != LORA_KEY}
+    return rest if lora is None else {**rest, LORA_KEY: lora.to_config()}
+
+
+def check_lora(stored: LoraShape | None, wanted: LoraShape | None, source: object) -> None:
+    """Refuse to train with other adapters than the model comes with.
+
+    Raises:
+        CheckpointError: both are given, and differ.
+    """
+    if stored is not None and wanted is not None and stored != wanted:
+        raise CheckpointError(
+            f"{source}: it comes with LoRA of {stored}; model.lora has {wanted}. Wanted the same, "
+            "to go on with it; model.lora.rank=0 trains all weights with LoRA folded into them"
+        )

@@ -1,4 +1,4 @@
-"""A step's forward and backward, and inference: the only callers of Megatron's schedules."""
+"""Training step and inference on packs: the only callers of Megatron's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nemo_aligner.models.reward_model import GPTRewardModel, find_reply_rows
 from nemo_aligner.utils.host_transfer import to_device
 
 _MOST_PARTS = 50
-# Of every part, for each stage after the first: the stages wait for a sixteenth of the time.
+# Packs of a part for each stage after the first: the pipeline's bubble is then a sixteenth.
 _PACKS_PER_STAGE = 16
 
 RewardLoss = Callable[[Tensor, Records], tuple[Tensor, Tensor]]
@@ -33,14 +33,19 @@ def forward_backward(
     layout: ParallelLayout,
     loss: RewardLoss,
 ) -> Tensor | None:
-    """Accumulate the gradients of this data parallel rank's micro-batches of one step.
+    """Accumulate this data parallel rank's gradients over the micro-batches of one step.
 
-    After the last one Megatron sums gradients over the data parallel ranks and divides them by the
-    global count, so they are those of the exact mean, however the records fell into micro-batches.
+    After the last one Megatron sums gradients over the data parallel ranks and divides by the
+    global count. The result is the gradient of the exact mean, however records were packed.
+
+    Args:
+        model: the model inside Megatron's data parallel wrapper.
+        batches: this rank's micro-batches, on the host.
+        loss: sum and count of a micro-batch's losses.
 
     Returns:
-        Rewards ``[S, A]`` float32 of this data parallel rank's records, in the order of
-        ``batches``, on the last pipeline stage; None on the others.
+        Rewards ``[S, A]`` float32 of this rank's records in the order of ``batches``, on the last
+        pipeline stage; None on the others.
     """
     return _run(model, batches, layout, loss)
 
@@ -49,11 +54,10 @@ def forward_backward(
 def infer(
     model: torch.nn.Module, batches: Sequence[PackedBatch], layout: ParallelLayout
 ) -> Tensor | None:
-    """Rewards ``[S, A]`` float32 of this data parallel rank's ``batches``.
+    """Compute rewards ``[S, A]`` float32 of this data parallel rank's ``batches``, in their order.
 
-    They are in the order of ``batches``, and raw: the head's output, to which a scoring contract
-    may add offsets. None on all pipeline stages but the last, and where there are no ``batches``.
-    The model is left in evaluation mode.
+    They are the head's raw output, without the offsets of a scoring contract. Returns None without
+    ``batches`` and on all pipeline stages but the last. Leaves the model in evaluation mode.
     """
     model.eval()
     return _run(model, batches, layout, None) if batches else None
@@ -66,9 +70,9 @@ def infer_in_parts(
     parts: int,
     after_part: Callable[[float], None],
 ) -> Tensor | None:
-    """``infer`` in as many ``parts`` on every rank, and ``after_part`` of each what share is done.
+    """Run ``infer`` in ``parts``, calling ``after_part`` with the share done after each.
 
-    Every rank is then between two parts, so ``after_part`` may agree with the others, and raise.
+    Every rank calls it between the same parts, so it may run collectives, and raise on all ranks.
     """
     found = []
     for part in range(parts):
@@ -81,9 +85,9 @@ def infer_in_parts(
 
 
 def count_parts(num_tokens: int, micro_batch_tokens: int, layout: ParallelLayout) -> int:
-    """In how many parts to infer so many tokens, the same on every rank.
+    """Number of parts in which to infer ``num_tokens``, the same on every rank.
 
-    A pipeline is empty between two parts, so that parts of few packs would let stages wait.
+    The pipeline drains between two parts, so each needs enough packs to keep the stages busy.
     """
     packs = num_tokens // (micro_batch_tokens * layout.dp)
     least = max(1, _PACKS_PER_STAGE * (layout.pp - 1))
@@ -94,9 +98,9 @@ def count_parts(num_tokens: int, micro_batch_tokens: int, layout: ParallelLayout
 def infer_values(
     model: torch.nn.Module, batches: Sequence[PackedBatch], layout: ParallelLayout
 ) -> list[Tensor] | None:
-    """A critic's values ``[T, A]`` float32 of every token of each of ``batches``, in their order.
+    """Compute a critic's values ``[T, A]`` float32 for every token of each of ``batches``.
 
-    Raw as those of ``infer``; None on all pipeline stages but the last. The model is left in
+    Raw, as from ``infer``. Returns None on all pipeline stages but the last. Leaves the model in
     evaluation mode.
     """
     model.eval()
@@ -105,7 +109,7 @@ def infer_values(
     values = _run_schedule(model, batches, layout, _value_step, forward_only=True)
     if not layout.is_last_stage:
         return None
-    # Sequence parallelism may have appended a filler.
+    # Sequence parallelism may have appended a padding segment.
     return [found[: batch.num_tokens] for found, batch in zip(values, batches, strict=True)]
 
 
@@ -115,14 +119,14 @@ def gather_rewards(
     shape: tuple[int, int],
     layout: ParallelLayout,
 ) -> Tensor:
-    """Put the rewards of this data parallel rank's ``batches`` in their rows among everyone's.
+    """Gather the rewards of all data parallel ranks, in the order of the records.
 
     Args:
-        rewards: as ``forward_backward`` and ``infer`` give them.
+        rewards: result of ``forward_backward`` or ``infer`` on this rank's ``batches``.
         shape: ``(S, A)`` of the result.
 
     Returns:
-        ``[S, A]`` float32 on the CPU, the same on every rank: they cross the ranks once.
+        ``[S, A]`` float32 on the CPU, the same on every rank. Collective: one all-reduce.
     """
     gathered = torch.zeros(shape, device=current_device())
     if rewards is not None and layout.tp_rank == 0:
@@ -160,7 +164,7 @@ def _run_schedule(
         data_iterator=iter(padded),
         model=[model],
         num_microbatches=len(padded),
-        # Every micro-batch has a length of its own; these two only shape what nobody reads.
+        # Micro-batches differ in length (variable_seq_lengths); these two are required but unused.
         seq_length=padded[0].num_tokens,
         micro_batch_size=1,
         forward_only=forward_only,
@@ -177,12 +181,12 @@ def _run_schedule(
 
 
 def _with_replies(batch: PackedBatch, marker: Sequence[int] | None) -> PackedBatch:
-    """What the head reads of a pack, where it is more than last tokens."""
+    """Attach the rows of the replies to a pack, for a head that reads their mean."""
     return batch if marker is None else replace(batch, replies=find_reply_rows(batch, marker))
 
 
 def _unwrapped(model: torch.nn.Module) -> GPTRewardModel:
-    """What Megatron's data parallel wrapper has inside."""
+    """Return the model inside Megatron's data parallel wrapper, or ``model`` itself."""
     inside = getattr(model, "module", model)
     assert isinstance(inside, GPTRewardModel)
     return inside
@@ -192,7 +196,7 @@ def _value_step(
     batches: Iterator[PackedBatch], model: torch.nn.Module
 ) -> tuple[Tensor, Callable[..., Any]]:
     output = model(next(batches).to(current_device()))
-    # The schedule scales what it gets in place: keep a copy.
+    # A copy, because the schedule scales in place what it is given.
     return output, lambda values, **unused: (values.sum(), values.clone())
 
 
@@ -202,8 +206,8 @@ def _forward_step(
     batch = next(batches).to(current_device())
 
     def finish(output: Tensor, **unused: Any) -> tuple[Tensor, ...]:
-        # Of every token, sequence parallelism may have added a filler's. The schedule scales what
-        # it gets in place: keep a copy.
+        # Drop the padding segment of sequence parallelism. A copy, because the schedule scales in
+        # place what it is given.
         own = output[: batch.records.num_rewards]
         kept = own.detach().clone()
         if loss is None:

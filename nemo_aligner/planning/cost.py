@@ -1,4 +1,4 @@
-"""What a training step costs, by arithmetic alone: FLOPs, bytes that are sent, time.
+"""Cost of a training step by arithmetic alone: FLOPs, bytes sent, time.
 
 Counted from the modules in ``nemo_aligner/models`` and from megatron-core 0.16's schedules and
 optimizer; ``memory.py`` has the bytes in memory. The terms are those of Narayanan et al. 2021,
@@ -24,7 +24,7 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Packs:
-    """What one data parallel rank computes in a step: ``count`` packs, each of this size.
+    """Work of one data parallel rank in a step: ``count`` packs, each of this size.
 
     ``keys`` is the mean number of keys that a token attends to; ``sequences`` are those of one
     pack, of each of which the head reads one row. ``kept_keys`` are those that attention keeps for
@@ -40,7 +40,7 @@ class Packs:
 
 @dataclass(frozen=True)
 class Plan(LayoutSizes):
-    """All that a step's cost depends on, beside the model's shape.
+    """Inputs of a step's cost beside the model's shape.
 
     ``recompute_layers``: how many layers of a stage, the first ones, ``Recompute.full`` recomputes;
     None is all. ``equal_heads``: attention has a copy of keys and values for each query head, as in
@@ -158,7 +158,7 @@ def stage_layers(shape: ModelShape, plan: Plan, stage: int) -> range:
 
 
 def has_backward(plan: Plan, stage: int, layer: int) -> bool:
-    """Whether gradients flow through a layer.
+    """Return True if gradients flow through a layer.
 
     Frozen ones have none on the first stage, unless layers are recomputed in full, whose input has
     to ask for a gradient; as do the states that later stages receive.
@@ -167,7 +167,7 @@ def has_backward(plan: Plan, stage: int, layer: int) -> bool:
 
 
 def is_recomputed(shape: ModelShape, plan: Plan, layer: int) -> bool:
-    """Whether a layer keeps nothing but its input."""
+    """Return True if a layer keeps nothing but its input."""
     if plan.recompute is not Recompute.full:
         return False
     each = shape.num_layers // plan.pp
@@ -216,7 +216,7 @@ def adapter_widths(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
 
 
 def keeps_input(shape: ModelShape, plan: Plan, layer: int, linear: str) -> bool:
-    """Whether a linear layer's input is kept, for the gradient of its weight or of LoRA's A."""
+    """Return True if a linear layer's input is kept, for the gradient of its weight or LoRA's A."""
     if shape.lora is not None:
         return linear in shape.lora.targets
     return layer >= plan.freeze_layers
@@ -247,7 +247,7 @@ def head_size(shape: ModelShape, plan: Plan) -> int:
 
 
 def _layer_flops(shape: ModelShape, plan: Plan, *, last: bool) -> tuple[float, float]:
-    """Of one pack's forward pass: linear layers, and attention's two products."""
+    """Count FLOPs of one pack's forward pass: linear layers, and attention's two products."""
     h, f, q, kv = widths(shape)
     packs = plan.packs
     rows = packs.sequences if last else packs.tokens
@@ -257,7 +257,7 @@ def _layer_flops(shape: ModelShape, plan: Plan, *, last: bool) -> tuple[float, f
 
 
 def _adapter_flops(shape: ModelShape, plan: Plan, layer: int) -> float:
-    """Of one pack's forward pass through a layer's adapters."""
+    """Count FLOPs of one pack's forward pass through a layer's adapters."""
     rank = 0 if shape.lora is None else shape.lora.rank
     of_all, read_by_all = adapter_widths(shape, -1), adapter_widths(shape, layer)
     packs = plan.packs
@@ -296,7 +296,7 @@ def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
 
 
 def step_flops(shape: ModelShape, plan: Plan) -> float:
-    """Of the whole model, on all packs of a step, without what is recomputed."""
+    """Count FLOPs of the whole model on all packs of a step, without recomputation."""
     stages = [pack_flops(shape, plan, stage) for stage in range(plan.pp)]
     return plan.packs.count * plan.dp * sum(flops.forward + flops.backward for flops in stages)
 

@@ -94,14 +94,14 @@ def pack_activations(shape: ModelShape, plan: Plan, stage: int) -> float:
 
 
 def _layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
-    """What a layer keeps of a token; with full recomputation, its input."""
+    """Count bytes that a layer keeps per token; with full recomputation, its input."""
     if is_recomputed(shape, plan, layer):
         return _state(shape, plan)
     return _whole_layer_bytes(shape, plan, layer)
 
 
 def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
-    """What a layer keeps of a token where it is not recomputed as a whole.
+    """Count bytes that a layer keeps per token if it is not recomputed as a whole.
 
     Compare Korthikanti et al. 2022, equations 1 to 4, for GPT. The input of each norm and its
     output, 2 h each; rotated queries, keys and values, q + 2 kv; the attention's output, q; the

@@ -1,4 +1,4 @@
-"""Which layouts of a model fit on so many GPUs, with as little recomputation as fits."""
+"""Layouts of a model that fit on so many GPUs, with as little recomputation as fits."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Planner:
     cpu_offload: bool = False
 
     def candidates(self, gpus: int) -> list[Candidate]:
-        """Every layout on so many GPUs; tensor parallel groups stay inside a node."""
+        """List every layout on so many GPUs; tensor parallel groups stay inside a node."""
         return [self._candidate(plan) for plan in self._plans(gpus)]
 
     def ranked(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Those that fit, the fastest first; of equals the one that holds less."""
+        """List the layouts that fit, the fastest first; of equals the one that holds less."""
         fitting = [each for each in candidates if each.memory.total <= self.usable]
         return sorted(fitting, key=lambda each: (each.time.total, each.memory.total))
 
@@ -105,7 +105,7 @@ class Planner:
                 yield from self._plans_of(tp, pp, gpus // (tp * pp))
 
     def _plans_of(self, tp: int, pp: int, dp: int) -> Iterator[Plan]:
-        """With and without sequence parallelism; none where the model or the batch do not split."""
+        """Yield plans with and without sequence parallelism, if model and batch can be split."""
         try:
             self.shape.check_fits(tp, pp)
         except ConfigError:
@@ -127,7 +127,7 @@ class Planner:
             )
 
     def _copies_keys(self) -> bool:
-        """As ``copies_keys`` says of an Ampere GPU or a newer one; a soft cap has its own way."""
+        """Predict ``copies_keys`` on an Ampere GPU or a newer one; a soft cap has its own."""
         is_grouped = self.shape.num_query_groups < self.shape.num_attention_heads
         has_cap = self.shape.attn_logit_softcapping is not None
         return self.precision is Precision.fp32 and is_grouped and not has_cap
@@ -346,7 +346,7 @@ def _row(planner: Planner, candidate: Candidate) -> dict[str, str]:
 
 
 def _recompute(plan: Plan) -> str:
-    """What is recomputed, and how many layers of a stage if not all."""
+    """Describe what is recomputed, and how many layers of a stage if not all."""
     if plan.recompute_layers is None:
         return plan.recompute.value
     return f"{plan.recompute_layers} layers"

@@ -14,7 +14,7 @@ from nemo_aligner.config.serving import ServeCriticConfig, WhileTraining
 from nemo_aligner.contract.contract import TextEncoder, one_reward
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.distributed.cpu_products import resident_bytes
-from nemo_aligner.models.offload import Holds, Residence, ResidentPart
+from nemo_aligner.models.offload import OffloadGroup, OffloadManager, OffloadPolicy
 from nemo_aligner.serving.engine.batcher import Batcher, ReadWriteLock
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation
 from nemo_aligner.serving.engine.scorer import RewardScorer
@@ -192,7 +192,7 @@ class CriticServable:
         self._run = run
         self._config = config
         self._scorer = scorer
-        self._residence = Residence(_parts(run, None if scorer is None else scorer.model))
+        self._offloading = OffloadManager(_parts(run, None if scorer is None else scorer.model))
         wish = config.trainer.ppo.offload_idle_model
         self._swaps = scorer is not None and (torch.cuda.is_available() if wish is None else wish)
         self._offloads_optimizer = config.model.offload_adam_states
@@ -218,23 +218,23 @@ class CriticServable:
 
     def make_room_for_rewards(self) -> None:
         """Bring the reward model to the device; every rank calls it before scoring."""
-        self._residence.move([_REWARD], away=[_CRITIC, _OPTIMIZER] if self._swaps else [])
+        self._offloading.move([_REWARD], away=[_CRITIC, _OPTIMIZER] if self._swaps else [])
 
     def _make_room_for_values(self) -> None:
         away = [_REWARD] if self._swaps else []
         away += [_OPTIMIZER] if self._offloads_optimizer else []
-        self._residence.move([_CRITIC], away=away)
+        self._offloading.move([_CRITIC], away=away)
 
     def _make_room_for_training(self) -> None:
         away = [_REWARD] if self._swaps else []
-        self._residence.move([_CRITIC, _OPTIMIZER], away=away)
+        self._offloading.move([_CRITIC, _OPTIMIZER], away=away)
 
     def _values(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Values of each sequence; with a reward model its reward comes first."""
         if self._scorer is None:
             return self._values_alone(sequences)
         # The model that is here goes first: one of two moves is saved.
-        if self._residence.is_here(_CRITIC):
+        if self._offloading.is_on_device(_CRITIC):
             values = self._values_alone(sequences)
             rewards = self._rewards_alone(sequences)
         else:
@@ -255,7 +255,7 @@ class CriticServable:
 
     def _train(self, *arrays: np.ndarray) -> list[ValueStep]:
         self._make_room_for_training()
-        self._residence.note_change(_CRITIC, _OPTIMIZER)
+        self._offloading.note_change(_CRITIC, _OPTIMIZER)
         steps = self._run.learner.train(Rollout(*arrays))
         for each in steps:
             numbers = {name: value for name, value in asdict(each).items() if value is not None}
@@ -284,22 +284,24 @@ class CriticServable:
 
     def _memory_now(self, phase: str) -> str:
         is_gpu = torch.cuda.is_available()
-        device = torch.cuda.memory_allocated() if is_gpu else self._residence.device_bytes
+        device = torch.cuda.memory_allocated() if is_gpu else self._offloading.device_bytes
         return f"  {phase:<13}{device / _MIB:>10,.1f}{resident_bytes() / _MIB:>10,.1f}"
 
 
-def _parts(run: CriticRun, reward_model: torch.nn.Module | None) -> dict[str, list[ResidentPart]]:
+def _parts(run: CriticRun, reward_model: torch.nn.Module | None) -> dict[str, list[OffloadGroup]]:
     critic = run.learner.model
-    weights = ResidentPart([*critic.parameters(), *critic.buffers()], Holds.state)
+    weights = OffloadGroup([*critic.parameters(), *critic.buffers()], OffloadPolicy.state)
     trained = [parameter for parameter in critic.parameters() if parameter.requires_grad]
     parts = {
         _CRITIC: [weights],
         _OPTIMIZER: [
-            ResidentPart(run.learner.optimizer.state_tensors(), Holds.state, apart_from=[weights]),
-            ResidentPart([parameter.main_grad for parameter in trained], Holds.scratch),
+            OffloadGroup(
+                run.learner.optimizer.state_tensors(), OffloadPolicy.state, apart_from=[weights]
+            ),
+            OffloadGroup([parameter.main_grad for parameter in trained], OffloadPolicy.scratch),
         ],
     }
     if reward_model is not None:
         tensors = [*reward_model.parameters(), *reward_model.buffers()]
-        parts[_REWARD] = [ResidentPart(tensors, Holds.constant)]
+        parts[_REWARD] = [OffloadGroup(tensors, OffloadPolicy.constant)]
     return parts

@@ -37,7 +37,7 @@ from nemo_aligner.utils.processes import is_launched
 
 @dataclass(frozen=True)
 class Check:
-    """What is checked: ``pairs`` pairs of ``data`` (None: of the demo set) by ``checkpoint``.
+    """Check of ``pairs`` pairs of ``data`` (None: the demo set) by ``checkpoint``.
 
     ``processes`` bounds the worlds that are started, None is one for each GPU, or 2; ``serve`` is
     the command that serves, empty for no server; in a world that stands already no layout with
@@ -83,7 +83,7 @@ def _plain(row: Row) -> dict[str, Any]:
 
 
 def _read_model(checkpoint: str) -> tuple[ModelShape, ScoringContract]:
-    """What is known of a reward model without its weights."""
+    """Read a reward model's facts without its weights."""
     with open_nemo(checkpoint, with_weights=False) as folder:
         if folder.contract is None:
             raise CheckpointError(

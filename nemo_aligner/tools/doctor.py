@@ -103,7 +103,7 @@ def packages() -> Iterator[Finding]:
 
 
 def gpu_packages() -> Iterator[Finding]:
-    """What makes a GPU fast beside torch; nothing of it is used on a CPU."""
+    """Find packages that make a GPU faster; a CPU uses none of them."""
     for name, distribution in (("TransformerEngine", "transformer_engine"), ("Apex", "apex")):
         if importlib.util.find_spec(distribution) is None:
             advice = f"optional, on GPUs: without {name} megatron-core uses torch's own kernels"
@@ -113,7 +113,7 @@ def gpu_packages() -> Iterator[Finding]:
 
 
 def flash_attention() -> Finding:
-    """Whether torch, which is there, has the attention that GPUs use."""
+    """Check that torch has the attention kernels that GPUs use."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return Finding(
             "flash attention",
@@ -141,7 +141,7 @@ def import_torch() -> Any:
 
 
 def _requirements() -> dict[str, list[Any]]:
-    """By extra, "" for none of them: what this package asks for on this machine."""
+    """List this package's requirements on this machine by extra; "" has those of no extra."""
     try:
         from packaging.requirements import Requirement
 
@@ -182,7 +182,7 @@ def _this_package() -> Finding:
 
 
 def _by_name_alone() -> Iterator[Finding]:
-    """What must be there, where this package's requirements or ``packaging`` are not."""
+    """Check the required packages by name, if the requirements or ``packaging`` are missing."""
     for name in _ALWAYS_SHOWN:
         version = version_of(name)
         if version is None:
@@ -217,7 +217,7 @@ def _optional(extra: str, purpose: str, requirements: list[Any]) -> Finding:
 
 
 def _imports() -> Iterator[Finding]:
-    """What is installed and cannot be imported is as good as missing, and says why."""
+    """Check that an installed package can be imported; the error says why not."""
     for name in ("torch", "transformers"):
         if importlib.util.find_spec(name) is None:
             continue
@@ -256,7 +256,7 @@ _MAKES_BF16 = {"avx512_bf16", "amx_bf16"}
 
 
 def gpus(torch: Any) -> Iterator[Finding]:
-    """Each CUDA device, by torch's eyes; ``torch`` is None where it cannot be imported."""
+    """List each CUDA device that torch sees; ``torch`` is None if it cannot be imported."""
     driver = _nvidia_driver()
     if torch is None or not torch.cuda.is_available():
         if driver is None:
@@ -334,7 +334,7 @@ def space() -> Iterator[Finding]:
 
 
 def _memory() -> str:
-    """What is free, in the limits of the container."""
+    """Measure free memory within the container's limits."""
     fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
     if "MemAvailable" not in fields:
         return "unknown"
@@ -359,7 +359,7 @@ def _disk(name: str, folder: Path, wanted: int, advice: str) -> Finding:
 
 
 def port() -> Finding:
-    """Whether the server's default port is free."""
+    """Check that the server's default port is free."""
     number = ServerConfig().port
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -372,7 +372,7 @@ def port() -> Finding:
 
 
 def compiler(has_gpu: bool) -> Finding:
-    """A GPU's kernels are compiled as they are first used; a CPU needs none."""
+    """Check for a C compiler: GPU kernels are compiled at first use; a CPU needs none."""
     names = (os.environ.get("CC"), "cc", "gcc", "clang")
     found = next(filter(None, (shutil.which(name) for name in names if name)), None)
     if found is not None:

@@ -49,7 +49,7 @@ class Scored:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Scored:
-        """What ``to_dict`` has made, in float64."""
+        """Read what ``to_dict`` made, in float64."""
         rewards = {
             layout: {name: np.array(rows) for name, rows in variants.items()}
             for layout, variants in content["rewards"].items()
@@ -58,7 +58,7 @@ class Scored:
 
 
 class Compared(Enum):
-    """What a row's rewards are compared with."""
+    """Reference of a row's rewards."""
 
     company = "the same layout, other company"
     layout = "another layout"
@@ -87,7 +87,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Bar:
-    """How far rewards may be from those they are compared with: one of them, the margin of two."""
+    """Largest allowed difference from the reference: of a reward, and of a margin."""
 
     reward: float
     margin: float
@@ -119,7 +119,7 @@ def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSize
 
 
 def choose_bars(precision: str, num_layers: int, reference: np.ndarray) -> dict[Compared, Bar]:
-    """What is allowed, for a model whose rewards in fp32 are ``reference [N, A]``.
+    """Choose the bars for a model whose rewards in fp32 are ``reference [N, A]``.
 
     In other company, nothing. Else in fp32 1e-5, times the largest |reward| where that is above 1,
     and no verdict may turn. In 16 bits every layer rounds: as rounding errors of one size add up
@@ -141,7 +141,7 @@ def choose_bars(precision: str, num_layers: int, reference: np.ndarray) -> dict[
 def compare_all(
     scored: Scored, weights: Sequence[float], bars: Mapping[Compared, Bar]
 ) -> list[Row]:
-    """Every layout's variants against its texts alone, those against the first layout's and fp32's.
+    """Compare every layout's variants with its texts alone, and those with the first layout.
 
     ``bars`` say what is compared.
     """

@@ -46,7 +46,7 @@ from nemo_aligner.utils.processes import is_first_rank, report
 def score_everywhere(
     checkpoint: str, texts: list[Any], precision: Precision, min_model_parallel: int = 1
 ) -> Scored:
-    """Every rank calls it, once; the reference is in fp32 at the first layout, each text alone.
+    """Score every variant; the reference is fp32 at the first layout. Every rank calls it once.
 
     Raises:
         ConfigError: no layout of so many processes fits.
@@ -142,8 +142,8 @@ def _trained_on(
         precision=precision,
         recompute=recompute,
         lora=read_lora(read_model_config(checkpoint)),
+        reply_marker=contract.reply_marker,
     )
-    pretrained.model.reply_marker = contract.reply_marker
     ddp = wrap_for_training(pretrained.model)
     ddp.train()
     rewards = forward_backward(ddp, packs, layout, _sum_and_count)

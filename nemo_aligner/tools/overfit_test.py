@@ -31,7 +31,7 @@ BARS = {"accuracy": (0.9, 0.1), "pearson_mean": (0.8, -0.8)}
 
 
 class ProbedLearner(Protocol):
-    """What is trained, as ``RewardLearner``."""
+    """Learner to probe, as ``RewardLearner``."""
 
     def train_step(self, step: int) -> dict[str, float]: ...
 
@@ -53,7 +53,7 @@ class ProbeResult:
 
     @property
     def passed(self) -> bool:
-        """Whether both trainings learned the labels that they were given."""
+        """True if both trainings learned the labels that they were given."""
         high, low = BARS[self.metric]
         return self.learned >= high and self.swapped <= low
 

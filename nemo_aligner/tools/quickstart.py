@@ -24,7 +24,7 @@ from nemo_aligner.utils.processes import environment, show_command, verb_command
 
 @dataclass(frozen=True)
 class Quickstart:
-    """What the quickstart is asked for.
+    """Options of the quickstart.
 
     ``data`` and ``base`` are the user's own, or None for the demo's; ``settings`` are training's.
     """

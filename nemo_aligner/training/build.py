@@ -1,4 +1,4 @@
-"""From settings to what is trained on, and what is trained."""
+"""Build the data, the model and the learner of a run from its settings."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from nemo_aligner.checkpoint.nemo.open import read_model_config
 from nemo_aligner.checkpoint.nemo.reward_model import (
     PretrainedModel,
-    check_first_head,
-    load_first_head,
+    check_initial_head,
+    init_head_from,
     load_pretrained,
     read_text_rules,
 )
@@ -73,7 +73,7 @@ def build_data(config: TrainConfig) -> TrainingData:
     data = build_training_data(config.model, contract, tokenizer, measure_label_means=means_are_new)
     if start_from.load_rm_head_weights is not None:
         source, names = start_from.load_rm_head_weights, start_from.rm_head_names
-        check_first_head(source, data.contract, names)
+        check_initial_head(source, data.contract, names)
     return data.with_validation_limited(config.trainer.rm.limit_val_records, config.model.seed)
 
 
@@ -106,11 +106,11 @@ def build_learner(
         new_head=config.pretrained_checkpoint.new_head,
         lora=LoraShape.from_settings(options.lora),
         head=options.head,
+        reply_marker=data.contract.reply_marker,
     )
     _begin_head(config, data, pretrained)
     if pretrained.model.post_process:
         pretrained.model.rm_head.learn_beside(start_of_learned(data.objective))
-    pretrained.model.reply_marker = data.contract.reply_marker
     query_key_cost = ModelShape.from_config(pretrained.config).query_key_cost()
     loader = build_loader(config, data, layout.dp, layout.dp_rank, query_key_cost)
     total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)
@@ -149,14 +149,14 @@ def trained_model_config(config: TrainConfig) -> dict[str, Any]:
 
 
 def _flops_counter(config: TrainConfig, shape: ModelShape) -> Callable[[Packs], float] | None:
-    """None where no peak is known, of which they would be a share."""
+    """Counter of FLOPs; None where the device's peak is not known."""
     if known_peak(current_device(), config.trainer.precision) is None:
         return None
     return partial(count_flops, shape, config.model.freeze_layers)
 
 
 def count_flops(shape: ModelShape, freeze_layers: int, packs: Packs) -> float:
-    """Of a step on ``packs``, over all ranks, without what is recomputed."""
+    """FLOPs of a step on ``packs``, over all ranks, without recomputation."""
     return step_flops(shape, Plan(packs=packs, freeze_layers=freeze_layers))
 
 
@@ -173,7 +173,7 @@ def _begin_head(config: TrainConfig, data: TrainingData, pretrained: PretrainedM
         )
     shape = ModelShape.from_config(pretrained.config)
     names = start_from.rm_head_names
-    load_first_head(pretrained.model, source, data.contract, shape, names)
+    init_head_from(pretrained.model, source, data.contract, shape, names)
 
 
 def build_loader(

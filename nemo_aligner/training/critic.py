@@ -51,12 +51,12 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError, TrainingErro
 
 # CriticLearner: the values of every token, and PPO steps on rollouts with exact global means.
 
-_ADVICE = "the weights are those from before it; look at its returns, or lower model.optim.lr"
+_ADVICE = "the weights are unchanged; look at its returns, or lower model.optim.lr"
 
 
 @dataclass(frozen=True)
 class ValueStep:
-    """What became of one step of a critic.
+    """Outcome of one step of a critic.
 
     Attributes:
         loss: its mean over ``num_tokens``, on all ranks, before the update.
@@ -99,11 +99,11 @@ class CriticLearner:
 
     @property
     def tokens_per_call(self) -> int:
-        """With how many tokens a call of ``values`` has a pack for every rank."""
+        """Tokens with which a call of ``values`` has a pack for every rank."""
         return self._packing.micro_batch_tokens * self._layout.dp * self._layout.pp
 
     def values(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Of each sequence of token ids its values ``[tokens]`` float32, on every rank."""
+        """Compute the values ``[tokens]`` float32 of each sequence of token ids, on every rank."""
         lengths = [len(sequence) for sequence in sequences]
         mine = self._packing.share(lengths, self._layout.dp)[self._layout.dp_rank]
         packs = self._packing.pack(sequences, mine)
@@ -283,10 +283,10 @@ def _load(
         precision=Precision(contract.dtype),
         recompute=config.model.activations_checkpoint_granularity,
         seed=config.model.seed,
+        reads_every_token=True,
     )
     if pretrained.head_is_new:
         raise CheckpointError(f"{path}: it has no reward head; {_WANTED}")
-    pretrained.model.reads_every_token = True
     return pretrained
 
 

@@ -1,4 +1,4 @@
-"""What a training run would do, without its weights: every check that needs none of them."""
+"""Dry run: describe a training run, with every check that needs no weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _OPTIMIZER_BYTES = 12
 
 
 def check_run(config: TrainConfig, processes: int) -> str:
-    """What a run on so many ``processes`` would do; this one needs no process group.
+    """Describe a run on ``processes`` ranks; no process group is needed.
 
     All data is read and tokenized, and of the base checkpoint everything but its weights.
 
@@ -79,16 +79,16 @@ def check_run(config: TrainConfig, processes: int) -> str:
             _render_memory(fullest_stage(shape, plan), plan.packs),
             _check_output(config, checkpoints, shape),
             *_resuming(config, data, checkpoints, model_config, total_steps),
-            f"The run can begin, on {processes} process{'es' * (processes > 1)}; nothing was "
-            f"written{_kept_tokens(config)}, and no weight was read.",
+            f"The run can begin, on {processes} process{'es' * (processes > 1)}. This dry run read "
+            f"no weights and wrote {_written(config)}.",
         ]
     )
 
 
-def _kept_tokens(config: TrainConfig) -> str:
+def _written(config: TrainConfig) -> str:
     data = config.model.data
     kept = are_kept(data.data_prefix.all_files, IndexPlace(data.index_dir, data.keep_index))
-    return " but the tokens of the data, for the run to use" if kept else ""
+    return "only the tokenized data, which the run will reuse" if kept else "nothing"
 
 
 def _layout(config: TrainConfig, processes: int) -> LayoutSizes:
@@ -106,7 +106,7 @@ def _plan(
     num_outputs: int,
     shape: ModelShape,
 ) -> Plan:
-    """What the largest packs of the first steps cost a rank."""
+    """Cost per rank of the largest packs of the first steps."""
     options = config.model
     packs = [loader.plan(step).packs for step in range(min(total_steps, _STEPS_LOOKED_AT))]
     largest = max((pack for of_step in packs for pack in of_step), key=lambda pack: pack.num_tokens)
@@ -135,7 +135,7 @@ def _plan(
 
 
 def _kept_keys(pack: PackedBatch) -> float:
-    """How many keys a GPU's attention is given for each token: prefixes with each that has them."""
+    """Keys per token in a GPU's attention: a prefix counts for each sequence that has it."""
     lengths = pack.cu_seqlens.diff().tolist()
     chains = chains_of(pack.prefixes.tolist(), cached=0)
     seen = sum(lengths[number] for own, chain in enumerate(chains) for number in (*chain, own))
@@ -147,13 +147,13 @@ def _render_memory(memory: Memory, packs: Packs) -> str:
     listed = ", ".join(f"{part} {getattr(memory, part) / GIB:.2f}" for part in parts)
     return (
         f"memory of the fullest rank, by arithmetic: {memory.total / GIB:.2f} GiB ({listed}), "
-        f"with packs of {packs.tokens} tokens, the largest of the first steps; libraries and "
-        "the allocator's gaps need some more"
+        f"with packs of {packs.tokens} tokens, the largest of the first steps; CUDA, NCCL "
+        "and fragmentation come on top"
     )
 
 
 def _check_output(config: TrainConfig, checkpoints: RunCheckpoints, shape: ModelShape) -> str:
-    """Where a run writes to, and how much."""
+    """Folder that a run writes to, and how much it writes."""
     folder = Path(config.exp_manager.explicit_log_dir)
     existing = next(
         each for each in (folder.absolute(), *folder.absolute().parents) if each.exists()
@@ -173,7 +173,7 @@ def _check_output(config: TrainConfig, checkpoints: RunCheckpoints, shape: Model
     free = shutil.disk_usage(existing).free
     note = "" if most * one <= free else ": TOO FEW for them"
     return (
-        f"output: {folder}; a checkpoint takes up to {show_bytes(one)}, and up to {most} lie there "
+        f"output: {folder}; a checkpoint takes up to {show_bytes(one)}, and up to {most} exist "
         f"at once; {show_bytes(free)} are free{note}"
     )
 
@@ -191,7 +191,9 @@ def _resuming(
         return ["begins: a new run, at step 1"]
     step = latest.state.step
     if step >= total_steps:
-        begins = f"begins: after step {step} of {latest.path}, the last: it writes the model alone"
+        begins = (
+            f"begins: after step {step} of {latest.path}, the last: only the model will be written"
+        )
     else:
         begins = f"begins: after step {step} of {latest.path}, with {total_steps - step} steps left"
     return [begins, *changes_since(latest, fresh)]

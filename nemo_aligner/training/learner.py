@@ -83,7 +83,7 @@ class RewardLearner:
         unwrap_after_training(self._ddp)
 
     def imbalance(self, steps: range) -> Imbalance:
-        """How evenly the work of ``steps`` falls on ranks and micro-batches."""
+        """Measure how evenly the work of ``steps`` falls on ranks and micro-batches."""
         return self._loader.imbalance(steps)
 
     def train_step(self, step: int) -> dict[str, float]:
@@ -183,7 +183,7 @@ def _forget(dataset: TokenizedDataset, rewards: Tensor) -> None:
 
 
 def as_one_pack(dataset: TokenizedDataset, record_ids: Sequence[int]) -> Packs:
-    """All that is computed of these records, whatever packs they are in."""
+    """Work on these records, whatever packs they are in."""
     sizes = [measure_record(dataset, record) for record in record_ids]
     tokens, sequences, query_keys = (sum(each) for each in zip(*sizes, strict=True))
     return Packs(tokens, sequences, keys=query_keys / tokens)
@@ -230,7 +230,7 @@ def _spread(objective: Objective, labels: LabelColumns, rewards: Tensor) -> dict
 def validation_metric_names(
     objective: Objective, datasets: Sequence[TokenizedDataset]
 ) -> list[str]:
-    """Every name by which checkpoints may be chosen, without a model."""
+    """Names of all metrics by which checkpoints may be chosen, without a model."""
     names = []
     for dataset in datasets:
         rewards = torch.zeros(dataset.records.num_rewards, count_outputs(objective))
@@ -252,8 +252,7 @@ def _wrong_gradient(update: Update, loss_scale: float | None) -> str:
 # that no record's loss is finite, and yet it is that record's which is by far the largest.
 
 _NAMED = 5
-_ADVICE = "the checkpoint before it is good: look at the records, or resume with a lower "
-_ADVICE += "model.optim.lr"
+_ADVICE = "nothing was learned from this step: look at the records, or lower model.optim.lr"
 _FP16_ADVICE = "; fp16 ends at 65504, fp32 and bf16 do not"
 
 
@@ -315,7 +314,7 @@ def _far_labels(dataset: TokenizedDataset) -> str:
 
 @dataclass(frozen=True, order=True)
 class _Blame:
-    """How much a record has to do with a number that is not finite; the greater, the more.
+    """Share of a record in a number that is not finite; the greater, the more.
 
     ``amount`` is the size of its own part of the number, in float64.
     """
@@ -375,8 +374,24 @@ def check_rewards(step: StepRecords, rewards: Tensor, loss: RewardLoss) -> None:
     indices = _by_blame(blame for found in seen for blame in found)
     # Or no record's loss, but their sum, which is every rank's.
     ranks = [rank for rank, found in enumerate(seen) if found] or list(range(len(seen)))
-    what = "loss" if bool(torch.isfinite(rewards).all()) else "reward"
-    raise step.error(f"a {what} that is not finite", ranks, indices)
+    if not bool(torch.isfinite(rewards).all()):
+        raise step.error("a reward that is not finite", ranks, indices)
+    missing = _without_labels(step, indices)
+    raise step.error(f"a loss that is not finite{missing}", ranks, indices)
+
+
+def _without_labels(step: StepRecords, indices: Sequence[int]) -> str:
+    """A note on records without a label, which a loss reads as NaN; empty if all have theirs."""
+    labels = step.records.labels
+    absent = torch.isnan(labels.values[list(indices)])
+    if not bool(absent.any()):
+        return ""
+    some = absent.any(0).tolist()
+    names = " or ".join(name for name, lacks in zip(labels.names, some, strict=True) if lacks)
+    return (
+        f" ({int(absent.any(1).sum())} of its {len(indices)} records have no {names}: a missing "
+        "label is NaN, which the loss has to leave out)"
+    )
 
 
 def _is_learnable(rewards: Tensor, records: Records, loss: RewardLoss) -> bool:
@@ -396,7 +411,7 @@ def gradient_error(
     loss: RewardLoss,
     what: str,
 ) -> TrainingError:
-    """Whose gradient is not finite: every record's is computed again, alone; every rank calls it.
+    """Trace a gradient that is not finite: recompute each record's alone; every rank calls it.
 
     ``model`` is Megatron's data parallel wrapper, with the gradient of the step still in it; what
     is in it afterwards is of no use.
@@ -421,7 +436,7 @@ def gradient_error(
 
 
 def _has_finite_gradients(model: Any) -> bool:
-    """Whether the squares of all gradients on this rank have a finite sum, as their norm needs."""
+    """True if the squares of all gradients on this rank have a finite sum, as the norm needs."""
     norms = [
         parameter.main_grad.norm() for parameter in model.parameters() if parameter.requires_grad
     ]

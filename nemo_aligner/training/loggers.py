@@ -48,7 +48,7 @@ def check_loggers(config: RunFolderConfig) -> None:
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """What a callback of a run is told: the metrics that were logged after ``step``.
+    """Argument of a run's callback: the metrics that were logged after ``step``.
 
     Attributes:
         step: counted from 1; 0 is before the first.
@@ -106,7 +106,7 @@ class MetricLoggers:
                 self._loggers.remove(logger)
                 cause = error.__cause__ or error
                 say(
-                    f"{logger.name}: it hears no more of this run ({type(cause).__name__}: "
+                    f"{logger.name}: logging stopped ({type(cause).__name__}: "
                     f"{one_line(cause)}); {METRICS_NAME} has every number"
                 )
 
@@ -189,11 +189,11 @@ def _numbers(row: Mapping[str, str | None]) -> dict[str, float]:
     return values
 
 
-# What a person sees of a run: its steps, and its validations.
+# Console lines of a run: its steps and validations.
 
 # So few are all shown, however fast they are.
 _FEW_STEPS = 20
-# Of what has a unit or a name of its own; others are ``name number``.
+# Fields with a unit or a name of their own; others are ``name number``.
 _SHOWN_AS: dict[str, Callable[[float], str]] = {
     "tokens_per_second": lambda rate: f"{show_number(rate)} tokens/s",
     "mfu": lambda share: f"MFU {share:.1%}",
@@ -234,7 +234,7 @@ class StepProgress(Progress):
         self._validating_seconds += seconds
 
     def seconds_left(self, done: int) -> float:
-        """At the pace of the steps, and of the validations as soon as there was one."""
+        """Time left at the pace of the steps, and of validations once there was one."""
         steps = self._now() - self._since - self._validating_seconds
         per_step = steps / (done - self._start)
         per_validation = self._validating_seconds / max(1, self._validated)
@@ -260,7 +260,7 @@ def render_best(saved: Saved | None, monitor: str | None) -> str | None:
 
 
 def render_validation(step: int, metrics: Mapping[str, float]) -> str:
-    """Every set's metrics that are for people, and below them those of its sources."""
+    """Render every set's metrics for people, and below them those of its sources."""
     sets: dict[str, list[str]] = {}
     sources: dict[str, dict[str, list[str]]] = {}
     for name, value in metrics.items():
@@ -287,7 +287,7 @@ def _of_sources() -> list[str]:
     return [metric.name for metric in all_metrics() if Shown.source in metric.shown]
 
 
-# What a step says of the GPU that it ran on: its share of the peak, its memory, its power.
+# Gauges of the GPU that a step ran on: share of its peak FLOPS, memory, power.
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ class Gauges:
 
     @classmethod
     def of(cls, device: torch.device | str, precision: Precision) -> Gauges:
-        """Those of a device; power needs the package nvidia-ml-py."""
+        """Gauges of a device; power needs the package nvidia-ml-py."""
         device = torch.device(device)
         if not _is_gpu(device):
             return cls()
@@ -352,7 +352,7 @@ def _is_gpu(device: torch.device) -> bool:
 
 
 def _answers(gauge: Callable[[], float]) -> bool:
-    """Whether it can be read: NVML may be missing, or not know this of the GPU."""
+    """True if it can be read: NVML may be missing, or not know this of the GPU."""
     try:
         gauge()
     except Exception:

@@ -54,7 +54,7 @@ _OBJECTIVE = "model.objective"
 _OBJECTIVE_SETTINGS = "model.objective_kwargs"
 _WEIGHTS = "model.data.data_prefix.train_weights"
 _DATA = "training data"
-# What the best value is a value of.
+# The metric that the best value belongs to.
 _JUDGED_BY = (
     "exp_manager.checkpoint_callback_params.monitor",
     "exp_manager.checkpoint_callback_params.mode",
@@ -81,7 +81,7 @@ def resume(
     model_config: Mapping[str, Any],
     learner: RewardLearner,
 ) -> RunState:
-    """Put the learner where the newest checkpoint left it; where there is none, a new run begins.
+    """Resume the learner from the newest checkpoint; without one a new run begins.
 
     Raises:
         ConfigError: there is one, and ``exp_manager.resume_if_exists`` is false.
@@ -185,7 +185,9 @@ def changes_since(latest: Saved, fresh: RunState) -> list[str]:
     changes = changed_settings(latest.state.config, fresh.config)
     lines = [f"  changed since: {change}" for change in changes]
     if not same_validation(latest.state.config, fresh.config):
-        lines.append("  validations before were on other records: the best is looked for anew")
+        lines.append(
+            "  earlier validations used other records: the search for the best starts anew"
+        )
     return lines
 
 
@@ -203,7 +205,7 @@ def _with_objective(state: RunState) -> RunState:
 
 
 def write_run_config(config: object, run: RunFolderConfig) -> None:
-    """Put all settings into the folder of their run; every rank calls it."""
+    """Write all settings to the folder of their run; every rank calls it."""
     folder = Path(run.explicit_log_dir)
 
     def write() -> None:
@@ -216,7 +218,7 @@ def write_run_config(config: object, run: RunFolderConfig) -> None:
 def fingerprint(
     config: TrainConfig, model_config: Mapping[str, Any], data: TrainingData
 ) -> dict[str, Any]:
-    """What must not change when a run goes on, as plain JSON values.
+    """Settings and data that must not change when a run resumes, as plain JSON values.
 
     It is the model, the data and its order, and the objective. Layout, learning rate and length may
     change.
@@ -250,7 +252,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     ]
 
 
-# What a report says of a run beside its numbers: versions, data, contract, memory.
+# Facts of a run for its report: versions, data, contract, memory.
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "numpy")
 
@@ -293,12 +295,12 @@ def describe_file(report: FileReport) -> dict[str, Any]:
 
 
 def describe_contract(contract: ScoringContract) -> dict[str, Any]:
-    """Its hash and its fields."""
+    """Hash and fields of the scoring contract."""
     return {"contract_hash": contract.hash, "contract": contract.to_dict()}
 
 
 def find_versions() -> dict[str, str]:
-    """Of this package, of what it computes with, of Python and of the machine."""
+    """Versions of this package, its main dependencies, Python and the machine."""
     found = {"nemo_aligner": nemo_aligner.__version__, "Python": platform.python_version()}
     for name in _PACKAGES:
         try:

@@ -86,7 +86,7 @@ def train(
             keep_for_report(config, data, learner, described, world.world_size)
         patience.go_on_from(start)
         if start.step >= total_steps or patience.is_over:
-            say(f"step {start.step} is the last; the model is written again")
+            say(f"step {start.step} was the last; writing the model again")
         loggers = build_loggers(config.exp_manager, start.config, start.step)
         if callback is not None:
             loggers.call(callback, total_steps)
@@ -149,7 +149,7 @@ def open_checkpoints(config: ExpManagerConfig, data: TrainingData) -> RunCheckpo
 
 
 def open_patience(config: ExpManagerConfig, data: TrainingData) -> Patience:
-    """How long the run waits for a better validation, by the metric of the best checkpoints.
+    """Patience for a better validation, by the metric of the best checkpoints.
 
     Raises:
         ConfigError: it is to end early, and there is no validation data.
@@ -282,7 +282,7 @@ def export(
 
 
 def _can_export(contract: ScoringContract, config: Mapping[str, Any]) -> bool:
-    """Whether a reward model of Hugging Face has a place for this head."""
+    """True if a Hugging Face reward model can hold this head."""
     try:
         check_plain_reading(contract, "", "")
         check_is_linear(ModelShape.from_config(config).head, "", "")
@@ -308,7 +308,7 @@ def _average(
 
 
 def _load_mean(saved: Sequence[Saved], checkpoints: RunCheckpoints, model: Any) -> None:
-    """Put the mean of their weights in, summed in float64 in host memory and rounded once.
+    """Load the mean of their weights, summed in float64 in host memory and rounded once.
 
     With LoRA it is that of its matrices, which is not the mean of what they add.
     """
@@ -364,10 +364,10 @@ def _with_statistics(contract: ScoringContract, chosen: Saved) -> ScoringContrac
     return contract.with_statistics(columns[0], columns[1], measured_on=prefix)
 
 
-# What is about to be trained, and how, for people.
+# Description of what is about to be trained, for people.
 
 _STEPS_FOR_BALANCE, _MOST_EVEN = 20, 1.05
-# What a model is measured by, and what the length of a reply alone would give.
+# Metrics of a model, and what the length of a reply alone would score.
 _BASELINES = {
     "accuracy": ("longer_reply_accuracy", "always the longer reply"),
     "pearson_mean": ("length_only_pearson_mean", "length of the reply alone"),
@@ -387,11 +387,11 @@ def describe_model(
         f"{config.trainer.precision.value}, {layout}"
     ]
     if head_is_new and source is not None:
-        lines.append(f"the head begins as that of {source}")
+        lines.append(f"the head starts from that of {source}")
     if config.trainer.precision is not Precision.fp32 and lacks_bf16():
-        lines.append("note: this CPU has no matrix products in 16 bits: fp32 is many times faster")
+        lines.append("note: this CPU has no 16-bit matrix products; fp32 is many times faster")
     if shape.lora is not None:
-        lines.append(f"trained: LoRA of {shape.lora}, and the head")
+        lines.append(f"trained: LoRA on {shape.lora}, and the head")
     if frozen:
         lines.append(f"frozen: the embeddings and {frozen} of {shape.num_layers} layers")
     return "\n".join(lines)
@@ -414,7 +414,7 @@ def describe_steps(
         *_uneven_work(imbalance(range(some)), some, config.model.pipeline_model_parallel_size),
     ]
     lines += [
-        f"{each.name}: {len(each)} of {each.counts['kept']} records, the same ones every time"
+        f"{each.name}: {len(each)} of {each.counts['kept']} records, the same ones each time"
         for each in data.validation
         if len(each) < each.counts["kept"]
     ]
@@ -428,7 +428,7 @@ def describe_steps(
     recomputed = options.activations_checkpoint_granularity is Recompute.full
     if options.freeze_layers and recomputed and options.activations_checkpoint_num_layers is None:
         lines += [
-            "note: model.freeze_layers saves memory, and no time",
+            "note: model.freeze_layers saves memory but no time",
             "  with model.activations_checkpoint_granularity=full the backward goes through them",
         ]
     lines.append(f"best checkpoint by: {checkpoints.monitor or 'nothing, the newest counts'}")
@@ -441,7 +441,7 @@ def _uneven_work(found: Imbalance, steps: int, stages: int) -> list[str]:
     if stages > 1:  # whose stages wait for the largest micro-batch; else it costs no time
         most["the largest micro-batch"] = found.micro_batches
     parts = [
-        f"{name} has {share - 1:.0%} more to do than the mean"
+        f"{name} has {share - 1:.0%} more work than the mean"
         for name, share in most.items()
         if share > _MOST_EVEN
     ]
@@ -449,12 +449,12 @@ def _uneven_work(found: Imbalance, steps: int, stages: int) -> list[str]:
         return []
     return [
         f"note: in the first {steps} steps {', and '.join(parts)}",
-        "  the others wait meanwhile; a larger model.global_batch_size evens it out",
+        "  the others wait for it; a larger model.global_batch_size evens it out",
     ]
 
 
 def _mixture(config: TrainConfig, data: TrainingData) -> list[str]:
-    """How much of an epoch is of which file, where weights say it."""
+    """Shares of an epoch by file, where weights are set."""
     weights, sizes = config.model.data.data_prefix.train_weights, data.train.file_sizes
     if not weights:
         return []
@@ -469,7 +469,7 @@ def _mixture(config: TrainConfig, data: TrainingData) -> list[str]:
 def describe_heldout(metrics: Mapping[str, float]) -> str:
     """The figures of the exported model on each validation set, beside the length-only baseline."""
     if not metrics:
-        return "held out: it was not validated"
+        return "held out: not validated"
     lines = []
     for name in dict.fromkeys(key.partition("/")[0] for key in metrics):
         fields = [

@@ -42,11 +42,11 @@ _AT_ONCE = "Ctrl-C again leaves at once"
 
 
 class Phase(Enum):
-    """Where a run is; the value is what the first signal says then."""
+    """Phase of a run; the value is what the first signal prints then."""
 
     starting = "stopped before the first step; there is nothing to save"
-    training = f"stopping; the step under way is finished and saved first ({_AT_ONCE})"
-    finishing = f"training is over, and its model is still written ({_AT_ONCE})"
+    training = f"stopping after the current step, which is saved first ({_AT_ONCE})"
+    finishing = f"training is over; the model is still written ({_AT_ONCE})"
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class StopRequest:
 
     @property
     def reason(self) -> StopReason | None:
-        """None to go on."""
+        """Reason to stop, None to go on."""
         if self._signal is not None:
             is_to_go_on = self._signal == signal.SIGUSR1
             name = _NAMES[signal.Signals(self._signal)]
@@ -106,7 +106,7 @@ class StopRequest:
 
     @contextmanager
     def while_training(self) -> Iterator[None]:
-        """From the first step to the last; what comes after is the end of the run."""
+        """Mark the block as the run's steps; what follows is the end of the run."""
         self._phase = Phase.training
         yield
         self._phase = Phase.finishing
@@ -146,7 +146,7 @@ class StopRequest:
             if self._phase is Phase.starting:
                 raise self._end_of(number)
         elif self._in_program and self._is_second(number, self._signal, self._when):
-            raise KeyboardInterrupt("interrupted again: what was not saved is lost")
+            raise KeyboardInterrupt("interrupted again: unsaved work is lost")
 
     def _end_of(self, number: int) -> BaseException:
         if self._in_program and number == signal.SIGINT:
@@ -163,7 +163,7 @@ class StopRequest:
                 self._told = number, self._now()
                 self._tell(f"{_NAMES[signal.Signals(number)]}: {self._phase.value}")
             elif self._is_second(number, *self._told):
-                self._tell("interrupted again, and left at once: what was not saved is lost")
+                self._tell("interrupted again, exiting at once: unsaved work is lost")
                 if not self._in_program:
                     os._exit(128 + signal.SIGINT)
 

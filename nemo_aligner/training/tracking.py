@@ -29,7 +29,7 @@ _WANDB_ID_BYTES = 4
 
 @dataclass(frozen=True)
 class Logged:
-    """How far a run is logged: whatever there is before ``step``, and of it these metrics."""
+    """Progress of a log: everything before ``step``, and at ``step`` the metrics ``names``."""
 
     step: int = -1
     names: frozenset[str] = frozenset()
@@ -38,7 +38,7 @@ class Logged:
         return step < self.step or (step == self.step and name in self.names)
 
     def and_also(self, other: Logged) -> Logged:
-        """What either has."""
+        """The later of the two, or the metrics of both at the same step."""
         if self.step != other.step:
             return max(self, other, key=lambda each: each.step)
         return Logged(self.step, self.names | other.names)
@@ -58,7 +58,7 @@ class TrackedRun(Protocol):
 
 
 class WandbRun:
-    """At W&B, online or offline; its files are in ``wandb/`` of the run's folder."""
+    """A run at W&B, online or offline; its files are in ``wandb/`` of the run's folder."""
 
     def __init__(self, folder: Path, options: Mapping[str, Any], run_id: str | None) -> None:
         from lightning.pytorch.loggers import WandbLogger
@@ -87,7 +87,7 @@ class WandbRun:
 
 
 class MlflowRun:
-    """At an MLflow server; without one in ``mlflow.db`` of the run's folder."""
+    """A run at an MLflow server; without one in ``mlflow.db`` of the run's folder."""
 
     def __init__(self, folder: Path, options: Mapping[str, Any], run_id: str | None) -> None:
         from lightning.pytorch.loggers import MLFlowLogger
@@ -107,7 +107,7 @@ class MlflowRun:
         return str(self._logger.run_id)
 
     def log_settings(self, settings: Mapping[str, Any], start_step: int) -> None:
-        """As parameters, which MLflow lets nobody change: what has changed since is a tag."""
+        """Log settings as parameters; MLflow forbids changes, so later ones become tags."""
         client = self._logger.experiment
         client.update_run(self.id, status="RUNNING")
         before = client.get_run(self.id).data.params
@@ -168,7 +168,7 @@ _SERVICES: dict[str, Callable[[Path, Mapping[str, Any], str | None], TrackedRun]
 def build_tracked_loggers(
     config: RunFolderConfig, settings: Mapping[str, Any], start_step: int
 ) -> list[TrackedLogger]:
-    """Those asked for, each in the run that it has at its service, or in a new one at step 0.
+    """Open the services asked for, each in its existing run, or in a new one at step 0.
 
     To be called while ``metrics.jsonl`` still has what the run before logged after its checkpoint.
 
@@ -207,7 +207,7 @@ def build_tracked_loggers(
 
 
 def _wanted(config: RunFolderConfig) -> dict[str, dict[str, Any]]:
-    """By name of the service what the settings say of its logger."""
+    """Settings of each logger, by the name of its service."""
     services = {
         "wandb": (config.create_wandb_logger, config.wandb_logger_kwargs),
         "mlflow": (config.create_mlflow_logger, config.mlflow_logger_kwargs),
@@ -222,7 +222,7 @@ def _how_far(before: KnownRun | None, newest: Logged) -> Logged:
 
 
 def _last_logged(path: Path) -> Logged:
-    """What is logged of the newest step of a ``metrics.jsonl``."""
+    """Metrics of the newest step of a ``metrics.jsonl``."""
     logged = Logged()
     for row in read_metrics(path):
         logged = logged.and_also(Logged(row.pop("step"), frozenset(row)))
@@ -230,7 +230,7 @@ def _last_logged(path: Path) -> Logged:
 
 
 def _read_known(path: Path) -> dict[str, KnownRun]:
-    """By name of the service; nothing of no file."""
+    """Read the known runs, by the name of their service; without a file there are none."""
     if not path.is_file():
         return {}
     try:
@@ -245,7 +245,7 @@ def _read_known(path: Path) -> dict[str, KnownRun]:
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(
             f"{path}: got {type(error).__name__}: {error}, wanted id, step and metrics of the run "
-            "at each service; without the file it begins anew there"
+            "at each service; without the file a new run begins there"
         ) from error
 
 
@@ -295,7 +295,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole line, in the order of the file; the last one may be half of one.
+    """Read every whole line, in the order of the file; the last one may be half of one.
 
     A step has one line of its training, and others of its validation and of its checkpoint.
     """

@@ -43,7 +43,7 @@ _SHOWN = [f"train/{metric.name}" for metric in all_metrics() if Shown.step in me
 
 
 class Learner(Protocol):
-    """What is trained: it knows its data, and gives numbers."""
+    """A model with its data: it trains, validates and returns metrics."""
 
     model: Any
     optimizer: Any
@@ -63,7 +63,7 @@ class Logger(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far a run came; ``stopped_by`` is None when it came to its end."""
+    """Last step of a run; ``stopped_by`` is None if it came to its end."""
 
     step: int
     stopped_by: StopReason | None = None
@@ -118,16 +118,22 @@ class SupervisedTrainer:
             try:
                 stopping = self._run()
                 self._publish()
-            except TrainingError:
-                # Every rank raises it, and what was saved before stays saved.
+            except TrainingError as error:
+                # Every rank raises it, so all of them publish what was saved before.
                 self._publish()
-                raise
+                raise TrainingError(f"{error}; {self._where_to_resume()}") from error
             finally:
                 self._progress.close()
         if self._patience.is_over:
             say(f"training ends at step {self._step}: {self._patience.describe()}")
         stopped = stopping and not self._is_over
         return Outcome(self._step, self._why_stopped() if stopped else None)
+
+    def _where_to_resume(self) -> str:
+        latest = self._checkpoints.latest()
+        if latest is None:
+            return "this run has no checkpoint yet"
+        return f"started again, the run resumes from its checkpoint of step {latest.state.step}"
 
     def _run(self) -> bool:
         """The loop; whether it was asked to stop."""
@@ -163,7 +169,7 @@ class SupervisedTrainer:
 
     def _train(self) -> None:
         is_first = self._step == self._start.step
-        what = f"step {self._step + 1}, which also warms up"
+        what = f"step {self._step + 1}, which includes warming up"
         with self._timers.measure("train_step"), waiting_for(what) if is_first else nullcontext():
             metrics = self._learner.train_step(self._step)
             wait_for_device()  # for the update, which is a part of the step
@@ -192,7 +198,9 @@ class SupervisedTrainer:
             with self._timers.measure("validation/total_validation_time"):
                 metrics = self._learner.validate(self._watch_validation)
         except _LeftEarlyError:
-            self._progress.say(f"step {self._step}: the validation was left, and has no result yet")
+            self._progress.say(
+                f"step {self._step}: the validation was interrupted and has no result yet"
+            )
             return {}
         finally:
             self._validating.close()
@@ -221,7 +229,7 @@ class SupervisedTrainer:
             self._find_best()
 
     def _state(self, metrics: dict[str, float]) -> RunState:
-        """Of this run after its last step, with the metrics of a validation then."""
+        """State of this run after its last step, with the metrics of its validation."""
         return replace(
             self._patience.put_into(self._start),
             step=self._step,
@@ -245,7 +253,7 @@ class SupervisedTrainer:
             self._progress.say(f"step {saved.state.step}: saved {saved.path}")
 
     def _is_due(self, interval: int | None) -> bool:
-        """At every multiple of the interval, and at the end; null is the end alone."""
+        """True at every multiple of the interval and at the end; None is the end alone."""
         at_end = self._step >= self._total_steps
         return at_end or (interval is not None and self._step % interval == 0)
 
@@ -253,7 +261,7 @@ class SupervisedTrainer:
         return self._is_due(self._loop.save_interval) or self._checkpoints.is_among_best(metrics)
 
     def _check_in(self) -> bool:
-        """Whether any rank was asked to stop; publishes what all of them have written."""
+        """Ask all ranks if one was told to stop; publish a checkpoint that all have written."""
         flags = (self._stop.reason is not None, not self._checkpoints.is_written)
         stopping, writing = agree_on(flags, self._device)
         if not writing:
@@ -264,9 +272,9 @@ class SupervisedTrainer:
         return next(reason for reason in gather_objects(self._stop.reason) if reason is not None)
 
 
-# What the last validation made of every record, in files that ``nemo-aligner report`` reads.
+# Rewards of the last validation for every record, in files that ``nemo-aligner report`` reads.
 
-# Of HH's lengths some 6 MB, which every validation writes anew.
+# Some 6 MB at the lengths of HH-RLHF, rewritten by every validation.
 MOST_RECORDS = 5000
 
 
@@ -351,14 +359,14 @@ class HeldoutRewards:
         ]
 
     def _read_texts(self, origins: Sequence[Origin]) -> list[tuple[Text, ...]]:
-        """Of every record its texts; none where a file is no longer what was tokenized."""
+        """Read every record's texts; none if a file is no longer what was tokenized."""
         known: dict[Origin, tuple[Text, ...]] = {}
         try:
             for path in dict.fromkeys(origin.path for origin in origins):
                 known |= {each.origin: each.texts for each in parse_file(path, self._how).records}
             return [known[origin] for origin in origins]
         except (AlignerError, OSError, KeyError) as error:
-            say(f"held-out rewards are not kept for a report: the texts are not there: {error}")
+            say(f"held-out rewards are not kept for a report: their texts cannot be read: {error}")
             return []
 
 
@@ -373,7 +381,7 @@ def _draw(count: int, most: int) -> list[int]:
 
 @dataclass
 class Patience:
-    """How long a run waits for a better validation.
+    """Patience of a run that waits for a better validation.
 
     Attributes:
         monitor, mode: the metric, and which direction is better.
@@ -391,7 +399,7 @@ class Patience:
     since: int = 0
 
     def go_on_from(self, state: RunState) -> None:
-        """Where a run that was saved stood."""
+        """Restore the patience of a saved run."""
         self.best, self.since = state.best_value, state.validations_since_best
 
     def put_into(self, state: RunState) -> RunState:

@@ -1,4 +1,4 @@
-"""What a person at the terminal sees of long work: lines that fit, time left, and a bar below them.
+"""Terminal output of long work: lines that fit, time left, and a progress bar.
 
 The same lines appear on a terminal and in a log file. Everything is told by rank 0 alone.
 """
@@ -98,7 +98,7 @@ def show_number(value: float) -> str:
 
 
 def show_duration(seconds: float) -> str:
-    """In the largest unit that is reached and, of hours and days, the next: ``1 h 5 min``."""
+    """Format a duration in its largest unit and, for hours and days, the next: ``1 h 5 min``."""
     minutes, hours = round(seconds / 60), round(seconds / 3600)
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -110,7 +110,7 @@ def show_duration(seconds: float) -> str:
 
 
 def show_bytes(count: float) -> str:
-    """In GB, or MB below one."""
+    """Format bytes in GB, or in MB below one."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
@@ -128,7 +128,7 @@ def waiting_for(
         pause = first
         while not over.wait(pause):
             pause = time.monotonic() - begun
-            tell(f"{what}: {show_duration(pause)} so far")
+            tell(f"{what} ({show_duration(pause)})")
 
     watcher = threading.Thread(target=watch, name="waiting", daemon=True)
     if is_main():
@@ -142,7 +142,7 @@ def waiting_for(
 
 
 class Progress:
-    """How far work of ``total`` items has come: a bar on a terminal, its time left for lines.
+    """Progress of ``total`` items: a bar on a terminal, and the time left for log lines.
 
     Time counts from ``begin``, or from the making of this; ``start`` items were done before.
     """
@@ -194,7 +194,7 @@ class Progress:
         )
 
     def time_left(self, done: int) -> str | None:
-        """As ``2 min left``; None before the first item and after the last."""
+        """Format the time left as ``2 min left``; None before the first item and after the last."""
         if not self._start < done < self._total:
             return None
         return f"{show_duration(self.seconds_left(done))} left"
@@ -205,7 +205,7 @@ class Progress:
         return per_item * (self._total - done)
 
     def line_is_due(self) -> bool:
-        """Whether the last line that this said yes to is some seconds ago."""
+        """Return True if it is time for another log line."""
         now = self._now()
         if now - self._last_line < LINE_SECONDS:
             return False

@@ -15,7 +15,7 @@ class ConfigError(AlignerError, ValueError):
 
 
 class SettingsError(ConfigError):
-    """Everything that is wrong with the settings of a run; ``problems`` has a line for each."""
+    """All invalid settings of a run; ``problems`` has a line for each."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -53,12 +53,12 @@ class LostRankError(AlignerError, RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """Of what an error says the first line; its type where it says nothing."""
+    """Return the first line of an error's message, or its type if it has none."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def one_line(text: object) -> str:
-    """What another program says, without line breaks, and not more than fits an answer."""
+    """Flatten another program's message to one line, short enough for an answer."""
     return " ".join(str(text).split())[:_MOST_IN_LINE]
 
 

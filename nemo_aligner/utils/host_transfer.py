@@ -36,7 +36,7 @@ Wait = Callable[[], None]
 
 
 def copy_beside(copies: Iterable[tuple[Tensor, Tensor]]) -> Wait:
-    """Begin to copy every ``(host, source)``, as the GPU's work until now has left ``source``.
+    """Start copying every ``(host, source)``, with ``source`` as of the GPU work queued so far.
 
     ``host`` is page-locked (``host_zeros``). On a CPU all is copied when this returns.
 

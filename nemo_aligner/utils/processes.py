@@ -53,18 +53,18 @@ def find_process(env: Mapping[str, str]) -> Process:
 
 
 def is_launched() -> bool:
-    """Whether torchrun or srun started this process as one of several."""
+    """Return True if torchrun or srun started this process as one of several."""
     return find_process(os.environ).master is not None
 
 
 def is_main() -> bool:
-    """Whether this is rank 0 of torch's process group, or there is no group at all."""
+    """Return True on rank 0 of torch's process group, or if there is no group."""
     dist = sys.modules.get("torch.distributed")  # not imported: then there is no group
     return dist is None or not dist.is_initialized() or dist.get_rank() == 0
 
 
 def is_first_rank() -> bool:
-    """Whether this is rank 0, or the only process."""
+    """Return True on rank 0, or in the only process."""
     try:
         return find_process(os.environ).rank == 0
     except ConfigError:
@@ -199,7 +199,7 @@ _WIDTH = 78
 
 
 def show_command(verb: str, arguments: Sequence[str], first: str = "") -> str:
-    """What a person types, behind ``first``: on one line or, if that is long, one an argument."""
+    """Render a command as typed, after ``first``: on one line or, if long, one per argument."""
     fields: list[str] = []
     for argument in map(shlex.quote, arguments):
         # An option and its value stay together.

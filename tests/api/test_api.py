@@ -183,7 +183,7 @@ def test_score_refuses_a_text_by_its_number_or_leaves_it_out(trained: Trained) -
     assert (rewards.shape, rewards.dtype) == ((2, 1), np.float32)
     np.testing.assert_array_equal(model.score([TEXTS[1]]), rewards[1:])
     assert model.attributes == tuple(model.contract().attributes) == ("reward",)
-    with pytest.raises(DataError, match=r"^text 1: message 2"):
+    with pytest.raises(DataError, match=r"^text 1: messages\[1\]"):
         model.score([TEXTS[0], REFUSED])
     found = model.score([REFUSED, TEXTS[0]], on_error="nan")
     np.testing.assert_array_equal(found, [[np.nan], rewards[0]])
@@ -244,7 +244,7 @@ def test_export_is_scored_as_a_model_of_transformers_beside_the_archive(
     assert "checked: " in str(summary)
     with na.RewardModel.from_pretrained(hf_model=tmp_path / "hf") as theirs:
         np.testing.assert_allclose(theirs.score(TEXTS), trained.model.score(TEXTS), atol=1e-5)
-        with pytest.raises(DataError, match=r"^text 1: message 2"):
+        with pytest.raises(DataError, match=r"^text 1: messages\[1\]"):
             theirs.score([TEXTS[0], REFUSED])
         with pytest.raises(ConfigError, match="a model of transformers"):
             theirs.export(tmp_path / "again")

@@ -246,11 +246,11 @@ def bridge_run(folder: Path, tensors: Tensors, tokenizer: Path, **changes: Any) 
 
 
 def megatron_lm(
-    folder: Path, tensors: Tensors, tokenizer: Path, among_pieces: bool = False, **changes: Any
+    folder: Path, tensors: Tensors, tokenizer: Path, among_shards: bool = False, **changes: Any
 ) -> Path:
     """A run's folder of Megatron-LM, of step 123.
 
-    Its arguments are in ``common.pt``, or ``among_pieces`` as since megatron-core 0.17.
+    Its arguments are in ``common.pt``, or ``among_shards`` as since megatron-core 0.17.
     """
     arguments = {
         "num_layers": LAYERS,
@@ -284,16 +284,16 @@ def megatron_lm(
     inner = folder / ITERATION
     common = {"args": Namespace(**arguments), "iteration": 123, "checkpoint_version": 3.0}
     save(inner, tensors, "", **common)
-    if not among_pieces:
+    if not among_shards:
         torch.save(common, inner / "common.pt")
     elif (inner / "common.pt").exists():
-        put_common_among_pieces(inner, common)
+        put_common_among_shards(inner, common)
     (folder / "latest_checkpointed_iteration.txt").write_text("123\n")
     shutil.copytree(tokenizer, folder / "tokenizer")
     return folder
 
 
-def put_common_among_pieces(folder: Path, common: Any) -> None:
+def put_common_among_shards(folder: Path, common: Any) -> None:
     """Have a checkpoint hold ``common`` beside its tensors as since megatron-core 0.17."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -315,7 +315,7 @@ def put_common_among_pieces(folder: Path, common: Any) -> None:
 def write_zarr(folder: Path, tensors: Tensors, prefix: str = "model.") -> None:
     """As megatron-core 0.15 still did: an array of zarr's version 2 for each tensor.
 
-    Its pieces are of one layer's size, and not compressed.
+    Its chunks are of one layer's size, and not compressed.
     """
     folder.mkdir(parents=True)
     for key, tensor in tensors.items():

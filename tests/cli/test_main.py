@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 import nemo_aligner
-from nemo_aligner.cli import key_reference
 from nemo_aligner.cli.main import VERBS, load, main
-from nemo_aligner.cli.reference import render
+from nemo_aligner.cli.reference import render_keys, render_settings
 from tests.tiny import ROOT
 
 Captured = pytest.CaptureFixture[str]
@@ -58,15 +57,33 @@ def test_version(capsys: Captured) -> None:
 
 def test_verb_that_is_wrong_is_told(capsys: Captured) -> None:
     wanted = {
-        ("trian",): "trian is no verb; did you mean train?",
-        ("data", "inspct", "x"): "data inspct is no verb; did you mean data inspect?",
-        ("xyzzy",): "xyzzy is no verb",
-        ("--wrong",): "--wrong is no verb",
+        ("trian",): "trian is not a verb; did you mean train?",
+        ("data", "inspct", "x"): "data inspct is not a verb; did you mean data inspect?",
+        ("xyzzy",): "xyzzy is not a verb",
+        ("--wrong",): "--wrong is not a verb",
     }
     for argv, said in wanted.items():
         assert main(argv) == 2
         error = capsys.readouterr().err
         assert error.splitlines()[0] == f"nemo-aligner: {said}"
+
+
+def test_setting_written_as_a_flag_is_shown_as_a_setting(capsys: Captured) -> None:
+    wanted = {
+        ("train", "--lr", "3"): "model.optim.lr=3",
+        ("train", "--lr=3"): "model.optim.lr=3",
+        ("train", "--model.optim.lr", "--debug"): "model.optim.lr=VALUE",
+        ("evaluate", "--rm-model-file", "a.nemo"): "rm_model_file=a.nemo",
+        ("quickstart", "--steps", "5"): "trainer.rm.max_steps=5",
+        ("train", "--per-device-train-batch-size", "4"): (
+            "model.micro_batch_tokens=4, which counts tokens, not records"
+        ),
+    }
+    for argv, said in wanted.items():
+        with pytest.raises(SystemExit):
+            main(argv)
+        error = capsys.readouterr().err.splitlines()[0]
+        assert error.endswith(f"which is not an option; settings have no dashes: {said}"), argv
 
 
 def test_reader_of_a_pipe_may_leave() -> None:
@@ -159,13 +176,13 @@ def test_help_fits_a_terminal_and_is_the_page_of_settings() -> None:
 
     The page's own sentence may be longer than 80 columns.
     """
-    page = render()
+    page = render_settings()
     assert (ROOT / "docs" / "settings.md").read_text() == page
     shown = page.partition("```")[2]
     assert [line for line in shown.splitlines() if len(line) > 80] == []
 
 
 def test_page_of_nemo_aligner_keys_is_the_table_that_reads_them() -> None:
-    """``python -m nemo_aligner.cli.key_reference`` writes it anew."""
+    """``python -m nemo_aligner.cli.reference nemo-aligner-keys`` writes it anew."""
     page = ROOT / "docs" / "migration" / "nemo_aligner_keys.md"
-    assert page.read_text() == key_reference.render()
+    assert page.read_text() == render_keys()

@@ -49,6 +49,22 @@ def test_quickstart_counts_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert find_local_machine() == LocalMachine(gpus=3)
 
 
+def test_quickstart_script_shows_its_help_before_it_installs(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without any package
+    python.chmod(0o755)
+    told = {"PATH": f"{tmp_path}:/usr/bin:/bin", "VIRTUAL_ENV": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", tiny.ROOT / "scripts" / "quickstart.sh", "--help"],
+        capture_output=True,
+        text=True,
+        env={**told, "NEMO_ALIGNER_PYTHON": str(python)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage: nemo-aligner quickstart " in done.stdout
+    assert "installing" not in done.stdout
+
+
 def test_quickstart_settings_are_settings_of_training() -> None:
     for gpus, is_demo in ((0, True), (2, False)):
         config = load_config(TrainConfig, training_settings(LocalMachine(gpus), 30, is_demo))

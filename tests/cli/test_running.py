@@ -28,8 +28,8 @@ def options_of(*argv: str) -> argparse.Namespace:
 
 def test_option_that_is_wrong_is_two_lines_and_exit_code_2(capsys: Captured) -> None:
     wanted = {
-        ("--gpu-memry=3",): "got --gpu-memry=3, which is not known; did you mean --gpu-memory?",
-        ("--wholly-other",): "got --wholly-other, which is not known",
+        ("--gpu-memry=3",): "got --gpu-memry=3, which is not an option; did you mean --gpu-memory?",
+        ("--wholly-other",): "got --wholly-other, which is not an option",
         ("--gpu-memory", "x"): "argument --gpu-memory: invalid int value: 'x'",
     }
     for argv, said in wanted.items():
@@ -37,7 +37,7 @@ def test_option_that_is_wrong_is_two_lines_and_exit_code_2(capsys: Captured) -> 
             options_of(*argv)
         assert end.value.code == 2
         assert capsys.readouterr().err == (
-            f"nemo-aligner try: {said}\nnemo-aligner try --help lists what there is\n"
+            f"nemo-aligner try: {said}\nnemo-aligner try --help lists the options\n"
         )
 
 
@@ -98,7 +98,7 @@ def test_interruption_has_its_exit_code(capsys: Captured) -> None:
 
 def test_error_of_a_missing_module_comes_with_its_command(capsys: Captured) -> None:
     for name, brings in (
-        ("pytriton.client", f"pip install -e '{ROOT}[serving]' brings it"),
+        ("pytriton.client", f"install it: pip install -e '{ROOT}[serving]'"),
         ("omegaconf", "activate the environment"),
     ):
         assert run_verb(failing(ModuleNotFoundError("no", name=name)), options_of()) == 1
@@ -130,8 +130,8 @@ def test_score_refuses_what_is_no_conversation_before_it_asks_a_server() -> None
         "null": "got null, wanted",
         '{"role": "user"}': "got an object with keys 'role', wanted",
         "[]": "got an empty conversation",
-        "[5]": "message 1: got 5, wanted an object with role and content",
-        '[{"role": "assistant", "content": [1]}]': r"message 1, content\[0\]: got .*, wanted text",
+        "[5]": r"messages\[0\]: got 5, wanted an object with role and content",
+        '[{"role": "assistant", "content": [1]}]': r"messages\[0\].content\[0\]: got .*, wanted te",
         '[{"role": "user", "content": "a"}]': "got role 'user', wanted 'assistant'",
     }
     for given, said in wanted.items():

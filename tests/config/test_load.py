@@ -277,6 +277,21 @@ def test_help_of_settings_has_types_and_choices() -> None:
     assert keys["model.objective_kwargs"].kind == "key=value"
 
 
+def test_suggestion_says_where_another_trainers_unit_differs() -> None:
+    refusals = {
+        "per_device_train_batch_size=4": (
+            "did you mean model.micro_batch_tokens, which counts tokens, not records?"
+        ),
+        "model.gradient_accumulation_steps=4": (
+            "did you mean model.global_batch_size, which counts the records of a step"
+        ),
+        "warmup_ratio=0.1": "warmup_steps, which counts steps, not a fraction of them?",
+        "train_mb_tokens=4096": "did you mean model.micro_batch_tokens?",
+        "trainer.logging_steps=1": "unknown key trainer.logging_steps: every step is logged",
+    }
+    assert not_refused(TrainConfig, refusals) == {}
+
+
 def test_suggestion_is_only_what_is_near() -> None:
     wanted = {
         "model.global_batchsize": "model.global_batch_size",
@@ -298,6 +313,15 @@ def test_suggestion_is_only_what_is_near() -> None:
         "model.lora.r": "model.lora.rank",
         "policy.train_micro_batch_size": "model.micro_batch_tokens",
         "mdel.data.data_prefix.tran": "model.data.data_prefix.train",
+        "steps": "trainer.rm.max_steps",
+        "trainer.save_steps": "trainer.rm.save_interval",
+        "trainer.eval_steps": "trainer.rm.val_check_interval",
+        "model.max_seq_len": "model.data.seq_length",
+        "model.max_seq_length": "model.data.seq_length",
+        "warmup_ratio": "model.optim.sched.warmup_steps",
+        "beta": None,
+        "base": None,
+        "report_to": None,
     }
     known = [key.name for key in list_keys(TrainConfig)]
     assert {key: suggest_setting(key, known) for key in wanted} == wanted

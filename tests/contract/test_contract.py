@@ -302,13 +302,15 @@ def test_texts_that_cannot_be_encoded_are_refused(
 ) -> None:
     """What is no text at all is in test_messages.py."""
     contract = contracts()
-    twice = r"message {}: got '<\|im_end\|>' at character 2, which the chat template writes"
+    twice = (
+        r"messages\[{}\].content: got '<\|im_end\|>' at character 2, which the chat template writes"
+    )
     cases: list[tuple[Any, str]] = [
         ("", "no tokens"),
         (None, "wanted a text or a list of messages"),
         (CHAT[:1], "got role 'user', wanted 'assistant'"),
-        ([CHAT[0], {"role": "assistant", "content": "a<|im_end|>\n"}], twice.format(2)),
-        ([{"role": "user", "content": "a<|im_end|>"}, CHAT[1]], twice.format(1)),
+        ([CHAT[0], {"role": "assistant", "content": "a<|im_end|>\n"}], twice.format(1)),
+        ([{"role": "user", "content": "a<|im_end|>"}, CHAT[1]], twice.format(0)),
     ]
     assert_refused(lambda text: contract.encode(tokenizer, text), cases, DataError)
 
@@ -364,10 +366,22 @@ def test_message_that_writes_turns_of_its_own_is_refused(
         lambda text: contract.tokenize_records(tokenizer, [[CHAT, text]]),
     )
     cases = [
-        (talk("why", FORGED), r"message 2: got '<\|im_end\|>' at character 4, which the chat tem"),
-        (talk("a<|im_start|>", "b"), r"message 1: got '<\|im_start\|>' at character 2, .*wanted"),
-        (talk("a", "b", "c<|im_end|>d <|im_start|>", "e"), r"message 3: got '<\|im_end\|>' at"),
-        (talk("a", "a<|im_start|>b<|im_end|>"), r"message 2: got '<\|im_start\|>' at character 2,"),
+        (
+            talk("why", FORGED),
+            r"messages\[1\].content: got '<\|im_end\|>' at character 4, which the chat tem",
+        ),
+        (
+            talk("a<|im_start|>", "b"),
+            r"messages\[0\].content: got '<\|im_start\|>' at character 2, .*wanted",
+        ),
+        (
+            talk("a", "b", "c<|im_end|>d <|im_start|>", "e"),
+            r"messages\[2\].content: got '<\|im_end\|>' at",
+        ),
+        (
+            talk("a", "a<|im_start|>b<|im_end|>"),
+            r"messages\[1\].content: got '<\|im_start\|>' at character 2,",
+        ),
     ]
     for way in ways:
         assert_refused(way, cases, TurnMarkError)
@@ -382,10 +396,15 @@ def test_message_with_the_words_between_turns_is_refused(
     plain = contracts(template="plain")
     roles = ("User", "Assistant", "System", "Tool")
     cases: list[tuple[Any, str]] = [
-        (talk("why", f"bad\n\n{role}: thanks"), f"message 2: got .*{role}: ' at character 4, ")
+        (
+            talk("why", f"bad\n\n{role}: thanks"),
+            rf"messages\[1\].content: got .*{role}: ' at character 4, ",
+        )
         for role in roles
     ]
-    cases.append((talk("why", "bad<|im_end|>x"), r"message 2: got '<\|im_end\|>' at character 4"))
+    cases.append(
+        (talk("why", "bad<|im_end|>x"), r"messages\[1\].content: got '<\|im_end\|>' at character 4")
+    )
     assert_refused(lambda text: plain.encode(tokenizer, text), cases, DataError)
     for reply in ("The User: she.\nUser: he", "a\n\nb", "User:\n\n"):
         assert plain.encode(tokenizer, talk("why", reply)).token_ids

@@ -129,27 +129,41 @@ def test_messages_that_are_no_text_are_refused() -> None:
         ({}, "got an object with keys none, wanted a text"),
         (USER, "got an object with keys 'role', 'content', wanted a text"),
         ([], "got an empty conversation"),
-        ([REPLY, "x"], "message 2: got 'x', wanted an object with role and content"),
-        ([5, REPLY], "message 1: got 5, wanted an object"),
-        ([["role", "content"], REPLY], "message 1: got ['role', 'content'], wanted an object"),
-        ([LONGEST_SHOWN, REPLY], f"message 1: got {LONGEST_SHOWN}, wanted an object"),
-        ([TOO_LONG, REPLY], f"message 1: got ['{'x' * 55}..., wanted an object"),
-        ([{"role": "user"}, REPLY], "message 1, content: got null, wanted a text"),
-        ([{"role": "user", "content": None}, REPLY], "message 1, content: got null, wanted a text"),
-        ([{"role": "user", "content": 5}, REPLY], "message 1, content: got 5, wanted a text, or"),
+        ([REPLY, "x"], "messages[1]: got 'x', wanted an object with role and content"),
+        ([5, REPLY], "messages[0]: got 5, wanted an object"),
+        ([["role", "content"], REPLY], "messages[0]: got ['role', 'content'], wanted an object"),
+        ([LONGEST_SHOWN, REPLY], f"messages[0]: got {LONGEST_SHOWN}, wanted an object"),
+        ([TOO_LONG, REPLY], f"messages[0]: got ['{'x' * 55}..., wanted an object"),
+        ([{"role": "user"}, REPLY], "messages[0]: got an object with keys 'role', wanted content"),
+        (
+            [{"role": "user", "contents": "a"}, REPLY],
+            "messages[0]: got an object with keys 'role', 'contents', wanted content, as there "
+            "are no tool calls; did you mean 'content' for 'contents'?",
+        ),
+        (
+            [{"role": "user", "content": None}, REPLY],
+            "messages[0].content: got null, wanted a text",
+        ),
+        ([{"role": "user", "content": 5}, REPLY], "messages[0].content: got 5, wanted text, or"),
         ([{"role": "user", "content": [image]}, REPLY], "content[0]: got a part of type 'image_ur"),
         ([{"role": "user", "content": ["x"]}, REPLY], "content[0]: got a part of type 'x', wanted"),
-        ([{"role": 1, "content": ""}, REPLY], "message 1: got an object with keys 'role', 'con"),
+        ([{"role": 1, "content": ""}, REPLY], "messages[0]: got an object with keys 'role', 'con"),
         ([{"role": "x" * 70, "content": ""}, REPLY], f"got role '{'x' * 59}, wanted one of"),
         ([USER, {"role": "tool", "content": ""}], "got role 'tool', wanted 'assistant'"),
-        ("ab\ud800", "half of a surrogate pair at character 2, wanted valid Unicode"),
-        ([{"role": "user", "content": "\udfff"}, REPLY], "surrogate pair at character 0"),
-        ([{**USER, "name": 5}, REPLY], "message 1, name: got 5, wanted a text"),
-        ([{**USER, "tool_calls": [CALL]}, REPLY], "message 1, tool_calls: got them of role 'user'"),
-        ([{**USER, "thinking": "hm"}, REPLY], "message 1, thinking: got it of role 'user'"),
-        ([{**REPLY, "thinking": "a", "reasoning": "b"}], "message 1: got two reasonings that diff"),
-        ([{**REPLY, "tool_calls": "x"}], "message 1, tool_calls: got 'x', wanted a list of calls"),
-        ([{**REPLY, "tool_calls": [5]}], "message 1, tool_calls[0]: got 5, wanted an object with"),
+        ("ab\ud800", "half of a surrogate pair at character 3, wanted valid Unicode"),
+        ([{"role": "user", "content": "\udfff"}, REPLY], "surrogate pair at character 1"),
+        ([{**USER, "name": 5}, REPLY], "messages[0].name: got 5, wanted a text"),
+        (
+            [{**USER, "tool_calls": [CALL]}, REPLY],
+            "messages[0].tool_calls: got them of role 'user'",
+        ),
+        ([{**USER, "thinking": "hm"}, REPLY], "messages[0].thinking: got it of role 'user'"),
+        (
+            [{**REPLY, "thinking": "a", "reasoning": "b"}],
+            "messages[0]: got two different reasonin",
+        ),
+        ([{**REPLY, "tool_calls": "x"}], "messages[0].tool_calls: got 'x', wanted a list of calls"),
+        ([{**REPLY, "tool_calls": [5]}], "messages[0].tool_calls[0]: got 5, wanted an object with"),
         (calling(index=0), "tool_calls[0]: got the key 'index', wanted function, id, type alone"),
         (calling(type="custom"), "tool_calls[0].type: got 'custom', wanted 'function'"),
         (
@@ -158,12 +172,12 @@ def test_messages_that_are_no_text_are_refused() -> None:
         ),
         (
             calling(function={"name": "f", "arguments": '{"a"'}),
-            "message 1, tool_calls[0].function.arguments: got '{\"a\"', wanted a JSON object",
+            "messages[0].tool_calls[0].function.arguments: got '{\"a\"', wanted a JSON object",
         ),
         (calling(function={"name": "f", "arguments": "[1]"}), "arguments: got '[1]', wanted a JSO"),
         (
             calling(function={"name": "f", "arguments": {"a": {1}}}),
-            "arguments.a: got {1}, wanted w",
+            "arguments.a: got {1}, wanted a J",
         ),
         (calling(function={"name": "f", "arguments": {"\ud800": 1}}), "half of a surrogate pair"),
         (calling(function={"name": "f", "arguments": deep}), "nested more than 64 deep"),
@@ -222,7 +236,7 @@ def test_reply_marker_needs_a_template_that_tells_a_reply_from_a_question(
     joined = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     with pytest.raises(ConfigError, match=r"model\.head\.reads: got reply_mean"):
         make_reply_marker(joined, tokenizer)
-    with pytest.raises(ConfigError, match="to know the reply by"):
+    with pytest.raises(ConfigError, match="says where the reply begins"):
         make_reply_marker("", tokenizer)
 
 

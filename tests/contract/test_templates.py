@@ -153,7 +153,7 @@ def test_template_of_a_tokenizer_without_special_tokens(tokenizer_folder: Path) 
     bare._config["bos_token"] = bare._config["eos_token"] = None
     bare.bos_id = bare.eos_id = None
     check_template(BUILT_IN_TEMPLATES["chatml"], "chatml", bare)
-    with pytest.raises(ConfigError, match="end with EOS, which the tokenizer has not"):
+    with pytest.raises(ConfigError, match="end with EOS, which this tokenizer lacks"):
         check_template(BUILT_IN_TEMPLATES["plain"], "plain", bare)
 
 

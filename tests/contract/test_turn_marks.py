@@ -105,7 +105,9 @@ def test_marks_are_found_as_the_tokenizer_finds_them(
     found = marks(template, lower)
     found.check([{"role": "user", "content": "a <TURNS"}])
     for content, mark in (("ab<TURN>", "<turn>"), ("ab<turn>", "<turn>")):
-        with pytest.raises(TurnMarkError, match=rf"^message 1: got '{mark}' at character 3, which"):
+        with pytest.raises(
+            TurnMarkError, match=rf"^messages\[0\].content: got '{mark}' at character 3, which"
+        ):
             found.check([{"role": "user", "content": content}])
     exact = with_tokens(tokenizer_folder, tmp_path / "b", None, **{"<turn>": False})
     marks(template, exact).check([{"role": "user", "content": "<TURN>"}])
@@ -116,7 +118,9 @@ def test_marks_are_found_as_the_tokenizer_finds_them(
 def test_mark_at_the_end_of_a_message_is_what_the_template_ends_with(tokenizer: Tokenizer) -> None:
     found = marks("{% for m in messages %}{{ m.content }} !?\n{% endfor %}", tokenizer)
     found.check([{"role": "user", "content": "a !? b"}])
-    with pytest.raises(TurnMarkError, match=r"^message 1: got '!\?' at character 3, which"):
+    with pytest.raises(
+        TurnMarkError, match=r"^messages\[0\].content: got '!\?' at character 3, which"
+    ):
         found.check([{"role": "user", "content": "a !? \n"}])
 
 
@@ -133,21 +137,23 @@ def test_marks_are_refused_in_every_text_of_a_conversation(tokenizer: Tokenizer)
 
     halves = [{"type": "text", "text": half} for half in ("a<|im_", "end|>")]
     cases = {
-        "message 1": [{**user, "content": mark}, reply],
-        "message 2": [user, {**reply, "content": mark}],
-        "message 1[0].text": [{**user, "content": [{"type": "text", "text": mark}]}, reply],
-        "message 1, parts of content together": [{**user, "content": halves}, reply],
-        "message 1, name": [{**user, "name": mark}, reply],
-        "message 2, reasoning_content": [user, {**reply, "reasoning_content": mark}],
-        "message 2, tool_calls[0].id": [user, calling(call_id=mark)],
-        "message 2, tool_calls[0].function.name": [user, calling(mark)],
-        "message 2, tool_calls[0].function.arguments.a[0].b": [user, calling(a=[{"b": mark}])],
-        f"message 2, tool_calls[0].function.arguments, the key {mark!r}": [
+        "messages[0].content": [{**user, "content": mark}, reply],
+        "messages[1].content": [user, {**reply, "content": mark}],
+        "messages[0].content[0].text": [
+            {**user, "content": [{"type": "text", "text": mark}]}, reply,
+        ],
+        "messages[0].content, its parts together": [{**user, "content": halves}, reply],
+        "messages[0].name": [{**user, "name": mark}, reply],
+        "messages[1].reasoning_content": [user, {**reply, "reasoning_content": mark}],
+        "messages[1].tool_calls[0].id": [user, calling(call_id=mark)],
+        "messages[1].tool_calls[0].function.name": [user, calling(mark)],
+        "messages[1].tool_calls[0].function.arguments.a[0].b": [user, calling(a=[{"b": mark}])],
+        f"messages[1].tool_calls[0].function.arguments, the key {mark!r}": [
             user,
             calling(**{mark: 1}),
         ],
-        "message 3": [user, calling(), {"role": "tool", "content": mark}, reply],
-        "message 3, tool_call_id": [
+        "messages[2].content": [user, calling(), {"role": "tool", "content": mark}, reply],
+        "messages[2].tool_call_id": [
             user, calling(), {"role": "tool", "content": "", "tool_call_id": mark}, reply,
         ],
         "tools[0].function.description": Conversation([user, reply], [tool]),

@@ -71,7 +71,7 @@ def test_dataset_names_a_record_the_template_refuses(tmp_path: Path, contracts: 
         "{% endif %}{{ m.content }}{% endfor %}"
     )
     how: dict[str, Any] = {"contract": replace(contracts(), template=refusing)}
-    with pytest.raises(DataError, match=r"a.jsonl:2: the chat template .*refused"):
+    with pytest.raises(DataError, match=r"a.jsonl:2: chosen: the chat template .*refused"):
         build(contracts, [path], **how)
     dropped = build(contracts, [path], **how, malformed=Malformed.drop, max_malformed=0.5).train
     assert dropped.counts == {"read": 2, "kept": 1, "malformed": 1}
@@ -127,9 +127,9 @@ def test_labels_are_centred_on_the_training_set_and_shown(
     assert train["records"] == "5"
     assert train["dropped"] == "1 (1 no_label)"
     assert train["prompts"] == "2, 2 repeated"
-    assert train["labels missing"] == "1 3"
-    assert train["label means"] == "3 4"
-    assert (train["labels from"], train["labels to"]) == ("1 4", "6 4")
+    assert train["labels missing"] == "help 1, depth 3"
+    assert train["label means"] == "help 3, depth 4"
+    assert (train["labels from"], train["labels to"]) == ("help 1, depth 4", "help 6, depth 4")
     assert "prompts also in training" not in train
     assert valid["prompts also in training"] == "0"
     assert data.table() == f"{data.train.table()}\n{data.validation[0].table()}"

@@ -36,6 +36,7 @@ def test_inspect_pairs_with_a_tokenizer(tokenizer_folder: Path, tmp_path: Path, 
     rules = (f"--tokenizer={tokenizer_folder}", "--seq-length=60")
     done = run(VERB, path, "--train", train, *rules)
     shown = done.stdout.splitlines()
+    assert shown[0].startswith("scoring contract of these options (not yet of a training run): ")
     assert f"train: {train} (chat_pairs)" in shown
     assert "  dropped                   2 (1 identical, 1 overlong)" in shown
     assert "  prompts also in training  1" in shown
@@ -111,10 +112,16 @@ def test_inspect_of_malformed_records(
     assert "  malformed                 2 (66.67%)" in lines
     assert "  kept                      1" in lines
     (listed, _) = lines[lines.index("  malformed:") + 1 :]
-    assert listed.startswith(f"    {path}:2: message 2: got '<|im_end|>'")
-    (only,) = inspect_files([str(write(path, {**pair, "chosen": 1}))], [], Inspection())
+    assert listed.startswith(f"    {path}:2: chosen: messages[1].content: got '<|im_end|>'")
+    (only,) = inspect_files([str(write(path, *[{**pair, "chosen": 1}] * 12))], [], Inspection())
     assert not only.is_good
-    assert "  kept                      0" in only.text.splitlines()
+    lines = only.text.splitlines()
+    assert "  kept                      0" in lines
+    assert not [line for line in lines if line.startswith("  sources")]
+    # Records with one and the same fault are one line.
+    (listed,) = lines[lines.index("  malformed:") + 1 :]
+    assert listed.startswith(f"    {path}:1: chosen: got 1, wanted a string")
+    assert listed.endswith(" (11 more on lines 2, 3, 4, 5, 6, ...)")
 
 
 def test_inspect_names_labels_that_are_far_out(tmp_path: Path) -> None:
@@ -124,8 +131,8 @@ def test_inspect_names_labels_that_are_far_out(tmp_path: Path) -> None:
     (table,) = inspect_files([str(path)], [], Inspection(show=0, attributes=["help", "deep"]))
     assert table.is_good
     lines = table.text.splitlines()
-    assert "  labels from               -1e+38 0" in lines
-    assert "  labels to                 400 4" in lines
+    assert "  labels from               help -1e+38, deep 0" in lines
+    assert "  labels to                 help 400, deep 4" in lines
     assert lines[lines.index("  labels that are far out:") + 1 :] == [
         f"    {path}:9: help is -1e+38, the median 2",
         f"    {path}:7: help is 400, the median 2",

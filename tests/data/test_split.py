@@ -140,9 +140,12 @@ def test_split_is_by_whole_prompts_or_by_first_turns(tmp_path: Path) -> None:
     shown = split_file(source, tmp_path / "whole", Split(heldout=0.3))
     assert "heldout: 3 records, 3 prompts" in shown
     assert "note:" not in shown
-    with pytest.raises(DataError, match=r"1 different prompts.* 10 of 10 records.*--by prompt"):
+    with pytest.raises(DataError, match=r"all 10 records have the same prompt.*--by prompt"):
         split_file(source, tmp_path / "first", Split(by="first_prompt"))
     assert not list(tmp_path.glob("first/*"))
+    few = write(tmp_path / "few.jsonl", *chats(Counter(Hello=9, Hi=9)))
+    with pytest.raises(DataError, match=r"cannot hold out 10% of its 18 .*2 prompts.* 9 records"):
+        split_file(few, tmp_path / "first", Split(heldout=0.1, by="first_prompt"))
     source = write(tmp_path / "more.jsonl", *chats(Counter(Hello=300, Hi=80, Hey=12, Yo=8)))
     shown = split_file(source, tmp_path / "first", Split(heldout=0.1, by="first_prompt"))
     assert "heldout: 20 records, 2 prompts" in shown

@@ -165,7 +165,7 @@ HEAD = "prompt,chosen,rejected\n"
 
 def test_table_with_a_stray_quote_loses_that_row_alone(tmp_path: Path) -> None:
     """Each of them is malformed, and none takes the rows behind it along."""
-    stray = "got a quote that is not one of a pair around a cell"
+    stray = "got an unpaired quote in a cell"
     cases = [
         ('p1,"oops,r1\np2,c2,r2\np3,"c3",r3\np4,c4,r4\n', [2], [3, 4, 5]),
         ('p1,c1,r1\np2,"c2,r2\np3,c3,r3\n', [3], [2, 4]),

@@ -66,7 +66,7 @@ def test_failing_rank_says_one_line_without_a_launcher_that_ends_the_others(who:
 def test_lost_rank_is_an_error_where_nobody_else_says_so() -> None:
     """What started it would say that, see test_local."""
     (code, said), (killed, _) = fail_unattended("1", "killed")
-    wanted = "rank 0: LostRankError: another rank ended without a word, as if it was killed: Conn"
+    wanted = "rank 0: LostRankError: another rank died without an error, as if killed: Conn"
     assert said.startswith(wanted)
     assert (code, killed, said.count("\n")) == (1, -9, 1)
 

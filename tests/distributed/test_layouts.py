@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from nemo_aligner.checkpoint.nemo.open import open_nemo
-from nemo_aligner.checkpoint.nemo.reward_model import load_critic, read_text_rules
+from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
+from nemo_aligner.contract.contract import check_plain_reading
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.hf.exporting import export
@@ -175,8 +176,9 @@ def test_several_outputs_are_refused_where_one_is_read(
         message = f"its head has . outputs for each attribute .{kind}., wanted one: a "
         with pytest.raises(CheckpointError, match=message + "reward model of Hugging Face"):
             export(model, tmp_path / "out", layout)
+        _, contract = read_text_rules(model)
         with pytest.raises(CheckpointError, match=message + "critic"):
-            load_critic(model, layout)
+            check_plain_reading(contract, str(model), "a critic")
         start = f"pretrained_checkpoint.restore_from_path={model}"
         settings = layouts.settings(inputs, ratings, "one", tmp_path / "run")
         dry_runs.append(jobs.Job("train", ["--dry-run", *settings, start], fails=True))

@@ -1,4 +1,4 @@
-"""Products by oneDNN: the same numbers, in pieces of a few sizes."""
+"""Products by oneDNN: the same numbers, in chunks of a few sizes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from nemo_aligner.distributed import cpu_products
 from nemo_aligner.distributed.cpu_products import (
-    LinearByPieces,
+    ChunkedLinear,
     add_weight_gradient,
-    linear_by_pieces,
+    linear_in_chunks,
 )
 
 
@@ -21,7 +21,7 @@ def test_products_are_those_of_torch() -> None:
     for rows in (1, 31, 32, 33, 511, 512, 513, 1100):
         x = torch.randn(rows, 1, 96, generator=generator)
         for added in (None, bias):
-            found = linear_by_pieces(x, weight, added)
+            found = linear_in_chunks(x, weight, added)
             assert found.shape == (rows, 1, 40)
             wanted = torch.nn.functional.linear(x, weight, added)
             torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
@@ -39,7 +39,7 @@ def test_products_are_of_few_sizes(monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", noting)
     weight = torch.ones(8, 8)
     for rows in range(1, 1200, 7):
-        assert linear_by_pieces(torch.ones(rows, 8), weight).shape == (rows, 8)
+        assert linear_in_chunks(torch.ones(rows, 8), weight).shape == (rows, 8)
     assert sizes == {32 * n for n in range(1, 17)}
 
 
@@ -62,7 +62,7 @@ def test_product_gradients_are_those_of_torch(rows, slow_mkl):
         )
         found[1].main_grad = torch.ones(40, 96)
         found[1].grad_added_to_main_grad = False
-        LinearByPieces.apply(*found[:2], *(found[2:] or [None]), fused, None).backward(grad)
+        ChunkedLinear.apply(*found[:2], *(found[2:] or [None]), fused, None).backward(grad)
         torch.nn.functional.linear(*wanted).backward(grad)
         own = found[1].main_grad - 1 if fused else found[1].grad
         assert found[1].grad_added_to_main_grad is fused
@@ -74,7 +74,7 @@ def test_product_gradients_are_those_of_torch(rows, slow_mkl):
 
 def test_product_with_a_frozen_weight_has_a_gradient_of_its_input(slow_mkl):
     x, weight = torch.randn(20, 8, requires_grad=True), torch.randn(4, 8)
-    LinearByPieces.apply(x, weight, None, True, None).sum().backward()
+    ChunkedLinear.apply(x, weight, None, True, None).sum().backward()
     torch.testing.assert_close(x.grad, weight.sum(0).expand(20, 8))
     assert weight.grad is None
 

@@ -10,6 +10,9 @@ import pytest
 from nemo_aligner.cli.train import run_train, train_parser
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import load_config
+from nemo_aligner.contract.messages import Conversation, read_text
+from nemo_aligner.evaluation.compare import compare_files, render_compared, write_flips
+from nemo_aligner.evaluation.report.page import write_page
 from nemo_aligner.evaluation.run import evaluate
 from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.utils.errors import ConfigError, SettingsError
@@ -74,6 +77,50 @@ def test_evaluation_gives_the_bits_of_the_last_validation(
     for one, other_row in zip(rows, rows_of(rewards), strict=True):
         assert other_row.pop("rewards") == pytest.approx(one.pop("rewards"), abs=1e-5)
         assert one == other_row
+
+
+def test_evaluation_of_pairs_with_tools_is_kept_reported_and_compared(
+    base: Path, tmp_path: Path
+) -> None:
+    """Training keeps what an evaluation writes; ``compare`` and ``report`` read it back."""
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": {}}}]
+    call = {"function": {"name": "clock", "arguments": {"zone": "UTC"}}}
+    calls = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    pairs = [
+        {"prompt": f"{word}?", "chosen": calls, "rejected": word, "tools": tools}
+        for word in tiny.WORDS[:8]
+    ]
+    held_out, run = write(tmp_path / "held_out.jsonl", *pairs), tmp_path / "run"
+    more = ["model.data.seq_length=512", "model.data.template=chatml"]
+    more += ["model.encoder_seq_length=512", "model.micro_batch_tokens=1024"]
+    settings = [*tiny.training(base, run, held_out, held_out), *more, "trainer.rm.max_steps=2"]
+    assert run_train(train_parser().parse_args(settings)) == 0
+    rewards, page = tmp_path / "rewards.jsonl", tmp_path / "report.html"
+    settings = [
+        f"rm_model_file={run / 'checkpoints' / 'megatron_gpt.nemo'}",
+        f"data.path={held_out}",
+        f"output_rewards={rewards}",
+    ]
+    evaluate(load_config(EvaluateConfig, settings))
+    rows = rows_of(rewards)
+    assert rows == rows_of(run / "heldout" / "validation-held_out.jsonl")
+    assert len(rows) == len(pairs)
+    for row in rows:
+        kept = read_text(row["texts"]["chosen"])
+        assert isinstance(kept, Conversation)
+        assert kept.tools == tools
+        assert kept.messages[-1] == calls[0]
+    # Another model's, which has every pair the other way round.
+    for row in rows:
+        row["rewards"] = dict(zip(("rejected", "chosen"), row["rewards"].values(), strict=True))
+    other, flips = write(tmp_path / "other.jsonl", *rows), tmp_path / "flips.jsonl"
+    compared = compare_files(rewards, other)
+    assert len(compared.flips) == len(pairs)
+    assert "clock" in render_compared(compared, ["a", "b"], show=1)
+    write_page([run, rewards, other], page)
+    assert "clock" in page.read_text(encoding="utf-8")
+    write_flips(flips, compared)
+    assert all(read_text(flip["chosen"]).tools == tools for flip in rows_of(flips))
 
 
 def test_evaluation_settings_that_contradict_each_other_are_refused() -> None:

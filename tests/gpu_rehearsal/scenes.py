@@ -32,7 +32,7 @@ from nemo_aligner.distributed.layout import (
 )
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models.layers import _RMSNorm
-from nemo_aligner.models.offload import Residence
+from nemo_aligner.models.offload import OffloadManager
 from nemo_aligner.models.reward_model import (
     build_reward_model,
     freeze_lower_layers,
@@ -74,7 +74,7 @@ PHASES = {
     "score": (RewardScorer, "score_token_lists"),
     "values": (CriticLearner, "values"),
     "critic step": (CriticLearner, "_train_step"),
-    "move": (Residence, "move"),
+    "move": (OffloadManager, "move"),
 }
 Found = dict[str, Any]
 

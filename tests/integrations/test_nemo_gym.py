@@ -131,7 +131,7 @@ def test_gym_gets_shaped_rewards_of_a_model_that_it_serves(
     np.testing.assert_allclose([answer["reward"] for answer in answers], wanted, atol=1e-5)
     assert (enough["reward"], enough["raw_reward"]) == (1.0, answers[0]["reward"])
     assert (refused["failure_kind"], refused["mask_sample"]) == (REFUSED, True)
-    assert "message 2: got '<|im_end|>'" in refused["failure_reason"]
+    assert "messages[1].content: got '<|im_end|>'" in refused["failure_reason"]
     end = time.monotonic() + 60
     while servers_that_clip() and time.monotonic() < end:
         time.sleep(0.2)

@@ -238,7 +238,7 @@ class TestInProcess:
             [{key: turn[key] for key in ("role", "content")} for turn in log] for log in self.LOGS
         ]
         weights = local._rewarder._weights
-        assert (weights is not None and not weights.is_here) == cpu_offload
+        assert (weights is not None and not weights.is_on_device) == cpu_offload
         with local._rewarder._weights_here():
             wanted = local._rewarder._scorer.score(bare)[:, 1]
         assert step.rewards[:2].tolist() == wanted.tolist()

@@ -177,7 +177,7 @@ def test_settings_of_ratings_that_cannot_be_are_refused() -> None:
         OrdinalBins: [
             ({"bins": 1}, "bins: got 1, wanted a whole number from 2 on"),
             ({"bins": 2.5}, "bins: got 2.5, wanted a whole number"),
-            ({"values": [1]}, "wanted 2 to 1000 numbers that go up"),
+            ({"values": [1]}, "wanted 2 to 1000 ascending numbers"),
             ({"values": [1, "2"]}, "wanted a list of numbers"),
             ({"values": 3}, "values: got 3, wanted a list of numbers"),
             ({"values": {"help": [0, 1]}}, "values: got those of ['help'], wanted ['help', 'br"),

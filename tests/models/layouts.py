@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from nemo_aligner.batch.packed import Group, PackedBatch, Records
 from nemo_aligner.checkpoint.nemo.reward_model import (
-    load_critic,
     load_pretrained,
     load_reward_model,
 )
@@ -27,7 +26,7 @@ from nemo_aligner.distributed.collectives import on_main
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.losses.pairwise import BradleyTerry
-from nemo_aligner.models.reward_model import wrap_for_training
+from nemo_aligner.models.reward_model import GPTRewardModel, wrap_for_training
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer, infer_values
 from nemo_aligner.training.optimizer.optimizer import build_optimizer
 from tests.families import SEQUENCES
@@ -105,6 +104,14 @@ def rewards(
     return everyone(infer(model, batches(), layout), layout)
 
 
+def load_critic(archive: Path, layout: ParallelLayout) -> GPTRewardModel:
+    """The model as a critic, whose head reads every token."""
+    loaded = load_pretrained(
+        archive, layout, num_attributes=1, precision=Precision.fp32, reads_every_token=True
+    )
+    return loaded.model
+
+
 def critic(archive: Path, layout: ParallelLayout) -> dict[str, Any]:
     """A critic's values, and the rewards of all beginnings."""
     beginnings = [sequence[:end] for sequence in LENGTHENED for end in range(1, len(sequence) + 1)]
@@ -117,7 +124,7 @@ def critic(archive: Path, layout: ParallelLayout) -> dict[str, Any]:
     return {
         "rewards": infer(model, [PackedBatch.pack(beginnings)], layout),
         "with_prefix": infer(model, packs[1:], layout),
-        "values": infer_values(load_critic(archive, layout).model, packs, layout),
+        "values": infer_values(load_critic(archive, layout), packs, layout),
     }
 
 

@@ -15,7 +15,6 @@ from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.checkpoint.merge import merge_checkpoints
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import (
-    load_critic,
     load_pretrained,
     load_reward_model,
     save_reward_model,
@@ -113,7 +112,6 @@ def test_head_is_kept_in_an_archive_and_a_reward_has_the_same_bits_alone(
         wanted = folder.store.read("model.rm_head.hidden.bias")
         assert ModelShape.from_config(folder.config).head == TWO_LAYERS
     torch.testing.assert_close(again.model.rm_head.hidden.bias, wanted, rtol=0, atol=0)
-    assert load_critic(archive, layout).model.reads_every_token
 
 
 def test_head_that_is_trained_on_is_the_same_or_a_new_one(archive: Path, layout: Any) -> None:

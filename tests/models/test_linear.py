@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_aligner.distributed import cpu_products
-from nemo_aligner.models.linear import in_pieces, invariant_linear
+from nemo_aligner.models.linear import in_chunks, invariant_linear
 
 
 def test_product_in_pieces_that_are_filled_up_and_cut_off() -> None:
@@ -19,7 +19,7 @@ def test_product_in_pieces_that_are_filled_up_and_cut_off() -> None:
         return 2 * piece
 
     x = torch.randn(70, 1, 3)
-    assert torch.equal(in_pieces(double, x, 32), 2 * x)
+    assert torch.equal(in_chunks(double, x, 32), 2 * x)
     assert seen == [(32, 1, 3)] * 3
 
 

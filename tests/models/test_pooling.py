@@ -12,10 +12,12 @@ import torch
 
 from nemo_aligner.batch.packed import Group, PackedBatch
 from nemo_aligner.checkpoint.nemo.reward_model import (
-    load_critic,
+    load_pretrained,
     load_reward_model,
     save_reward_model,
 )
+from nemo_aligner.config.common import Precision
+from nemo_aligner.contract.contract import check_plain_reading
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.turns import make_reply_marker, reply_start
 from nemo_aligner.models.reward_model import find_reply_rows, mean_of_replies
@@ -84,7 +86,13 @@ def test_mean_of_the_reply_is_what_the_head_gives_for_its_tokens(
     archive: Path, layout: Any
 ) -> None:
     scorer = load_scorer(archive, layout)
-    critic = load_critic(archive.with_name("last.nemo"), layout)
+    critic = load_pretrained(
+        archive.with_name("last.nemo"),
+        layout,
+        num_attributes=len(scorer.contract.attributes),
+        precision=Precision.fp32,
+        reads_every_token=True,
+    )
     marker = scorer.contract.reply_marker
     assert marker is not None
     for text, rewards in zip(TEXTS, scorer.score(TEXTS), strict=True):
@@ -126,7 +134,7 @@ def test_mean_of_the_reply_is_refused_by_what_reads_the_last_token(
     with pytest.raises(CheckpointError, match=message):
         export(archive, tmp_path / "out", layout)
     with pytest.raises(CheckpointError, match=message):
-        load_critic(archive, layout)
+        check_plain_reading(load_reward_model(archive, layout).contract, "critic.nemo", "a critic")
 
 
 def test_mean_of_the_reply_is_the_same_in_packs_of_any_size(archive: Path, layout: Any) -> None:

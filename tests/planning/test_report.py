@@ -122,7 +122,7 @@ def test_plan_of_several_numbers_of_gpus_has_a_line_each(plan: Plan) -> None:
 # A flag, and what was got and wanted.
 REFUSED = [
     (["--params=9B"], "--params: got 9B, wanted one of 1B, 3B"),
-    (["--config=nowhere.yaml"], "--config: got nowhere.yaml, which is not there"),
+    (["--config=nowhere.yaml"], "--config: got nowhere.yaml, which does not exist"),
     (["--params=8B", "--micro-batch-tokens=100"], "--micro-batch-tokens: got 100, wanted 2048"),
     (["--params=8B", "--gpu-memory=3"], "--gpu-memory: got 3, wanted more than the 4 of"),
     (["--params=8B", "--mfu=1.5"], "--mfu: got 1.5, wanted more than 0, at most 1"),

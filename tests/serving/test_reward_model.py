@@ -195,7 +195,7 @@ def test_turn_that_a_reply_forges_is_refused_alike_at_every_door(
     chat = [{"role": "user", "content": "why"}, {"role": "assistant", "content": FORGED}]
     row = {"prompt": "why", "response": FORGED}
     said = _refusals(model_server, scorer, archive, tmp_path, chat, row)
-    sentence = "message 2: got '<|im_end|>' at character 4, which the chat template writes around"
+    sentence = "messages[1].content: got '<|im_end|>' at character 4, which the chat template"
     assert {door: text for door, text in said.items() if sentence not in text} == {}
     # And what a tool has found, as a page of the web may hold anything.
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -204,7 +204,7 @@ def test_turn_that_a_reply_forges_is_refused_alike_at_every_door(
     chat = [*chat[:1], calling, result, {"role": "assistant", "content": "no"}]
     row = {"prompt": chat[:3], "response": "no"}
     said = _refusals(model_server, scorer, archive, tmp_path, chat, row)
-    sentence = sentence.replace("message 2", "message 3")
+    sentence = sentence.replace("messages[1]", "messages[2]")
     assert {door: text for door, text in said.items() if sentence not in text} == {}
 
 

@@ -120,15 +120,15 @@ def test_heldout_figures_stand_beside_what_length_alone_gives() -> None:
         "held out: validation-b",
         "  pearson_mean 0.61 (length of the reply alone: 0.3)  loss 0.9",
     ]
-    assert describe_heldout({}) == "held out: it was not validated"
+    assert describe_heldout({}) == "held out: not validated"
 
 
 def test_uneven_work_is_a_note_where_ranks_wait_for_it() -> None:
     for stages, found, notes in (
         (1, (1.04, 1.5), []),
         (2, (1.0, 1.04), []),
-        (1, (1.17, 1.5), ["the busiest rank has 17% more to do than the mean"]),
-        (2, (1.0, 1.5), ["the largest micro-batch has 50% more to do than the mean"]),
+        (1, (1.17, 1.5), ["the busiest rank has 17% more work than the mean"]),
+        (2, (1.0, 1.5), ["the largest micro-batch has 50% more work than the mean"]),
     ):
         config = TrainConfig()
         config.model.pipeline_model_parallel_size = stages
@@ -137,7 +137,7 @@ def test_uneven_work_is_a_note_where_ranks_wait_for_it() -> None:
         imbalance = Imbalance(*found)
         checkpoints = RunCheckpoints("checkpoints")
         said = describe_steps(config, data, 9, lambda steps, i=imbalance: i, checkpoints)  # type: ignore[arg-type]
-        lines = [line for line in said.splitlines() if "more to do" in line]
+        lines = [line for line in said.splitlines() if "more work" in line]
         assert lines == [f"note: in the first 9 steps {note}" for note in notes], (stages, found)
 
 

@@ -45,7 +45,7 @@ def test_dry_run_says_what_a_run_would_do_and_writes_nothing(folder: Path) -> No
         "best checkpoint by: validation-more/accuracy",
         "memory of the fullest rank, by arithmetic: 0.00 GiB (weights 0.00, ",
         "begins: a new run, at step 1",
-        "The run can begin, on 4 processes; nothing was written",
+        "The run can begin, on 4 processes. This dry run read no weights and wrote nothing.",
     ):
         assert part in said
     assert sorted(folder.rglob("*")) == before
@@ -96,7 +96,7 @@ def test_dry_run_says_where_a_run_goes_on_and_what_has_changed(
         f"begins: after step 2 of {tmp_path}/checkpoints/step_00000002, with 7 steps left" in said
     )
     assert "changed since: model.optim.lr: 0.001 -> 0.01" in said
-    assert "the last: it writes the model alone" in check(folder, run, two)
+    assert "the last: only the model will be written" in check(folder, run, two)
     with pytest.raises(AlignerError, match=r"model\.seed: the checkpoint has 1234, this run 5"):
         check(folder, run, "model.seed=5")
     with pytest.raises(AlignerError, match="resume_if_exists: got false"):
@@ -108,7 +108,7 @@ def test_dry_run_of_the_verb_is_for_as_many_processes_as_it_is_asked_about(folde
     layout = "model.tensor_model_parallel_size=2"
     done = tiny.run_verb("train", "--dry-run", "--processes=2", *settings(folder, layout))
     assert "TP=2 PP=1 DP=1" in done.stdout
-    assert done.stdout.endswith("nothing was written, and no weight was read.\n")
+    assert done.stdout.endswith("This dry run read no weights and wrote nothing.\n")
     assert not (folder / "run").exists()
     wrong = settings(folder, "pretrained_checkpoint.restore_from_path=nowhere.nemo")
     done = tiny.run_verb("train", "--dry-run", *wrong, check=False)

@@ -73,6 +73,19 @@ def test_loss_that_is_not_finite_is_traced_to_who_is_most_to_blame(records: Step
     assert f" on rank 0, from {lines}; " in refused(rewards, lambda got: got.square().sum())
 
 
+def test_loss_of_records_without_labels_says_which_label_they_lack(layout: ParallelLayout) -> None:
+    data = poisoned.dataset()
+    values = torch.ones(len(data), 2)
+    values[3, 1] = math.nan
+    labels = LabelColumns.of(["help", "margin"], values)
+    data = replace(data, records=replace(data.records, labels=labels))
+    step = StepRecords(7, range(8), [0] * 8, data, layout, torch.device("cpu"))
+    lossy = lambda got, of: (got.sum() + of.labels.values[:, 1].sum(), torch.tensor(1))  # noqa: E731
+    said = refusal(TrainingError, check_rewards, step, torch.zeros(16, 1), lossy)
+    assert "1 of its 1 records have no margin: a missing label is NaN" in said
+    assert "from pairs.jsonl:31; " in said
+
+
 def test_gradient_that_is_not_finite_is_traced(layout: ParallelLayout) -> None:
     data = poisoned.dataset((5,))
     (line,) = poisoned.lines(data)

@@ -185,7 +185,7 @@ def test_resume_of_two_ranks_that_were_stopped_killed_and_moved(
     assert "step_00000002, after 16 records" in goes_on.stdout
 
     assert ctrl_c.returncode == 0, ctrl_c.stderr
-    assert "step 2: the validation was left" in ctrl_c.stdout
+    assert "step 2: the validation was interrupted" in ctrl_c.stdout
     assert "stopped by Ctrl-C after step 2, which is saved" in ctrl_c.stdout
     assert goes_on_from(later) == 2
 

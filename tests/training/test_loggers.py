@@ -96,7 +96,7 @@ def test_logger_that_fails_ends_no_run_and_is_told_no_more(
     assert [call.args[1] for call in other.log_metrics.call_args_list] == [1, 2, 3]
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("failing: it hears no more of this run (OSError: the disk is full);")
+    assert line.startswith("failing: logging stopped (OSError: the disk is full);")
 
 
 def test_metrics_file_has_every_number_at_once_and_null_where_one_is_not_finite(

@@ -56,7 +56,7 @@ def test_signal_stops_a_run_that_trains(said: list[str]) -> None:
         assert [signal.getsignal(each) for each in CODES] == before
         assert signal.set_wakeup_fd(-1) == -1
         assert said == [
-            f"{name}: stopping; the step under way is finished and saved first "
+            f"{name}: stopping after the current step, which is saved first "
             "(Ctrl-C again leaves at once)"
         ]
 
@@ -102,7 +102,7 @@ def test_signal_after_the_last_step_leaves_the_model_to_be_written(said: list[st
         os.kill(os.getpid(), signal.SIGINT)
         wait_for(lambda: said)
     assert said == [
-        "Ctrl-C: training is over, and its model is still written (Ctrl-C again leaves at once)"
+        "Ctrl-C: training is over; the model is still written (Ctrl-C again leaves at once)"
     ]
 
 
@@ -161,7 +161,7 @@ def test_ctrl_c_in_a_program_raises_and_leaves_the_process(
         os.kill(os.getpid(), signal.SIGINT)
         wait_for(lambda: stop.reason)
         now += 1.5
-        with pytest.raises(KeyboardInterrupt, match="what was not saved is lost"):
+        with pytest.raises(KeyboardInterrupt, match="unsaved work is lost"):
             os.kill(os.getpid(), signal.SIGINT)
     assert codes == []
 

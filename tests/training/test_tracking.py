@@ -104,7 +104,7 @@ def test_service_that_fails_does_not_end_the_run_and_hears_of_the_next(
     losses = [(step, {"loss": step}) for step in (1, 2, 3, 4)]
     run(tmp_path, 0, losses[0], (2, {"loss": 2, "bad": 1}), *losses[2:])
     said = capsys.readouterr().out
-    assert said.startswith("wandb: it hears no more of this run (OSError: no route to host);")
+    assert said.startswith("wandb: logging stopped (OSError: no route to host);")
     assert said.count("\n") == 1
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
     run(tmp_path, 1, *losses[1:3])

@@ -59,6 +59,9 @@ class Diary:
         self.reach("end of validation")
         return {self.monitor: self.values.get(self.step, 0.5)}
 
+    def latest(self) -> Saved | None:
+        return Saved(Path("somewhere"), self.saved[-1]) if self.saved else None
+
     def leader(self) -> Saved | None:
         known = [state for state in self.saved if self.monitor in state.metrics]
         return Saved(Path("somewhere"), known[0]) if known else None
@@ -232,7 +235,7 @@ def test_trainer_that_is_stopped_saves_says_why_and_makes_up_what_was_due_once(
     assert left.events == ["train 0", "train 1", "validate 2", "save 2", "publish 2"]
     assert left.saved[0].metrics == {}
     assert "timing/validation/total_validation_time" not in left.logged[2]
-    assert "step 2: the validation was left" in capsys.readouterr().out
+    assert "step 2: the validation was interrupted" in capsys.readouterr().out
     # Before the first step there is nothing to save.
     left = Diary(when=("validation", 0))
     assert fit(left, 5, val_before_training=True) is not None
@@ -247,10 +250,12 @@ def test_trainer_does_not_save_a_broken_step() -> None:
             return super().train_step(step)
 
     diary = Broken()
-    with pytest.raises(TrainingError, match="step 3"):
+    with pytest.raises(TrainingError, match=r"step 3: not finite; .* checkpoint of step 2"):
         fit(diary, 5, val_check_interval=1, save_interval=1)
     assert [state.step for state in diary.saved] == [1, 2]
     assert diary.events[-1] == "publish 2"
+    with pytest.raises(TrainingError, match="step 3: not finite; this run has no checkpoint"):
+        fit(Broken(), 5, val_check_interval=5, save_interval=5)
 
 
 def test_trainer_tells_of_a_skipped_step_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:

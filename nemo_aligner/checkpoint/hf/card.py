@@ -136,7 +136,7 @@ def _raw(text: str, contract: ScoringContract) -> str:
 
 def _offsets(contract: ScoringContract) -> str:
     if not any(contract.label_means):
-        return "The logits are the rewards; nothing is to be added, and no sigmoid applied."
+        return "The logits are the rewards: add nothing to them, and apply no sigmoid."
     return (
         "**The logits alone are not the rewards.** The rule adds a constant to each, the mean of "
         "its labels, and the head of a `ForSequenceClassification` has no bias to keep it. Add "
@@ -189,7 +189,7 @@ def _statistics(contract: ScoringContract) -> str:
 
 
 def _training(archive: Path) -> Iterator[str]:
-    """What the checkpoints say that a run keeps beside its archive."""
+    """Describe the training, from the checkpoints that a run keeps beside its archive."""
     states = [
         json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(archive.resolve().parent.glob("step_*/run_state.json"))
@@ -218,5 +218,5 @@ def _training(archive: Path) -> Iterator[str]:
 
 
 def _number(value: float | None) -> str:
-    """Of a metric, which may have had no value on its data."""
+    """Format the value of a metric; "" if it had none on its data."""
     return "" if value is None else f"{value:.4g}"

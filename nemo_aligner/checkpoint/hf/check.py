@@ -1,4 +1,4 @@
-"""Whether a written Hugging Face folder gives a reward model's token ids and rewards."""
+"""Check of a written Hugging Face folder against the reward model it was made from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nemo_aligner.models.step import gather_rewards, infer
 from nemo_aligner.utils.errors import CheckpointError, DataError
 
 TOLERANCE = 1e-4
-_RELATIVE_TOLERANCE = 1e-5  # of rewards so large that fp32 is no better
+_RELATIVE_TOLERANCE = 1e-5  # for rewards so large that fp32 is no more precise
 _LONGEST = 512
 
 
@@ -48,27 +48,27 @@ TEXTS: tuple[Text, ...] = (
 
 
 def encode_texts(contract: ScoringContract, tokenizer: Tokenizer) -> list[tuple[Text, list[int]]]:
-    """The texts that the contract takes, with their token ids at full length."""
+    """Select the texts that the contract accepts, with their token ids at full length."""
     texts = []
     for text in TEXTS:
         try:
             texts.append((text, contract.tokenize(tokenizer, [text])[0]))
         except DataError:
-            continue  # there is no chat template, or none that writes this conversation
+            continue  # there is no chat template, or it refuses this conversation
     if not texts:
-        raise CheckpointError("the scoring contract takes none of the texts that are to be checked")
+        raise CheckpointError("the scoring contract accepts none of the texts to be checked")
     return texts
 
 
 def cut(token_ids: Sequence[int], seq_length: int) -> list[int]:
-    """The end of a text, so long that a check does not take long."""
+    """Cut a text to its end, so that a check stays short."""
     return list(token_ids[-min(seq_length, _LONGEST) :])
 
 
 def our_logits(
     model: GPTRewardModel, token_lists: Sequence[list[int]], layout: ParallelLayout
 ) -> Tensor:
-    """What the head gives for each, ``[N, A]`` float32, label means not added."""
+    """Compute the head's outputs ``[N, A]`` float32, without the contract's label means."""
     packs = pack_sequences(token_lists, sum(map(len, token_lists)))  # the weights are read once
     attributes = model.rm_head.weight.size(0)
     shape = (len(token_lists), attributes)
@@ -76,11 +76,11 @@ def our_logits(
 
 
 def architecture_of(model_type: str) -> str:
-    """The class of transformers that is a reward model of this type."""
+    """Class of transformers for a reward model of this type."""
     from transformers import CONFIG_MAPPING
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
 
-    # Also what was registered with its Auto classes, by somebody's own family.
+    # Includes classes that third-party families registered with transformers' Auto classes.
     try:
         found: Any = CLASSES[CONFIG_MAPPING[model_type]]
     except KeyError as error:
@@ -93,18 +93,19 @@ def architecture_of(model_type: str) -> str:
 def check_folder(
     folder: Path, contract: ScoringContract, texts: Sequence[tuple[Text, list[int]]], logits: Tensor
 ) -> float:
-    """Load ``folder`` by transformers, and compare; the largest difference of a logit.
+    """Load ``folder`` with transformers and compare; returns the largest difference of a logit.
 
-    ``logits`` are ``[N, A]``, of every text's token ids after ``cut``.
+    Args:
+        logits: ``[N, A]``, for every text's token ids after ``cut``.
 
     Raises:
-        CheckpointError: transformers does not load it, makes other token ids, or other logits by
-            more than 1e-4 and 1e-5 of them in fp32; alone, or padded beside a longer one.
+        CheckpointError: transformers cannot load it, makes other token ids, or its logits in fp32
+            differ by more than 1e-4 plus 1e-5 of their size, alone or padded beside a longer text.
     """
     try:
         tokenizer, model = _load(folder)
-    except Exception as error:  # a library that is not ours, and files that may be wrong
-        raise CheckpointError(f"transformers does not load what was written: {error}") from error
+    except Exception as error:  # third-party code on files that may be wrong
+        raise CheckpointError(f"transformers cannot load what was written: {error}") from error
     pad_id = json.loads((folder / "config.json").read_text(encoding="utf-8"))["pad_token_id"]
     if tokenizer.pad_token_id != pad_id:
         raise CheckpointError(f"pad token: got id {tokenizer.pad_token_id}, wanted {pad_id}")
@@ -118,7 +119,7 @@ def compare(
     texts: Sequence[tuple[Text, list[int]]],
     logits: Tensor,
 ) -> float:
-    """``check_folder`` of what was loaded from it."""
+    """Compare a tokenizer and a model that were loaded from a folder; see ``check_folder``."""
     _check_ids(tokenizer, contract, texts)
     token_lists = [cut(ids, contract.seq_length) for _, ids in texts]
     alone = torch.cat([_their_logits(model, tokenizer, [ids]) for ids in token_lists])
@@ -138,7 +139,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
 
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    # In the dtype of the files, which are then mapped and not copied.
+    # In the dtype of the files, which are then mapped instead of copied.
     model, report = AutoModelForSequenceClassification.from_pretrained(
         folder, dtype="auto", local_files_only=True, output_loading_info=True
     )
@@ -146,7 +147,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
     if lost:
         raise CheckpointError(f"tensors do not match: {', '.join(map(str, lost))}")
     model = model.to(current_device()).eval()
-    # fp32 in the files, and the body's dtype in what was loaded.
+    # The files have the head in fp32; transformers has cast it to the body's dtype.
     model.score.weight.data = open_source(folder).tensors[HF_HEAD].read().to(model.device)
     compute_in_fp32(model)
     return tokenizer, model
@@ -167,7 +168,7 @@ def _check_logits(
     how: str, got: Tensor, logits: Tensor, texts: Sequence[tuple[Text, list[int]]]
 ) -> None:
     difference = (got - logits).abs()
-    # Not a number is no number that is small enough.
+    # Written so that NaN fails.
     wrong = ~(difference <= TOLERANCE + _RELATIVE_TOLERANCE * logits.abs())
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
@@ -178,7 +179,7 @@ def _check_logits(
 
 
 def _their_ids(tokenizer: Any, contract: ScoringContract, text: Text) -> list[int]:
-    """As the model card says it."""
+    """Tokenize a text as the model card says."""
     if not isinstance(text, str):
         text = tokenizer.apply_chat_template(text, tokenize=False)
         return tokenizer(text, add_special_tokens=False).input_ids
@@ -197,22 +198,24 @@ def _their_logits(model: Any, tokenizer: Any, token_lists: list[list[int]]) -> T
     return output.logits.float().cpu()
 
 
-# A model larger than memory, run for a check: each layer's weights are there while it runs.
+# Models larger than memory: weights of a layer are loaded only while it runs.
 
 
 def read_as_it_runs(model: GPTRewardModel, read: Callable[[str, int | None], Tensor]) -> None:
-    """Fill ``model``, of one process, with what ``read`` gives; a layer whenever it is called.
+    """Run ``model``, of one process, with each layer's weights read when it is called.
 
-    ``read`` gives a whole tensor, in any dtype, by its name in ``decoder_tensors``, of a layer by
-    its number. Afterwards a layer is empty again, so that the model holds what is outside the
-    layers, and one of them. It can be run and not trained.
+    Weights outside the layers are read at once. A layer is empty again afterwards, so that at most
+    one is in memory. The model can run, but not be trained.
+
+    Args:
+        read: gives a whole tensor, in any dtype, by its name in ``decoder_tensors`` and its layer.
     """
     parameters = dict(model.named_parameters())
     of_layer: dict[int | None, list[tuple[torch.nn.Parameter, str]]] = defaultdict(list)
     entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
     for name, entry in entries.items():
         if name not in parameters:
-            continue  # opaque state of TransformerEngine
+            continue  # TransformerEngine's opaque _extra_state
         number, _, rest = entry.key.removeprefix(LAYERS).partition(".")
         is_inside = entry.key.startswith(LAYERS)
         layer, key = (int(number), rest) if is_inside else (None, entry.key)
@@ -234,9 +237,9 @@ def read_as_it_runs(model: GPTRewardModel, read: Callable[[str, int | None], Ten
 
 
 def compute_in_fp32(model: torch.nn.Module) -> None:
-    """Have every module of ``model`` compute with its own weights in fp32, made as it runs.
+    """Make every module of ``model`` compute in fp32, casting its own weights while it runs.
 
-    It gives what ``model.float()`` would, and needs its memory for one module at a time.
+    Same results as ``model.float()``, with fp32 memory for one module at a time.
     """
     for module in model.modules():
         stored = {

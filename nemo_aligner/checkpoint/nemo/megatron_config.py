@@ -1,4 +1,4 @@
-"""NeMo 2, Megatron-Bridge and Megatron-LM: their settings in the terms of ``model_config.yaml``.
+"""Settings of NeMo 2, Megatron-Bridge and Megatron-LM, translated to ``model_config.yaml``.
 
 Checked against public sources: NeMo's ``LlamaConfig`` classes and its YAML writer, a
 ``run_config.yaml`` that Megatron-Bridge printed, megatron-core 0.16's ``TransformerConfig``, and
@@ -15,15 +15,15 @@ from nemo_aligner.utils.errors import CheckpointError, shown
 Config = Mapping[str, Any]
 
 _NORMS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
-# (gated, the activation function's name) -> NeMo's name for both. NeMo's openai_gelu and
-# megatron-core's fast_gelu are the one with tanh, as Gemma has it; torch's plain gelu is another.
+# (gated, name of the activation function) -> NeMo's name for both. NeMo's openai_gelu and
+# megatron-core's fast_gelu are the tanh approximation, as in Gemma; torch's gelu is exact.
 _ACTIVATIONS = {
     (True, "silu"): "fast-swiglu",
     (True, "openai_gelu"): "geglu",
     (True, "fast_gelu"): "geglu",
     (False, "squared_relu"): "squared-relu",
 }
-# Settings that change what a model computes, and the only value of each that is built here.
+# Settings that change what a model computes, and the values supported for each.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
     "apply_residual_connection_post_layernorm": (False, None),
@@ -49,8 +49,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_mup": (False, None),
     "window_attn_skip_freq": (None,),
 }
-# Gemma 2's. NeMo's windows are in the layers where Google's model has none, so it is not read;
-# final_logit_softcapping is not here, as it changes no hidden state.
+# Gemma 2's settings. NeMo applies the window in the layers where Google's model has none, so it is
+# not read. final_logit_softcapping is not listed, because it changes no hidden state.
 _NEUTRAL_IN_ATTENTION: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None, 0),
     "query_pre_attn_scalar": (None,),
@@ -66,18 +66,18 @@ _ROPE_KEYS = ("scale_factor", "low_freq_factor", "high_freq_factor", "old_contex
 
 
 def from_transformer_config(model: Config, where: str) -> dict[str, Any]:
-    """From the fields of megatron-core's ``TransformerConfig`` and ``GPTModel``, by their names.
+    """Translate fields of megatron-core's ``TransformerConfig`` and ``GPTModel``.
 
-    A class or function is a mapping with ``_target_``, of which the last name counts.
+    A class or function is a mapping with ``_target_``, whose last name is compared.
 
     Raises:
-        CheckpointError: a setting is missing, or has a value that is not built here.
+        CheckpointError: a setting is missing, or has an unsupported value.
     """
     by_class = _gemma(model, where)
     _check_neutral({**_NEUTRAL, **_NEUTRAL_IN_ATTENTION}, model, where)
     gated, function = bool(model.get("gated_linear_unit")), _name(model.get("activation_func"))
     config = {
-        "position_embedding_type": "learned_absolute",  # GPTModel's own default
+        "position_embedding_type": "learned_absolute",  # GPTModel's default
         **{key: model[key] for key in _SAME if model.get(key) is not None},
         "encoder_seq_length": model.get("seq_length"),
         "max_position_embeddings": model.get("max_position_embeddings", model.get("seq_length")),
@@ -96,7 +96,7 @@ def from_transformer_config(model: Config, where: str) -> dict[str, Any]:
 
 
 def from_arguments(arguments: Config, where: str) -> dict[str, Any]:
-    """From the arguments of Megatron-LM's training script, as ``common.pt`` holds them."""
+    """Translate the arguments of Megatron-LM's training script, from ``common.pt``."""
     model = dict(arguments)
     model["layernorm_epsilon"] = arguments.get("norm_epsilon", arguments.get("layernorm_epsilon"))
     model["layernorm_zero_centered_gamma"] = bool(arguments.get("apply_layernorm_1p"))
@@ -117,13 +117,13 @@ def from_arguments(arguments: Config, where: str) -> dict[str, Any]:
 
 
 def check_nemo1(config: Config, where: str) -> None:
-    """Refuse what NeMo 1 would hand on to megatron-core, and nothing here reads.
+    """Refuse settings that NeMo 1 passes on to megatron-core and that this package ignores.
 
-    NeMo 1 sets every field of ``TransformerConfig`` that its settings name, and then those of a
-    section of its own.
+    NeMo 1 sets every field of ``TransformerConfig`` that its settings name, then those of the
+    section ``mcore_customization_config``.
 
     Raises:
-        CheckpointError: a setting has a value that is not built here.
+        CheckpointError: a setting has an unsupported value.
     """
     _check_neutral(_NEUTRAL, config, where)
     section = config.get(_CUSTOMIZATION) or {}
@@ -156,7 +156,7 @@ def _one_of(names: Mapping[Any, str], value: Any, key: str, where: str) -> str:
 
 
 def _rope(model: Config) -> dict[str, Any]:
-    """Llama 3's scaling: four fields of NeMo's and Bridge's Llama 3.1, or megatron-core's two."""
+    """Translate Llama 3's rope scaling: NeMo's and Bridge's four fields, or megatron-core's two."""
     if model.get("scale_factor") is not None:
         given = {key: model[key] for key in _ROPE_KEYS if model.get(key) is not None}
         return {"scale_positional_embedding": True, **given}
@@ -167,7 +167,7 @@ def _rope(model: Config) -> dict[str, Any]:
 
 
 def _gemma(model: Config, where: str) -> dict[str, Any]:
-    """What NeMo and Bridge add to a Gemma by its class, and not by a field."""
+    """Settings that NeMo and Bridge imply by a Gemma's class rather than by a field."""
     kind = str(_name(model.get("_target_")) or "")
     if "Gemma" not in kind:
         return {}

@@ -1,5 +1,9 @@
-"""Open a .nemo archive or a folder of Megatron weights (settings, weights, tokenizer), and write
-one.
+"""Checkpoints of NeMo and Megatron: opening any of them, and writing ``.nemo`` archives.
+
+``open_nemo`` opens archives of this package; NeMo 1.x and NeMo-Aligner archives (tar or tar.gz, or
+unpacked; weights as torch_dist or zarr); NeMo 2 folders (``weights/`` and ``context/``); folders of
+Megatron-LM and Megatron-Bridge (``iter_0000100/``, or the one above). Each gives a ``NemoFolder``;
+see docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -48,14 +52,14 @@ from nemo_aligner.distributed.collectives import barrier, gather_objects
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
 
-# What lies in an opened checkpoint of NeMo or Megatron: its settings, weights and tokenizer.
+# An opened checkpoint: its settings, weights and tokenizer.
 
 CONFIG_NAME = "model_config.yaml"
 WEIGHTS_NAME = "model_weights"
 TOKENIZER_NAME = "tokenizer"
 CONTRACT_NAME = "scoring_contract.json"
 _LEGACY_WEIGHTS = ("model_weights.ckpt", "mp_rank_*", "tp_rank_*")
-# What NeMo builds where a key is missing; this package writes them all.
+# NeMo's defaults for missing keys; this package writes all of them.
 _NEMO_DEFAULTS = {
     "normalization": "layernorm",
     "activation": "gelu",
@@ -63,7 +67,7 @@ _NEMO_DEFAULTS = {
     "position_embedding_type": "learned_absolute",
 }
 _PLAIN = (bool, int, float, str, type(None))
-# Of NeMo, and the last one of Megatron-LM; where none is stated, the tokenizer counts.
+# Keys of NeMo and, last, of Megatron-LM; without any the tokenizer decides.
 _VOCABULARY_KEYS = ("vocab_size", "override_vocab_size", "padded_vocab_size")
 _TRACKER = "latest_checkpointed_iteration.txt"
 _RUN_CONFIG = "run_config.yaml"
@@ -73,9 +77,9 @@ _HF_CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 
 @dataclass(frozen=True)
 class NemoFolder:
-    """An unpacked archive; nothing in it is trusted, and nothing in it is unpickled here.
+    """An unpacked archive. Nothing in it is trusted, and nothing is unpickled here.
 
-    ``given_tokenizer`` and ``given_config`` stand for what the checkpoint lacks, or has in a form
+    ``given_tokenizer`` and ``given_config`` replace what the checkpoint lacks, or has in a form
     that is not read.
     """
 
@@ -86,7 +90,7 @@ class NemoFolder:
 
     @property
     def prefix(self) -> str:
-        """What the names of the stored tensors begin with."""
+        """Prefix of the stored tensors' names."""
         return PREFIX
 
     @cached_property
@@ -99,9 +103,9 @@ class NemoFolder:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The model's settings by the keys of ``model_config.yaml``, with ``vocab_size``.
+        """Settings of the model by the keys of ``model_config.yaml``, with ``vocab_size``.
 
-        A config of NeMo's own has none: there it is ``override_vocab_size``, or the tokenizer's.
+        NeMo's own configs lack the latter: it is ``override_vocab_size``, or the tokenizer's.
         """
         config = self._stated
         if config.get("vocab_size") is not None:
@@ -116,7 +120,7 @@ class NemoFolder:
 
     @cached_property
     def _vocabulary(self) -> tuple[Any, str]:
-        """Its size, and who says it."""
+        """Size of the vocabulary, and where it is from."""
         for key in _VOCABULARY_KEYS:
             if self._stated.get(key) is not None:
                 return self._stated[key], f"by {key}"
@@ -124,12 +128,12 @@ class NemoFolder:
 
     @property
     def vocab_size_from(self) -> str:
-        """Who says how large the vocabulary is; rows past it are padding."""
+        """Source of the vocabulary's size; rows past it are padding."""
         return self._vocabulary[1]
 
     @property
     def weights(self) -> Path:
-        """The distributed checkpoint's folder."""
+        """Folder of the distributed checkpoint."""
         folder = self.root / WEIGHTS_NAME
         if folder.is_dir():
             return folder
@@ -143,12 +147,12 @@ class NemoFolder:
 
     @cached_property
     def store(self) -> TensorStore:
-        """What is in ``weights``, opened once."""
+        """Tensors in ``weights``, opened once."""
         return open_weights(self.weights)
 
     @cached_property
     def tensors(self) -> StoredTensors:
-        """Name (without the prefix) -> (shape, dtype) of every tensor that is a weight."""
+        """Shape and dtype of every weight by its name without the prefix."""
         return {
             name.removeprefix(self.prefix): entry
             for name, entry in self.store.tensors.items()
@@ -157,17 +161,17 @@ class NemoFolder:
 
     @property
     def tokenizer(self) -> Path:
-        """The tokenizer's folder."""
+        """Folder of the tokenizer."""
         return self.given_tokenizer or self._own_tokenizer()
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer; errors name the checkpoint, which may be unpacked elsewhere."""
+        """Load the tokenizer; errors name the checkpoint, which may be unpacked elsewhere."""
         path = self.tokenizer
         return load_tokenizer(path, f"{self.source}: {path.name}")
 
     @cached_property
     def contract(self) -> dict[str, Any] | None:
-        """``scoring_contract.json``, or None in an archive that is no reward model of ours."""
+        """Contents of ``scoring_contract.json``; None in other archives than our reward models."""
         path = self.root / CONTRACT_NAME
         return read_json(path, f"{self.source}: {CONTRACT_NAME}") if path.is_file() else None
 
@@ -200,7 +204,7 @@ class NemoFolder:
         raise self._no_tokenizer(f"none in {usual}")
 
     def _transformer_config(self, name: str, key: str) -> dict[str, Any]:
-        """The section ``key`` of a file, in which megatron-core's own settings are."""
+        """Read megatron-core's settings from the section ``key`` of a YAML file."""
         where = f"{self.source}: {name}"
         section = read_yaml(self.root / name, where).get(key)
         if not isinstance(section, dict):
@@ -215,7 +219,7 @@ class NemoFolder:
 
 
 class Nemo2Folder(NemoFolder):
-    """``weights/`` and ``context/`` of NeMo 2: settings are nemo-run's YAML, and none is run."""
+    """``weights/`` and ``context/`` of NeMo 2; nemo-run's YAML is read as data, and not run."""
 
     @property
     def prefix(self) -> str:
@@ -264,7 +268,7 @@ class MegatronFolder(NemoFolder):
 
 
 def _as_plain(value: Any) -> Any:
-    """What a setting may be; another object, such as a tensor, stands as its text: it fits none."""
+    """Keep a plain setting; another object, such as a tensor, becomes text that fits no setting."""
     parts = value if type(value) in (list, tuple) else (value,)
     return value if all(type(part) in _PLAIN for part in parts) else shown(value)
 
@@ -278,7 +282,7 @@ def _existing(folder: Path, source: Path) -> Path:
 def folder_of(
     root: Path, source: Path, tokenizer: Path | None = None, config: Path | None = None
 ) -> NemoFolder:
-    """The checkpoint in a folder, whoever wrote it; ``source`` names it in errors.
+    """Find the checkpoint in a folder, whoever wrote it; ``source`` names it in errors.
 
     Raises:
         CheckpointError: there is none of NeMo or Megatron.
@@ -288,7 +292,7 @@ def folder_of(
 
 
 def _kind_of(root: Path, source: Path) -> tuple[type[NemoFolder], Path]:
-    """Whose checkpoint it is, and in which folder of ``root``."""
+    """Detect the format of a checkpoint, and its folder within ``root``."""
     if (root / CONFIG_NAME).is_file():
         return NemoFolder, root
     refuse_run(root, source)
@@ -306,7 +310,7 @@ def _kind_of(root: Path, source: Path) -> tuple[type[NemoFolder], Path]:
 
 
 def refuse_hugging_face(path: Path, source: Path) -> None:
-    """Say where a Hugging Face folder or a GGUF file goes that was given for one of NeMo's.
+    """Raise for a Hugging Face folder or a GGUF file, and name the verb that converts it.
 
     ``source`` names it in errors.
 
@@ -324,7 +328,7 @@ def refuse_hugging_face(path: Path, source: Path) -> None:
 
 
 def refuse_adapter(folder: Path, source: Path) -> None:
-    """Say what a LoRA adapter lacks; raises as ``refuse_hugging_face`` does."""
+    """Raise for a LoRA adapter without its base; raises as ``refuse_hugging_face``."""
     if (folder / _ADAPTER_CONFIG).is_file() and not (folder / _HF_CONFIG).is_file():
         raise CheckpointError(
             f"{source}: got an adapter ({_ADAPTER_CONFIG}), wanted a whole model; merge it into "
@@ -339,12 +343,7 @@ def _tracked(root: Path) -> str:
     return step if step == "release" else f"iter_{int(step):07d}"
 
 
-# The .nemo archive, and every other folder of Megatron's weights that opens like one.
-#
-# ``open_nemo`` opens what this package writes; NeMo 1.x and NeMo-Aligner archives (tar or tar.gz,
-# or unpacked; weights as torch_dist or zarr); NeMo 2 folders (``weights/`` and ``context/``);
-# folders of Megatron-LM and Megatron-Bridge (``iter_0000100/``, or the one above them). All give a
-# ``NemoFolder``; see docs/checkpoints.md.
+# Opening: unpacked once per host, and checked before any use.
 
 
 @contextmanager
@@ -355,19 +354,20 @@ def open_nemo(
     tokenizer: str | Path | None = None,
     config: str | Path | None = None,
 ) -> Iterator[NemoFolder]:
-    """Open a checkpoint of NeMo or Megatron for reading; see the top of this file for which.
+    """Open a checkpoint of NeMo or Megatron for reading.
 
-    Without weights, ``NemoFolder.weights`` may not be asked for, and little is unpacked. A folder
-    ``tokenizer`` and a file ``config`` stand for the checkpoint's own.
+    Where torch.distributed is initialised every rank must call it. One rank of each host unpacks
+    an archive into the temporary directory, and removes it when all have left the block (or when
+    its process ends, if one of several fails). It also reads all weights once, so that damage is
+    found before any is used.
 
-    Where torch.distributed is initialised every rank must call it: one rank of each host unpacks
-    an archive, into the temporary directory, and the folder is gone when all have left the block,
-    or with that rank's process where one of several fails. It also reads all weights once, so that
-    damage is known before any is used.
+    Args:
+        with_weights: without, little is unpacked, and ``NemoFolder.weights`` must not be used.
+        tokenizer: folder that replaces the checkpoint's own tokenizer.
+        config: file that replaces the checkpoint's own settings.
 
     Raises:
-        CheckpointError: no such archive, an unsafe member, one without the parts that count, or one
-            that is damaged.
+        CheckpointError: no such archive, an unsafe member, a missing part, or damaged data.
     """
     path = Path(path)
     given = [None if part is None else Path(part) for part in (tokenizer, config)]
@@ -382,7 +382,7 @@ def open_nemo(
     try:
         yield opened(root) if prepared is None else prepared.folder
     except BaseException:
-        if not has_peers:  # else some may still read in it
+        if not has_peers:  # a failing rank's peers may still be reading
             _remove(root, path)
         raise
     if has_peers:
@@ -392,20 +392,20 @@ def open_nemo(
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A checkpoint whose content was found whole, and the folder that it was unpacked to."""
+    """A checked checkpoint, and the folder that it was unpacked to."""
 
     root: Path
     folder: NemoFolder
 
 
 def _remove(root: Path, path: Path) -> None:
-    """The folder that this process unpacked; one that was given stays, whoever made it."""
+    """Remove a folder that this process unpacked; a folder that was given stays."""
     if root != path:
         remove_temporary(root)
 
 
 def _prepare(path: Path, with_weights: bool, opened: Callable[[Path], NemoFolder]) -> _Prepared:
-    """Unpack an archive, or take the folder itself; its content is found whole."""
+    """Unpack an archive, or take the folder itself, and check its contents."""
 
     def wanted(name: PurePosixPath) -> bool:
         return with_weights or WEIGHTS_NAME not in name.parts
@@ -426,7 +426,7 @@ def _prepare(path: Path, with_weights: bool, opened: Callable[[Path], NemoFolder
 
 
 def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepared | None, Path]:
-    """What ``prepare`` gave, on the one rank of a host that called it; and the folder, on all."""
+    """Call ``prepare`` on one rank of each host; returns its result there, the folder on all."""
     if not dist.is_initialized():
         prepared = prepare()
         return prepared, prepared.root
@@ -450,15 +450,15 @@ def _outcome(prepare: Callable[[], _Prepared]) -> tuple[_Prepared | None, str | 
         return None, str(error)
 
 
-# Write a ``.nemo`` archive, whole or not at all.
+# Writing.
 
 
 @contextmanager
 def scratch_beside(output: Path) -> Iterator[Path]:
-    """A folder on the disk of ``output``, which is to be new; it is gone afterwards.
+    """Temporary folder on the disk of ``output``, which must not exist yet.
 
     Raises:
-        CheckpointError: ``output`` exists, or nothing can be written where it is to be.
+        CheckpointError: ``output`` exists, or its folder is not writable.
     """
     if output.exists():
         raise CheckpointError(f"{output}: it exists, wanted the name of a new one")
@@ -482,15 +482,18 @@ def write_nemo(
 ) -> None:
     """Write an archive that appears whole or not at all; one process calls it.
 
-    ``weights`` and ``tokenizer`` are folders. The config's ``tokenizer.type`` is set to
-    ``nemo:tokenizer``, NeMo's way to point into the archive. The last file, ``checksums.json``, has
-    the sha256 of every other.
+    The config's ``tokenizer.type`` is set to ``nemo:tokenizer``, NeMo's way to point into the
+    archive. The last member, ``checksums.json``, has the sha256 of every other.
+
+    Args:
+        weights: folder of a distributed checkpoint.
+        tokenizer: folder of a tokenizer.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer_config = {"library": "huggingface", "type": f"nemo:{TOKENIZER_NAME}"}
     config = {**config, "tokenizer": tokenizer_config}
-    partial = path.with_name(f".{path.name}.partial")  # a killed write leaves it to the next
+    partial = path.with_name(f".{path.name}.partial")  # a killed write's is overwritten
     try:
         with partial.open("wb") as stream:
             with _SummingTar(fileobj=stream, mode="w", dereference=True) as archive:
@@ -509,7 +512,7 @@ def write_nemo(
 
 
 class _SummingTar(tarfile.TarFile):
-    """A tar in the making that knows the sha256 of what it was given, by name."""
+    """Tar writer that records the sha256 of each member by name."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -517,7 +520,7 @@ class _SummingTar(tarfile.TarFile):
 
     def add_text(self, name: str, text: str) -> None:
         data = text.encode()
-        if len(data) > MAX_TEXT_BYTES:  # it could not be read again
+        if len(data) > MAX_TEXT_BYTES:  # the reader would refuse it
             raise CheckpointError(f"{name}: {len(data)} bytes, wanted at most {MAX_TEXT_BYTES}")
         member = tarfile.TarInfo(f"./{name}")
         member.size = len(data)
@@ -533,7 +536,7 @@ class _SummingTar(tarfile.TarFile):
 
 
 class _Summed:
-    """A file whose sha256 is taken as it is read."""
+    """File that hashes what is read from it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -552,7 +555,7 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Wait until the file, or the folder's list of names, is on the disk."""
+    """Fsync a file, or a folder's directory entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -560,18 +563,15 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-# A model's config, wherever it lies, without its weights.
-
-
 def read_model_config(path: Path) -> Mapping[str, Any]:
-    """A model_config.yaml, or that of a .nemo archive or of the folder it unpacks to.
+    """Read a model's config from a YAML file, a .nemo archive, or the folder it unpacks to.
 
     Raises:
-        ConfigError: it is not there, or no YAML mapping.
-        CheckpointError: an archive or a folder that cannot be read.
+        ConfigError: it does not exist, or is no YAML mapping.
+        CheckpointError: an archive or a folder cannot be read.
     """
     if not path.exists():
-        raise ConfigError(f"config: got {path}, which is not there")
+        raise ConfigError(f"config: got {path}, which does not exist")
     if path.suffix == ".nemo" or path.is_dir():
         with open_nemo(path, with_weights=False) as folder:
             return folder.config

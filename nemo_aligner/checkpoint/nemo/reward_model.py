@@ -1,4 +1,4 @@
-"""A reward model on this rank, from and to a ``.nemo`` archive: to train, to score, to keep."""
+"""Reward models in ``.nemo`` archives: loading to train or to score, saving, and initial heads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from nemo_aligner.config.model import (
     Recompute,
     RegressionConfig,
 )
-from nemo_aligner.contract.contract import ScoringContract, check_plain_reading
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.distributed.collectives import barrier, on_main
@@ -57,7 +57,7 @@ _OR_NEW_HEAD = "; pretrained_checkpoint.new_head=true begins with a new head on 
 
 @dataclass(frozen=True)
 class PretrainedModel:
-    """A reward model to train: backbone from the archive, head new unless the archive has one."""
+    """A model to train: backbone from the archive, and its head, or a new one if it has none."""
 
     model: GPTRewardModel
     config: dict[str, Any]
@@ -67,7 +67,7 @@ class PretrainedModel:
 
 @dataclass(frozen=True)
 class LoadedRewardModel:
-    """A finished reward model with everything that gives its scores their meaning."""
+    """A finished reward model with all that gives its scores their meaning."""
 
     model: GPTRewardModel
     contract: ScoringContract
@@ -76,7 +76,7 @@ class LoadedRewardModel:
 
 
 def read_text_rules(path: str | Path) -> tuple[Tokenizer, ScoringContract | None]:
-    """The archive's tokenizer and, of a reward model, its contract; every rank calls it."""
+    """Read an archive's tokenizer and its contract (None for a base model); collective."""
     with open_nemo(path, with_weights=False) as folder:
         tokenizer = folder.load_tokenizer()
         return tokenizer, contract_of(folder, tokenizer)
@@ -95,16 +95,18 @@ def load_pretrained(
     new_head: bool = False,
     head: HeadConfig | None = None,
     lora: LoraShape | None = None,
+    reads_every_token: bool = False,
+    reply_marker: tuple[int, ...] | None = None,
 ) -> PretrainedModel:
-    """Load a base model, or a reward model to go on from, for training; every rank calls it.
+    """Load a base model, or a reward model to continue from, for training; collective.
 
-    With ``new_head`` the head that it has is not read. Without ``head`` it is made as the archive
-    says. With ``lora`` the model has adapters: those of the archive, or new ones; without, an
-    archive's are folded into the weights.
+    ``new_head`` ignores the archive's head, and ``head`` None keeps its layers. With ``lora`` the
+    model has the archive's adapters, or new ones; without, an archive's are folded into the
+    weights. The other arguments are those of ``build_reward_model``.
 
     Raises:
-        CheckpointError: the archive is unsafe, incomplete, of another family, its reward head has
-            another number of attributes or is not made as ``head`` says, or it has another LoRA.
+        CheckpointError: the archive is unsafe, incomplete or of another family; or its reward head
+            or its LoRA differ from what is asked for.
     """
     with open_nemo(path) as folder:
         shape, tokenizer = model_shape(folder), folder.load_tokenizer()
@@ -122,6 +124,8 @@ def load_pretrained(
             recompute=recompute,
             recompute_layers=recompute_layers,
             seed=seed,
+            reads_every_token=reads_every_token,
+            reply_marker=reply_marker,
         )
         has_head = not new_head and _check_head(folder, shape, num_outputs, _OR_NEW_HEAD)
         _load_into(model, folder, with_head=has_head)
@@ -140,9 +144,10 @@ def load_pretrained(
 def load_reward_model(
     path: str | Path, layout: ParallelLayout, precision: Precision | None = None
 ) -> LoadedRewardModel:
-    """Load a finished reward model to score with; every rank calls it.
+    """Load a finished reward model to score with; collective.
 
-    ``precision`` None is the contract's; with another the contract that comes along names that one.
+    Args:
+        precision: of the backbone; None is the contract's. The returned contract names it.
 
     Raises:
         CheckpointError: the archive is unsafe or incomplete, or lacks a head or a contract.
@@ -154,7 +159,7 @@ def load_reward_model(
 def reward_model_of(
     folder: NemoFolder, layout: ParallelLayout, precision: Precision | None = None
 ) -> LoadedRewardModel:
-    """``load_reward_model`` of an archive that is open."""
+    """Load a finished reward model from an archive that is open; see ``load_reward_model``."""
     outline = reward_model_without_weights(folder, layout, precision)
     _load_into(outline.model, folder, with_head=True)
     return outline
@@ -167,9 +172,10 @@ def reward_model_without_weights(
     *,
     with_adapters: bool = True,
 ) -> LoadedRewardModel:
-    """``reward_model_of``, whose weights are still to be filled in; they were found to fit.
+    """Build the model of ``reward_model_of`` after checking the weights, but do not load them.
 
-    On a CPU they take no memory until then. Without adapters LoRA is to be folded into them.
+    Until then they take no memory on a CPU. Without adapters the caller folds LoRA into the
+    weights.
     """
     tokenizer = folder.load_tokenizer()
     contract = contract_of(folder, tokenizer)
@@ -189,23 +195,9 @@ def reward_model_without_weights(
         layout,
         num_attributes=num_outputs,
         precision=precision or Precision(contract.dtype),
+        reply_marker=contract.reply_marker,
     )
-    model.reply_marker = contract.reply_marker
     return LoadedRewardModel(model.eval(), contract.with_dtype(precision), tokenizer, folder.config)
-
-
-def load_critic(
-    path: str | Path, layout: ParallelLayout, precision: Precision | None = None
-) -> LoadedRewardModel:
-    """``load_reward_model`` for a trainer's critic: the head reads every token.
-
-    ``step.infer_values`` gives its values. They begin as the rewards of a text's beginnings: a
-    token's is that of the text that ends with it, without the contract's ``label_means``.
-    """
-    loaded = load_reward_model(path, layout, precision)
-    check_plain_reading(loaded.contract, str(path), "a critic")
-    loaded.model.reads_every_token = True
-    return loaded
 
 
 def save_reward_model(
@@ -217,16 +209,18 @@ def save_reward_model(
     *,
     copied: bool = False,
 ) -> None:
-    """Write a reward model's archive, whole or not at all; every rank calls it.
+    """Write a reward model's archive, whole or not at all; collective.
 
-    Without a contract it is a base model's: the head is left out. What has been written on a CPU
-    keeps its memory for good; with ``copied`` that is a copy, and not the weights themselves.
+    Args:
+        contract: None leaves out the head, which makes it a base model's archive.
+        copied: write copies of the weights. On a CPU memory that was written is never released, so
+            use it if the model itself is to be freed.
     """
     path = Path(path)
     staging = path.with_name(f".{path.name}.staging")
     on_main(lambda: _make_staging(staging, tokenizer))
     weights = model.sharded_state_dict(prefix=PREFIX)
-    weights.pop(PREFIX + HEAD_LEARNED, None)  # of a loss, and of no reward
+    weights.pop(PREFIX + HEAD_LEARNED, None)  # belongs to the loss, not to the reward
     if contract is None:
         of_head = PREFIX + HEAD_PREFIX
         weights = {key: each for key, each in weights.items() if not key.startswith(of_head)}
@@ -249,10 +243,10 @@ def _make_staging(staging: Path, tokenizer: Tokenizer) -> None:
 
 
 def contract_of(folder: NemoFolder, tokenizer: Tokenizer | None = None) -> ScoringContract | None:
-    """The contract of an opened archive, None of a base model's; with ``tokenizer`` it is tried.
+    """Read an open archive's contract; None for a base model. ``tokenizer`` tries its template.
 
     Raises:
-        CheckpointError: it is no contract, or its template does not end.
+        CheckpointError: it is no valid contract, or its template does not terminate.
     """
     if folder.contract is None:
         return None
@@ -266,7 +260,7 @@ def contract_of(folder: NemoFolder, tokenizer: Tokenizer | None = None) -> Scori
 
 
 def _check_head(folder: NemoFolder, shape: ModelShape, num_outputs: int, advice: str = "") -> bool:
-    """Whether the archive has a reward head that fits; errors end with ``advice``."""
+    """Check the archive's reward head; False if it has none. Errors end with ``advice``."""
     stored = folder.tensors
     if HEAD not in stored:
         return False
@@ -313,44 +307,49 @@ def _load_into(model: GPTRewardModel, folder: NemoFolder, *, with_head: bool) ->
 
 
 def set_head(model: GPTRewardModel, tensors: Mapping[str, Tensor]) -> None:
-    """Make ``tensors``, which fit, the reward head, on the ranks that have one."""
+    """Load the head's ``tensors``, whose shapes fit, on the ranks that have a head."""
     if model.post_process:
         model.rm_head.load_state_dict(tensors)
 
 
-# A head to begin with: of each attribute the outputs that another reward model has by its name.
+# Initial heads: outputs of another reward model, matched by the attributes' names.
 
 _KEY = "pretrained_checkpoint.load_rm_head_weights"
-# Its outputs go by attributes; what stands before them is one for all.
+# Tensors with this prefix are shared by all outputs; the others have a row for each.
 _OF_ALL = "hidden."
 
 
-def check_first_head(path: str | Path, contract: ScoringContract, names: Mapping[str, str]) -> None:
-    """Refuse a reward model that lacks an attribute of ``contract``, or says it in another way.
+def check_initial_head(
+    path: str | Path, contract: ScoringContract, names: Mapping[str, str]
+) -> None:
+    """Check that another reward model can provide the outputs of ``contract``; reads no weights.
 
-    ``names`` are what attributes are called there, where that is something else. No weight is read.
+    ``names`` maps attributes to their names in that model, where they differ.
 
     Raises:
-        ConfigError: it names the attributes, or what is different.
-        CheckpointError: it cannot be read, or is no reward model.
+        ConfigError: it names the missing attributes, or the difference.
+        CheckpointError: the model cannot be read, or is no reward model.
     """
     with open_nemo(path, with_weights=False) as folder:
         _choose(folder, contract, names)
 
 
-def load_first_head(
+def init_head_from(
     model: GPTRewardModel,
     path: str | Path,
     contract: ScoringContract,
     shape: ModelShape,
     names: Mapping[str, str],
 ) -> None:
-    """Give ``model``, of a ``shape`` and a ``contract``, the outputs of the model at ``path``.
+    """Copy the outputs of the reward model at ``path`` into ``model``'s head; collective.
 
-    Every rank calls it.
+    Args:
+        contract: of ``model``.
+        shape: of ``model``.
+        names: see ``check_initial_head``.
 
     Raises:
-        ConfigError, CheckpointError: as ``check_first_head``; or its head is made in another way.
+        ConfigError, CheckpointError: as ``check_initial_head``; or the heads' layers differ.
     """
     with open_nemo(path) as folder:
         rows = _choose(folder, contract, names)
@@ -370,7 +369,7 @@ def load_first_head(
 
 
 def _choose(folder: NemoFolder, contract: ScoringContract, names: Mapping[str, str]) -> list[int]:
-    """Of every output of ``contract`` its row in the head of ``folder``."""
+    """Row in the head of ``folder`` for every output of ``contract``."""
     theirs, where = contract_of(folder), f"{_KEY}: {folder.source}"
     if theirs is None:
         raise ConfigError(f"{where}: it has no scoring contract, wanted a reward model")
@@ -380,8 +379,8 @@ def _choose(folder: NemoFolder, contract: ScoringContract, names: Mapping[str, s
     if lacking:
         raise ConfigError(
             f"{where}: got the attributes {', '.join(theirs.attributes)}, wanted "
-            f"{', '.join(lacking)}, too; pretrained_checkpoint.rm_head_names says by attribute "
-            "what it is called there"
+            f"{', '.join(lacking)}, too; pretrained_checkpoint.rm_head_names maps attributes "
+            "to their names there"
         )
     indices = [theirs.attributes.index(name) for name in wanted]
     _check_read_alike(contract, theirs, indices, where)
@@ -401,7 +400,7 @@ def _check_names(contract: ScoringContract, names: Mapping[str, str]) -> None:
 def _check_read_alike(
     contract: ScoringContract, theirs: ScoringContract, indices: list[int], where: str
 ) -> None:
-    """What a head gives must mean the same: the tokens that it reads, and how it is read."""
+    """Check that both heads read the same tokens, and that their outputs mean the same."""
     if theirs.scored_position != contract.scored_position:
         raise ConfigError(
             f"{where}: got a head that reads {theirs.scored_position}, wanted "
@@ -417,14 +416,15 @@ def _check_read_alike(
         )
 
 
-# The text -> ids rule of a model, or of a tokenizer alone under given settings.
+# Text to token ids, by a model's contract or by settings.
 
 
 def read_or_build_text_rules(
     path: Path, data: DataConfig, attributes: Sequence[str]
-) -> tuple[Tokenizer, ScoringContract]:
-    """The tokenizer at ``path``, and its own contract; where it has none, one by the settings.
+) -> tuple[Tokenizer, ScoringContract, bool]:
+    """Load the tokenizer at ``path`` and its contract, or build a contract from the settings.
 
+    The last value is true where the contract was built from the settings.
     ``path`` is a .nemo file, the folder it unpacks to, or a folder with tokenizer.json.
 
     Raises:
@@ -436,7 +436,7 @@ def read_or_build_text_rules(
     else:
         tokenizer, contract = read_text_rules(path)
     if contract is not None:
-        return tokenizer, contract
+        return tokenizer, contract, False
     config = ModelConfig(data=data)
     if attributes:
         config = ModelConfig(
@@ -444,4 +444,4 @@ def read_or_build_text_rules(
             regression=RegressionConfig(list(attributes)),
             data=data,
         )
-    return tokenizer, build_contract(config, tokenizer, Precision.fp32)
+    return tokenizer, build_contract(config, tokenizer, Precision.fp32), True

@@ -1,9 +1,10 @@
-"""Pickles in files of anyone: what reading one may cost is bounded before it is loaded.
+"""Reading of untrusted pickles at bounded cost.
 
-A pickle may name one object many times: tuples in tuples make a key of a few bytes that takes hours
-to hash or to print, in torch's weights-only loader, too. So what is hashed, called with or printed
-has to be small, counted as often as it is named. Every file of ``torch.save`` that this package
-reads goes through ``load_plain`` or ``outline_of``; the index has an unpickler of its own.
+A pickle can refer to one object many times: nested tuples make a key of a few bytes that takes
+hours to hash or to print, in torch's weights-only loader, too. So whatever is hashed, called with
+or printed must be small, counting an object as often as it is referred to. Every file of
+``torch.save`` that this package reads goes through ``load_plain`` or ``outline_of``; the index of a
+distributed checkpoint has an unpickler of its own.
 """
 
 from __future__ import annotations
@@ -25,32 +26,31 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-# Names that torch, megatron-core and Python keep to themselves: each is used here alone, with why.
-#
-# One that is gone after an upgrade fails here, when this file is imported.
+# Private names of torch, megatron-core and Python, used only here. A name that an upgrade removes
+# fails when this file is imported.
 
-# The unpickler in C gives no say in what a pickle may change.
+# The C unpickler does not let a subclass override opcodes.
 PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
 
 def torch_archive(stored: BinaryIO) -> Any:
-    """The members of a zip file that ``torch.save`` wrote, as ``torch.load`` finds them.
+    """Open a zip file of ``torch.save`` with the reader that ``torch.load`` uses.
 
-    Python's zipfile may find another of the same name, and tells not where its content begins.
+    Python's zipfile may pick another member of the same name, and does not tell its offset.
     """
     stored.seek(0)
     return torch._C.PyTorchFileReader(stored)
 
 
 def rank_collectives() -> _DistWrapper:
-    """All ranks, as torch's own save has them plan and agree: an error of one is raised on each."""
+    """Planning collectives of torch's own save; an error on one rank is raised on each."""
     return _DistWrapper(None, use_dist=True, coordinator_rank=0)
 
 
 def torch_tensors(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
-    """This rank's tensors by stored key, as torch's planner wants them.
+    """Flatten a sharded state dict to this rank's tensors by stored key, for torch's planner.
 
-    megatron-core does this inside its own save, which would also start processes to write with.
+    megatron-core does this inside its own save, which would also start writer processes.
     """
     grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(
         sharded_state_dict, keep_only_main_replica=True
@@ -58,16 +58,16 @@ def torch_tensors(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
     return mcore_to_pyt_state_dict(grouped)
 
 
-_MOST_PARTS = 10_000  # of a key or of arguments, which have a dozen
+_MOST_PARTS = 10_000  # of a key or of arguments, which have about a dozen
 _MOST_IN_ALL = 1_000_000  # of all that a file holds beside tensors
 _PICKLE_NAME = "data.pkl"
 _ZIP_BEGINS = b"PK\x03\x04"
 
 
 def check_small(value: Any, most: int = _MOST_PARTS, what: str = "a key or an argument") -> None:
-    """Raise UnpicklingError where ``value`` has more parts than ``most``.
+    """Raise UnpicklingError if ``value`` has more than ``most`` parts.
 
-    A part counts as often as it is named; a text or bytes as much as they are long.
+    A part counts as often as it is referred to; a text or bytes count their length.
     """
     waiting, parts = [value], 0
     while waiting:
@@ -85,7 +85,7 @@ def check_small(value: Any, most: int = _MOST_PARTS, what: str = "a key or an ar
         waiting += inside
 
 
-# What each of these takes from the stack that Python hashes, or may print in an error.
+# Operands on the stack that an opcode hashes, or that its errors may print.
 _KEYS_AND_ARGUMENTS: dict[bytes, Callable[[list[Any]], list[Any]]] = {
     pickle.SETITEM: lambda stack: stack[-2:-1],
     pickle.SETITEMS: lambda stack: stack[::2],
@@ -110,7 +110,7 @@ def _of_small_ones(
 
 
 def with_small_ones(dispatch: dict[int, Callable[[Any], None]]) -> dict[int, Any]:
-    """A Python unpickler's ``dispatch``, refusing large keys and arguments before it uses them."""
+    """Wrap an unpickler's ``dispatch`` to refuse large keys and arguments before using them."""
     bounded = {
         code[0]: _of_small_ones(dispatch[code[0]], taken)
         for code, taken in _KEYS_AND_ARGUMENTS.items()
@@ -121,12 +121,12 @@ def with_small_ones(dispatch: dict[int, Callable[[Any], None]]) -> dict[int, Any
 
 @dataclass(eq=False)
 class Outline:
-    """What a pickle asks for and nobody makes: a global by its ``name``, or what it would return.
+    """Stand-in for an object that a pickle asks for and that is not built.
 
     Attributes:
-        name: of a global, ``torch._utils._rebuild_tensor_v2``; with ``()`` what a call of it gives;
-            ``storage`` for the numbers of a tensor.
-        parts: of a call its arguments, of a storage its id; then what is set in it.
+        name: of a global, such as ``torch._utils._rebuild_tensor_v2``; followed by ``()`` for the
+            result of a call; ``storage`` for a tensor's data.
+        parts: arguments of a call, or the id of a storage; then the items and state set on it.
     """
 
     name: str
@@ -136,7 +136,7 @@ class Outline:
         self.parts += (key, value)
 
 
-# All that torch's weights-only unpickler knows.
+# All opcodes that torch's weights-only unpickler supports.
 _TORCH_CODES = (
     pickle.APPEND, pickle.APPENDS, pickle.BINFLOAT, pickle.BINGET, pickle.BININT, pickle.BININT1,
     pickle.BININT2, pickle.BINPERSID, pickle.BINPUT, pickle.BINUNICODE, pickle.BUILD,
@@ -150,7 +150,7 @@ _BYTES_FROM_TEXT = "_codecs.encode()"
 
 
 class _OutlineUnpickler(PythonUnpickler):
-    """Reads what torch's weights-only unpickler reads, and makes outlines of all but plain data."""
+    """Reads what torch's weights-only unpickler reads, with outlines for all but plain data."""
 
     def find_class(self, module: str, name: str) -> Outline:
         return Outline(f"{module}.{name}")
@@ -165,8 +165,8 @@ class _OutlineUnpickler(PythonUnpickler):
             got = type(called).__name__, type(arguments).__name__
             raise pickle.UnpicklingError(f"it calls {got[0]} with {got[1]}")
         if called.name.endswith("bytearray") and not all(map(_is_text, arguments)):
-            # Of a number it would be as many zeros.
-            raise pickle.UnpicklingError("it makes a bytearray of other than a text")
+            # Of an int it would be that many zeros.
+            raise pickle.UnpicklingError("it makes a bytearray from something other than text")
         self.append(Outline(f"{called.name}()", list(arguments)))
 
     def load_build(self) -> None:
@@ -188,18 +188,18 @@ def _is_text(value: Any) -> bool:
 
 
 def outline_of(stored: BinaryIO) -> Any:
-    """What a file of ``torch.save`` holds, with ``Outline`` for what is not plain data.
+    """Read a file of ``torch.save``, with an ``Outline`` for everything that is not plain data.
 
     Raises:
-        Exception: of many kinds, where it is damaged, or would cost more than it should.
+        Exception: of many kinds, if the file is damaged, or would cost more than it should.
     """
     stored.seek(0)
     if stored.read(len(_ZIP_BEGINS)) != _ZIP_BEGINS:
-        # torch has another loader for what begins otherwise: of files before its version 1.6.
+        # torch has another loader for other beginnings, the format before version 1.6.
         raise zipfile.BadZipFile("File is not a zip file of torch.save")
     with zipfile.ZipFile(stored) as archive:
         is_compressed = any(member.compress_type for member in archive.infolist())
-    if is_compressed:  # to a pickle of any size
+    if is_compressed:  # it may expand to any size
         raise zipfile.BadZipFile("it is compressed, wanted torch's own form")
     content = torch_archive(stored).get_record(_PICKLE_NAME)
     found = _OutlineUnpickler(BytesIO(content), encoding="bytes").load()
@@ -208,12 +208,12 @@ def outline_of(stored: BinaryIO) -> Any:
 
 
 def load_plain(stored: BinaryIO) -> Any:
-    """What a file of ``torch.save`` holds: tensors, on the CPU, and plain data.
+    """Read tensors, on the CPU, and plain data from a file of ``torch.save``.
 
-    megatron-core's list of harmless classes counts as plain, ``argparse.Namespace`` among them.
+    megatron-core's list of safe classes counts as plain data, ``argparse.Namespace`` among them.
 
     Raises:
-        Exception: of many kinds, where it is damaged, would run as code, or would cost more than it
+        Exception: of many kinds, if the file is damaged, would run code, or would cost more than it
             should.
     """
     outline_of(stored)
@@ -223,7 +223,7 @@ def load_plain(stored: BinaryIO) -> Any:
 
 @contextmanager
 def bounded_torch_load() -> Iterator[None]:
-    """Have libraries that call ``torch.load`` read what ``load_plain`` would, and nothing else."""
+    """Make libraries that call ``torch.load`` read only what ``load_plain`` would."""
     load = torch.load
 
     def bounded(file: Any, *arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Save weights as a distributed checkpoint: sharded, in the background, or one tensor at a time."""
+"""Saving of distributed checkpoints: sharded, in the background, or one tensor at a time."""
 
 from __future__ import annotations
 
@@ -41,21 +41,22 @@ from nemo_aligner.models.shape import is_of_adapter
 from nemo_aligner.utils.errors import CheckpointError
 from nemo_aligner.utils.host_transfer import Wait, copy_beside, host_zeros
 
-# Model weights into a distributed checkpoint, as megatron-core writes it.
+# Sharded saves, in megatron-core's format.
 
 PLANNING = {"dedup_replicated_tensors": False, "flatten_state_dict": False}
 
 
 class PendingSave:
-    """Weights on their way into ``folder``: all ranks plan together, a thread of each writes.
+    """A save in progress: all ranks plan together, then a thread of each writes its file.
 
     megatron-core's own background save starts a manager process and forks writers, which needs a
-    ``__main__`` guard in every script and may hang after gloo's threads have run. Here collectives
-    are made in the foreground alone, so no rank can meet another out of order: the thread writes
-    and syncs this rank's file, and ``finish`` agrees on the outcome and writes the index.
+    ``__main__`` guard in every script and may hang after gloo's threads have run. Here all
+    collectives run in the foreground, so ranks cannot meet them in different orders: the thread
+    only writes and syncs this rank's file, and ``finish`` agrees on the outcome and writes the
+    index.
 
-    The tensors must stay as they are until ``is_written``. Nothing of them is read before
-    ``arrived`` returns, which only the thread waits for.
+    The tensors must not change until ``is_written``. The thread calls ``arrived`` before it reads
+    any of them.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class PendingSave:
         self._folder = folder
         self._arrived = arrived
         self._ranks = rank_collectives()
-        # Nothing is copied ahead: that is for tensors on a GPU, and would wait for its kernels.
+        # No staging copy: that is for tensors on a GPU, and would wait for its kernels.
         self._writer = torch_checkpoint.FileSystemWriter(folder, per_thread_copy_ahead=0)
         self._planner = planner or InPlaceSavePlanner(**PLANNING)
         self._metadata: torch_checkpoint.Metadata | None = None
@@ -81,11 +82,11 @@ class PendingSave:
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank's file is on the disk, or could not be written."""
+        """True if this rank's file is on disk, or has failed."""
         return self._written.done()
 
     def finish(self) -> None:
-        """Wait for all ranks' files and write the index; every rank calls it.
+        """Wait for all ranks' files and write the index; collective.
 
         Raises:
             CheckpointError: on every rank, if any could not write; it names the ranks.
@@ -116,14 +117,17 @@ class PendingSave:
 def start_saving(
     sharded_state_dict: ShardedStateDict, folder: Path, arrived: Wait | None = None
 ) -> PendingSave:
-    """Begin to write the tensors of ``sharded_state_dict`` into ``folder``; every rank calls it.
+    """Begin to write the tensors of ``sharded_state_dict`` into ``folder``; collective.
 
-    ``folder`` is created and must be seen by all ranks. Of tensors that are still being copied
-    ``arrived`` waits until they are there. Opaque objects (TransformerEngine's
-    ``_extra_state``) are left out: they are pickles, and a reader must not load them.
+    Opaque objects (TransformerEngine's ``_extra_state``) are left out: they are pickles, which a
+    reader must not load.
+
+    Args:
+        folder: created here; every rank must see it.
+        arrived: waits for tensors that are still being copied.
 
     Raises:
-        CheckpointError: on every rank, if it cannot be written to.
+        CheckpointError: on every rank, if the folder cannot be written to.
     """
     on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
     return PendingSave(sharded_state_dict, folder, arrived=arrived)
@@ -132,23 +136,24 @@ def start_saving(
 def save_weights(
     sharded_state_dict: ShardedStateDict, folder: Path, arrived: Wait | None = None
 ) -> None:
-    """``start_saving``, and wait until all is written."""
+    """Save and wait until all is written; see ``start_saving``."""
     start_saving(sharded_state_dict, folder, arrived).finish()
 
 
 def copy_tensors(sharded_state_dict: ShardedStateDict, host: list[Tensor]) -> Wait:
     """Replace every tensor that this rank writes by a copy in host memory.
 
-    ``host`` keeps the copies, as much memory as the tensors have; the next call with it and the
-    same model writes into the same memory, which is a good deal faster than to ask for more.
+    Args:
+        host: keeps the copies, as much memory as the tensors have. The next call with it and the
+            same model reuses that memory, which is much faster than allocating.
 
     Returns:
-        What waits until the copies are there, as ``copy_beside`` has it.
+        A function that waits for the copies, see ``copy_beside``.
     """
     written = [
         entry
         for entry in nested_values(sharded_state_dict)
-        # A factory is a tensor that is split when it is saved.
+        # A ShardedTensorFactory holds one tensor, which is split when it is saved.
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory))
         and is_main_replica(entry.replica_id)
     ]
@@ -162,7 +167,7 @@ def copy_tensors(sharded_state_dict: ShardedStateDict, host: list[Tensor]) -> Wa
 
 @contextmanager
 def _as_checkpoint_error(folder: Path) -> Iterator[None]:
-    """torch gathers every rank's failure into one exception, which is not an ``Exception``."""
+    """Convert torch's CheckpointException, which is not an ``Exception``, and OSError."""
     try:
         yield
     except torch_checkpoint.CheckpointException as error:
@@ -172,44 +177,41 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
-# A save without a second copy of what it writes.
+# Zero-copy saves.
 
 
 class InPlaceSavePlanner(MCoreSavePlanner):
-    """megatron-core's planner, which hands the writer memory that it need not copy.
+    """megatron-core's planner, handing the writer tensors that it need not clone.
 
-    torch's ``FileSystemWriter`` clones every tensor that is a part of a larger storage, and holds
-    all clones until its file is written: as much again as the optimizer's flat state.
+    torch's ``FileSystemWriter`` clones every tensor that is part of a larger storage, and holds all
+    clones until its file is written: as much again as the optimizer's flat state.
     """
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
         data = super().resolve_data(write_item)
-        return with_own_storage(data) if isinstance(data, Tensor) else data
+        return zero_copy_slice(data) if isinstance(data, Tensor) else data
 
 
-def with_own_storage(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor whose storage holds nothing else.
+def zero_copy_slice(tensor: Tensor) -> Tensor:
+    """View the same memory as a tensor whose storage holds nothing else.
 
-    ``tensor`` itself where that is so already, or where it cannot be had: on a GPU, or with holes.
+    Returns ``tensor`` itself if it is one already, or if there can be none: on a GPU, or strided.
     """
     is_part = tensor.untyped_storage().size() != tensor.nbytes
     if not is_part or not tensor.is_cpu or not tensor.is_contiguous():
         return tensor
-    # As bytes, for numpy has no bf16. A tensor from an array has a storage of just its bytes.
+    # As bytes, because numpy lacks bf16. A tensor from an array has a storage of its bytes only.
     content = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return torch.from_numpy(content).view(tensor.dtype).view(tensor.shape)
 
-
-# Disk work that training does not wait for.
 
 T = TypeVar("T")
 
 
 def in_background(function: Callable[[], T]) -> Future[T]:
-    """Run ``function`` in a thread of its own; a process that ends waits for it.
+    """Run ``function`` in a thread of its own, which is joined when the process ends.
 
-    It must make no collectives: they could meet those of the foreground in another order on each
-    rank.
+    It must not call collectives: their order relative to the foreground's would differ by rank.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
     future = executor.submit(function)
@@ -217,32 +219,32 @@ def in_background(function: Callable[[], T]) -> Future[T]:
     return future
 
 
-# Tensors into a distributed checkpoint one at a time, for a conversion.
+# Lazy tensors, written one at a time by conversions.
 
 
 @dataclass(frozen=True)
-class UnreadTensor:
-    """A tensor whose ``shape`` and ``dtype`` are known, and which ``read`` brings into memory."""
+class LazyTensor:
+    """A tensor of known ``shape`` and ``dtype`` that ``read`` loads into memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
 
     def outline(self) -> Tensor:
-        """The tensor without its numbers, on torch's meta device."""
+        """Equivalent tensor on torch's meta device."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
-def dtype_of_matrices(tensors: Iterable[UnreadTensor]) -> torch.dtype:
-    """The dtype that holds every number of the matrices; norms and biases do not count."""
+def dtype_of_matrices(tensors: Iterable[LazyTensor]) -> torch.dtype:
+    """Promote the dtypes of all matrices; norms and biases do not count."""
     dtypes = {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
 class _ReadingPlanner(MCoreSavePlanner):
-    """Plans with outlines; a tensor is read when it is to be written."""
+    """Planner of meta tensors, each of which is read when it is written."""
 
-    def __init__(self, tensors: Mapping[tuple[str, tuple[int, ...]], UnreadTensor]) -> None:
+    def __init__(self, tensors: Mapping[tuple[str, tuple[int, ...]], LazyTensor]) -> None:
         super().__init__(**PLANNING)
         self._tensors = tensors
 
@@ -251,19 +253,19 @@ class _ReadingPlanner(MCoreSavePlanner):
         tensor = self._tensors[index.fqn, tuple(index.offset)]
         data = tensor.read()
         assert (tuple(data.shape), data.dtype) == (tensor.shape, tensor.dtype), index
-        # Where a key holds all layers, a layer has one axis more in the file.
+        # A key that stacks all layers has one axis more in the file.
         return data.view((1,) * (len(index.offset) - data.dim()) + data.shape)
 
 
-def save_unread(
-    tensors: Mapping[str, UnreadTensor],
-    layers: Mapping[str, Sequence[UnreadTensor]],
+def save_lazy(
+    tensors: Mapping[str, LazyTensor],
+    layers: Mapping[str, Sequence[LazyTensor]],
     folder: Path,
 ) -> None:
     """Write ``tensors``, and ``layers`` stacked under one key each, reading one after the other.
 
-    One process calls it, where torch.distributed is initialised. torch's writer holds on to the
-    last tensor of every key, so that the most in memory is ``tensors`` and two layers.
+    One process calls it, with torch.distributed initialised. torch's writer keeps the last tensor
+    of every key, so that peak memory is ``tensors`` and two layers.
 
     Raises:
         CheckpointError: the folder cannot be written to, or a tensor not be read.
@@ -283,16 +285,16 @@ def save_unread(
     PendingSave(request, folder, _ReadingPlanner(unread)).finish()
 
 
-# The model in a training run's checkpoints: all of it, or with LoRA what is trained.
+# A training run's weights: the whole model, or with LoRA only what is trained.
 
 _PREFIX = "model."
-# Layers under keys of their own, not stacked in one tensor: frozen layers have no optimizer state,
-# and a stack with holes cannot be saved.
+# Layers have keys of their own here instead of one stacked tensor: frozen layers have no optimizer
+# state, and a stack with holes cannot be saved.
 _PER_LAYER = {"non_homogeneous_layers": True}
 
 
 class ShardedModel(Protocol):
-    """A Megatron module."""
+    """Interface of a Megatron module that is saved."""
 
     def sharded_state_dict(
         self, prefix: str = ..., sharded_offsets: tuple = ..., metadata: dict | None = ...
@@ -302,9 +304,9 @@ class ShardedModel(Protocol):
 
 
 def sharded_weights(model: ShardedModel) -> dict[str, Any]:
-    """Megatron's sharded view of what a checkpoint has of ``model``.
+    """Sharded state dict of the parts of ``model`` that a run's checkpoint holds.
 
-    Beside adapters the weights are those of the pretrained checkpoint, and are not written again.
+    With adapters it leaves out the frozen weights, which are the pretrained checkpoint's.
     """
     entries = model.sharded_state_dict(prefix=_PREFIX, metadata=dict(_PER_LAYER))
     if not any(map(is_of_adapter, entries)):
@@ -313,26 +315,26 @@ def sharded_weights(model: ShardedModel) -> dict[str, Any]:
 
 
 def put_weights(model: ShardedModel, state: Mapping[str, Any], path: Path) -> None:
-    """Put what was loaded for ``sharded_weights`` into the model.
+    """Load into the model what was read for ``sharded_weights``.
 
     Raises:
-        CheckpointError: something is missing, or has no place in it; it names the checkpoint.
+        CheckpointError: tensors are missing or unexpected; it names the checkpoint.
     """
     plain = {key.removeprefix(_PREFIX): value for key, value in state.items()}
     missing, unexpected = model.load_state_dict(plain, strict=False)
     is_partial = any(map(is_of_adapter, plain))
     wanted = [key for key in missing if not is_partial or is_of_adapter(key) or _is_head(key)]
-    # TransformerEngine's opaque state is never saved.
+    # TransformerEngine's opaque _extra_state is never saved.
     lost = [key for key in wanted if "_extra_state" not in key]
     if lost or unexpected:
         raise CheckpointError(f"{path}: not loaded: {', '.join([*lost, *unexpected])}")
 
 
 def frozen_digest(model: ShardedModel) -> str:
-    """What tells the weights beside adapters from others, at any layout; every rank calls it.
+    """Digest the frozen weights beside adapters, the same at any layout; collective.
 
-    It is a sum over all tensors of the bits of their numbers, times what their names are worth;
-    rows of zeros, which pad a vocabulary, add nothing.
+    A sum over all tensors of their bits, weighted by their names. Zero rows, which pad a
+    vocabulary, add nothing.
     """
     entries = model.sharded_state_dict(prefix=_PREFIX, metadata=dict(_PER_LAYER))
     total = 0

@@ -1,4 +1,4 @@
-"""A checkpoint's weights, opened: as torch_dist or zarr, the two ways megatron-core wrote them."""
+"""Opening of a checkpoint's weights: torch_dist, or zarr as NeMo 1.21 to 1.23 wrote it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,42 @@ from nemo_aligner.checkpoint.weights.torch_dist import TORCH_DIST, TorchDistStor
 from nemo_aligner.config.dtypes import zarr_dtypes
 from nemo_aligner.utils.errors import CheckpointError, shown
 
-# Model weights of NeMo 1.21 to 1.23: a zarr array for each tensor.
-#
-# Layers are stacked as in torch_dist, under the same names. megatron-core 0.16 reads no zarr; here
-# the ``zarr`` package does (extra ``[zarr]``).
+
+def open_weights(folder: Path) -> TensorStore:
+    """Open the weights in ``folder``; their index is read once, here.
+
+    Raises:
+        CheckpointError: it is of another format, or its index is missing or unsafe.
+    """
+    path = folder / "metadata.json"
+    backend = read_json(path, str(path)).get("sharded_backend")
+    if not isinstance(backend, str) or backend not in _STORES:
+        raise CheckpointError(f"{path}: got the format {backend!r}, wanted {TORCH_DIST!r}")
+    return _STORES[backend](folder)
+
+
+def load_weights(sharded_state_dict: ShardedStateDict, folder: Path) -> dict[str, Any]:
+    """Load a sharded state dict from ``folder``, with the plain data beside it (``common.pt``).
+
+    Collective; see ``TensorStore.load``.
+
+    Raises:
+        CheckpointError: on every rank, if any rank misses a tensor, finds another shape, or finds
+            something that would run code; or if the data is damaged.
+    """
+    store, common = raise_everywhere(lambda: _open_with_common(folder))
+    return store.load(sharded_state_dict, common)
+
+
+def _open_with_common(folder: Path) -> tuple[TensorStore, dict[str, Any]]:
+    store = open_weights(folder)
+    if not isinstance(store, TorchDistStore):
+        raise CheckpointError(f"{folder}: got another format, wanted {TORCH_DIST!r}")
+    return store, read_common(folder)
+
+
+# zarr: an array for each tensor, stacked and named as in torch_dist. megatron-core 0.16 no longer
+# reads it; the ``zarr`` package does (extra ``[zarr]``).
 
 ZARR = "zarr"
 _HEADER = ".zarray"
@@ -33,10 +65,10 @@ _DTYPES = zarr_dtypes()
 
 
 class ZarrStore(TensorStore):
-    """Weights as megatron-core up to 0.15 could write them."""
+    """Weights in zarr arrays, as megatron-core up to 0.15 could write them."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError where a header asks for more than plain numbers."""
+        """Raises CheckpointError if a header asks for more than plain numbers."""
         self._headers = dict(_arrays(folder))
         super().__init__(
             folder,
@@ -47,16 +79,16 @@ class ZarrStore(TensorStore):
         )
 
     def check_data(self, *, read: bool) -> None:
-        """Refuse a folder that lacks a piece of an array, where zarr would read zeros.
+        """Refuse a folder that lacks a chunk of an array, where zarr would read zeros.
 
-        Nothing is to be found by reading: the pieces have no checksums.
+        Reading finds nothing more: the chunks have no checksums.
 
         Raises:
-            CheckpointError: it names the piece; or zarr is not installed.
+            CheckpointError: it names the array; or zarr is not installed.
         """
         _import_zarr(self.folder)
         for path, header in self._headers.items():
-            _check_pieces(path, header)
+            _check_chunks(path, header)
 
     def read_into(self, target: Tensor, key: str, offsets: Sequence[int]) -> int:
         bounds = zip(offsets, target.size(), strict=True)
@@ -66,19 +98,19 @@ class ZarrStore(TensorStore):
         return values.numel()
 
 
-def _check_pieces(path: Path, header: dict[str, Any]) -> None:
+def _check_chunks(path: Path, header: dict[str, Any]) -> None:
     steps = header["chunks"]
     counts = [-(-size // step) for size, step in zip(header["shape"], steps, strict=True)]
-    if math.prod(counts) >= len(list(path.iterdir())):  # the header is one more
-        raise CheckpointError(f"{path}: it lacks some of its {math.prod(counts)} pieces")
-    bytes_of_piece = math.prod(steps) * _DTYPES[header["dtype"]].itemsize
+    if math.prod(counts) >= len(list(path.iterdir())):  # the header is one file more
+        raise CheckpointError(f"{path}: it lacks some of its {math.prod(counts)} chunks")
+    chunk_bytes = math.prod(steps) * _DTYPES[header["dtype"]].itemsize
     for numbers in product(*map(range, counts)):
-        piece = path / ".".join(map(str, numbers))
-        if not piece.is_file():
-            raise CheckpointError(f"{piece}: no such file, wanted a piece of {path.name}")
-        if piece.stat().st_size != bytes_of_piece:
+        chunk = path / ".".join(map(str, numbers))
+        if not chunk.is_file():
+            raise CheckpointError(f"{chunk}: no such file, wanted a chunk of {path.name}")
+        if chunk.stat().st_size != chunk_bytes:
             raise CheckpointError(
-                f"{piece}: got {piece.stat().st_size} bytes, wanted {bytes_of_piece}"
+                f"{chunk}: got {chunk.stat().st_size} bytes, wanted {chunk_bytes}"
             )
 
 
@@ -89,9 +121,9 @@ def _arrays(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _read_header(path: Path) -> dict[str, Any]:
-    """What zarr will read, as megatron-core wrote it.
+    """Read the header of an array as megatron-core wrote it.
 
-    zarr's other types and filters may be pickles, and what is compressed may unpack to anything.
+    Other types and filters of zarr may be pickles, and compressed data may expand to any size.
     """
     header = read_json(path, str(path))
     sizes = header.get("shape"), header.get("chunks")
@@ -101,15 +133,14 @@ def _read_header(path: Path) -> dict[str, Any]:
         or header.get("filters")
         or header.get("compressor")
         or header.get("dimension_separator", ".") != "."
-        or not all(isinstance(size, list) and all(map(_is_size, size)) for size in sizes)
+        or not all(
+            isinstance(size, list) and all(type(each) is int and 0 < each < 2**40 for each in size)
+            for size in sizes
+        )
         or len(header["shape"]) != len(header["chunks"])
     ):
         raise CheckpointError(f"{path}: got {shown(header)}, wanted a plain array of floats")
     return header
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 < value < 2**40
 
 
 def _read(path: Path, slices: tuple[slice, ...]) -> Tensor:
@@ -124,7 +155,7 @@ def _read(path: Path, slices: tuple[slice, ...]) -> Tensor:
 
 def _import_zarr(folder: Path) -> Any:
     try:
-        import ml_dtypes  # noqa: F401  (numpy then knows bfloat16)
+        import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
         import zarr
     except ImportError as error:
         raise CheckpointError(
@@ -137,36 +168,3 @@ _STORES: dict[str, type[TorchDistStore] | type[ZarrStore]] = {
     TORCH_DIST: TorchDistStore,
     ZARR: ZarrStore,
 }
-
-
-def open_weights(folder: Path) -> TensorStore:
-    """The weights in ``folder``; their index is read here, and never again.
-
-    Raises:
-        CheckpointError: it is another format, or no distributed checkpoint with a harmless index.
-    """
-    path = folder / "metadata.json"
-    backend = read_json(path, str(path)).get("sharded_backend")
-    if not isinstance(backend, str) or backend not in _STORES:
-        raise CheckpointError(f"{path}: got the format {backend!r}, wanted {TORCH_DIST!r}")
-    return _STORES[backend](folder)
-
-
-def load_weights(sharded_state_dict: ShardedStateDict, folder: Path) -> dict[str, Any]:
-    """``TensorStore.load`` from ``folder``, and what lies beside the tensors (``common.pt``).
-
-    Every rank calls it.
-
-    Raises:
-        CheckpointError: on every rank, if any rank misses a tensor, finds another shape, or finds
-            something in ``folder`` that would run as code; or if the data is damaged.
-    """
-    store, common = raise_everywhere(lambda: _open_with_common(folder))
-    return store.load(sharded_state_dict, common)
-
-
-def _open_with_common(folder: Path) -> tuple[TensorStore, dict[str, Any]]:
-    store = open_weights(folder)
-    if not isinstance(store, TorchDistStore):
-        raise CheckpointError(f"{folder}: got another format, wanted {TORCH_DIST!r}")
-    return store, read_common(folder)

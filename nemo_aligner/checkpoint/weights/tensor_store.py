@@ -1,6 +1,6 @@
-"""What an opened checkpoint of weights can do, whatever it is stored as.
+"""TensorStore: a checkpoint's weights on disk, whatever the format.
 
-A checkpoint is opened once on each rank; its index is read then, and is not read again.
+Each rank opens a checkpoint once and reads its index then, never again.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from nemo_aligner.distributed.collectives import gather_objects
 from nemo_aligner.utils.errors import CheckpointError
 
 ShardedStateDict = dict[str, Any]
-# Name -> (global shape, dtype).
+# Global shape and dtype by name.
 StoredTensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 T = TypeVar("T")
 _SHOWN_KEYS = 5
 
 
 class TensorStore(ABC):
-    """The weights in ``folder``; ``tensors`` has the global shape and dtype of each by its name."""
+    """Weights in ``folder``; ``tensors`` has the global shape and dtype of each by name."""
 
     def __init__(self, folder: Path, tensors: StoredTensors) -> None:
         self.folder = folder
@@ -46,24 +46,24 @@ class TensorStore(ABC):
 
     @abstractmethod
     def check_data(self, *, read: bool) -> None:
-        """Find what is missing of the stored weights; ``read`` them once to find what is damaged.
+        """Find missing weights, and with ``read`` damaged ones, by reading all of them once.
 
         Raises:
-            CheckpointError: a piece is missing, of another size, or damaged.
+            CheckpointError: a shard is missing, of another size, or damaged.
         """
 
     @abstractmethod
     def read_into(self, target: Tensor, key: str, offsets: Sequence[int]) -> int:
-        """Fill ``target`` from the tensor ``key``, ``offsets`` on; give how many numbers it took.
+        """Fill ``target`` from the tensor ``key`` at ``offsets``; returns the count of elements.
 
-        ``target`` has as many axes as the stored tensor, and may reach past its end.
+        ``target`` has the rank of the stored tensor, and may extend past its end.
 
         Raises:
             CheckpointError: the data cannot be read.
         """
 
     def read(self, key: str, layer: int | None = None) -> Tensor:
-        """The tensor ``key`` as it is stored, on the CPU; of stacked layers, one layer's.
+        """Read the tensor ``key`` to the CPU; with ``layer``, one layer of a stacked tensor.
 
         Raises:
             CheckpointError: there is none, or the data is damaged.
@@ -81,10 +81,12 @@ class TensorStore(ABC):
     def load(
         self, sharded_state_dict: ShardedStateDict, common: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Fill ``sharded_state_dict`` and give it back as a plain state dict; every rank calls it.
+        """Fill ``sharded_state_dict`` and return it as a plain state dict; collective.
 
-        The tensors keep the dtype and device that they have; ``ShardedObject`` entries are left
-        out. ``common`` is what was stored beside them, and is put in among them.
+        Tensors keep their dtype and device. ``ShardedObject`` entries are left out.
+
+        Args:
+            common: plain data stored beside the tensors, merged into the result.
 
         Raises:
             CheckpointError: on every rank, if any rank misses a tensor, finds another shape, or
@@ -106,7 +108,7 @@ class TensorStore(ABC):
         data = entry.data.detach()
         target = data[(None,) * entry.prepend_axis_num]
         if entry.allow_shape_mismatch:
-            target.zero_()  # a padded vocabulary may have other rows
+            target.zero_()  # rows of a padded vocabulary that are not stored
             self.read_into(target, entry.key, entry.global_offset)
         else:
             self._read_whole(target, entry.key, entry.global_offset)
@@ -127,7 +129,7 @@ class TensorStore(ABC):
             )
         for tensor in wanted:
             got, shape = stored[tensor.key][0], tuple(tensor.global_shape)
-            first = int(tensor.allow_shape_mismatch)  # a padded vocabulary may differ in its rows
+            first = int(tensor.allow_shape_mismatch)  # a padded vocabulary may differ in rows
             if len(got) != len(shape) or got[first:] != shape[first:]:
                 raise CheckpointError(
                     f"{self.folder}: {tensor.key}: got shape {list(got)}, wanted {list(shape)}"
@@ -140,10 +142,10 @@ def _some(names: list[str]) -> str:
 
 
 def raise_everywhere(function: Callable[[], T]) -> T:
-    """What ``function`` gives on this rank; every rank calls it.
+    """Run ``function`` on every rank, and return its result on this one; collective.
 
     Raises:
-        CheckpointError: on every rank, if it raises one on any: that of the first such rank.
+        CheckpointError: on every rank, if any raised one: that of the first such rank.
     """
     result, problem = None, None
     try:
@@ -157,7 +159,7 @@ def raise_everywhere(function: Callable[[], T]) -> T:
 
 
 def without_objects(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-    """Opaque objects (TransformerEngine's ``_extra_state``) are pickles, which nobody must load."""
+    """Drop opaque objects (TransformerEngine's ``_extra_state``): they are pickles."""
     _, kept = extract_matching_values(
         sharded_state_dict, lambda value: isinstance(value, ShardedObject)
     )
@@ -165,5 +167,5 @@ def without_objects(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
 
 
 def is_optimizer_state(name: str) -> bool:
-    """Whether a stored tensor is an optimizer's, as Megatron names them."""
+    """Tell by Megatron's naming if a stored tensor belongs to an optimizer."""
     return re.match(r"(chained_\d+\.)?optimizer\.", name) is not None

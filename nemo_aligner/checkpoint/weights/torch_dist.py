@@ -1,6 +1,4 @@
-"""Read torch_dist checkpoints of anyone: a checked index, shards whole and in bounds, and plain
-data beside them.
-"""
+"""Reading of untrusted torch_dist checkpoints: a checked index, and shards that are whole."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ from nemo_aligner.checkpoint.weights.safe_pickle import (
 from nemo_aligner.checkpoint.weights.tensor_store import TensorStore, is_optimizer_state
 from nemo_aligner.utils.errors import CheckpointError, short, shown
 
-# Weights that are stored as torch_dist: the pieces of all tensors in a few files, and an index.
+# The store: shards of all tensors in a few files, and an index.
 
 TORCH_DIST = "torch_dist"
 
@@ -46,12 +44,12 @@ TORCH_DIST = "torch_dist"
 class TorchDistStore(TensorStore):
     """Weights as megatron-core and torch.distributed.checkpoint write them.
 
-    A rank reads the pieces that its own tensors lie in. megatron-core's load would read the index
+    A rank reads the shards that overlap its own tensors. megatron-core's load would read the index
     again, with ``pickle.load``.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError where the index is missing, or may be harmful."""
+        """Raises CheckpointError if the index is missing or unsafe."""
         self._metadata = read_metadata(folder)
         self._entries = {
             name: entry
@@ -67,7 +65,7 @@ class TorchDistStore(TensorStore):
         )
 
     def check_data(self, *, read: bool) -> None:
-        check_pieces(self.folder, self._metadata, read=read)
+        check_shards(self.folder, self._metadata, read=read)
 
     def read_into(self, target: Tensor, key: str, offsets: Sequence[int]) -> int:
         wanted = ChunkStorageMetadata(Size(offsets), target.size())
@@ -89,15 +87,15 @@ class TorchDistStore(TensorStore):
         bounds = zip(item.dest_offsets, item.lengths, strict=True)
         box = target[tuple(slice(start, start + length) for start, length in bounds)]
         with (self.folder / info.relative_path).open("rb") as file:
-            piece = BufferedReader(FileSlice(file, info.offset, info.offset + info.length))
-            read_piece(piece, item.storage_offsets, stored.sizes, box)
+            shard = BufferedReader(FileSlice(file, info.offset, info.offset + info.length))
+            read_shard(shard, item.storage_offsets, stored.sizes, box)
 
 
-# The index of a distributed checkpoint, read without running what anyone may have put into it.
+# The index.
 #
-# ``.metadata`` is a pickle, and torch reads it with ``pickle.load``. Here only the record types of
-# torch.distributed.checkpoint can be built, so a file that passes may be handed to torch
-# afterwards. What it hashes or calls with is bounded by ``pickles``.
+# ``.metadata`` is a pickle that torch reads with ``pickle.load``. This unpickler builds only the
+# record types of torch.distributed.checkpoint, so a file that passes may be handed to torch
+# afterwards. Whatever it hashes or calls with is bounded by ``safe_pickle``.
 
 INDEX_NAME = ".metadata"
 _DCP = "torch.distributed.checkpoint"
@@ -126,7 +124,7 @@ _ALLOWED = {
 
 
 def _enum_member(owner: Any, name: Any) -> Any:
-    """What ``getattr`` may do in an index: Python 3.11.0 to 3.11.3 write enum members with it."""
+    """Stand-in for ``getattr``, with which Python 3.11.0 to 3.11.3 pickle enum members."""
     if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
         return owner[name]
     raise pickle.UnpicklingError(f"it asks for attribute {shown(name)} of {shown(owner)}")
@@ -134,11 +132,11 @@ def _enum_member(owner: Any, name: Any) -> Any:
 
 class _AllowListUnpickler(PythonUnpickler):
     dispatch = with_small_ones(PythonUnpickler.dispatch)
-    for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX):  # no record is written with these
+    for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX):  # not used by any record
         del dispatch[_code[0]]
 
     def load_build(self) -> None:
-        # A pickle may set attributes of what it made, but not of the classes it named.
+        # A pickle may set attributes of objects that it made, but not of classes that it named.
         if isinstance(self.stack[-2], type | FunctionType):
             raise pickle.UnpicklingError(f"it changes {self.stack[-2]!r}")
         super().load_build()
@@ -154,7 +152,7 @@ class _AllowListUnpickler(PythonUnpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The index of the distributed checkpoint in ``folder``, once it is known to be harmless.
+    """Read the index of the distributed checkpoint in ``folder``, checking that it is harmless.
 
     Raises:
         CheckpointError: there is no index, it holds more than an index needs, or it points to a
@@ -169,14 +167,14 @@ def read_metadata(folder: Path) -> Metadata:
         with path.open("rb") as stream:
             metadata = _AllowListUnpickler(stream).load()
         _check_structure(metadata)
-    except Exception as error:  # a broken pickle may raise anything, and lack anything
+    except Exception as error:  # a broken pickle may raise anything
         raise CheckpointError(f"{path}: refused or unreadable: {short(error)}") from error
     _check_locations(path, metadata)
     return metadata
 
 
 def _check_structure(metadata: Any) -> None:
-    """Raise an exception of any kind where an index is not what its types promise."""
+    """Raise some exception if an index violates its own types."""
     if not isinstance(metadata, Metadata):
         raise TypeError(f"got {type(metadata).__name__}, wanted a checkpoint index")
     for name, entry in metadata.state_dict_metadata.items():
@@ -189,7 +187,7 @@ def _check_structure(metadata: Any) -> None:
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{shown(name)}: got {type(dtype).__name__}, wanted a dtype")
             if any(type(number) is not int or number < 0 for shape in shapes for number in shape):
-                raise ValueError(f"{shown(name)}: a shape has other than whole numbers")
+                raise ValueError(f"{shown(name)}: a shape has entries that are not integers")
     for index, info in (metadata.storage_data or {}).items():
         _check_name(index.fqn)
         numbers = info.offset, info.length
@@ -218,7 +216,7 @@ def _check_locations(path: Path, metadata: Metadata) -> None:
             )
 
 
-# The pieces that a distributed checkpoint's tensors are stored in: whole, in bounds, undamaged.
+# Shards: whole, in bounds, undamaged.
 
 _BLOCK_BYTES = 2**24
 _STORAGES = {
@@ -231,38 +229,38 @@ _STORAGES = {
 }  # fmt: skip
 
 
-def check_pieces(folder: Path, metadata: Metadata, *, read: bool) -> None:
-    """Find what is missing or damaged before any tensor is used.
+def check_shards(folder: Path, metadata: Metadata, *, read: bool) -> None:
+    """Find missing or damaged shards before any tensor is used.
 
-    The index has to lay each tensor out without a gap, inside its files. To ``read`` is to compare
-    content, too: each piece is a zip file of torch's, which has a CRC-32. Optimizer state is left
-    out: it is never read.
+    The index must lay each tensor out without gaps, within its files. ``read`` also checks contents
+    by the CRC-32 of each shard, which is a zip file of torch's. Optimizer state is skipped, because
+    it is not read.
 
     Raises:
-        CheckpointError: a piece is missing, cut off, of another size, or damaged.
+        CheckpointError: a shard is missing, cut off, of another size, or damaged.
     """
-    pieces = defaultdict(list)
+    shards = defaultdict(list)
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata) and not is_optimizer_state(name):
             try:
-                for info, least in _pieces(metadata, name, entry):
-                    pieces[info.relative_path].append((info, least, name))
+                for info, least in _shards(metadata, name, entry):
+                    shards[info.relative_path].append((info, least, name))
             except (KeyError, ValueError) as error:
                 raise CheckpointError(f"{folder}: .metadata: {name}: {error}") from error
-    for file, found in pieces.items():
+    for file, found in shards.items():
         _check_file(folder / file, found, read)
 
 
-def _pieces(
+def _shards(
     metadata: Metadata, name: str, entry: TensorStorageMetadata
 ) -> Iterator[tuple[Any, int]]:
-    """Where each piece of a tensor is stored, and the least bytes that it takes."""
+    """Yield where each shard of a tensor is stored, and the least bytes that it takes."""
     size, item = tuple(entry.size), entry.properties.dtype.itemsize
     volumes = []
     for chunk in entry.chunks:
         bounds = zip(chunk.offsets, chunk.sizes, size, strict=True)
         if any(start + length > whole for start, length, whole in bounds):
-            raise ValueError(f"a piece of shape {tuple(chunk.sizes)} lies outside {size}")
+            raise ValueError(f"a shard of shape {tuple(chunk.sizes)} lies outside {size}")
         volumes.append(math.prod(chunk.sizes))
         info = (metadata.storage_data or {})[MetadataIndex(name, chunk.offsets)]
         if getattr(info, "transform_descriptors", None):
@@ -270,15 +268,15 @@ def _pieces(
         yield info, volumes[-1] * item
     starts = {tuple(chunk.offsets) for chunk in entry.chunks}
     if len(starts) < len(volumes) or sum(volumes) != math.prod(size):
-        raise ValueError(f"its pieces do not make up its shape {size}")
+        raise ValueError(f"its shards do not make up its shape {size}")
 
 
-def _check_file(path: Path, pieces: list[tuple[Any, int, str]], read: bool) -> None:
+def _check_file(path: Path, shards: list[tuple[Any, int, str]], read: bool) -> None:
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such file, wanted the data of {pieces[0][2]}")
+        raise CheckpointError(f"{path}: no such file, wanted the data of {shards[0][2]}")
     end = 0
     with path.open("rb") as file:
-        for info, least, name in sorted(pieces, key=lambda piece: piece[0].offset):
+        for info, least, name in sorted(shards, key=lambda shard: shard[0].offset):
             where = f"{path}: {name}"
             if info.offset < end or least > info.length:
                 raise CheckpointError(
@@ -291,45 +289,45 @@ def _check_file(path: Path, pieces: list[tuple[Any, int, str]], read: bool) -> N
                     f"{where}: the file ends at {path.stat().st_size}, wanted {end} bytes"
                 )
             if read:
-                _check_piece(FileSlice(file, info.offset, end), where)
+                _check_shard(FileSlice(file, info.offset, end), where)
 
 
-def _check_piece(stored: FileSlice, where: str) -> None:
+def _check_shard(stored: FileSlice, where: str) -> None:
     try:
-        with zipfile.ZipFile(BufferedReader(stored)) as piece:
-            if any(member.compress_type for member in piece.infolist()):
+        with zipfile.ZipFile(BufferedReader(stored)) as shard:
+            if any(member.compress_type for member in shard.infolist()):
                 raise ValueError("it is compressed, wanted torch's own form")
-            damaged = piece.testzip()
+            damaged = shard.testzip()
     except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError) as error:
         raise CheckpointError(f"{where}: damaged: {error}") from error
     if damaged is not None:
         raise CheckpointError(f"{where}: damaged: {damaged} has another CRC-32")
 
 
-def read_piece(
+def read_shard(
     stored: BinaryIO, offsets: Sequence[int], shape: Sequence[int], target: Tensor
 ) -> None:
-    """Copy a box of a piece into ``target``; of the file no other rows are read than the box's.
+    """Copy a box of a shard into ``target``, reading only the rows of the box.
 
     Args:
-        stored: the piece, as ``torch.save`` wrote it.
-        offsets: where in the piece the box begins.
-        shape: of the whole piece, by the index.
+        stored: the shard, as ``torch.save`` wrote it.
+        offsets: of the box in the shard.
+        shape: of the whole shard, by the index.
         target: of the box's shape, any dtype and any device.
 
     Raises:
-        Exception: of many kinds, where the piece is damaged, has another shape, or would cost more
-            to read than it should.
+        Exception: of many kinds, if the shard is damaged, has another shape, or would cost more to
+            read than it should.
     """
     place = _place_of(stored, tuple(shape))
     if place is None:
         whole = load_plain(stored)
         if not isinstance(whole, Tensor) or whole.shape != torch.Size(shape):
-            raise ValueError(f"got another piece than the index says, wanted {list(shape)}")
+            raise ValueError(f"got another shard than the index says, wanted {list(shape)}")
         target.copy_(whole[_slices(offsets, target.shape)])
         return
     start, dtype = place
-    while target.dim() > 1 and target.size(0) == 1:  # one of stacked layers: its rows
+    while target.dim() > 1 and target.size(0) == 1:  # one of stacked layers: narrow to its rows
         start += offsets[0] * math.prod(shape[1:]) * dtype.itemsize
         shape, offsets, target = shape[1:], offsets[1:], target[0]
     if target.dim() == 0:
@@ -350,9 +348,9 @@ def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]
 
 
 def _place_of(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.dtype] | None:
-    """Where in a piece its numbers begin, if they lie row by row, and their dtype.
+    """Find the offset of a shard's data if it is contiguous, and its dtype.
 
-    None for what torch has to put together: of another byte order, with holes, of a rare dtype.
+    None for what torch must assemble: other byte orders, strides, or rare dtypes.
     """
     found = outline_of(stored)
     if not isinstance(found, Outline) or found.name != "torch._utils._rebuild_tensor_v2()":
@@ -377,7 +375,7 @@ def _place_of(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.dtyp
 
 
 class FileSlice(RawIOBase):
-    """The bytes ``start`` to ``end`` of a file, as a file."""
+    """Bytes ``start`` to ``end`` of a file, as a file."""
 
     def __init__(self, file: BinaryIO, start: int, end: int) -> None:
         self._file, self._start, self._size = file, start, end - start
@@ -401,32 +399,30 @@ class FileSlice(RawIOBase):
         return len(block)
 
 
-# What a checkpoint holds beside tensors, as plain data.
-#
-# It lies in ``common.pt``, as NeMo and megatron-core up to 0.16 write it, and this package with
-# any. Since 0.17 megatron-core itself writes it among the tensors' pieces.
+# Plain data beside the tensors: in ``common.pt``, as NeMo, megatron-core up to 0.16 and this
+# package write it. Since 0.17 megatron-core itself stores it among the tensors' shards.
 
 COMMON_NAME = "common.pt"
-# As megatron-core names an object that is whole in one piece: a list of nothing but it.
-_AMONG_PIECES = "common_state/shard_0_1"
+# megatron-core's key for an object in a single shard: a list of one.
+_AMONG_SHARDS = "common_state/shard_0_1"
 
 
 def write_common(common: dict[str, Any], folder: Path) -> None:
-    """Raises OSError where it cannot be written."""
+    """Write ``common`` beside the tensors. Raises OSError if that fails."""
     torch.save(common, folder / COMMON_NAME)
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """What ``folder`` holds beside tensors.
+    """Read the plain data that ``folder`` holds beside tensors.
 
-    megatron-core's list of harmless classes counts as plain, ``argparse.Namespace`` among them.
+    megatron-core's list of safe classes counts as plain, ``argparse.Namespace`` among them.
 
     Raises:
-        CheckpointError: it is missing, is damaged, or would run as code.
+        CheckpointError: it is missing or damaged, or would run code.
     """
     common = folder / COMMON_NAME
     if not common.exists() and (folder / INDEX_NAME).is_file():
-        return _among_pieces(folder)
+        return _among_shards(folder)
     try:
         with common.open("rb") as stored:
             return _plain(stored, common)
@@ -434,12 +430,12 @@ def read_common(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{common}: refused or unreadable: {short(error)}") from error
 
 
-def _among_pieces(folder: Path) -> dict[str, Any]:
-    where = (read_metadata(folder).storage_data or {}).get(MetadataIndex(_AMONG_PIECES))
+def _among_shards(folder: Path) -> dict[str, Any]:
+    where = (read_metadata(folder).storage_data or {}).get(MetadataIndex(_AMONG_SHARDS))
     if where is None:
         raise CheckpointError(
-            f"{folder}: got neither {COMMON_NAME} nor {_AMONG_PIECES} in {INDEX_NAME}, "
-            "wanted what lies beside the tensors"
+            f"{folder}: got neither {COMMON_NAME} nor {_AMONG_SHARDS} in {INDEX_NAME}, "
+            "wanted the plain data beside the tensors"
         )
     path = folder / where.relative_path
     try:
@@ -447,8 +443,8 @@ def _among_pieces(folder: Path) -> dict[str, Any]:
             file.seek(where.offset)
             stored = file.read(where.length)
     except OSError as error:
-        raise CheckpointError(f"{path}: {_AMONG_PIECES}: cannot be read: {error}") from error
-    found = _plain(BytesIO(stored), f"{path}: {_AMONG_PIECES}")
+        raise CheckpointError(f"{path}: {_AMONG_SHARDS}: cannot be read: {error}") from error
+    found = _plain(BytesIO(stored), f"{path}: {_AMONG_SHARDS}")
     return found[0] if type(found) is list and len(found) == 1 else found
 
 

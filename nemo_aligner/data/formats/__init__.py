@@ -71,7 +71,7 @@ from nemo_aligner.data.records import MalformedRecord, Origin, Rating, Record
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 _BAD_LINES_SHOWN = 3
-# What most people's files are, and so what an error spells out.
+# The most common formats, which an error spells out.
 _COMMON = ("chat_pairs", "rated_chat")
 
 FORMATS: dict[str, Format] = {
@@ -145,14 +145,14 @@ def _pairs_by(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
         )
     if kind not in (None, by_keys.kind):
         raise ConfigError(
-            f"model.data.prompt_key: got {keys.prompt!r}, wanted null, and chosen_key and "
-            "rejected_key, too: they name the fields of pairs, and ratings are to be read"
+            f"model.data.prompt_key: got {keys.prompt!r}, wanted null, like chosen_key and "
+            "rejected_key: they name fields of pairs, and the run reads ratings"
         )
     return by_keys
 
 
 def _hint(line: Line, fitting: Sequence[Format]) -> str:
-    """What a record may be that is of no format that was wanted, and what to do."""
+    """Advice on a record that fits none of the wanted formats."""
     for known in FORMATS.values():
         if known.matches(line.value):
             needs = "regression" if known.kind is RecordKind.rating else "binary_ranking"
@@ -164,7 +164,7 @@ def _hint(line: Line, fitting: Sequence[Format]) -> str:
     if {"chosen", "rejected"} <= set(line.value) and prompts:
         flag = f"{prompts[0]} (model.data.prompt_key={prompts[0]} in training)"
         return (
-            f". If {prompts[0]!r} is the prompt, say so by --prompt-key {flag}; where 'chosen' and "
+            f". If {prompts[0]!r} is the prompt, set --prompt-key {flag}; where 'chosen' and "
             "'rejected' are whole texts, leave that field out"
         )
     common = "; ".join(f"{each.wanted} ({each.name})" for each in fitting if each.name in _COMMON)
@@ -177,7 +177,7 @@ def _hint(line: Line, fitting: Sequence[Format]) -> str:
 
 
 def _find_misspelt(value: dict[str, Any], fitting: Sequence[Format]) -> str | None:
-    """Which keys of ``value`` are near those that it lacks for a format; None where none are."""
+    """Suggest keys of ``value`` that may be misspelt ones of a format; None if none are near."""
     found: list[tuple[int, Format, dict[str, str]]] = []
     for known in fitting:
         keys = set(known.sample[0])
@@ -227,8 +227,8 @@ def _with_tools(record: Record, value: dict[str, Any]) -> Record:
     """A record of conversations with the tools and documents that its fields have."""
     if value.get("chat_template_kwargs") and not isinstance(record.texts[0], str):
         raise DataError(
-            "chat_template_kwargs: got some of this record, wanted none: "
-            "model.data.chat_template_kwargs are those of all"
+            "chat_template_kwargs: got some in a record, wanted none: "
+            "model.data.chat_template_kwargs applies to all records"
         )
     tools, documents = value.get("tools"), value.get("documents")
     # A field of this name may be anything; the documents of a chat template are objects.
@@ -247,7 +247,7 @@ _JOINED = re.compile(r"\}\s*\{")
 
 
 def check_lines_are_whole(chosen: Format, lines: Iterable[AnyLine], path: str) -> None:
-    """Where a record is several lines, a line too many or too few would shift all that follow.
+    """Check a format of several lines per record: one line too many would shift all that follow.
 
     Raises:
         DataError: which lines of the whole file make a record is not known.
@@ -297,7 +297,8 @@ def _why_unfit(chosen: Format, line: AnyLine) -> str:
             f"mixed formats in one file: got a record of {' or '.join(others)} (keys "
             f"{_keys(line)}), wanted {chosen.name}: {chosen.wanted}"
         )
-    return f"got keys {_keys(line)}; {chosen.name} wants {chosen.wanted}"
+    misspelt = _find_misspelt(line.value, [chosen])
+    return f"got keys {_keys(line)}; {misspelt or f'{chosen.name} wants {chosen.wanted}'}"
 
 
 def _keys(line: Line) -> str:

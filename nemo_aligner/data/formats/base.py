@@ -14,7 +14,7 @@ from nemo_aligner.contract.messages import Messages, Text, read_messages, read_t
 from nemo_aligner.data.records import Comparison, Origin, Record
 from nemo_aligner.utils.errors import DataError
 
-# What a format is: how its records are known, and how one is read.
+# A format: how its records are recognized and read.
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class WantedLabels:
 
 @dataclass(frozen=True)
 class PairKeys:
-    """Which fields of a pair have its prompt, its chosen and its rejected reply."""
+    """Names of a pair's fields: its prompt, its chosen and its rejected reply."""
 
     prompt: str = "prompt"
     chosen: str = "chosen"
@@ -71,7 +71,7 @@ class Format:
 
 
 def has(*keys: str) -> Callable[[dict[str, Any]], bool]:
-    """Whether an object has all of ``keys``."""
+    """A test for objects that have all of ``keys``."""
     return lambda value: set(keys) <= set(value)
 
 
@@ -104,7 +104,7 @@ def checked(text: Any, key: str) -> Any:
 
 
 def read_source(value: object) -> str:
-    """Where a record is from, by a text or a number that says so; empty for anything else."""
+    """Source of a record, from a text or a number; empty for anything else."""
     if isinstance(value, float):
         value = int(value) if value.is_integer() else value if math.isfinite(value) else None
     is_named = isinstance(value, str | int | float) and not isinstance(value, bool)
@@ -116,10 +116,10 @@ def read_objects(value: dict[str, Any], key: str, *needed: str) -> list[dict[str
     found = value[key]
     if not isinstance(found, list) or len(found) < _FEWEST:
         raise DataError(f"{key}: got {found!r:.60}, wanted a list of two or more objects")
-    for number, one in enumerate(found, start=1):
+    for number, one in enumerate(found):
         if not isinstance(one, dict) or not set(needed) <= set(one):
             raise DataError(
-                f"{key}, {number}: got {one!r:.60}, wanted an object with "
+                f"{key}[{number}]: got {one!r:.60}, wanted an object with "
                 f"{' and '.join(map(repr, needed))}"
             )
     return found
@@ -139,8 +139,8 @@ def split_turns(prompt: object) -> object:
     roles = ["user", *(name.lower() for name in rest[::2])]
     if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
         raise DataError(
-            f"prompt: got turns of {', '.join(roles)}, wanted user and assistant to take turns, "
-            "the last one the user's"
+            f"prompt: got turns of {', '.join(roles)}, wanted user and assistant in turn, "
+            "ending with the user"
         )
     said = [first, *rest[1::2]]
     return [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
@@ -163,8 +163,7 @@ def read_conversation(
         if prompt is None:
             raise DataError(f"missing key {prompt_key!r}: {key} begins with the reply")
         before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        whole: Messages = checked([*before, *turns], key)
-        return whole
+        return _joined(before, turns, key, prompt_key)
     conversation: Messages = checked(turns, key)
     if isinstance(prompt, str):
         holds_prompt = {"role": "user", "content": prompt} in conversation
@@ -177,6 +176,17 @@ def read_conversation(
             f"{key}: got a whole conversation that does not hold the record's {prompt_key}"
         )
     return conversation
+
+
+def _joined(before: list[Any], turns: list[Any], key: str, prompt_key: str) -> Messages:
+    try:
+        whole: Messages = checked([*before, *turns], key)
+    except DataError:
+        # Which of the two fields it is in, and where.
+        _messages(before, prompt_key)
+        _messages(turns, key)
+        raise
+    return whole
 
 
 def _messages(prompt: list[Any], key: str) -> Messages:
@@ -214,13 +224,13 @@ def read_label(value: object, name: str, wanted: WantedLabels) -> float | None:
         return None
     # A whole number may be too large for a float; NaN is not within the bounds, either.
     if not -_LARGEST <= value <= _LARGEST:
-        raise DataError(f"{name}: got {value!r:.60}, wanted a number that 32 bits hold")
+        raise DataError(f"{name}: got {value!r:.60}, wanted a number that fits float32")
     return float(value)
 
 
 # By how much a chosen reply is better, out of what public pairs call its score.
 
-# What scores of the chosen and the rejected reply are called: in UltraFeedback as binarized for
+# Names of the chosen and the rejected reply's scores: in UltraFeedback as binarized for
 # Zephyr and by TRL, in argilla's editions of it, and by RLHFlow.
 _SCORES = (
     ("score_chosen", "score_rejected"),

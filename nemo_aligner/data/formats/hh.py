@@ -22,7 +22,7 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def is_hh(value: dict[str, Any]) -> bool:
-    """Whether a pair's texts are in this writing."""
+    """True if a pair's texts are written this way."""
     if not {"chosen", "rejected"} <= set(value):
         return False
     start = value.get("prompt", value["chosen"])

@@ -31,16 +31,18 @@ def _parse_nemo_rl_preference(
     value = values[0]
     completions = read_objects(value, "completions", "rank", "completion")
     texts = [
-        read_conversation(value["context"], one["completion"], f"completion {number}", "context")
-        for number, one in enumerate(completions, start=1)
+        read_conversation(
+            value["context"], one["completion"], f"completions[{number}].completion", "context"
+        )
+        for number, one in enumerate(completions)
     ]
-    ranks = [_rank(one["rank"], number) for number, one in enumerate(completions, start=1)]
+    ranks = [_rank(one["rank"], number) for number, one in enumerate(completions)]
     return ranked(texts, ranks, origin, read_pair_labels(value, wanted))
 
 
 def _rank(rank: object, number: int) -> int:
     if isinstance(rank, bool) or not isinstance(rank, int):
-        raise DataError(f"completion {number}, rank: got {rank!r:.60}, wanted a whole number")
+        raise DataError(f"completions[{number}].rank: got {rank!r:.60}, wanted a whole number")
     return rank
 
 

@@ -38,8 +38,10 @@ def _parse_ultrafeedback(
     value = values[0]
     completions = read_objects(value, "completions", "response")
     texts = [
-        read_conversation(value["instruction"], one["response"], f"completion {n}", "instruction")
-        for n, one in enumerate(completions, start=1)
+        read_conversation(
+            value["instruction"], one["response"], f"completions[{n}].response", "instruction"
+        )
+        for n, one in enumerate(completions)
     ]
     scores = _scores(completions)
     # More than two completions differ by more than one number.
@@ -51,8 +53,8 @@ def _parse_ultrafeedback(
 def _scores(completions: list[dict[str, Any]]) -> list[float]:
     for key in _SCORES:
         given = [
-            read_label(one.get(key), f"completion {number}, {key}", WantedLabels())
-            for number, one in enumerate(completions, start=1)
+            read_label(one.get(key), f"completions[{number}].{key}", WantedLabels())
+            for number, one in enumerate(completions)
         ]
         scores = [score for score in given if score is not None]
         if len(scores) == len(given):
@@ -105,7 +107,7 @@ def _parse_qa_feedback(
 
 
 def _passages(passages: object) -> list[str]:
-    """Every passage is its title and its sentences."""
+    """Texts of passages, each a title and sentences."""
     if not isinstance(passages, list) or not all(
         isinstance(passage, list) and passage and all(isinstance(part, str) for part in passage)
         for passage in passages

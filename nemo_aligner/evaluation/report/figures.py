@@ -42,7 +42,7 @@ _ROW = 0.24  # inches
 
 @dataclass(frozen=True)
 class LegendKey:
-    """What a line of a figure stands for: its colour and dashes, and its name."""
+    """Legend entry of a line: name, colour and dashes."""
 
     name: str
     colour: int
@@ -59,7 +59,7 @@ class LegendKey:
 
     @property
     def dash_array(self) -> str:
-        """As SVG has it."""
+        """Dash pattern in SVG."""
         return {"-": "none", "--": "5 3", ":": "1.5 2.5", "-.": "6 2 1.5 2"}[self.dash]
 
 
@@ -85,7 +85,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Histogram:
-    """What to count."""
+    """Values to count."""
 
     key: LegendKey
     values: np.ndarray = field(repr=False)
@@ -141,7 +141,7 @@ def _mark(canvas: Canvas, line: PlotLine) -> None:
 def histogram(
     name: str, title: str, unit: str, sets: Sequence[Histogram], line_at: float | None = None
 ) -> Drawing:
-    """How often values occur, as shares of each set, over the same bins."""
+    """Draw shares of each set's values over common bins."""
     values = np.concatenate([each.values for each in sets])
     edges = np.histogram_bin_edges(values, bins=min(_BINS, max(5, round(len(values) ** 0.5))))
     svg = draw(name, f"histogram of {title}", partial(_draw_histogram, sets, edges, unit, line_at))
@@ -176,9 +176,12 @@ def _draw_histogram(
 def reliability_diagram(
     name: str, bins: Sequence[tuple[LegendKey, Sequence[ConfidenceBin]]]
 ) -> Drawing:
-    """How often verdicts of a confidence are right, with 95% intervals (Wilson 1927)."""
+    """Draw the share of right verdicts over confidence, with 95% intervals (Wilson 1927)."""
     svg = draw(name, "reliability diagram", partial(_draw_reliability, bins))
-    note = "Each point is a bin of equally many pairs. On the diagonal sigmoid(|margin|) is right."
+    note = (
+        "Each point is a bin of equally many pairs. On the diagonal the confidence equals the "
+        "share that is right."
+    )
     return Drawing("Reliability", svg, [key for key, _ in bins], note)
 
 
@@ -306,7 +309,7 @@ def reward_by_label(
 ) -> Drawing:
     """Rewards over labels; the diagonal is a reward that is its label."""
     svg = draw(name, title, partial(_draw_labels, key, labels, rewards), HEIGHT)
-    return Drawing(title, svg, (), "On the diagonal the reward is the label.")
+    return Drawing(title, svg, (), "On the diagonal the reward equals the label.")
 
 
 def _draw_labels(key: LegendKey, labels: np.ndarray, rewards: np.ndarray, canvas: Canvas) -> None:
@@ -407,7 +410,7 @@ class PageTable:
 
     @property
     def is_folded(self) -> bool:
-        """Whether a screen shows it on demand; in print it is always there."""
+        """True if a screen shows it on demand; in print it is always shown."""
         return len(self.rows) > _MOST_ROWS
 
 
@@ -430,7 +433,7 @@ class Headline:
 
 @dataclass(frozen=True)
 class PageSection:
-    """A part of the page; where there is nothing to show, ``nothing`` says why."""
+    """Section of the page; ``nothing`` says why it is empty."""
 
     id: str
     title: str
@@ -472,12 +475,18 @@ class Heldout:
             return None
         recorded = self.metric("longer_reply_accuracy")
         if recorded is not None:
-            return recorded, "tokens"
-        return ranking.longer_reply_accuracy(self.judged.as_metrics()), "characters"
+            return recorded, self.length_unit()
+        return ranking.longer_reply_accuracy(self.judged.as_metrics()), self.length_unit()
+
+    def length_unit(self) -> str:
+        """Return the unit of recorded lengths of pairs; a server's evaluation has no tokens."""
+        is_server = str(self.reported.facts.get("checkpoint", "")).startswith("http")
+        recorded = self.metric("longer_reply_accuracy")
+        return "characters" if is_server or recorded is None else "tokens"
 
 
 def heldout_sets(reported: Sequence[Reported]) -> list[Heldout]:
-    """All of them; those of one run differ in dashes, or in colour where it is the only one."""
+    """List all held-out sets; those of one run differ in dashes, or in colour if it is alone."""
     found = []
     for number, each in enumerate(reported):
         for place, (name, judged) in enumerate(each.judged.items()):
@@ -488,5 +497,5 @@ def heldout_sets(reported: Sequence[Reported]) -> list[Heldout]:
 
 
 def of_pairs(sets: Sequence[Heldout]) -> list[tuple[LegendKey, JudgedPairs]]:
-    """Those of pairs."""
+    """Select the sets of pairs."""
     return [(each.key, each.judged) for each in sets if isinstance(each.judged, JudgedPairs)]

@@ -1,4 +1,4 @@
-"""What a report says of held-out records: accuracy, rewards, calibration, length, mistakes."""
+"""Report sections on held-out records: accuracy, rewards, calibration, length, mistakes."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ _NO_RECORDS = "There are no held-out rewards here: nothing was validated, or eva
 
 
 def accuracy(sets: Sequence[Heldout], reported: Sequence[Reported]) -> PageSection:
-    """By source with intervals; of a benchmark its own table, too."""
+    """Build accuracy by source with intervals, and the tables of benchmarks."""
     shares = [(key, judged.shares()) for key, judged in of_pairs(sets)]
+    is_one = len(shares) == 1
     rows = [
         [
-            key.name,
+            *([] if is_one else [key.name]),
             row.source,
             str(row.pairs),
             f"{row.accuracy:.3f}",
@@ -54,11 +55,11 @@ def accuracy(sets: Sequence[Heldout], reported: Sequence[Reported]) -> PageSecti
         for key, found in shares
         for row in found
     ]
-    header = ["", "source", "pairs", "accuracy", "95% interval"]
+    header = [*([] if is_one else [""]), "source", "pairs", "accuracy", "95% interval"]
     tables = [PageTable(header, rows)] if rows else []
     tables += [_benchmark(each) for each in reported if each.rows]
     drawings = [accuracy_by_source("sources", shares, _MOST_SOURCES)] if shares else []
-    notes = ["Intervals are Wilson's, of 95%. A tie of a pair counts one half."] if rows else []
+    notes = ["95% intervals are Wilson's. A tied pair counts as half right."] if rows else []
     return PageSection("accuracy", "Accuracy by source", drawings, tables, (), notes, _NO_PAIRS)
 
 
@@ -117,7 +118,7 @@ def _by_attribute(name: str, each: Heldout, judged: JudgedRatings) -> Iterator[D
 
 
 def reliability(sets: Sequence[Heldout]) -> PageSection:
-    """How far the size of a margin tells whether it is right."""
+    """Build the section on calibration: do larger margins mean right verdicts?"""
     pairs = [(key, judged.as_metrics()) for key, judged in of_pairs(sets)]
     rows = [
         [
@@ -139,7 +140,7 @@ def reliability(sets: Sequence[Heldout]) -> PageSection:
 
 
 def reward_and_length(sets: Sequence[Heldout]) -> PageSection:
-    """Whether long replies get high rewards, and what taking the longer one would give."""
+    """Build the section on length: do longer replies get higher rewards?"""
     drawings = []
     if len(sets) > 1:
         lines = [mean_by_length(each.key, *_standardised(each)) for each in sets]
@@ -149,10 +150,11 @@ def reward_and_length(sets: Sequence[Heldout]) -> PageSection:
     rows = [_length_row(each, each.judged) for each in sets if isinstance(each.judged, JudgedPairs)]
     header = [
         "",
-        "correlation with length",
+        "correlation of reward and length",
         "accuracy where the longer is chosen",
-        "where the shorter is",
-        "always the longer",
+        "accuracy where the shorter is chosen",
+        "accuracy of always the longer",
+        "lengths in",
     ]
     return PageSection(
         "length",
@@ -160,15 +162,16 @@ def reward_and_length(sets: Sequence[Heldout]) -> PageSection:
         drawings=drawings,
         tables=[PageTable(header, rows)] if rows else [],
         notes=[
-            "Lengths are characters, the same for every model, but where tokens are named: what "
-            "the run or the evaluation recorded."
+            "The figures measure replies in characters, which models with different tokenizers "
+            "share. The table has what the run or the evaluation recorded, in tokens; without a "
+            "record, and for a server, it has characters."
         ],
         nothing=_NO_RECORDS,
     )
 
 
 def _lengths_and_rewards(each: Heldout) -> tuple[np.ndarray, np.ndarray]:
-    """Of every reply its characters and its reward; of several attributes their mean."""
+    """Return the characters and the reward of every reply; of several attributes the mean."""
     if isinstance(each.judged, JudgedPairs):
         return each.judged.lengths.ravel(), each.judged.rewards.ravel()
     return each.judged.lengths, each.judged.rewards.mean(axis=1)
@@ -180,13 +183,18 @@ def _standardised(each: Heldout) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _length_row(each: Heldout, judged: JudgedPairs) -> list[str]:
-    pairs = judged.as_metrics()
+    pairs, is_recorded = judged.as_metrics(), each.metric("longer_reply_accuracy") is not None
     values = (
-        ranking.length_correlation(pairs),
-        ranking.accuracy_longer_chosen(pairs),
-        ranking.accuracy_shorter_chosen(pairs),
+        each.metric(function.__name__) if is_recorded else function(pairs)
+        for function in (
+            ranking.length_correlation,
+            ranking.accuracy_longer_chosen,
+            ranking.accuracy_shorter_chosen,
+            ranking.longer_reply_accuracy,
+        )
     )
-    return [each.key.name, *map(show_number, values), longer_baseline(each)]
+    shown = ("" if value is None else show_number(value) for value in values)
+    return [each.key.name, *shown, each.length_unit()]
 
 
 def longer_baseline(each: Heldout) -> str:
@@ -222,7 +230,7 @@ _HEADER = (
 
 
 def robustness(reported: Sequence[Reported]) -> PageSection:
-    """What changes of style did, to both replies and to the rejected one alone."""
+    """Build the section on changes of style, of both replies and of the rejected one alone."""
     tables: list[PageTable] = []
     notes = []
     for each in reported:

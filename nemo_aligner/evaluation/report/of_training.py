@@ -1,4 +1,4 @@
-"""What a report says of how training went: learning curves, throughput, memory."""
+"""Report sections on training: learning curves, throughput, memory, and its inputs."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ def learning_curves(reported: Sequence[Reported]) -> PageSection:
         "Learning curves",
         drawings=[each for each in drawings if each is not None],
         tables=list(_validations(reported)),
-        notes=["Faint lines are of training batches, before each update; dots are validations."],
-        nothing="There is no training run here.",
+        notes=["Faint lines are training batches, before each update; dots are validations."],
+        nothing="No training run here has logged two steps yet."
+        if any(run.curves for run in reported)
+        else "There is no training run here.",
     )
 
 
@@ -58,7 +60,8 @@ def _of_metric(metric: str, reported: Sequence[Reported], prefix: str = "curve")
         for number, each in enumerate(reported)
         for line in (_of_one(metric, each) if is_one else _of_several(metric, each, number))
     ]
-    if not lines:
+    # A figure of one step is a dot; the tables have its number.
+    if len({step for line in lines for step in line.x}) < 2:
         return None
     row = find_metric(metric)
     note = f"{row.meaning[0].upper()}{row.meaning[1:]}." if row and row.meaning else ""
@@ -110,7 +113,7 @@ def _shown(value: float | None) -> str:
 
 
 def throughput(reported: Sequence[Reported]) -> PageSection:
-    """How fast it went, and what memory it took."""
+    """Build the section on speed and memory."""
     names = list(dict.fromkeys(name for run in reported for name in run.curves))
     of_machine = [name for name in names if any(word in name.lower() for word in _ALSO)]
     drawings = [_of_speed(name, reported) for name in (*_SPEED, *of_machine)]
@@ -161,7 +164,7 @@ def _speed_rows(reported: Sequence[Reported]) -> Iterator[list[str]]:
 
 
 def summary(reported: Sequence[Reported], sets: Sequence[Heldout]) -> PageSection:
-    """What each is, its best validation, and the last value of every metric."""
+    """Build the summary: best validation, and the last value of every metric."""
     rows = [
         ["what it is", *(each.kind for each in reported)],
         *_rows("steps", [_steps(each) for each in reported]),
@@ -190,7 +193,7 @@ def _steps(run: Reported) -> str:
 
 
 def _best(run: Reported) -> str:
-    """Of each set the best value of its main metric, of equal ones that with the lowest loss."""
+    """Return the best value of each set's main metric; of equals the one with the lowest loss."""
     found = []
     for name in validation_sets(run):
         main = next((each for each in MAIN_METRICS if f"{name}/{each}" in run.curves), None)
@@ -221,7 +224,7 @@ def _longer(each: Reported, sets: Sequence[Heldout]) -> str:
 
 
 def _described(each: Reported) -> Iterator[tuple[str, str]]:
-    """What its start said, as ``model: 143.4M parameters``."""
+    """Yield what the run printed at its start, as ``model: 143.4M parameters``."""
     for line in each.facts.get("described", []):
         what, _, said = line.partition(": ")
         yield (what, said) if said else ("note", what)
@@ -283,7 +286,7 @@ def _cell(value: Any) -> str:
 
 
 def data(reported: Sequence[Reported]) -> PageSection:
-    """What became of every file."""
+    """Build the tables of the data files."""
     tables = []
     for each in reported:
         for file in each.facts.get("data", []) if isinstance(each.facts.get("data"), list) else []:
@@ -297,7 +300,7 @@ def data(reported: Sequence[Reported]) -> PageSection:
 
 
 def contract(reported: Sequence[Reported]) -> PageSection:
-    """By which rules texts were scored."""
+    """Build the section on the scoring contracts."""
     hashes = [_hash(each) for each in reported]
     tables = []
     if any(hashes):
@@ -321,7 +324,7 @@ def _as_mapping(value: Any) -> Mapping[str, Any]:
 
 
 def settings(reported: Sequence[Reported]) -> PageSection:
-    """Of one run all; of several what differs first."""
+    """Build the tables of settings; of several runs, those that differ come first."""
     having = [each for each in reported if each.settings]
     tables = []
     header = ["", *(each.name for each in having)]
@@ -336,7 +339,7 @@ def settings(reported: Sequence[Reported]) -> PageSection:
 
 
 def versions(reported: Sequence[Reported]) -> PageSection:
-    """What computed it."""
+    """Build the table of versions."""
     having = [each for each in reported if each.facts.get("versions")]
     rows = list(_side_by_side([each.facts["versions"] for each in having]))
     ranks = [str(each.facts.get("ranks", "")) for each in having]

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from nemo_aligner.contract.messages import Text, messages_of, prompt_of, reply_of, said
 from nemo_aligner.evaluation.report import of_heldout, of_training, page
@@ -34,8 +34,7 @@ from nemo_aligner.evaluation.report.run_report import (
     name_apart,
     read_reported,
 )
-from nemo_aligner.metrics.ranking import correlation
-from nemo_aligner.utils.console import show_number
+from nemo_aligner.metrics.ranking import correlation, nanmean
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 MOST_REPORTED = len(COLOURS)
@@ -48,7 +47,7 @@ _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u20
 
 @dataclass(frozen=True)
 class ShownTurn:
-    """Who says what; ``is_cut`` where it is longer than the page has room for."""
+    """Turn of a conversation; ``is_cut`` if it is longer than the page has room for."""
 
     role: str
     text: str
@@ -103,7 +102,7 @@ def render_page(reported: Sequence[Reported]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"svg": Markup, "seen": seen}
+    environment.filters |= {"svg": Markup, "seen": seen, "breakable": breakable}
     names = " and ".join(each.name for each in reported)
     how_many = sum(len(some) for part in parts for _, some in part.mistakes)
     return environment.get_template("page.html.jinja").render(
@@ -114,7 +113,7 @@ def render_page(reported: Sequence[Reported]) -> str:
 
 
 def build_sections(reported: Sequence[Reported]) -> list[PageSection]:
-    """All sections, in their order; those without content say why."""
+    """Build all sections in order; those without content say why."""
     sets = heldout_sets(reported)
     for each in sets:
         if len(each.judged.lengths) == 0:
@@ -160,8 +159,13 @@ def _whole(text: Text) -> str:
 
 
 def seen(text: str) -> str:
-    """With characters that nobody would see, or that turn the text around, as ``\\u202e``."""
+    """Escape characters that are invisible or turn the text around, as ``\\u202e``."""
     return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def breakable(name: str) -> Markup:
+    """Escape a name that a narrow screen may break behind ``_``, ``/`` and ``.``."""
+    return Markup(re.sub("([_/.])", r"\1<wbr>", str(escape(seen(name)))))
 
 
 # The first screen of a report: how good the model is, against what, and where it is wrong.
@@ -187,7 +191,7 @@ def _headline(each: Heldout, name: str) -> Headline:
     worst = [_on_one_line(mistake) for mistake in each.judged.mistakes(_WORST)]
     if isinstance(each.judged, JudgedPairs):
         return Headline(name, *_of_pairs(each, each.judged), worst)
-    return Headline(name, *_of_ratings(each.judged), worst)
+    return Headline(name, *_of_ratings(each, each.judged), worst)
 
 
 def _of_pairs(each: Heldout, judged: JudgedPairs) -> tuple[list[tuple[str, str]], str]:
@@ -216,8 +220,8 @@ def _of_pairs(each: Heldout, judged: JudgedPairs) -> tuple[list[tuple[str, str]]
     return figures, verdict
 
 
-def _of_ratings(judged: JudgedRatings) -> tuple[list[tuple[str, str]], str]:
-    """Correlate rewards and labels (Pearson), as a mean over attributes."""
+def _of_ratings(each: Heldout, judged: JudgedRatings) -> tuple[list[tuple[str, str]], str]:
+    """Compare the mean Pearson correlation of rewards and labels with that of length alone."""
     found = {
         name: _correlation(judged.rewards[:, column], judged.labels[:, column])
         for column, name in enumerate(judged.attributes)
@@ -226,20 +230,36 @@ def _of_ratings(judged: JudgedRatings) -> tuple[list[tuple[str, str]], str]:
     if not known:
         return [(str(len(judged.records)), "rated replies")], "No attribute has labels that vary."
     mean = float(np.mean(list(known.values())))
-    figures = [
-        (show_number(mean), f"Pearson's r of reward and label, mean of {len(known)} attributes"),
-        (str(len(judged.records)), "rated replies"),
-    ]
-    best, worst = max(known, key=lambda name: known[name]), min(known, key=lambda name: known[name])
-    verdict = f"Best known is {best} (r {known[best]:.3f})"
-    if worst != best:
-        verdict += f", least {worst} (r {known[worst]:.3f})"
-    return figures, f"{verdict}."
+    length, unit = _length_alone(each, judged)
+    how_many = f"{len(judged.records)} rated replies"
+    over = f", mean of {len(known)} attributes" if len(known) > 1 else ""
+    figures = [(f"{mean:.3f}", f"Pearson's r of reward and label on {how_many}{over}")]
+    said = []
+    if not np.isnan(length):
+        what = f"|r| of length and label: the length of the reply alone, in {unit}"
+        figures.append((f"{length:.3f}", what))
+        said.append(f"The model is {'above' if mean > length else 'not above'} length alone.")
+    if len(known) > 1:
+        best, worst = max(known, key=lambda n: known[n]), min(known, key=lambda n: known[n])
+        said.append(
+            f"It follows the labels of {best} most closely (r {known[best]:.3f}) and those of "
+            f"{worst} least (r {known[worst]:.3f})."
+        )
+    return figures, " ".join(said)
 
 
-def _correlation(rewards: np.ndarray, labels: np.ndarray) -> float:
-    present = ~np.isnan(labels) & ~np.isnan(rewards)
-    own = (torch.from_numpy(each[present]) for each in (rewards, labels))
+def _length_alone(each: Heldout, judged: JudgedRatings) -> tuple[float, str]:
+    """Return the mean |r| of labels and length, and the unit of length: tokens where recorded."""
+    recorded = each.metric("length_only_pearson_mean")
+    if recorded is not None:
+        return recorded, each.length_unit()
+    lengths = judged.lengths.astype(float)
+    return nanmean(abs(_correlation(lengths, own)) for own in judged.labels.T), "characters"
+
+
+def _correlation(values: np.ndarray, labels: np.ndarray) -> float:
+    present = ~np.isnan(labels) & ~np.isnan(values)
+    own = (torch.from_numpy(each[present]) for each in (values, labels))
     return correlation(*own)
 
 

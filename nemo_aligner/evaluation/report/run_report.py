@@ -25,6 +25,7 @@ from nemo_aligner.config.load import flatten
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text, reply_of
 from nemo_aligner.data.files import BadLine, read_lines
+from nemo_aligner.data.records import row_text
 from nemo_aligner.evaluation.compare import PairVerdict, read_verdicts, verdicts_of
 from nemo_aligner.evaluation.evaluate import EvaluationReport, reward_rows
 from nemo_aligner.evaluation.robustness import Robustness, read_robustness
@@ -49,7 +50,7 @@ class Mistake:
 
 @dataclass(frozen=True)
 class SourceShare:
-    """How many pairs of a source are right, with the 95% interval (Wilson 1927)."""
+    """Share of a source's pairs that are right, with its 95% interval (Wilson 1927)."""
 
     source: str
     pairs: int
@@ -84,11 +85,11 @@ class JudgedPairs:
         return np.array([each.right for each in self.verdicts], dtype=float)
 
     def as_metrics(self) -> PairRewards:
-        """What ``metrics/`` takes, with lengths in characters."""
+        """Convert to the input of ``metrics/``, with lengths in characters."""
         return PairRewards.of(torch.from_numpy(self.rewards), torch.from_numpy(self.lengths))
 
     def shares(self) -> list[SourceShare]:
-        """Of all pairs, and of every source where there are several."""
+        """Compute accuracy on all pairs, and on every source if there are several."""
         sources = np.array([each.source for each in self.verdicts])
         names = sorted(set(sources.tolist()))
         shares = [_share("all", self.right)]
@@ -140,14 +141,14 @@ class JudgedRatings:
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> JudgedRatings:
-        """Of the lines of ``output_rewards``.
+        """Build from the lines of ``output_rewards``.
 
         Raises:
             KeyError, TypeError, ValueError: they are none of ratings.
         """
         rows = list(rows)
         names = tuple(rows[0]["rewards"])
-        texts = tuple(row["texts"]["response"] for row in rows)
+        texts = tuple(row_text(row["texts"]["response"]) for row in rows)
         return cls(
             attributes=names,
             rewards=_columns(rows, "rewards", names),
@@ -188,7 +189,7 @@ _RESULTS = ("metrics", "counts", "rows", "left_out", "robustness", "kind", "task
 
 @dataclass(frozen=True)
 class Reported:
-    """All that is known of a run or an evaluation; what is not is empty.
+    """Facts about a run or an evaluation; unknown ones are empty.
 
     Attributes:
         name: what legends call it.
@@ -214,7 +215,7 @@ class Reported:
 
 
 def read_reported(path: Path) -> Reported:
-    """What lies there.
+    """Read a run's folder, or the files of an evaluation.
 
     A file of ``output_rewards`` and one of ``output`` belong together where they stand beside each
     other and differ in their endings alone.
@@ -261,7 +262,7 @@ def _read_run(folder: Path) -> Reported:
 
 
 def _robustness(path: Path) -> Robustness | None:
-    """What ``output`` of an evaluation with ``robustness_pairs`` has of it; None without."""
+    """Read robustness from an evaluation's ``output``; None without ``robustness_pairs``."""
     content = _object(path)
     if "robustness" not in content:
         return None
@@ -296,7 +297,7 @@ def _counts(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_judged(path: Path) -> HeldoutSet:
-    """What a file of ``output_rewards`` holds.
+    """Read a file of ``output_rewards``.
 
     Raises:
         DataError: something else.
@@ -349,7 +350,7 @@ def _yaml(path: Path) -> Mapping[str, Any]:
 
 
 def name_apart(reported: Sequence[Reported]) -> list[Reported]:
-    """The same, with names of which no two are equal."""
+    """Number equal names, so that no two are the same."""
     names = [each.name for each in reported]
     return [
         replace(each, name=f"{each.name} ({number})") if names.count(each.name) > 1 else each

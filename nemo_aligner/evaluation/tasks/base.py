@@ -1,4 +1,4 @@
-"""What a benchmark is: how its file is read, what a right verdict is, and how they add up."""
+"""Benchmark protocol: how a file is read, what a right verdict is, and how they add up."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def by_subset(judged: Sequence[Judged]) -> dict[str, list[Judged]]:
 
 
 def pair_rows(judged: Sequence[Judged]) -> list[TaskRow]:
-    """Of a benchmark of pairs without sections: its subsets, and all pairs."""
+    """Return the rows of a benchmark of pairs without sections: its subsets, and all pairs."""
     rows = subset_rows(judged)
     return [*(rows if len(rows) > 1 else []), share_row(Level.overall, "all", judged)]
 

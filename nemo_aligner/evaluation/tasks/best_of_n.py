@@ -135,7 +135,7 @@ def _listed(pairs: Any) -> list[Any]:
 
 
 def _ordered(pair: Any, scores: Sequence[Any], order: Sequence[int]) -> tuple[int, int]:
-    """Where the right reply and the wrong one of a pair stand in ``order``."""
+    """Find the ranks of a pair's right and wrong reply in ``order``."""
     known = range(len(scores))
     fits = isinstance(pair, list) and len(pair) == 2 and all(each in known for each in pair)
     if not fits or bool(scores[pair[0]]) == bool(scores[pair[1]]):
@@ -148,7 +148,7 @@ def _ordered(pair: Any, scores: Sequence[Any], order: Sequence[int]) -> tuple[in
 
 
 def _rights(item: TaskItem, rewards: np.ndarray) -> np.ndarray:
-    """Of each pair, whether the right reply has the higher reward; a tie is wrong."""
+    """Tell for each pair if the right reply has the higher reward; a tie is wrong."""
     right, wrong = np.array(item.pairs).T
     return rewards[right] > rewards[wrong]
 

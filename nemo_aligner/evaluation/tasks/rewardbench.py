@@ -147,7 +147,7 @@ def _judge(item: TaskItem, rewards: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class _Margins:
-    """Of one prompt: among the right ones, and from the worst right one to the best wrong one."""
+    """Margins of one prompt: among right replies, and from the worst right to the best wrong."""
 
     among_right: float | None
     to_wrong: float

@@ -37,7 +37,7 @@ def _read(value: dict[str, Any]) -> TaskItem:
 
 
 def _domain_of(stem: str) -> dict[str, str]:
-    """Of a file of one domain, ``safety-refuse_filtered.json``, whose objects do not name it."""
+    """Take the domain from the name of a file, as ``safety-refuse_filtered.json``."""
     domain, _, rest = stem.partition("_")
     is_known = rest == "filtered" and domain.partition("-")[0] in _DOMAINS
     return {"domain": domain} if is_known else {}

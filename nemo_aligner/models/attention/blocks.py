@@ -1,4 +1,18 @@
-"""Blockwise attention on a CPU for inference: the same bits for a token in any batch."""
+"""Blockwise attention on a CPU for inference, with the same bits for a token in any batch.
+
+Queries are processed in blocks of 32 positions of their *sequence*, however its beginning is
+provided: with it, as a shared prefix, or from the cache. The keys that a block sees in one call
+follow from its position alone, and queries that the pack lacks are padded. No kernel mixes the rows
+of a product, so a token's arithmetic is a function of its sequence.
+
+Distant keys come first, in spans of 512 positions. All queries past a span see all of it, so those
+of every text that begins with it share one call and one copy of its keys. Partial results of the
+spans and of the remaining keys are merged in order of position by their log-sum-exp.
+
+The query heads of a group lie one after the other in a block, because they share keys. Blocks with
+equally many keys share a call, in fp32: for narrower types torch's kernel chooses between two
+products by the size of the whole call.
+"""
 
 from __future__ import annotations
 
@@ -19,31 +33,15 @@ from nemo_aligner.models.attention.segments import (
 )
 from nemo_aligner.models.internals import cpu_flash_attention
 
-# Attention without a backward on a CPU, the same bits for a token in whatever company.
-#
-# Queries are taken by blocks of 32 positions of their *sequence*, however its beginning came about:
-# with it, for a neighbour, or from a pool of keys. Which keys a block sees at once follows from its
-# position alone, and queries that the pack has not are filled up. So a token's arithmetic is a
-# function of its sequence, as no kernel mixes the rows of a product.
-#
-# Keys far behind are seen first, by spans of 512 positions. All queries past a span see the whole
-# of it, so those of all texts that begin with it are computed together, with one copy of its keys.
-# What a query got from its spans, and from the keys between them and the end of its block, is put
-# together by the log-sum-exp of its scores, in the order of the positions.
-#
-# The query heads of a group stand one after the other in a block, as they have the same keys.
-# Blocks with as many keys are computed in one call, in fp32: of narrower types torch's kernel takes
-# one of two products by the size of the whole call.
-
-# Of at most so many numbers (at::internal::GRAIN_SIZE) one thread computes all, in whole vectors.
-# Of more, what is left over of a thread's share has another exponential function.
+# Up to so many elements (at::internal::GRAIN_SIZE) one thread computes all of them, in whole
+# vectors. Beyond, the remainder of a thread's share goes through a different exponential.
 _GRAIN = 2**15
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
-    """``query [T, heads, c]``, ``key`` and ``value [C + T, groups, c]`` -> ``[T, heads, c]``."""
+    """``query [T, heads, c]`` on ``key`` and ``value [C + T, groups, c]`` -> ``[T, heads, c]``."""
     (tokens, heads, channels), groups = query.shape, key.size(1)
     precise = torch.promote_types(query.dtype, torch.float32)
     plan = segments.remembered(
@@ -68,7 +66,7 @@ def attend(
 def _attend_part(
     query: Tensor, part: Part, mask: Tensor | None, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """Of ``query [n, groups, rows, c]``, each of n by itself: the output, ``[n, groups, rows]``."""
+    """Attend ``query [n, groups, rows, c]`` batchwise; returns output and log-sum-exp."""
     keys, values = part.keys, part.values
     if scores.soft_cap is None:
         output: tuple[Tensor, Tensor] = cpu_flash_attention(
@@ -76,26 +74,26 @@ def _attend_part(
         )
         return output
     assert mask is not None
-    # How many matrices there are must not matter: one by one.
+    # One matrix at a time: the batch size must not select a kernel.
     each = zip(query.split(1), keys.split(1), values.split(1), strict=True)
     found = torch.cat([attend_by_scores(*one, mask == 0, scores) for one in each])
-    return found, found.new_zeros(found.shape[:-1])  # nothing is added to it
+    return found, found.new_zeros(found.shape[:-1])  # soft-capped blocks have a single part
 
 
 class _Outputs:
-    """``out [rows, c]`` of queries that see their keys part by part."""
+    """Running result ``out [rows, c]`` of queries that see their keys part by part."""
 
     def __init__(self, rows: int, channels: int, dtype: torch.dtype) -> None:
         self.out = torch.empty(rows, channels, dtype=dtype)
         self._lse = torch.empty(rows, dtype=dtype)
 
     def put(self, targets: Tensor, found: Tensor, lse: Tensor) -> None:
-        """What the rows ``targets [m]`` got from their first keys."""
+        """Set the rows ``targets [m]`` to the result of their first keys."""
         self.out.index_copy_(0, targets, found)
         self._lse.index_copy_(0, targets, lse)
 
     def add(self, targets: Tensor, found: Tensor, lse: Tensor) -> None:
-        """What they got from the keys that come next."""
+        """Merge the result of the next keys into the rows ``targets``."""
         for some in zip(*(x.split(_GRAIN) for x in (targets, found, lse)), strict=True):
             self._add(*some)
 
@@ -105,7 +103,7 @@ class _Outputs:
         self.put(targets, seen, its_lse)
 
 
-# Which queries and keys of a pack are computed together in attention by blocks.
+# Planning: which queries and keys of a pack share a call.
 
 BLOCK, SPAN = 32, 512
 
@@ -114,8 +112,8 @@ BLOCK, SPAN = 32, 512
 class Part:
     """``keys`` and ``values [n, groups, k, c]`` that n blocks of queries see.
 
-    ``is_first`` are those with which their sequences begin. Those that end where the block does are
-    ``is_last``: of them a query sees the ones that a mask lets pass.
+    ``is_first``: these keys begin their sequences. ``is_last``: they end with the block itself, and
+    the causal mask applies.
     """
 
     keys: Tensor
@@ -126,7 +124,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Span:
-    """``keys [SPAN]``, int64 rows, that all queries of ``blocks`` see, of whatever sequences."""
+    """``keys [SPAN]``, int64 rows that all queries of ``blocks`` see, of any sequences."""
 
     keys: Tensor
     blocks: int
@@ -143,9 +141,9 @@ class _Run:
     """Segments that start in the same block, the longest first.
 
     Attributes:
-        keys: ``[n, K]`` int64 rows of their keys after those of spans, filled up.
-        blocks: of every block how many of the segments have it, the first ones; which of the keys
-            it sees; and whether it sees none before them.
+        keys: ``[n, K]`` int64 rows of their keys behind the spans, padded.
+        blocks: for each block the number of segments that reach it (the first ones), the slice of
+            keys that it sees, and whether it sees none before them.
     """
 
     keys: Tensor
@@ -163,15 +161,15 @@ class _Run:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Every query of a pack, for ``groups`` of ``repeats`` heads.
+    """Order of all queries of a pack, for ``groups`` of ``repeats`` heads.
 
     Attributes:
-        steps: the spans in the order of their positions, then what comes after them.
-        queries: ``[N, groups * repeats * BLOCK]`` int64, which of the ``T * heads`` rows, block
-            by block, in the order of the steps.
-        targets: the same number, where their output belongs, in the order in which the kernel
-            leaves it: ``[repeats * BLOCK, groups]`` of a block; ``T * heads`` is nowhere.
-        mask: ``[repeats * BLOCK, K]`` of keys that end where the block does, added to the scores.
+        steps: the spans in order of position, then the runs.
+        queries: ``[N, groups * repeats * BLOCK]`` int64 rows of ``T * heads``, block by block in
+            the order of the steps.
+        targets: same size: the row of each output, in the order in which the kernel returns it,
+            ``[repeats * BLOCK, groups]`` of a block; ``T * heads`` is a dummy row.
+        mask: ``[repeats * BLOCK, K]`` added to the scores of keys that end with the block.
     """
 
     steps: tuple[_Span | _Run, ...]
@@ -183,7 +181,7 @@ class BlockPlan:
 def plan_blocks(
     segments: PackedSegments, heads: int, groups: int, scores: Scores, dtype: torch.dtype
 ) -> BlockPlan:
-    """The same arithmetic for a query wherever its sequence is cut into segments."""
+    """Plan a pack so that cutting a sequence into other segments changes no arithmetic."""
     own = list(_own_segments(segments))
     steps: list[_Span | _Run] = []
     rows: list[np.ndarray] = []
@@ -202,7 +200,7 @@ def plan_blocks(
 
 @dataclass(frozen=True)
 class _Segment:
-    """One of the pack: its tokens' rows, their positions in the sequence, and its keys' rows."""
+    """A segment's first row in the pack, its positions in its sequence, and its keys' rows."""
 
     row: int
     start: int
@@ -215,17 +213,17 @@ class _Segment:
 
     @property
     def num_blocks(self) -> int:
-        """Of the sequence up to the segment's end."""
+        """Blocks of the sequence up to the segment's end."""
         return -(-self.end // BLOCK)
 
     def rows_of(self, block: int) -> np.ndarray:
-        """``[BLOCK]`` rows of a block's queries; -1 for those that the segment has not."""
+        """Rows ``[BLOCK]`` of a block's queries; -1 where the segment has none."""
         positions = np.arange(block * BLOCK, (block + 1) * BLOCK)
         is_own = (positions >= self.start) & (positions < self.end)
         return np.where(is_own, positions + self.row - self.start, -1)
 
     def rows_from(self, position: int) -> np.ndarray:
-        """The rows of its queries from a position on."""
+        """Rows of its queries from a position on."""
         return np.arange(max(position, self.start), self.end) + self.row - self.start
 
 
@@ -238,15 +236,15 @@ def _own_segments(segments: PackedSegments) -> Iterator[_Segment]:
 
 
 def _takes_spans(scores: Scores) -> bool:
-    """Else a block sees all its keys at once."""
+    """False with a window or soft cap, where a block sees all its keys in one call."""
     return scores.window is None and scores.soft_cap is None
 
 
 def _spans(segments: Iterable[_Segment]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Each span's number in its sequence, its keys, and the rows of all queries past it."""
+    """Yield each span's number in its sequence, its keys, and the rows of all queries past it."""
     found: dict[tuple[int, bytes], list[np.ndarray]] = defaultdict(list)
     for each in segments:
-        # The last block's span is not over yet.
+        # The span of the last block is incomplete.
         for number in range((each.num_blocks - 1) * BLOCK // SPAN):
             end = (number + 1) * SPAN
             found[number, each.keys[end - SPAN : end].tobytes()].append(each.rows_from(end))
@@ -255,7 +253,7 @@ def _spans(segments: Iterable[_Segment]) -> Iterator[tuple[int, np.ndarray, np.n
 
 
 def _runs(segments: Iterable[_Segment]) -> Iterator[list[_Segment]]:
-    """Those that start in one block together, if none is more than twice as long as another."""
+    """Group segments that start in one block, none more than twice as long as another."""
     alike: dict[tuple[int, int], list[_Segment]] = defaultdict(list)
     for each in segments:
         alike[each.first_block, each.num_blocks.bit_length()].append(each)
@@ -264,7 +262,7 @@ def _runs(segments: Iterable[_Segment]) -> Iterator[list[_Segment]]:
 
 
 def _plan_run(members: Sequence[_Segment], scores: Scores) -> tuple[_Run, list[np.ndarray]]:
-    """A run of ``members``, and the rows of its blocks."""
+    """Plan the run of ``members``; returns it with the rows of its blocks."""
     numbers = range(members[0].first_block, members[0].num_blocks)
     start = _first_key(numbers[0], scores)
     rows, blocks = [], []
@@ -279,7 +277,7 @@ def _plan_run(members: Sequence[_Segment], scores: Scores) -> tuple[_Run, list[n
 
 
 def _first_key(block: int, scores: Scores) -> int:
-    """The first key that a block's queries see in their last step, at a block's beginning."""
+    """First key, aligned to a block, that a block's queries see in their last step."""
     if _takes_spans(scores):
         return block * BLOCK // SPAN * SPAN
     if scores.window is None:
@@ -288,7 +286,7 @@ def _first_key(block: int, scores: Scores) -> int:
 
 
 def _mask(keys: int, window: int | None) -> Tensor:
-    """``[BLOCK, keys]``: -inf for those that a query does not see."""
+    """Causal mask ``[BLOCK, keys]``: -inf for keys that a query does not see, else 0."""
     behind = keys - BLOCK
     hidden = torch.ones(BLOCK, keys, dtype=torch.bool).triu(behind + 1)
     if window is not None:
@@ -297,14 +295,14 @@ def _mask(keys: int, window: int | None) -> Tensor:
 
 
 def _filled(keys: Sequence[np.ndarray], length: int) -> Tensor:
-    """``[n, length]``; filled up by a sequence's own key, which no mask lets pass."""
+    """Stack to ``[n, length]``, padding with a sequence's own last key, which the mask hides."""
     filled = [np.pad(each, (0, length - len(each)), mode="edge") for each in keys]
     return torch.from_numpy(np.stack(filled))
 
 
 def _of_heads(rows: np.ndarray, tokens: int, heads: int, groups: int) -> tuple[Tensor, Tensor]:
-    """BlockPlan's ``queries`` and ``targets`` of ``rows [N, BLOCK]``."""
-    # Head g * repeats + i is the i-th of group g.
+    """Compute ``BlockPlan.queries`` and ``targets`` of ``rows [N, BLOCK]``."""
+    # Head g * repeats + i is the i-th query head of group g.
     head = np.arange(heads).reshape(groups, heads // groups)
     queries = np.maximum(rows, 0)[:, None, None, :] * heads + head[:, :, None]
     targets = np.where(rows < 0, tokens, rows)[:, None, :, None] * heads + head.T[:, None, :]

@@ -1,9 +1,8 @@
-"""Attention over the segments of a pack on a CPU: no padding, no mask, no copy of a prefix.
+"""Trainable attention over the segments of a pack on a CPU: no padding, no mask, no prefix copies.
 
-Each segment attends causally to itself in one call of torch's flash attention; all the segments
-that have a prefix in common attend to it together, in one more, and so do all those that begin with
-the same cached one. What a token got from all of them is put together by the log-sum-exp of its
-scores, and the backward of each part follows from the whole's output and log-sum-exp
+Each segment attends causally to itself in one call of torch's flash attention. All segments with a
+common prefix, in the pack or cached, attend to it in one more. A token's partial results are merged
+by their log-sum-exp, and the backward of each part follows from the merged output and log-sum-exp
 (FlashAttention, Dao et al. 2022; RingAttention, Liu et al. 2023).
 """
 
@@ -25,7 +24,7 @@ from nemo_aligner.models.internals import cpu_flash_attention, cpu_flash_attenti
 
 @dataclass(frozen=True)
 class _Block:
-    """Which queries see which keys; ``is_causal`` where they are the same tokens."""
+    """Queries and the keys they see; ``is_causal`` if these are the same tokens."""
 
     queries: slice
     keys: slice
@@ -40,24 +39,24 @@ def attend(
     prefixes: Sequence[int],
     scale: float | None,
 ) -> Tensor:
-    """``query [T, heads, c]`` on ``key`` and ``value [C + T, groups, c]`` -> ``[T, heads, c]``.
+    """Attend ``query [T, heads, c]`` to ``key``, ``value [C + T, groups, c]`` -> ``[T, heads, c]``.
 
     Args:
-        lengths: tokens of every segment: of cached ones, C in all, then of those with queries.
-        prefixes: of each segment with queries the one that is its prefix, -1 for none.
+        lengths: tokens of every segment: the cached ones, C in all, then those with queries.
+        prefixes: for each segment with queries the number of its prefix, -1 for none.
         scale: of the scores; None is ``c ** -0.5``.
     """
     blocks = _blocks(tuple(lengths), tuple(prefixes))
     return _PackedAttention.apply(query, key, value, blocks, scale)
 
 
-@lru_cache(maxsize=4)  # it is asked for by every layer
+@lru_cache(maxsize=4)  # every layer asks for the same
 def _blocks(lengths: tuple[int, ...], prefixes: tuple[int, ...]) -> tuple[_Block, ...]:
-    """Every segment on itself, then every run of segments that begin with the same on that."""
+    """List the calls: every segment on itself, then every run with a common prefix on that."""
     cached = len(lengths) - len(prefixes)
     bounds = [0, *accumulate(lengths)]
     first = bounds[cached]
-    ends = [end - first for end in bounds[cached:]]  # of the queries
+    ends = [end - first for end in bounds[cached:]]  # in rows of the queries
     blocks = [
         _Block(slice(*queries), slice(*keys), True)
         for queries, keys in zip(pairwise(ends), pairwise(bounds[cached:]), strict=True)
@@ -74,9 +73,9 @@ def _blocks(lengths: tuple[int, ...], prefixes: tuple[int, ...]) -> tuple[_Block
 
 
 def _as_heads(x: Tensor, groups: int) -> Tensor:
-    """``[T, heads, c]`` -> a view ``[heads / groups, groups, T, c]``: head ``g * r + i`` at [i, g].
+    """View ``[T, heads, c]`` as ``[heads / groups, groups, T, c]``: head ``g * r + i`` at [i, g].
 
-    Query heads of one group stand in the batch, so that keys need no copy for each of them.
+    The query heads of a group lie along the batch dimension, over which keys are expanded for free.
     """
     tokens, heads, channels = x.shape
     return x.view(tokens, groups, heads // groups, channels).permute(2, 1, 0, 3)
@@ -92,7 +91,7 @@ class _PackedAttention(Function):
         blocks: tuple[_Block, ...],
         scale: float | None,
     ) -> Tensor:
-        # Contiguous, or the views below would keep the whole of the projection's output alive.
+        # Contiguous: a saved view would keep the projection's whole output alive.
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         groups = key.size(1)
         out = torch.empty_like(query)
@@ -126,7 +125,7 @@ class _PackedAttention(Function):
         groups = key.size(1)
         repeats = query.size(1) // groups
         to_query, to_key, to_value = (torch.empty_like(x) for x in (query, key, value))
-        for cached in (to_key, to_value):  # what has queries is first written by its causal block
+        for cached in (to_key, to_value):  # the rest is first written by its own causal block
             cached[: len(key) - len(query)] = 0
         q, k, v, o, d = (_as_heads(x, groups) for x in (query, key, value, out, grad))
         dq, dk, dv = (_as_heads(x, groups) for x in (to_query, to_key, to_value))

@@ -1,4 +1,8 @@
-"""Causal attention over packed sequences: a varlen kernel on GPUs, flash attention on CPUs."""
+"""Causal attention over packed sequences, and the choice of its kernel.
+
+On GPUs a variable-length flash kernel, on CPUs torch's flash attention; where neither fits, SDPA or
+explicit scores one segment at a time.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +27,10 @@ from nemo_aligner.models.shape import ModelShape
 
 
 class PackedAttention(MegatronModule):
-    """Core attention of ``query [T, 1, heads, c]`` on ``key`` and ``value [T, 1, groups, c]``.
+    """Core attention of ``query [T, 1, heads, c]`` on ``key``, ``value [T, 1, groups, c]``.
 
-    Query and key are rotated to their positions; then each segment attends causally to itself, and
-    to all that it begins with. The output is ``[T, 1, heads * c]``.
+    Rotates query and key to their positions; then each segment attends causally to itself and to
+    its chain of prefixes. Returns ``[T, 1, heads * c]``.
     """
 
     def __init__(
@@ -53,7 +57,7 @@ class PackedAttention(MegatronModule):
         query = rotate(query, segments.cos, segments.sin).squeeze(1)
         key = rotate(key, segments.cos, segments.sin).squeeze(1)
         learns = self.training or torch.is_grad_enabled()
-        # Else the kernel would depend on what else is in the pack.
+        # Only in training: in inference the choice of kernel must not depend on the pack.
         if learns and scores.window is not None and scores.window >= segments.max_kv_length:
             scores = replace(scores, window=None)
         attend = _attention_for(query, scores, learns)
@@ -62,7 +66,7 @@ class PackedAttention(MegatronModule):
 
 
 def _attention_for(query: Tensor, scores: Scores, learns: bool) -> Attend:
-    """The fastest that can do it; and of those without a backward, the one whose bits stay."""
+    """Choose the fastest kernel that fits; for inference on a CPU the batch invariant one."""
     if query.is_cpu and not learns:
         return blocks.attend
     if scores.soft_cap is None and query.is_cpu and scores.window is None:
@@ -74,7 +78,7 @@ def _attention_for(query: Tensor, scores: Scores, learns: bool) -> Attend:
 
 
 def slow_attention(shape: ModelShape, dtype: torch.dtype) -> str | None:
-    """What a person should know of attention on this GPU; None where a kernel takes whole packs."""
+    """Describe why attention is slow on this GPU; None if a kernel takes whole packs."""
     if not torch.cuda.is_available():
         return None
     why = why_no_kernel(dtype, shape.kv_channels)
@@ -91,7 +95,7 @@ def slow_attention(shape: ModelShape, dtype: torch.dtype) -> str | None:
 
 
 def copies_keys(shape: ModelShape, dtype: torch.dtype) -> bool:
-    """Whether attention on this GPU has a copy of keys and values for each query head."""
+    """Tell if attention on this GPU copies keys and values for each query head; for the planner."""
     is_grouped = shape.num_query_groups < shape.num_attention_heads
     return (
         is_grouped
@@ -112,7 +116,7 @@ def _attend_on_cpu(
 def _attend_one_by_one(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
-    """Segment by segment, where no kernel takes them all: by SDPA, or by the scores themselves."""
+    """Attend segment by segment where no kernel takes a whole pack."""
     attend_segment = _way_of_segments(query, key, scores)
     lengths, all_lengths = segments.lengths, segments.all_lengths
     queries, keys, values = (
@@ -132,11 +136,11 @@ def _attend_one_by_one(
 
 
 _AttendSegment = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scores], Tensor]
-_BLOCK_SCORES = 2**26  # 256 MiB in fp32
+_BLOCK_SCORES = 2**26  # 256 MiB of fp32
 
 
 def _way_of_segments(query: Tensor, key: Tensor, scores: Scores) -> _AttendSegment:
-    """What attends a segment and keeps little for its backward pass; ``takes_equal_heads`` says."""
+    """Choose a per-segment kernel that keeps little for its backward; see ``takes_equal_heads``."""
     if scores.soft_cap is not None:
         return _recomputed if query.is_cpu else partial(_in_blocks, attend_by_scores)
     if query.is_cpu:
@@ -163,10 +167,10 @@ def _by_sdpa(
 def _with_equal_heads(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
 ) -> Tensor:
-    """SDPA with a copy of keys and values for every query head, of which the kernel takes no less.
+    """Call SDPA with keys and values repeated for every query head.
 
-    The copies, ``2 * m * heads * c`` numbers, are kept, where the math kernel would keep
-    ``heads * n * m`` scores.
+    The memory-efficient kernel takes no grouped heads. The copies, ``2 * m * heads * c`` numbers,
+    are kept for the backward; the math kernel would keep ``heads * n * m`` scores.
     """
     per_group = query.size(1) // key.size(1)
     key, value = (each.repeat_interleave(per_group, dim=1) for each in (key, value))
@@ -187,10 +191,9 @@ def _in_blocks(
     mask: Tensor | None,
     scores: Scores,
 ) -> Tensor:
-    """``attend`` of a few queries at a time, where all scores of these are there at once.
+    """Run ``attend`` on a few queries at a time, for kernels that materialise all their scores.
 
-    None are kept: the backward pass makes those of a block anew. So of a segment's scores there
-    are never more than ``_BLOCK_SCORES``, and what is made of them.
+    The backward recomputes each block, so at most ``_BLOCK_SCORES`` scores exist at a time.
     """
     if mask is None:
         mask = _sees(query.size(2), key.size(2), None, query.device)
@@ -206,10 +209,10 @@ def _without_keeping(attend: _AttendSegment, *arguments: Any) -> Tensor:
 
 
 def _mask(query: Tensor, key: Tensor, segments: PackedSegments, scores: Scores) -> Tensor:
-    """``[n, m]``: which keys a query sees, or on GPUs, for SDPA, what is added to the scores.
+    """Mask ``[n, m]``: bool on a CPU or with a soft cap, else the float mask that SDPA adds.
 
-    SDPA would make that of the other, anew in each layer, and keep it for the backward pass. The
-    memory-efficient kernel copies rows that do not begin 16 numbers apart, or a multiple of it.
+    From a bool mask SDPA would make the float one anew in each layer and keep it for the backward.
+    Rows are 16 elements apart or a multiple, or the memory-efficient kernel would copy the mask.
     """
     size = query.size(2), key.size(2)
     if query.is_cpu:
@@ -227,7 +230,7 @@ def _mask(query: Tensor, key: Tensor, segments: PackedSegments, scores: Scores) 
 
 
 def _sees(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """``[queries, keys]`` bool: a query's own position is counted from the end of the keys."""
+    """Mask ``[queries, keys]`` bool; the last query stands at the last key."""
     behind = keys - queries
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(behind)
     return mask if window is None else mask.triu(behind - window + 1)

@@ -1,4 +1,4 @@
-"""The segments of a pack, and what becomes of scores before the softmax."""
+"""Segments of a pack, the key-value pool, and attention by explicit scores."""
 
 from __future__ import annotations
 
@@ -11,72 +11,19 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.batch.packed import CacheUse, PackedBatch
-from nemo_aligner.distributed.layout import LayoutSizes
-from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.host_transfer import to_device
-
-# A pool of keys and values that outlive their pack, so that others may begin with its tokens.
-
-
-def pool_bytes(shape: ModelShape, layout: LayoutSizes, element_bytes: int, tokens: int) -> int:
-    """What a pool for so many tokens takes on each rank, which has some layers and groups."""
-    layers, groups = shape.num_layers // layout.pp, shape.num_query_groups // layout.tp
-    return 2 * layers * groups * shape.kv_channels * element_bytes * tokens
-
-
-class KeyValuePool:
-    """For each layer of this rank, ``slots`` keys and values of one token, ``[groups, c]`` each.
-
-    Taken once. Keys are rotated to their positions. What a slot has means something only to whoever
-    had it stored.
-    """
-
-    def __init__(
-        self,
-        layer_numbers: Sequence[int],
-        slots: int,
-        groups: int,
-        channels: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        shape = (slots, groups, channels)
-        self._layers = {
-            number: tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-            for number in layer_numbers
-        }
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(each.nbytes for layer in self._layers.values() for each in layer)
-
-    def exchange(
-        self, layer_number: int, key: Tensor, value: Tensor, use: CacheUse
-    ) -> tuple[Tensor, Tensor]:
-        """Store what ``use`` says of ``[T, groups, c]``; ``[C + T, groups, c]``, cached first."""
-        keys, values = self._layers[layer_number]
-        return _exchange(keys, key, use), _exchange(values, value, use)
-
-
-def _exchange(kept: Tensor, fresh: Tensor, use: CacheUse) -> Tensor:
-    if use.stored.numel():
-        kept.index_copy_(0, use.slots, fresh.detach()[use.stored])
-    if not use.lengths:
-        return fresh
-    return torch.cat([kept.index_select(0, use.taken), fresh])
-
 
 Thing = TypeVar("Thing")
 
 
 def chains_of(prefixes: Sequence[int], cached: int) -> list[tuple[int, ...]]:
-    """What every segment begins with, as numbers of segments, the sequence's beginning first.
+    """List each segment's prefixes as segment numbers, from the sequence's beginning.
 
-    The first ``cached`` numbers are of cached segments, which begin with nothing.
+    The first ``cached`` numbers are cached segments, which have no prefix themselves.
     """
     chains: list[tuple[int, ...]] = []
     for prefix in prefixes:
-        # A prefix stands before all that begin with it.
+        # A prefix precedes every segment that begins with it.
         before = chains[prefix - cached] if prefix >= cached else ()
         chains.append((*before, prefix) if prefix >= 0 else ())
     return chains
@@ -84,22 +31,22 @@ def chains_of(prefixes: Sequence[int], cached: int) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class PackedSegments:
-    """The segments of a pack, where megatron-core carries ``PackedSeqParams``.
+    """Segments of a pack, passed where megatron-core passes ``PackedSeqParams``.
 
-    ``qkv_format`` is not ``thd``, for which megatron-core would cut the pack apart to rotate it:
-    the rotation comes along, one row per token, and is applied here.
+    ``qkv_format`` is not ``thd``, for which megatron-core would split the pack to rotate each
+    sequence. Instead ``cos`` and ``sin`` hold a row per token, and PackedAttention rotates.
 
     Attributes:
-        cos: ``[T, 1, 1, r]`` in the model's dtype, for the token's position in its sequence.
-        sin: the same of the sines.
+        cos: ``[T, 1, 1, r]`` in the model's dtype, at the token's position in its sequence.
+        sin: like ``cos``.
         lengths: tokens of every segment.
-        prefixes: the segment that is a segment's prefix, -1 for none; cached ones count first.
+        prefixes: number of each segment's prefix, -1 for none; numbers count cached ones first.
         cu_seqlens: ``[G + 1]`` int32 bounds of the queries.
         kv_cu_seqlens: ``[G + 1]`` int32 bounds of the keys, prefixes included.
-        kv_index: ``[K]`` int64 which of the C cached tokens and, counted on, the T of the pack
-            every key is of; None where the keys are the tokens.
+        kv_index: ``[K]`` int64 index of every key into the C cached tokens followed by the T of the
+            pack; None if keys and tokens are the same.
         last_token: ``[R]`` int64 rows that the head reads.
-        cached: what the pack takes from ``pool``, and stores there.
+        cached: tokens that the pack takes from ``pool``, and those it stores there.
     """
 
     cos: Tensor
@@ -124,7 +71,7 @@ class PackedSegments:
         last_token: Tensor,
         pool: KeyValuePool | None = None,
     ) -> PackedSegments:
-        """On the device of ``cos``."""
+        """Build the segments of ``batch`` on the device of ``cos``."""
         if batch.cached is not None and pool is None:
             raise ValueError("a pack uses cached keys, but its model has no pool of them")
         device = cos.device
@@ -141,15 +88,15 @@ class PackedSegments:
         return cls(cos, sin, lengths, prefixes, queries, keys, index, rows, batch.cached, pool)
 
     def remembered(self, name: Hashable, make: Callable[[], Thing]) -> Thing:
-        """What ``make`` finds, made by the first layer that asks for ``name``."""
+        """Return what ``make`` computes for ``name``, computing it only for the first layer."""
         if name not in self._memory:
             self._memory[name] = make()
         return self._memory[name]
 
     def with_cached(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """``[T, groups, c]`` of this layer as ``[C + T, groups, c]``, what is cached first.
+        """Extend this layer's ``[T, groups, c]`` by the cached tokens: ``[C + T, groups, c]``.
 
-        What the pack is to leave in the pool is stored.
+        Also stores in the pool what the pack is to leave there.
         """
         if self.cached is None or self.pool is None:
             return key, value
@@ -157,22 +104,22 @@ class PackedSegments:
 
     @cached_property
     def all_lengths(self) -> tuple[int, ...]:
-        """Tokens of every segment, by its number: the cached ones, then the pack's own."""
+        """Tokens of every segment by number: the cached ones, then the pack's own."""
         return self.lengths if self.cached is None else self.cached.lengths + self.lengths
 
     @cached_property
     def chains(self) -> list[tuple[int, ...]]:
-        """What every segment of the pack begins with, the sequence's beginning first."""
+        """Prefixes of every segment of the pack, from the sequence's beginning."""
         return chains_of(self.prefixes, len(self.all_lengths) - len(self.lengths))
 
     @cached_property
     def max_length(self) -> int:
-        """The longest segment's queries."""
+        """Queries of the longest segment."""
         return max(self.lengths)
 
     @cached_property
     def max_kv_length(self) -> int:
-        """The longest segment's keys."""
+        """Keys of the longest segment, prefixes included."""
         return max(
             length + sum(self.all_lengths[number] for number in chain)
             for length, chain in zip(self.lengths, self.chains, strict=True)
@@ -182,7 +129,7 @@ class PackedSegments:
 def _keys_of(
     lengths: Sequence[int], prefixes: Sequence[int], cached: Sequence[int]
 ) -> tuple[list[int], Tensor]:
-    """How many keys every segment sees, and which, in the order of their positions."""
+    """Count each segment's keys, and index them in order of position."""
     chains = chains_of(prefixes, len(cached))
     starts = torch.tensor([0, *cached, *lengths]).cumsum(0).tolist()
     seen = [(*chain, len(cached) + own) for own, chain in enumerate(chains)]
@@ -192,11 +139,11 @@ def _keys_of(
 
 @dataclass(frozen=True)
 class Scores:
-    """What becomes of the product of a query and a key before the softmax.
+    """Transformation of a query-key product before the softmax.
 
     Attributes:
-        scale: what it is multiplied by; None is ``c ** -0.5``.
-        window: how many keys a query sees, its own and those before it; None is all of them.
+        scale: factor; None is ``c ** -0.5``.
+        window: keys that a query sees, its own included; None is all before it.
         soft_cap: c of ``c * tanh(score / c)`` (Gemma 2, Gemma Team 2024).
     """
 
@@ -208,14 +155,14 @@ class Scores:
 def attend_by_scores(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
 ) -> Tensor:
-    """``query [1, heads, n, c]`` on ``key`` and ``value [1, groups, m, c]``, by the definition.
+    """Attend ``query [1, heads, n, c]`` to ``key``, ``value [1, groups, m, c]`` by the definition.
 
-    All ``heads * n * m`` scores are there at once, in fp32 or wider.
+    Materialises all ``heads * n * m`` scores, in fp32 or wider.
     """
     assert scores.soft_cap is not None
     assert mask is not None
     scale = query.size(-1) ** -0.5 if scores.scale is None else scores.scale
-    # The heads of one group stand beside each other, so that keys need no copy for each of them.
+    # Heads of a group lie beside each other, so keys broadcast over them without a copy.
     grouped = query.unflatten(1, (key.size(1), -1))
     products = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2))
     products = products.to(torch.promote_types(products.dtype, torch.float32)) * scale
@@ -225,7 +172,7 @@ def attend_by_scores(
 
 
 def add_attended(out: Tensor, lse: Tensor, more: Tensor, its_lse: Tensor) -> None:
-    """Add to what queries have seen what else they saw, by the log-sum-exp of the scores; in place.
+    """Merge the result of further keys into ``out`` and ``lse`` by their log-sum-exp, in place.
 
     ``out`` and ``more [..., c]``, ``lse`` and ``its_lse [...]``.
     """
@@ -237,3 +184,48 @@ def add_attended(out: Tensor, lse: Tensor, more: Tensor, its_lse: Tensor) -> Non
 
 Attend = Callable[[Tensor, Tensor, Tensor, PackedSegments, Scores], Tensor]
 """``query [T, heads, c]``, ``key`` and ``value [C + T, groups, c]`` -> ``[T, heads, c]``."""
+
+
+# Keys and values that outlive their pack, so that later packs can begin with them.
+
+
+class KeyValuePool:
+    """Keys and values of ``slots`` tokens, ``[groups, c]`` each, for every layer of this rank.
+
+    Allocated once. Keys are stored rotated to their positions. Which slot holds which token is the
+    caller's business (the prefix cache).
+    """
+
+    def __init__(
+        self,
+        layer_numbers: Sequence[int],
+        slots: int,
+        groups: int,
+        channels: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        shape = (slots, groups, channels)
+        self._layers = {
+            number: tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+            for number in layer_numbers
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for layer in self._layers.values() for each in layer)
+
+    def exchange(
+        self, layer_number: int, key: Tensor, value: Tensor, use: CacheUse
+    ) -> tuple[Tensor, Tensor]:
+        """Store tokens of ``[T, groups, c]``; return ``[C + T, groups, c]``, the cached first."""
+        keys, values = self._layers[layer_number]
+        return _exchange(keys, key, use), _exchange(values, value, use)
+
+
+def _exchange(kept: Tensor, fresh: Tensor, use: CacheUse) -> Tensor:
+    if use.stored.numel():
+        kept.index_copy_(0, use.slots, fresh.detach()[use.stored])
+    if not use.lengths:
+        return fresh
+    return torch.cat([kept.index_select(0, use.taken), fresh])

@@ -1,4 +1,4 @@
-"""Variable-length flash attention on GPUs, behind one signature: torch's, or flash-attn's."""
+"""Variable-length flash attention on GPUs: torch's or flash-attn's, behind one signature."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VOLTA = 7
 
 
 def why_no_kernel(dtype: torch.dtype, channels: int) -> str | None:
-    """Why FlashAttention 2's kernels refuse heads of so many channels on this GPU, if they do."""
+    """Say why FlashAttention 2 cannot run heads of so many channels on this GPU; None if it can."""
     if torch.cuda.get_device_capability() < _AMPERE:
         return "the GPU is older than Ampere"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -31,16 +31,16 @@ def why_no_kernel(dtype: torch.dtype, channels: int) -> str | None:
 # How torch chooses SDPA's kernel on a GPU: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 # Flash attention takes grouped heads, in 16 bits, from Ampere on, up to 256 channels, and no mask
 # (check_for_attn_mask). The memory-efficient kernel takes fp32, any number of channels, and masks,
-# but as many heads of keys as of queries (check_batch_size_and_num_heads_dense<false>). cuDNN's
-# takes 16 bits alone. What none of them takes goes to the math kernel, which keeps heads * n * m
-# scores for the backward pass.
+# but needs as many key heads as query heads (check_batch_size_and_num_heads_dense<false>). cuDNN's
+# takes only 16 bits. The rest falls to the math kernel, which keeps heads * n * m scores for the
+# backward pass.
 def takes_equal_heads(dtype: torch.dtype, channels: int) -> bool:
-    """Whether SDPA's memory-efficient kernel takes this on this GPU, if no heads are grouped."""
+    """Tell if SDPA's memory-efficient kernel runs on this GPU, given ungrouped heads."""
     major = torch.cuda.get_device_capability()[0]
     is_half = dtype in (torch.bfloat16, torch.float16)
     if dtype is torch.bfloat16 and major < _AMPERE[0]:
         return False
-    # minimum_gemm_alignment: 128 bits where there are tensor cores for the dtype.
+    # minimum_gemm_alignment: 128 bits if there are tensor cores for the dtype.
     has_tensor_cores = major >= _AMPERE[0] or (is_half and major >= _VOLTA)
     alignment = 16 // dtype.itemsize if has_tensor_cores else 1
     return (is_half or dtype is torch.float32) and channels % alignment == 0
@@ -48,18 +48,20 @@ def takes_equal_heads(dtype: torch.dtype, channels: int) -> bool:
 
 @lru_cache(maxsize=4)
 def varlen_kernel(with_window: bool, with_cap: bool) -> Attend | None:
-    """The kernel that has what is asked for; None where no installed one has.
+    """Find an installed kernel with these features; None if there is none.
 
-    torch has it from 2.8 on, windows from 2.11 on, and no cap; flash-attn has all of them from 2.6
-    on.
+    torch has one from 2.8 on, with windows from 2.11 on, and without soft-capping. flash-attn has
+    all of it from 2.6 on.
     """
-    if not with_cap and (not with_window or _torch_has_windows()):
-        return _by_torch()
+    known = _varlen_parameters()
+    if not with_cap and (not with_window or "window_size" in known):
+        # The public function without enable_gqa would need a copy of the keys for each query head.
+        return _by_varlen_attn if "enable_gqa" in known else _by_operator
     return _by_flash_attn()
 
 
 def _varlen_parameters() -> frozenset[str]:
-    """What torch's public function takes; nothing before torch 2.10."""
+    """Parameter names of torch's public function; empty before torch 2.10."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -67,19 +69,10 @@ def _varlen_parameters() -> frozenset[str]:
     return frozenset(inspect.signature(varlen_attn).parameters)
 
 
-def _torch_has_windows() -> bool:
-    return "window_size" in _varlen_parameters()
-
-
-def _by_torch() -> Attend:
-    # Without groups its keys would be copied for each head: then the kernel itself is called.
-    return _by_varlen_attn if "enable_gqa" in _varlen_parameters() else _by_operator
-
-
 def _by_varlen_attn(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
-    """By torch 2.12's public function."""
+    """Call the public function of torch 2.12."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn(  # type: ignore[return-value]
@@ -93,7 +86,7 @@ def _by_varlen_attn(
 def _by_operator(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
-    """By the operator behind it, which torch 2.8 to 2.11 have, with groups."""
+    """Call the operator below it, which takes grouped heads in torch 2.8 to 2.11."""
     windows: dict[str, Any] = {}
     if scores.window is not None:
         before, after = _window(scores)
@@ -133,22 +126,22 @@ def _by_flash_attn() -> Attend | None:
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
-    """What all of them begin with: the keys of every segment, its beginning's included, and bounds.
+    """Common arguments: query, keys and values with their prefixes, bounds, and largest lengths.
 
-    The kernels' causal mask counts from the end of the keys, as it has to be here.
+    These kernels align the causal mask to the end of the keys, as prefixes require.
     """
     if segments.kv_index is None:
-        # As a view the values would keep the projection's whole output until the backward pass.
+        # A saved view of the values would keep the projection's whole output until the backward.
         value = value.contiguous()
     else:
         key, value = key[segments.kv_index], value[segments.kv_index]
     bounds = segments.cu_seqlens, segments.kv_cu_seqlens
-    # They choose by the lengths, which may be larger than they are: for one query a sequence they
-    # split the keys, and a window that is no shorter than the keys is left out.
+    # Upper bounds select the kernel. Exact ones would make it depend on the pack: with one query
+    # per sequence they split the keys, and a window as long as the keys is dropped.
     most_keys = max(segments.max_kv_length, 1 + (scores.window or 0))
     return query, key, value, *bounds, max(2, segments.max_length), most_keys
 
 
 def _window(scores: Scores) -> tuple[int, int]:
-    """How many keys before a query's own it sees, -1 for all of them, and after it."""
+    """Number of keys visible before a query's own (-1 for all) and after it."""
     return (-1 if scores.window is None else scores.window - 1), 0

@@ -187,7 +187,8 @@ def conversation_of(given: Any, where: str) -> Text:
     try:
         return read_conversation(given)
     except DataError as error:
-        raise ServingError(f"{where}: {error}") from error
+        place = "" if str(error).startswith(f"{where}[") else f"{where}: "
+        raise ServingError(f"{place}{error}") from error
 
 
 def text_of(content: Any, where: str) -> str:

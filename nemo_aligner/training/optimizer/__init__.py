@@ -1,3 +1,3 @@
-"""Megatron's distributed optimizer, its learning rate and its state."""
+"""Megatron's distributed optimizer: construction, steps, state, and offloading."""
 
 import nemo_aligner.distributed  # noqa: F401 - before the first import of megatron-core

@@ -1,6 +1,4 @@
-"""Adam states in host memory, and the private names of megatron-core and torch that the optimizer
-needs.
-"""
+"""Adam states in host memory, and private names of megatron-core and torch for the optimizer."""
 
 from __future__ import annotations
 
@@ -13,24 +11,25 @@ from torch import Tensor
 
 from nemo_aligner.utils.host_transfer import pieces_of, room_for
 
-# Adam's moments in host memory: on the GPU only while the parameters that they belong to step.
+# Offloading: moments are on the GPU only while their parameters step.
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _COUNT = "step"
-# Two chunks are on the device: one comes while the other steps.
+# Two chunks are on the device at a time: one arrives while the other steps.
 _CHUNK_BYTES = 2**28
 
 
-class HostMoments:
-    """Has ``optimizer`` (torch's AdamW, or Apex's or TransformerEngine's) step chunk by chunk.
+class OffloadedStates:
+    """Offloads Adam's moments, and makes ``optimizer`` step chunk by chunk.
 
-    A chunk's moments are copied to the parameters' device, updated and copied back. So 8 bytes of
-    every parameter lie in host memory instead of the GPU's, and cross the bus twice a step. The
-    updates are those of the optimizer itself.
+    A chunk's moments are copied to the parameters' device, updated by the optimizer itself and
+    copied back. 8 bytes of every parameter lie in host memory instead of the GPU's, and cross the
+    bus twice a step.
 
     Args:
-        optimizer: with both moments of every parameter in its state, of ``host_zeros``.
-        chunk_bytes: of moments in a chunk, at least those of a parameter.
+        optimizer: torch's AdamW, or Apex's or TransformerEngine's, with both moments of every
+            parameter in its state, allocated by ``host_zeros``.
+        chunk_bytes: of the moments in a chunk, which has at least one parameter.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, chunk_bytes: int = _CHUNK_BYTES) -> None:
@@ -44,14 +43,14 @@ class HostMoments:
         optimizer.load_state_dict = self._load_settings  # type: ignore[method-assign]
 
     def wait(self) -> None:
-        """Until the host may read the moments."""
+        """Wait until the host may read the moments."""
         if self._ferry is not None:
             self._ferry.wait()
 
     def _load_settings(self, state_dict: dict[str, Any]) -> None:
-        """Of what megatron-core loads, groups and counts: it then copies the moments into ours.
+        """Load groups and step counts; megatron-core then copies the moments into ours.
 
-        torch's own way would first put all of them on the device.
+        torch's own method would first put all moments on the device.
         """
         self.wait()
         for group, loaded in zip(
@@ -67,7 +66,7 @@ class HostMoments:
     def _step(self) -> None:
         groups = self._optimizer.param_groups
         whole = [group["params"] for group in groups]
-        # Apex and TransformerEngine count steps by group, torch by parameter.
+        # Apex and TransformerEngine count steps per group, torch per parameter.
         before = [group.get(_COUNT) for group in groups]
         after = list(before)
         for chunk in self._on_device(list(self._chunks(whole))):
@@ -80,7 +79,7 @@ class HostMoments:
             _set(group, parameters, count)
 
     def _chunks(self, whole: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
-        """The parameters of all groups, in order, group by group."""
+        """Split the parameters of all groups into chunks, in order."""
         chunk: list[list[Tensor]] = [[] for _ in whole]
         held = 0
         for index, parameters in enumerate(whole):
@@ -95,7 +94,7 @@ class HostMoments:
             yield chunk
 
     def _on_device(self, chunks: list[list[list[Tensor]]]) -> Iterator[list[list[Tensor]]]:
-        """Each of ``chunks`` in turn, with its moments where its parameters are."""
+        """Yield each of ``chunks`` with its moments on the parameters' device."""
         if self._ferry is None:
             yield from chunks
             return
@@ -112,7 +111,7 @@ class HostMoments:
 
 
 class _Ferry:
-    """Carries tensors to the GPU and back, both ways at once, while the GPU computes."""
+    """Copies tensors to the GPU and back on two streams, overlapping with compute."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -120,7 +119,7 @@ class _Ferry:
         self._all_back: torch.cuda.Event | None = None
 
     def carry(self, loads: Sequence[list[Tensor]]) -> Iterator[list[Tensor]]:
-        """Each of ``loads`` in turn, on the device; what is in it then comes back to the host."""
+        """Yield each of ``loads`` on the device; its contents then return to the host."""
         if not loads:
             return
         compute = torch.cuda.current_stream()
@@ -129,7 +128,7 @@ class _Ferry:
         for buffer in buffers:
             buffer.record_stream(self._up)
             buffer.record_stream(self._down)
-        # The buffers' memory, and on the host what went down a step ago.
+        # Wait for the buffers' memory, and for what the last step sent to the host.
         self._up.wait_stream(compute)
         self._up.wait_stream(self._down)
         near, arrived = self._bring(buffers[0], loads[0])
@@ -137,7 +136,7 @@ class _Ferry:
             compute.wait_event(arrived)
             following = loads[index + 1 : index + 2]
             if following:
-                self._up.wait_stream(self._down)  # the load before this one has left its buffer
+                self._up.wait_stream(self._down)  # the previous load has left this buffer
                 coming = self._bring(buffers[(index + 1) % 2], following[0])
             yield near
             self._down.wait_stream(compute)
@@ -149,7 +148,7 @@ class _Ferry:
         self._all_back = self._down.record_event()
 
     def wait(self) -> None:
-        """Until all is back."""
+        """Wait until everything is back on the host."""
         if self._all_back is not None:
             self._all_back.synchronize()
 
@@ -173,24 +172,24 @@ def _set(group: dict[str, Any], parameters: list[Tensor], count: Any) -> None:
         group[_COUNT] = count
 
 
-# What of megatron-core and torch has no public name here, or no lasting one.
+# Private or short-lived names of megatron-core and torch.
 
 
 def multiply_in_place(tensors: list[Tensor], factor: float) -> None:
-    """In as few kernels as a GPU needs for all of them."""
+    """Multiply all tensors with as few kernels as possible."""
     torch._foreach_mul_(tensors, factor)
 
 
 def gradients_for_norm(optimizer: Any) -> list[Tensor]:
-    """Those that this rank counts in the norm of all; the method has another name since 0.17."""
+    """Gradients that this rank contributes to the global norm; renamed in megatron-core 0.17."""
     newer = getattr(optimizer, "get_grads_for_grad_norm", None)
     return optimizer.get_main_grads_for_grad_norm() if newer is None else newer()
 
 
 def main_param_and_moments(optimizer: Any, parameter: Tensor) -> dict[str, Tensor]:
-    """This rank's shard of a parameter in fp32, ``param``, and of its moments by their names.
+    """This rank's shards of a parameter: ``param`` in fp32, and the moments by name.
 
-    Where they lie depends on the precision and on the optimizer inside; only this method knows.
+    Their place depends on precision and inner optimizer; only this method knows it.
     """
     return optimizer._get_main_param_and_optimizer_states(parameter)
 
@@ -198,25 +197,25 @@ def main_param_and_moments(optimizer: Any, parameter: Tensor) -> dict[str, Tenso
 def put_main_param_and_moments(
     optimizer: Any, parameter: Tensor, tensors: dict[str, Tensor]
 ) -> None:
-    """Copy into what ``main_param_and_moments`` gives."""
+    """Copy ``tensors`` into what ``main_param_and_moments`` returns."""
     optimizer._set_main_param_and_optimizer_states(parameter, tensors)
 
 
 def recognise_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
-    """Have a load find the ``saved`` entry of each of ``groups`` under other learning rates, too.
+    """Let a load match ``saved`` groups to ``groups`` when learning rates have changed.
 
-    Since 0.19 megatron-core compares what a group overrides, rates among it. Groups are in the same
-    order in every run, by what they override.
+    Since 0.19 megatron-core compares the overrides of a group, rates among them. The order of
+    groups is the same in every run.
     """
     for entry, group in zip(saved, groups, strict=False):
         entry.update({key: group[key] for key in ("max_lr", "min_lr") if key in group})
 
 
 def load_step_counts(optimizer: Any) -> None:
-    """Have a load keep torch's AdamW's count of steps, a tensor for each parameter.
+    """Let a load keep the step counts of torch's AdamW, one tensor per parameter.
 
-    Megatron's loader has one count for a group, as Apex and TransformerEngine do. It would forget
-    this one, or use one for several parameters, each of which then advances it.
+    Megatron's loader has one count per group, as Apex and TransformerEngine do. It would drop
+    these, or share one tensor among parameters, each of which then increments it.
     """
     copy = optimizer._set_main_param_and_optimizer_states
     optimizer._set_main_param_and_optimizer_states = partial(_copy_with_step, optimizer, copy)
@@ -234,9 +233,9 @@ def _copy_with_step(
 
 
 def read_step_counts_at_once(optimizer: Any) -> None:
-    """Have torch's AdamW give its counts of steps on the host, by one copy of all of them.
+    """Make torch's AdamW return its step counts on the host, with a single copy.
 
-    megatron-core asks for each parameter's, and each time waits for the GPU.
+    megatron-core reads each parameter's, and would wait for the GPU each time.
     """
     give = optimizer.optimizer.state_dict
     optimizer.optimizer.state_dict = partial(_with_counts_on_host, give)

@@ -1,6 +1,4 @@
-"""AdamW through megatron-core's distributed optimizer: its construction, its schedule, clipping
-and a step.
-"""
+"""AdamW through megatron-core's distributed optimizer: construction, schedule, clipping, steps."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from torch.nn.utils import get_total_norm
 from nemo_aligner.config.model import OptimConfig
 from nemo_aligner.training.optimizer.offload import (
     MOMENTS,
-    HostMoments,
+    OffloadedStates,
     gradients_for_norm,
     load_step_counts,
     multiply_in_place,
@@ -38,30 +36,30 @@ from nemo_aligner.training.optimizer.offload import (
 from nemo_aligner.training.optimizer.state import gather_in_reused_memory, load_own_shard
 from nemo_aligner.utils.host_transfer import before_writing, host_zeros
 
-# One step of the optimizer, and its state to save and to load.
+# A step, and the state to save and load.
 
 MIN_LOSS_SCALE = 1.0
-# The one form of the optimizer's state that any layout can read; of the ranks that hold the same
-# piece of the model, one gathers it in host memory, not each.
+# The form of the optimizer's state that any layout can read. Of data parallel ranks with the same
+# shard of the model, only one gathers it, in host memory.
 _SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": True,
 }
 _COUNT = "steps"
-# What a run that goes on takes from its settings and not from its checkpoint.
+# Settings that a resumed run takes from its config, not from its checkpoint.
 _SETTINGS = ("lr", "max_lr", "min_lr", "weight_decay", "betas", "eps")
 _SKIPPED = "skipped_steps"
 
 
 @dataclass(frozen=True)
 class Update:
-    """What became of a step.
+    """Outcome of a step.
 
     Attributes:
-        grad_norm: before clipping; NaN where fp16 overflowed.
+        grad_norm: before clipping; NaN if fp16 overflowed.
         applied: the weights were updated.
-        skipped: fp16 overflowed, as a lower loss scale may help; the weights are as they were.
-            Neither applied nor skipped is a gradient that nothing helps; the weights are, too.
+        skipped: fp16 overflowed, and a lower loss scale may help; the weights are unchanged. If
+            neither is true, the gradient is not finite for another reason, and they are, too.
     """
 
     grad_norm: float
@@ -70,30 +68,31 @@ class Update:
 
 
 class Optimizer:
-    """Megatron's optimizer and its scheduler: one step, one learning rate, one saved state.
+    """Megatron's optimizer and its scheduler.
 
-    ``skipped_steps`` counts the overflows of fp16 since the beginning of the run.
+    Attributes:
+        skipped_steps: overflows of fp16 since the start of the run.
     """
 
     def __init__(
         self,
         optimizer: Any,
         scheduler: OptimizerParamScheduler,
-        offloaded: Sequence[HostMoments] = (),
+        offloaded: Sequence[OffloadedStates] = (),
     ) -> None:
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._offloaded = offloaded
-        self._loss_scale: float | None = None  # of the next step, where it has been asked for
+        self._loss_scale: float | None = None  # cached for the next step
         self.skipped_steps = 0
         groups = optimizer.param_groups
         self._settings = [{key: group[key] for key in _SETTINGS} for group in groups]
-        # Of its kind of AdamW: one that was saved by another kind has other keys.
+        # Keys depend on the AdamW implementation: a checkpoint of another one has others.
         self._own = [{key: group[key] for key in group if key != "params"} for group in groups]
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step."""
+        """Learning rate of the next step."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def zero_grad(self) -> None:
@@ -101,19 +100,19 @@ class Optimizer:
 
     @property
     def loss_scale(self) -> float | None:
-        """What the next step's loss is multiplied by in fp16; None in fp32 and bf16."""
+        """Loss scale of the next step in fp16; None in fp32 and bf16."""
         if self._loss_scale is None and self._optimizer.config.fp16:
-            self._loss_scale = float(self._optimizer.get_loss_scale())  # waits for the device
+            self._loss_scale = float(self._optimizer.get_loss_scale())  # synchronises
         return self._loss_scale
 
     def step(self) -> Update:
-        """Update the weights, if the gradient is finite; the same answer on every rank.
+        """Update the weights if the gradient is finite; collective, same result on every rank.
 
-        As in Megatron's own loop, a skipped step does not move the learning rate.
+        As in Megatron's training loop, a skipped step does not advance the learning rate.
         """
         scale, self._loss_scale = self.loss_scale, None
-        # Megatron's step is taken apart: in fp32 and bf16 it would put a gradient that is not
-        # finite into the weights, and tell of it afterwards.
+        # Megatron's step() split up: in fp32 and bf16 it would apply a gradient that is not finite,
+        # and report it afterwards.
         if self._optimizer.prepare_grads():
             skipped = scale is not None and scale > MIN_LOSS_SCALE
             self.skipped_steps += skipped
@@ -121,14 +120,16 @@ class Optimizer:
         norm = gradient_norm(self._optimizer.chained_optimizers)
         if not math.isfinite(norm):
             return Update(norm, applied=False, skipped=False)
-        self._clip(norm)
+        limit = self._optimizer.config.clip_grad
+        if limit > 0:
+            clip_gradients(self._optimizer.chained_optimizers, limit, norm)
         before_writing()  # a save may still be copying weights and moments
         self._optimizer.step_with_ready_grads()
         self._scheduler.step(1)
         return Update(norm, applied=True, skipped=False)
 
     def state_tensors(self) -> list[Tensor]:
-        """What this rank has of each parameter: its fp32 weights and its moments."""
+        """List this rank's fp32 weights and moments of all parameters."""
         found = []
         for part in self._optimizer.chained_optimizers:
             for group in part.optimizer.param_groups:
@@ -138,29 +139,24 @@ class Optimizer:
         return found
 
     def finish_update(self) -> None:
-        """Wait until every rank has all of the updated weights; every rank calls it.
+        """Wait until every rank has all updated weights; collective.
 
-        A training step needs no such call: it waits for the weights as it comes to them.
+        A training step needs no such call: its forward pass waits for weights as it uses them.
         """
         for part in self._optimizer.chained_optimizers:
             for model in part.model_chunks:
                 if model.ddp_config.overlap_param_gather:
                     _finish_gathering(model)
 
-    def _clip(self, norm: float) -> None:
-        limit = self._optimizer.config.clip_grad
-        if limit > 0:
-            clip_gradients(self._optimizer.chained_optimizers, limit, norm)
-
     def sharded_state_dict(
         self, model_state: dict[str, Any], is_loading: bool = False
     ) -> dict[str, Any]:
-        """Megatron's sharded view of the state, for the model's own such view.
+        """Megatron's sharded state dict of the optimizer, given that of the model.
 
-        What is to be saved is a copy in host memory: on the first rank of a data parallel group
-        12 bytes for each trained parameter that it holds. It may still be on its way: it is there
-        when what is next given to ``copy_beside`` is. The next call writes into the same memory:
-        by then, the last copy must have been saved.
+        For a save it holds copies in host memory: 12 bytes for each trained parameter on the first
+        rank of a data parallel group. They may still be in flight; they have arrived when the next
+        tensors given to ``copy_beside`` have. The next call reuses the memory, so this one's result
+        must have been written by then.
         """
         self._count_steps_without_parameters()
         for moments in self._offloaded:
@@ -168,18 +164,18 @@ class Optimizer:
         state = self._optimizer.sharded_state_dict(
             model_state, is_loading=is_loading, metadata=dict(_SHARDING)
         )
-        # Nothing to save on this rank; an empty entry would differ from the other ranks'.
+        # This rank has nothing to save; an empty entry would differ from other ranks'.
         if not state["param_state"]:
             del state["param_state"]
         if "grad_scaler" in state:
-            # Megatron compares what all ranks have in common, and takes two devices for two values.
+            # Megatron compares entries across ranks, and tensors on two devices differ.
             state["grad_scaler"]["scale"] = state["grad_scaler"]["scale"].cpu()
         state[_SKIPPED] = self.skipped_steps
         return state
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Take the state after ``step`` steps; learning rate and the like stay as configured."""
-        # Not in the checkpoints of earlier versions, which knew no fp16.
+        """Load the state after ``step`` steps; learning rate and similar stay as configured."""
+        # Missing in checkpoints of versions before fp16.
         self.skipped_steps = int(state.pop(_SKIPPED, 0))
         updates = step - self.skipped_steps
         self._restore_settings()
@@ -194,10 +190,10 @@ class Optimizer:
         self._scheduler.step(updates)
 
     def _restore_settings(self) -> None:
-        """Every group's own, of which megatron-core makes those of another that decays alike.
+        """Restore each group's own settings after megatron-core has overwritten them.
 
-        It does so whenever it loads, and also before, to know what there is to be loaded. What
-        torch's, Apex's and TransformerEngine's AdamW each have alone is not in another's state.
+        It copies those of a saved group with the same weight decay, whenever it loads and before,
+        to learn what to load. Keys differ between torch's, Apex's and TransformerEngine's AdamW.
         """
         groups = self._optimizer.param_groups
         for group, values, own in zip(groups, self._settings, self._own, strict=True):
@@ -206,7 +202,7 @@ class Optimizer:
                 group.setdefault(key, value)
 
     def _count_steps_without_parameters(self) -> None:
-        """Give torch's AdamW a count on a rank where all is frozen; megatron-core asks for one."""
+        """Give torch's AdamW a step count where all is frozen, as megatron-core reads one."""
         for part in self._optimizer.chained_optimizers:
             state = part.optimizer.state
             if not distrib_optimizer.HAVE_APEX_OR_TE and set(state) <= {_COUNT}:
@@ -219,18 +215,22 @@ def _finish_gathering(model: DistributedDataParallel) -> None:
             group.start_param_sync(force_sync=True)
 
 
-# AdamW through megatron-core's distributed optimizer, and its learning rate over the steps.
+# Construction and schedule.
 
-# Times the learning rate, for numbers that an objective learns.
+# Multiple of the learning rate for scalars that an objective learns.
 _OBJECTIVE_LR = 100.0
 
 
 def build_optimizer(
     model: DistributedDataParallel, config: OptimConfig, clip_grad: float, total_steps: int
 ) -> Optimizer:
-    """The optimizer of ``model``'s trainable parameters, wired into Megatron's schedules.
+    """Build the optimizer of ``model``'s trainable parameters, and hook it into its schedules.
 
-    ``clip_grad`` 0 does not clip. Norms' weights do not decay.
+    Norms' weights do not decay.
+
+    Args:
+        clip_grad: largest gradient norm; 0 does not clip.
+        total_steps: of the run, for the learning rate schedule.
 
     Raises:
         ConfigError: see ``SchedulerConfig.last_decay_step``.
@@ -247,7 +247,7 @@ def build_optimizer(
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
     parts = optimizer.chained_optimizers if config.cpu_offload else ()
-    offloaded = [HostMoments(part.optimizer) for part in parts]
+    offloaded = [OffloadedStates(part.optimizer) for part in parts]
     return Optimizer(optimizer, _build_scheduler(optimizer, config, total_steps), offloaded)
 
 
@@ -276,12 +276,12 @@ def _settings(
 
 
 def _groups(settings: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
-    # megatron-core loses count of a group's parameters where some are fp32 and some are not, so the
-    # fp32 head gets a group of its own.
+    # megatron-core miscounts the parameters of a group with mixed dtypes, so the fp32 head gets its
+    # own group.
     in_fp32 = ParamPredicate(
         "in_fp32", lambda each: each.dtype is torch.float32 and not _is_of_objective(each)
     )
-    # A logarithm has further to go than a weight.
+    # Logarithms have further to go than weights.
     of_objective = ParamPredicate("of_objective", _is_of_objective)
     faster = ParamGroupOverride(
         max_lr=_OBJECTIVE_LR * settings.lr, min_lr=_OBJECTIVE_LR * (settings.min_lr or 0.0)
@@ -294,7 +294,7 @@ def _groups(settings: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
 
 
 def _is_of_objective(parameter: torch.nn.Parameter) -> bool:
-    """Whether it is a number that a loss learns, and no weight."""
+    """True for a scalar that a loss learns, as opposed to a weight."""
     return getattr(parameter, "is_of_objective", False)
 
 
@@ -304,7 +304,7 @@ def _build_scheduler(
     warmup = config.sched.warmup_steps
     return OptimizerParamScheduler(
         optimizer,
-        # As NeMo warms up: step k of w (from 1) has k / (w + 1) of the rate, so none has zero.
+        # NeMo's warmup: step k of w (from 1) has k / (w + 1) of the rate, so none has zero.
         init_lr=config.lr / (warmup + 1),
         max_lr=config.lr,
         min_lr=config.sched.min_lr,
@@ -319,7 +319,7 @@ def _build_scheduler(
 
 
 def _create_moments(optimizer: Any, on_host: bool) -> None:
-    """Adam makes its state at the first step, but a save and a load ask for it before."""
+    """Create Adam's state, which a save or load needs before the first step does."""
     parameters = [each for group in optimizer.optimizer.param_groups for each in group["params"]]
     wanted = [each.detach() for each in parameters for _ in MOMENTS]
     zeros = iter(host_zeros(wanted) if on_host else map(torch.zeros_like, wanted))
@@ -328,7 +328,7 @@ def _create_moments(optimizer: Any, on_host: bool) -> None:
 
 
 def _mend_torch_adamw(optimizer: Any) -> None:
-    """Help megatron-core with torch's AdamW, which it uses where Apex and TE are absent."""
+    """Adapt torch's AdamW, which megatron-core uses without Apex and TransformerEngine."""
     for group in optimizer.optimizer.param_groups:
         group["fused"] = True  # one pass over the state instead of a dozen
         for parameter in group["params"]:
@@ -338,15 +338,14 @@ def _mend_torch_adamw(optimizer: Any) -> None:
     read_step_counts_at_once(optimizer)
 
 
-# The gradient's norm over all ranks, and its clipping, with one wait for the device.
-#
-# Without Apex and TransformerEngine megatron-core waits for the norm of every parameter.
+# Gradient norm and clipping with one synchronisation; without Apex and TransformerEngine
+# megatron-core synchronises for every parameter.
 
-_EPSILON = 1e-6  # as Megatron and torch have it
+_EPSILON = 1e-6  # as in Megatron and torch
 
 
 def gradient_norm(optimizers: Sequence[Any]) -> float:
-    """The L2 norm of the gradients of all ranks, each parameter's counted once; collective."""
+    """L2 norm of the gradients of all ranks, each parameter counted once; collective."""
     squares = []
     for optimizer in optimizers:
         gradients = gradients_for_norm(optimizer)
@@ -359,7 +358,7 @@ def gradient_norm(optimizers: Sequence[Any]) -> float:
 
 
 def clip_gradients(optimizers: Sequence[Any], limit: float, norm: float) -> None:
-    """Scale gradients of this ``norm`` down to ``limit``, if they are above it (Pascanu 2013)."""
+    """Scale gradients of norm ``norm`` down to ``limit`` if it is larger (Pascanu et al. 2013)."""
     factor = limit / (norm + _EPSILON)
     if factor >= 1.0:
         return

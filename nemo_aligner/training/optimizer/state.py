@@ -1,7 +1,7 @@
-"""The optimizer's state on its way to be saved, and back.
+"""Saving and loading of the distributed optimizer's state.
 
-It is gathered once, in memory that is taken once. To load it each rank reads its own shard: of
-every tensor the rows that the shard lies in. So no rank has the state of all.
+It is gathered into buffers that are allocated once. To load, each rank reads only the rows of each
+tensor that its own shard lies in, so that no rank ever holds the whole state.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from nemo_aligner.training.optimizer.offload import (
 )
 from nemo_aligner.utils.host_transfer import copy_beside, host_zeros
 
-# What the optimizer has for each parameter, in fp32.
+# State of a parameter, in fp32.
 _STATE = ("param", *MOMENTS)
-# Of each parameter's each tensor: which numbers of the rows that were read are the shard's.
+# For each parameter and tensor the slices, in the rows that were read, that belong to the shard.
 _Places = dict[tuple[int, str], list[slice]]
 
 
 def gather_in_reused_memory(optimizer: Any) -> None:
-    """Have ``optimizer`` gather its state to be saved in memory that is taken once."""
+    """Make ``optimizer`` gather its state for a save into buffers that are allocated once."""
     optimizer.get_parameter_state_dp_zero = partial(_gather_state, optimizer, [])
 
 
 def load_own_shard(optimizer: Any) -> None:
-    """Have ``optimizer`` ask for its own shard of the state, where Megatron asks for all of it.
+    """Make ``optimizer`` load only its own shard, where Megatron loads the whole state.
 
-    It is for one that gathers in reused memory.
+    Call it after ``gather_in_reused_memory``.
     """
     places: _Places = {}
     ask = optimizer.sharded_param_state_fully_reshardable
@@ -47,13 +47,14 @@ def load_own_shard(optimizer: Any) -> None:
 def _gather_state(
     optimizer: Any, memory: list[dict[str, Tensor]], empty_data: bool = False, **options: bool
 ) -> dict[Any, Any] | None:
-    """Megatron's ``get_parameter_state_dp_zero``, which copies four times into new memory.
+    """Replacement of Megatron's ``get_parameter_state_dp_zero``, which makes four fresh copies.
 
-    Here every tensor is copied once, into ``memory``, and only gathered where there are others;
-    where there are none, it may still be on its way (``copy_beside``).
-    The tensors are as long as the buffers: Megatron's leave out what pads the buckets, and are then
-    read by offsets that count it (its issue 504). With ``empty_data`` they only say where in the
-    buffers the state lies that is to be loaded, and have no memory.
+    Every tensor is copied once, into ``memory``, and gathered only if there are other ranks;
+    otherwise the copy may still be in flight (``copy_beside``).
+
+    The tensors are as long as the buffers. Megatron's leave out the padding of buckets, and are
+    then read by offsets that count it (its issue 504). With ``empty_data`` they are meta tensors
+    that only tell a load where the state lies in the buffers.
     """
     state: dict[Any, Any] = {"buckets_coalesced": True}
     buffers = list(zip(optimizer.gbuf_ranges, optimizer.buffers, strict=True))
@@ -83,9 +84,9 @@ def _gather_state(
 
 
 def _host_memory(optimizer: Any) -> list[dict[str, Tensor]]:
-    """Where the state is copied to be saved: for each buffer, flat fp32 tensors.
+    """Allocate host buffers for the state: flat fp32 tensors for each gradient buffer.
 
-    The first rank of the data parallel group has all of the state, the others what they send it.
+    The first rank of the data parallel group holds the whole state, the others what they send it.
     """
     group = optimizer.data_parallel_group_gloo
     memory = []
@@ -97,9 +98,9 @@ def _host_memory(optimizer: Any) -> list[dict[str, Tensor]]:
 
 
 def _shards(bucket: Any, flat: dict[str, Tensor], group: Any) -> dict[str, Sequence[Tensor]]:
-    """Where in ``flat`` the shards of a bucket belong, this rank's first; only the first has all.
+    """Split ``flat`` into the shards of a bucket, this rank's first.
 
-    The first rank gathers, so that its own shard is the first of all.
+    Only the first rank has all of them. As it gathers, its own shard comes first.
     """
     numel = bucket.grad_data.numel()
     if group.rank() == 0:
@@ -111,7 +112,7 @@ def _shards(bucket: Any, flat: dict[str, Tensor], group: Any) -> dict[str, Seque
 def _copies_of_bucket(
     optimizer: Any, bucket: Any, param_map: dict[Tensor, Any], flat: dict[str, Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Where in ``flat`` this rank's shard of a bucket is to be copied, tensor by tensor."""
+    """Pair the parts of ``flat`` with the tensors of this rank's shard that are copied there."""
     shards = _shards(bucket, flat, optimizer.data_parallel_group_gloo)
     for parameter, ranges in param_map.items():
         tensors = main_param_and_moments(optimizer, parameter)
@@ -122,16 +123,16 @@ def _copies_of_bucket(
 
 
 def _gather_bucket(bucket: Any, flat: dict[str, Tensor], group: Any) -> None:
-    """Have the first rank's ``flat`` hold the shards of all."""
+    """Gather the shards of a bucket into the first rank's ``flat``; collective."""
     for all_of_key in _shards(bucket, flat, group).values():
         gathered = list(all_of_key) if group.rank() == 0 else None
         torch.distributed.gather(all_of_key[0], gathered, group=group, group_dst=0)
 
 
 def _own_ranges(optimizer: Any) -> Iterator[tuple[int, Tensor, Any]]:
-    """Which numbers of its parameters this rank has the state of.
+    """Yield the ranges of parameters whose state this rank owns.
 
-    With each parameter comes its number among all, which is its key in Megatron's state.
+    Each comes with the parameter and its index among all, the key in Megatron's state.
     """
     number = 0
     for of_dtype, buffer in zip(optimizer.gbuf_ranges, optimizer.buffers, strict=True):
@@ -155,7 +156,7 @@ def _ask(
     is_loading: bool = False,
     metadata: dict[str, Any] | None = None,
 ) -> dict[int, Any] | None:
-    """Megatron's ``sharded_param_state_fully_reshardable``; to load, of a shard's rows alone."""
+    """Megatron's ``sharded_param_state_fully_reshardable``, loading only the shard's rows."""
     state = ask(model_state, is_loading, metadata)
     if not is_loading:
         return state
@@ -173,15 +174,15 @@ def _ask(
 def _rows_of(
     entry: ShardedTensor | ShardedTensorFactory, start: int, end: int
 ) -> Iterator[tuple[ShardedTensor, slice]]:
-    """Of every stored tensor the rows that have numbers ``start`` to ``end`` of a parameter.
+    """Narrow stored tensors to the rows with elements ``start`` to ``end`` of a parameter.
 
-    A parameter is stored as one tensor or, of a factory, as several. Each has memory for its rows
-    here, and which of their numbers are wanted.
+    A parameter is stored as one tensor or, for a factory, as several. Yields each with memory for
+    its rows, and the slice of their elements that is wanted.
     """
     whole = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
     for stored in whole:
         data = stored.data
-        assert data.is_contiguous(), stored.key  # Megatron splits parameters by rows
+        assert data.is_contiguous(), stored.key  # Megatron splits parameters along rows
         begin = data.storage_offset() - entry.data.storage_offset()
         first, last = max(start, begin) - begin, min(end, begin + data.numel()) - begin
         if first >= last:
@@ -200,7 +201,7 @@ def _rows_of(
                 data=rows,
                 local_shape=tuple(rows.shape),
                 global_offset=tuple(offset),
-                axis_fragmentations=None,  # rows of any number make no grid
+                axis_fragmentations=None,  # arbitrary rows form no regular grid
             ),
             slice(first - above * row, last - above * row),
         )
@@ -208,9 +209,9 @@ def _rows_of(
 
 @torch.no_grad()
 def _put(optimizer: Any, places: _Places, state: dict[int, dict[str, list[Tensor]]]) -> None:
-    """Megatron's ``load_parameter_state_from_fully_reshardable``, of what ``_ask`` asked for."""
+    """Megatron's ``load_parameter_state_from_fully_reshardable``, for what ``_ask`` requested."""
     for number, parameter, _ in _own_ranges(optimizer):
-        found = state.pop(number)  # its memory is free when it has been copied
+        found = state.pop(number)  # so that its memory is freed after the copy
         tensors = {
             key: torch.cat(
                 [

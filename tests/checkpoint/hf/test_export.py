@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from nemo_aligner.checkpoint.hf import export as hf_export
 from nemo_aligner.checkpoint.hf.export import ShardWriter, write_tokenizer
 from nemo_aligner.checkpoint.nemo.open import open_nemo, write_nemo
-from nemo_aligner.checkpoint.weights.save import UnreadTensor, save_unread
+from nemo_aligner.checkpoint.weights.save import LazyTensor, save_lazy
 from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.contract.tokenizer import load_tokenizer
@@ -386,13 +386,13 @@ def with_tensor(archive: Path, key: str, path: Path) -> Path:
     """A copy of the archive that has a tensor more."""
     with open_nemo(archive) as folder:
         tensors = {
-            name: UnreadTensor(shape, dtype, partial(folder.store.read, name))
+            name: LazyTensor(shape, dtype, partial(folder.store.read, name))
             for name, (shape, dtype) in folder.store.tensors.items()
         }
-        tensors[key] = UnreadTensor((3,), torch.float32, partial(torch.zeros, 3))
+        tensors[key] = LazyTensor((3,), torch.float32, partial(torch.zeros, 3))
         weights = path.with_suffix(".weights")
         shutil.rmtree(weights, ignore_errors=True)
-        save_unread(tensors, {}, weights)
+        save_lazy(tensors, {}, weights)
         write_nemo(path, folder.config, weights, folder.tokenizer, folder.contract)
     return path
 

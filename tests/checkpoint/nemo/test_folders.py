@@ -66,12 +66,12 @@ def test_megatron_lm_without_arguments_wants_a_config(
 def test_megatron_lm_arguments_may_lie_among_the_tensors_and_are_never_code(
     theirs: Theirs, tensors: Tensors, layout: Any, tmp_path: Path
 ) -> None:
-    run = theirs(megatron_lm, among_pieces=True)
+    run = theirs(megatron_lm, among_shards=True)
     assert not (run / ITERATION / "common.pt").exists()
     for source in (run, run / ITERATION):
         check(load(source, layout).model, tensors)
     common = {"args": Namespace(num_layers=Bomb(tmp_path / "executed"))}
-    foreign.put_common_among_pieces(run / ITERATION, common)
+    foreign.put_common_among_shards(run / ITERATION, common)
     refuse(run, layout, r"common_state/shard_0_1: refused")
     (run / ITERATION / "__9_0.distcp").unlink()
     refuse(run, layout, r"__9_0\.distcp: common_state/shard_0_1: cannot be read")

@@ -1,4 +1,4 @@
-"""Untrusted weights, their index and pieces: no code runs, and all data is whole and in place."""
+"""Untrusted weights, their index and shards: no code runs, and all data is whole and in place."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def wrong_numbers() -> Iterator[tuple[Callable[[Any], object], str]]:
 
     for wrong in (-1, 6.0, True, "6"):
         for kind, name in (("entry", "size"), ("chunk", "offsets"), ("chunk", "sizes")):
-            yield put(kind, name, (wrong, 4)), "'model.embedding': a shape has other than whole"
+            yield put(kind, name, (wrong, 4)), "'model.embedding': a shape has entries that are not"
         for name in ("offset", "length"):
             yield put("info", name, wrong), "wanted a file, an offset in it and a length"
 

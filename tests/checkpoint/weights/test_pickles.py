@@ -50,7 +50,7 @@ def as_torch_saves(content: bytes, path: Path) -> None:
             archive.writestr(f"archive/{name}", member)
 
 
-def put_among_pieces(path: Path, index: MetadataIndex) -> Path:
+def put_among_shards(path: Path, index: MetadataIndex) -> Path:
     """Have the index of the folder of ``path`` say that it stores what ``index`` names."""
     metadata = read_metadata(path.parent)
     some = next(iter(metadata.storage_data.values()))
@@ -75,14 +75,14 @@ def doors(saved: Path, tmp_path: Path) -> list[tuple[str, Path, Door]]:
     return [
         ("common.pt", saved / "common.pt", lambda _: read_common(saved)),
         (
-            "common state among pieces",
+            "common state among shards",
             tmp_path / "newer" / "__9_9.distcp",
-            lambda path: read_common(put_among_pieces(path, whole)),
+            lambda path: read_common(put_among_shards(path, whole)),
         ),
         (
-            "a tensor's piece",
+            "a tensor's shard",
             saved / "__9_9.distcp",
-            lambda path: open_weights(put_among_pieces(path, embedding)).read("model.embedding"),
+            lambda path: open_weights(put_among_shards(path, embedding)).read("model.embedding"),
         ),
         (
             "another's weights",
@@ -163,13 +163,13 @@ def test_pickles_of_plain_data_and_tensors_are_read(saved: Path, tmp_path: Path)
 )
 def test_piece_laid_out_in_any_way_is_read(tensor: torch.Tensor, saved: Path) -> None:
     """Row by row, from within a larger storage, with strides, of a dtype without a storage type."""
-    from nemo_aligner.checkpoint.weights.torch_dist import read_piece
+    from nemo_aligner.checkpoint.weights.torch_dist import read_shard
 
-    path = saved / "piece"
+    path = saved / "shard"
     torch.save(tensor, path)
     for offsets, shape in (([0, 0, 0], (2, 4, 3)), ([1, 1, 0], (1, 2, 3)), ([0, 1, 1], (2, 2, 2))):
         target = torch.full(shape, -1.0)
         with path.open("rb") as stored:
-            read_piece(stored, offsets, tensor.shape, target)
+            read_shard(stored, offsets, tensor.shape, target)
         box = tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
         assert torch.equal(target, tensor[box].float()), (offsets, shape)

@@ -20,7 +20,7 @@ from nemo_aligner.checkpoint.weights.save import (
     save_weights,
     sharded_weights,
     start_saving,
-    with_own_storage,
+    zero_copy_slice,
 )
 from nemo_aligner.checkpoint.weights.store import open_weights
 from nemo_aligner.models.shape import HeadShape, is_of_adapter
@@ -168,20 +168,20 @@ def test_own_storage_is_the_same_memory_and_outlives_its_tensor() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
         whole = torch.arange(24).to(dtype)
         part = whole[6:18].view(3, 4)
-        own = with_own_storage(part)
+        own = zero_copy_slice(part)
         assert own.untyped_storage().size() == part.nbytes
         assert own.data_ptr() == part.data_ptr()
         assert own.dtype is dtype
         assert torch.equal(own, part)
         whole.zero_()
         assert not own.any()
-    own = with_own_storage(torch.arange(2**16)[7:])
+    own = zero_copy_slice(torch.arange(2**16)[7:])
     taken = [torch.full((2**16,), -1) for _ in range(8)]
     assert len(taken) == 8
     assert torch.equal(own, torch.arange(7, 2**16))
     # Whole tensors and those with holes are left as they are.
     whole = torch.zeros(3, 4)
-    assert all(with_own_storage(each) is each for each in (whole, torch.tensor(1.0), whole[:, 1]))
+    assert all(zero_copy_slice(each) is each for each in (whole, torch.tensor(1.0), whole[:, 1]))
 
 
 def test_run_weights_are_those_that_train(layout: Any) -> None:
@@ -262,12 +262,12 @@ def test_zarr_that_is_damaged_or_has_no_package_is_refused(
         return damage
 
     damages = [
-        (lambda folder: (folder / array / "1.0").unlink(), "pieces|no such file"),
+        (lambda folder: (folder / array / "1.0").unlink(), "chunks|no such file"),
         (lambda folder: (folder / array / "1.0").write_bytes(b"x"), "got 1 bytes"),
         (edit_header(dtype="|O"), "wanted a plain array"),
         (edit_header(filters=[{"id": "pickle"}]), "wanted a plain array"),
         (edit_header(compressor={"id": "pickle"}), "wanted a plain array"),
-        (edit_header(shape=[10**9, 64]), "pieces"),
+        (edit_header(shape=[10**9, 64]), "chunks"),
     ]
     source = theirs(zarr_folder)
     check_damages(source, damages, lambda folder: load_model(folder, layout))

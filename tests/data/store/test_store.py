@@ -332,7 +332,7 @@ def test_index_beside_a_file_where_nothing_can_be_written(
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
     assert_same(build(contracts, [path]), in_memory)
-    assert f"{data}: no index can be kept beside the data (Read-only" in capsys.readouterr().out
+    assert f"{data}: cannot keep an index beside the data (Read-only" in capsys.readouterr().out
     assert list(data.iterdir()) == [path]
     with pytest.raises(ConfigError, match=r"model.data.index_dir: got .*Read-only file system"):
         build(contracts, [path], index_dir=str(data / "index"))

@@ -28,7 +28,7 @@ from tests.evaluation.refusals import refusal
 from tests.evaluation.report.folders import EVIL, SECTIONS, pair_rows, write_run
 
 LIMIT = 3_000_000
-VOID = {"meta", "link", "br", "img"}
+VOID = {"meta", "link", "br", "img", "wbr"}
 
 
 class Page(HTMLParser):
@@ -140,6 +140,30 @@ def test_page_of_short_replies_and_of_equal_validations(tmp_path: Path) -> None:
     assert "half ? of it" in page
 
 
+def test_page_has_no_figure_of_one_step_and_no_column_without_a_name(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    rows = [
+        {"step": 1, "train/loss": 0.7},
+        {"step": 2, "train/loss": 0.6},
+        {"step": 2, "validation-held/accuracy": 0.7, "validation-held/length_correlation": 0.25},
+        {"step": 2, "validation-held/longer_reply_accuracy": 0.6},
+        {"step": 2, "validation-held/reward_mean/reward": 0.1},
+    ]
+    write(run / "metrics.jsonl", *rows)
+    content = write_page([run], tmp_path / "p.html").read_text(encoding="utf-8")
+    figures = re.findall(r"<figure>\s*<h3>([^<]*)", content[: content.index('id="accuracy"')])
+    assert figures == ["loss", "loss"]  # the overview's, and the learning curve
+    assert ">0.7<" in content  # the validation is in the table
+    by_source = content[content.index('id="accuracy"') : content.index('id="rewards"')]
+    headings = re.findall(r'<th scope="col">([^<]*)', by_source)
+    assert headings == ["source", "pairs", "accuracy", "95% interval"]
+    # A metric is the same number wherever it stands, and has a meaning.
+    assert re.search(r"length_<wbr>correlation</td><td[^>]*>0\.25</td>", content)
+    of_length = content[content.index('id="length"') : content.index('id="robustness"')]
+    assert re.search(r"<td[^>]*>0\.25</td>", of_length)
+    assert "mean reward of all texts" in content
+
+
 def test_page_of_the_same_run_is_the_same(page: Page, run: Path, tmp_path: Path) -> None:
     again = write_page([run], tmp_path / "again.html").read_bytes()
     assert again == (run / "report.html").read_bytes()
@@ -174,11 +198,12 @@ def test_page_of_a_run_that_was_killed_early(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "killed")
     shutil.rmtree(folder / "heldout")
     (folder / "run_facts.json").unlink()
-    (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 0.7}\n{"step": 2, "tra')
+    lines = '{"step": 1, "train/loss": 0.7}\n{"step": 2, "train/loss": 0.6}\n{"step": 3, "tra'
+    (folder / "metrics.jsonl").write_text(lines)
     page = Page(write_page([folder], tmp_path / "p.html").read_text(encoding="utf-8"))
     assert [name for name in page.ids if name in SECTIONS] == list(SECTIONS)
     assert "There are no held-out rewards here" in page.text
-    assert "What is trained." in page.text
+    assert "The value that training minimizes." in page.text
 
 
 def test_page_shows_robustness_where_it_was_checked(run: Path, tmp_path: Path) -> None:
@@ -195,7 +220,7 @@ def test_page_shows_robustness_where_it_was_checked(run: Path, tmp_path: Path) -
     assert text.count(shown) == 2
     assert text.count("politeness") == 2 * 2
     assert "1.000 (0.342 to 1.000)" in text
-    assert "What is trained." in text
+    assert "The value that training minimizes." in text
     (folder / "robustness.json").write_text(json.dumps({"robustness": [{"change": "x"}]}))
     with pytest.raises(DataError, match=r"robustness\.json: robustness: wanted"):
         write_page([folder], tmp_path / "p.html")
@@ -215,6 +240,7 @@ def test_page_of_ratings_has_figures_and_mistakes_of_its_own(tmp_path: Path) -> 
     page = Page(write_page([path], tmp_path / "p.html").read_text(encoding="utf-8"))
     assert "helpful: rated" in page.text
     assert "helpful: reward 0.400, label 4.000" in page.text
+    assert "the length of the reply alone, in characters" in page.text
     assert "script" not in page.tags
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout
-from nemo_aligner.models.attention.segments import pool_bytes
 from nemo_aligner.models.shape import ModelShape
 from tests import families, tiny
 from tests.once import Once
@@ -58,7 +57,9 @@ def check(found: dict[str, Any], archive: Path, sizes: LayoutSizes, name: str) -
     share = 0.75 if sizes.dp == 1 else 0.95
     assert counts[2]["computed"] < share * found["without"]["computed"]
     shape = shape_of(archive)
-    assert found["bytes"] == [pool_bytes(shape, sizes, 4, tokens) for tokens in CACHES]
+    # Keys and values of a token in fp32, of the layers and groups that a rank has.
+    per_token = 2 * 4 * shape.num_layers // sizes.pp * shape.num_query_groups // sizes.tp
+    assert found["bytes"] == [per_token * shape.kv_channels * tokens for tokens in CACHES]
 
 
 def test_cached_rewards_are_those_without_a_cache(

@@ -62,7 +62,7 @@ MALFORMED: list[tuple[dict[str, np.ndarray], str]] = [
     ({"conversations": column(b'{"role": "user"}')}, "row 0: got .*, wanted a list of messages"),
     (
         {"conversations": column(b'[{"role": "user", "content": 1}]')},
-        "^row 0: message 1, content: ",
+        r"^row 0: messages\[0\].content: ",
     ),
 ]
 

@@ -1,7 +1,7 @@
-"""The model families: found by the name in ``config.json``, in a GGUF file, or by a NeMo config.
+"""Registry of model families, by their names in ``config.json``, GGUF files and NeMo configs.
 
-A new one is a file beside this one, and its line in ``_BUILT_IN``; ``register_family`` takes one
-from outside the package.
+A new family is a file beside this one, and its line in ``_BUILT_IN``; ``register_family`` takes one
+from another package.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nemo_aligner.checkpoint.hf.families.qwen import QWEN2, QWEN3
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
-# The first that has a decoder gives its export the name.
+# In order of preference: the first family that has a decoder names its export.
 _BUILT_IN = (
     LLAMA,
     MISTRAL,
@@ -28,15 +28,15 @@ _BUILT_IN = (
 )
 _FAMILIES = {family.name: family for family in _BUILT_IN}
 _EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
-# The key of a NeMo config that names the family, where what its decoder is made of does not.
+# Key of a NeMo config that names the family where the decoder alone does not determine it.
 NAME_KEY = "hf_model_type"
 
 
 def register_family(family: ModelFamily) -> None:
-    """Add a family from outside the package, for this process.
+    """Add a family from another package, for this process.
 
-    Where another family has such decoders, too, its ``to_nemo`` has to write its name under
-    ``NAME_KEY``: else the export of one would be a model of the other.
+    If another family has such decoders, too, its ``to_nemo`` must write its name under
+    ``NAME_KEY``; otherwise exports of one would become models of the other.
 
     Raises:
         ConfigError: a family has this name already, or this name in GGUF files.
@@ -44,13 +44,13 @@ def register_family(family: ModelFamily) -> None:
     names = {each.gguf.architecture for each in _FAMILIES.values() if each.gguf}
     if family.name in _FAMILIES or (family.gguf and family.gguf.architecture in names):
         raise ConfigError(
-            f"model family {family.name}: got a name, or one of GGUF files, that another has"
+            f"model family {family.name}: its name, or its name in GGUF files, is taken"
         )
     _FAMILIES[family.name] = family
 
 
 def find_family(model_type: Any) -> ModelFamily:
-    """The family that ``config.json`` calls ``model_type``.
+    """Find the family with this ``model_type`` in ``config.json``.
 
     Raises:
         CheckpointError: it is not known.
@@ -65,7 +65,7 @@ def find_family(model_type: Any) -> ModelFamily:
 
 
 def find_gguf_family(architecture: Any) -> tuple[ModelFamily, GgufFormat]:
-    """The family of GGUF files whose ``general.architecture`` is ``architecture``.
+    """Find the family of GGUF files with this ``general.architecture``.
 
     Raises:
         CheckpointError: it is not known.
@@ -79,10 +79,10 @@ def find_gguf_family(architecture: Any) -> tuple[ModelFamily, GgufFormat]:
 
 
 def family_of(config: Config) -> ModelFamily:
-    """The family of a NeMo config: the one it names, or else by what its decoder is made of.
+    """Find the family of a NeMo config: the one it names, or the first with such a decoder.
 
     Raises:
-        CheckpointError: no family is made of this; it says what is not Llama's.
+        CheckpointError: no family has one; it says how the decoder differs from Llama's.
     """
     shape, name = ModelShape.from_config(config), config.get(NAME_KEY)
     if name is not None and name not in tuple(_FAMILIES):

@@ -1,5 +1,7 @@
-"""ModelFamily: how a family's config.json and tensors map to Megatron's, and the rules families
-share.
+"""ModelFamily: translation of a family's config and tensors to Megatron's and back.
+
+Also here: the parts of a ``config.json`` that families share, rules for tensors, query groups of
+zeros, and GGUF's names.
 """
 
 from __future__ import annotations
@@ -15,16 +17,15 @@ from nemo_aligner.config.common import LEAST_NUMBER, MOST, MOST_NUMBER, read_cou
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, shown
 
-# What all families write alike in ``config.json`` and in ``model_config.yaml``.
-#
-# What is absent from a ``config.json`` has the value that transformers gives it.
+# Settings that all families have. A key missing from ``config.json`` has transformers' default.
 
 
 def decoder_to_nemo(config: Config, rotated: float | None = None, **family: Any) -> dict[str, Any]:
-    """A ``config.json`` as a NeMo config; ``family`` says what else the decoder is made of.
+    """Translate a ``config.json`` to a NeMo config; ``family`` adds the family's own settings.
 
-    ``rotated`` is the part of a head's channels that a family rotates unless the config says
-    otherwise; None is a family that rotates all.
+    Args:
+        rotated: share of a head's channels that are rotated unless the config says otherwise; None
+            for a family that rotates all.
 
     Raises:
         CheckpointError: it names a key whose value is not supported.
@@ -57,15 +58,15 @@ def decoder_to_nemo(config: Config, rotated: float | None = None, **family: Any)
         "share_embeddings_and_output_weights": read.flag("tie_word_embeddings", False),
         **family,
     }
-    ModelShape.from_config(nemo)  # or it would be refused when it is loaded
+    ModelShape.from_config(nemo)  # raises now for what a load would refuse
     return nemo
 
 
 def decoder_to_hf(config: Config, model_type: str, **family: Any) -> dict[str, Any]:
-    """A NeMo config as the decoder's part of a ``config.json``; ``family`` overrides and adds.
+    """Translate a NeMo config to the decoder's part of a ``config.json``; ``family`` overrides.
 
     Raises:
-        CheckpointError: Hugging Face has no name for such a rotation.
+        CheckpointError: Hugging Face cannot express its rotary embedding.
     """
     shape = ModelShape.from_config(config)
     return {
@@ -87,57 +88,57 @@ def decoder_to_hf(config: Config, model_type: str, **family: Any) -> dict[str, A
 
 
 def is_tied(config: Config) -> bool:
-    """Whether the output layer is the embedding table, in a NeMo config."""
+    """Tell if a NeMo config ties the output layer to the embedding table."""
     return bool(config.get("share_embeddings_and_output_weights", True))
 
 
-# A ``config.json`` of Hugging Face, read key by key; every error names the key.
+# Reading of a ``config.json`` key by key; every error names the key.
 
 Config = Mapping[str, Any]
-# Far more than any model has: a config may ask for a list of them, before a weight is looked at.
+# Far above any model's: a config may imply a list of them before any weight is looked at.
 _MOST_LAYERS = 10_000
 
 
 class HfSettings:
-    """Reads a ``config.json``; a key that is null counts as absent.
+    """Typed access to a ``config.json``; a null key counts as absent.
 
     Raises:
-        CheckpointError: from every method: the value is not supported; it names the key.
+        CheckpointError: from every method, for an unsupported value; it names the key.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """A number above 0."""
+        """Read a number above 0."""
         value = self.config.get(key)
         wanted = f"a number above 0, from {LEAST_NUMBER} to {MOST_NUMBER}"
         return read_number(default if value is None else value, key, wanted)
 
     def count(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
-        """A whole number."""
+        """Read an integer."""
         value = self.config.get(key)
         wanted = f"a whole number from {least} on, at most {most}"
         return read_count(default if value is None else value, key, wanted, least, most)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """Read a bool."""
         value = self.config.get(key)
         if not isinstance(value, bool | None):
             raise CheckpointError(f"{key}: got {shown(value)}, wanted true or false")
         return default if value is None else value
 
     def layers(self) -> int:
-        """``num_hidden_layers``."""
+        """Read ``num_hidden_layers``."""
         return self.count("num_hidden_layers", most=_MOST_LAYERS)
 
     def window(self) -> int | None:
-        """``sliding_window``, whose null is none, and whose absence is 4096."""
+        """Read ``sliding_window``: null is none, and a missing key is 4096."""
         is_null = self.config.get("sliding_window", 4096) is None
         return None if is_null else self.count("sliding_window", 4096)
 
     def only(self, key: str, *allowed: Any) -> None:
-        """Refuse any value but ``allowed``; the first one is the default."""
+        """Refuse any value but ``allowed``, of which the first is the default."""
         value = self.config.get(key, allowed[0])
         if value not in allowed:
             wanted = " or ".join(repr(choice) for choice in allowed)
@@ -146,7 +147,7 @@ class HfSettings:
             )
 
 
-# Rules: which Hugging Face tensors make up a Megatron tensor, and how it comes apart again.
+# Rules: how Hugging Face tensors are joined to a Megatron tensor, and split again.
 
 Join = Callable[[Sequence[Tensor], Config], Tensor]
 Split = Callable[[Tensor, Config], Sequence[Tensor]]
@@ -163,9 +164,9 @@ def _whole(tensor: Tensor, config: Config) -> Sequence[Tensor]:
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron tensor, the Hugging Face tensors that ``join`` makes it of, and the way back.
+    """A Megatron tensor, and the Hugging Face tensors that make it up, by ``join`` and ``split``.
 
-    Both take the NeMo config as it is without added query groups.
+    Both functions take the NeMo config without added query groups.
     """
 
     megatron: str
@@ -175,7 +176,7 @@ class Rule:
 
 
 def norm_rule(megatron: str, hf: str, *, hf_is_zero_centered: bool = False) -> Rule:
-    """A norm's weight, which either side has as gamma or as gamma - 1."""
+    """Rule for a norm's weight, which either side stores as gamma or as gamma - 1."""
 
     def shift(config: Config) -> int:
         return hf_is_zero_centered - bool(config.get("layernorm_zero_centered_gamma"))
@@ -190,7 +191,7 @@ def norm_rule(megatron: str, hf: str, *, hf_is_zero_centered: bool = False) -> R
 
 
 def stacked_rule(megatron: str, *hf: str) -> Rule:
-    """Tensors of one size, one above the other: the gate of an MLP, and what it lets pass."""
+    """Rule for tensors of one size that are concatenated: an MLP's gate and up projections."""
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
         return torch.cat(list(tensors))
@@ -202,7 +203,7 @@ def stacked_rule(megatron: str, *hf: str) -> Rule:
 
 
 def qkv_rule(megatron: str, query: str, key: str, value: str) -> Rule:
-    """Queries, keys and values, in Megatron's order by query group."""
+    """Rule for queries, keys and values, which Megatron interleaves by query group."""
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
         heads, groups = config["num_attention_heads"], config["num_query_groups"]
@@ -223,7 +224,7 @@ def qkv_rule(megatron: str, query: str, key: str, value: str) -> Rule:
     return Rule(megatron, (query, key, value), join, split)
 
 
-# Rules of tensors that several families have under the same names.
+# Rules for tensors that several families name alike.
 
 FINAL_NORM = "decoder.final_layernorm.weight"
 ATTENTION_NORM = "self_attention.linear_qkv.layer_norm_weight"
@@ -245,14 +246,14 @@ QKV, QKV_BIAS = _qkv("weight"), _qkv("bias")
 
 
 def model_rules_with(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
-    """Outside the layers: the embeddings, and the last norm."""
+    """Rules outside the layers: the embeddings and the final norm."""
     return (EMBEDDING, norm(FINAL_NORM, "model.norm.weight"))
 
 
 def layer_rules_with(
     norm: Callable[[str, str], Rule], mlp: tuple[Rule, ...] = (GATED, DOWN)
 ) -> tuple[Rule, ...]:
-    """A layer with a norm before attention, and one before the MLP, as Llama calls them."""
+    """Rules of a layer with a norm before attention and one before the MLP, named as in Llama."""
     return (
         norm(ATTENTION_NORM, "input_layernorm.weight"),
         QKV,
@@ -265,17 +266,17 @@ def layer_rules_with(
 MODEL, LAYER = model_rules_with(norm_rule), layer_rules_with(norm_rule)
 
 
-# Rotary positions, as ``config.json`` and as ``model_config.yaml`` describe them.
+# Rotary embedding.
 
 
 def rope_to_nemo(config: Config, rotated: float | None) -> dict[str, Any]:
-    """NeMo's keys; transformers 5 writes ``rope_parameters``, older ones several keys.
+    """Translate to NeMo's keys from ``rope_parameters`` (transformers 5) or the older keys.
 
-    ``rotated`` is the part of a head's channels that a family rotates unless the config says
-    otherwise; None is a family that rotates all.
+    Args:
+        rotated: see ``decoder_to_nemo``.
 
     Raises:
-        CheckpointError: it is rotated in a way that is not supported.
+        CheckpointError: the rotary embedding is not supported.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
@@ -311,10 +312,10 @@ def rope_to_nemo(config: Config, rotated: float | None) -> dict[str, Any]:
 
 
 def rope_to_hf(shape: ModelShape) -> dict[str, Any]:
-    """The keys of ``config.json``, for transformers 4 and 5.
+    """Translate to the keys of ``config.json`` for transformers 4 and 5.
 
     Raises:
-        CheckpointError: Hugging Face has no name for such a rotation.
+        CheckpointError: Hugging Face cannot express its rotary embedding.
     """
     rope: dict[str, Any] = {"rope_theta": shape.rotary_base, "rope_type": "default"}
     linear, llama3 = shape.seq_len_interpolation_factor, shape.rope_scaling
@@ -338,18 +339,19 @@ def rope_to_hf(shape: ModelShape) -> dict[str, Any]:
     return {"rope_parameters": rope, "rope_theta": shape.rotary_base, "rope_scaling": scaling}
 
 
-# Sliding windows, as ``config.json`` and as ``model_config.yaml`` describe them.
+# Sliding windows.
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def window_to_nemo(config: Config, size: int | None, kinds: list[str]) -> dict[str, Any]:
-    """NeMo's keys of a window of ``size`` keys, in the layers that ``layer_types`` names.
+    """Translate a window of ``size`` keys, in the layers that ``layer_types`` names.
 
-    ``kinds``, one for each layer, are ``layer_types`` where the config has none.
+    Args:
+        kinds: default of ``layer_types``, one entry for each layer.
 
     Raises:
-        CheckpointError: the layers that have it are not all, none, or every other one.
+        CheckpointError: the layers with a window are not all, none, or every other one.
     """
     count, kinds = len(kinds), config.get("layer_types") or kinds
     if kinds == [FULL] * count:
@@ -365,12 +367,12 @@ def window_to_nemo(config: Config, size: int | None, kinds: list[str]) -> dict[s
 
 
 def window_everywhere(size: int) -> dict[str, Any]:
-    """NeMo's keys of a window in every layer."""
+    """NeMo's keys for a window in every layer."""
     return {"window_size": size, "window_pattern": "all"}
 
 
 def alternating_layers(layers: int) -> list[str]:
-    """``layer_types`` of a model whose first, third, ... layers have the window."""
+    """``layer_types`` of a model with windows in its odd layers, counted from 1."""
     return [FULL if layer % 2 else SLIDING for layer in range(layers)]
 
 
@@ -381,9 +383,9 @@ def layer_types(config: Config) -> list[str]:
     return [FULL if window is None else SLIDING for window in windows]
 
 
-# Queries, keys and values in Megatron's order, and query groups of zeros beside a model's own.
+# Megatron's order of queries, keys and values, and added query groups of zeros.
 
-# The axis of query groups in the tensors that have one.
+# Axis of query groups by tensor.
 _GROUP_AXES = {
     "self_attention.linear_qkv.weight": 0,
     "self_attention.linear_qkv.bias": 0,
@@ -392,14 +394,14 @@ _GROUP_AXES = {
 
 
 def group_axis(name: str) -> int | None:
-    """The axis of query groups in a Megatron tensor, None where it has none."""
+    """Axis of query groups in a Megatron tensor; None if it has none."""
     return _GROUP_AXES.get(name)
 
 
 def pack_qkv(query: Tensor, key: Tensor, value: Tensor, heads: int, groups: int) -> Tensor:
-    """q ``[heads * d, ...]``, k and v ``[groups * d, ...]`` in Megatron's order.
+    """Interleave q ``[heads * d, ...]``, k and v ``[groups * d, ...]`` in Megatron's order.
 
-    Per group of query heads: its queries, its key, its value; ``[(heads + 2 * groups) * d, ...]``.
+    For each group its queries, its key and its value: ``[(heads + 2 * groups) * d, ...]``.
     """
     rest = query.shape[1:]
     parts = [tensor.reshape(groups, -1, *rest) for tensor in (query, key, value)]
@@ -407,7 +409,7 @@ def pack_qkv(query: Tensor, key: Tensor, value: Tensor, heads: int, groups: int)
 
 
 def unpack_qkv(packed: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse of ``pack_qkv``."""
+    """Invert ``pack_qkv``."""
     rest = packed.shape[1:]
     size = packed.shape[0] // (heads + 2 * groups)
     grouped = packed.reshape(groups, -1, *rest)
@@ -416,10 +418,10 @@ def unpack_qkv(packed: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor,
 
 
 def add_zero_groups(name: str, tensor: Tensor, groups: int, wanted: int) -> Tensor:
-    """A Megatron tensor of ``groups`` query groups, with groups of zeros up to ``wanted``.
+    """Pad a Megatron tensor of ``groups`` query groups with groups of zeros up to ``wanted``.
 
-    Their values are zeros and so are their columns of the projection: they add nothing to the
-    output, their gradients are exactly zero, and so they stay.
+    Their values are zero and so are their columns of the output projection: they add nothing, their
+    gradients are exactly zero, and so they stay zero.
     """
     axis = group_axis(name)
     if axis is None:
@@ -430,18 +432,17 @@ def add_zero_groups(name: str, tensor: Tensor, groups: int, wanted: int) -> Tens
 
 
 def remove_zero_groups(name: str, tensor: Tensor, groups: int, kept: int) -> Tensor:
-    """The inverse of ``add_zero_groups``: of ``groups`` query groups the first ``kept``."""
+    """Invert ``add_zero_groups``: keep the first ``kept`` of ``groups`` query groups."""
     axis = group_axis(name)
     if axis is None:
         return tensor
     return tensor.narrow(axis, 0, tensor.size(axis) // groups * kept)
 
 
-# GgufFormat: what llama.cpp's converter calls a family's fields and tensors, and what it changes.
-#
-# The converter: https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py.
+# GGUF: llama.cpp's names for a family's fields and tensors, and its changes to them.
+# See https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py.
 
-# GGUF's names of tensors, then Hugging Face's, as most families have them.
+# GGUF's tensor names, then Hugging Face's, as in most families.
 MODEL_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -465,20 +466,20 @@ def _nothing(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GgufFormat:
-    """How a family is written.
+    """A family's form in GGUF files.
 
     Names are GGUF's, then Hugging Face's.
 
     Attributes:
         architecture: ``general.architecture`` of its files.
-        layer: a layer's tensors.
-        model: the tensors outside the layers.
-        epsilon: the field of its norms' epsilon.
+        layer: tensors of a layer.
+        model: tensors outside the layers.
+        epsilon: field of its norms' epsilon.
         optional: fields that only this family has.
-        derived: gives keys of ``config.json`` that no field has, of those that a field has.
+        derived: computes keys of ``config.json`` that have no field, from those that do.
         is_permuted: the rows of q and k are in rotary pairs, not halves.
-        norm_offset: what was added to the weights of norms.
-        is_partly_rotated: a part of a head's channels may not be rotated.
+        norm_offset: number that was added to the weights of norms.
+        is_partly_rotated: some of a head's channels may not be rotated.
     """
 
     architecture: str
@@ -494,9 +495,9 @@ class GgufFormat:
     is_partly_rotated: bool = False
 
 
-# ModelFamily: all that a family of models is to this package, in one value.
+# The family itself.
 
-# What a decoder may be made of: the values are Llama's.
+# Properties of a decoder, with Llama's values.
 PLAIN: Mapping[str, Any] = {
     "activation": "swiglu",
     "normalization": "rmsnorm",
@@ -520,18 +521,19 @@ class ModelFamily:
 
     Attributes:
         name: ``model_type`` in ``config.json``.
-        to_nemo: a ``config.json`` as a NeMo config. Raises CheckpointError for what it cannot
-            carry over.
-        to_hf: a NeMo config as the decoder's part of a ``config.json``, ``model_type`` first.
-        model: the rules of tensors outside the layers.
-        layer: the rules of tensors inside each layer; their Hugging Face names lack what
-            ``layer_prefix`` and the layer's number say.
-        untied: the output layer, where it is not the embeddings.
-        made_of: what its decoders have that Llama's do not, by fields of ``ModelShape``; ``ANY`` is
-            every value.
-        gguf: how llama.cpp writes it; None where that has no name for it.
-        layer_prefix: what the names of a layer's tensors begin with, before its number.
-        unused: endings of the names of stored tensors that are no weights.
+        to_nemo: translates a ``config.json`` to a NeMo config. Raises CheckpointError for what it
+            cannot carry over.
+        to_hf: translates a NeMo config to the decoder's part of a ``config.json``, ``model_type``
+            first.
+        model: rules for tensors outside the layers.
+        layer: rules for tensors of a layer, whose Hugging Face names lack ``layer_prefix`` and the
+            layer's number.
+        untied: rule for the output layer, where it is not the embeddings.
+        made_of: fields of ``ModelShape`` in which its decoders differ from Llama's, with their
+            values; ``ANY`` is every value.
+        gguf: its form in GGUF files; None if llama.cpp has no name for it.
+        layer_prefix: prefix of a layer's tensor names, before its number.
+        unused: suffixes of stored tensors that are no weights.
     """
 
     name: str
@@ -546,7 +548,7 @@ class ModelFamily:
     unused: tuple[str, ...] = ()
 
     def rules(self, config: Config) -> list[tuple[Rule, int | None]]:
-        """Every rule with its layer's index and whole Hugging Face names, in the model's order.
+        """List every rule with its layer's index and full Hugging Face names, in model order.
 
         ``config`` is the NeMo one.
         """
@@ -564,12 +566,12 @@ class ModelFamily:
         return replace(rule, hf=tuple(f"{self.layer_prefix}{layer}.{name}" for name in rule.hf))
 
     def has(self, shape: ModelShape) -> bool:
-        """Whether a decoder of this shape is one of the family's."""
+        """Tell if a decoder of this shape belongs to the family."""
         wanted = {**PLAIN, **self.made_of}
         return all(value is ANY or getattr(shape, key) == value for key, value in wanted.items())
 
 
 def beside_llama(shape: ModelShape) -> str:
-    """What a decoder has that Llama's do not, in words for an error."""
+    """Describe how a decoder differs from Llama's, for an error."""
     found = {key: getattr(shape, key) for key in PLAIN}
     return ", ".join(f"{key}={value}" for key, value in found.items() if value != PLAIN[key])

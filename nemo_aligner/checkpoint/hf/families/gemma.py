@@ -39,14 +39,14 @@ gemma_norm = partial(norm_rule, hf_is_zero_centered=True)
 
 
 def gemma_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
-    """What the ``config.json`` of all Gemmas says alike."""
+    """Translate the settings that all Gemmas share."""
     read = HfSettings(config)
     return decoder_to_nemo(
         config,
         kv_channels=read.count("head_dim", 256),
         activation="geglu",
         apply_embedding_scaling=True,
-        # As Gemma stores it: 1 + weight would round a bf16 weight once more.
+        # Kept as gamma - 1: adding 1 would round a bf16 weight once more.
         layernorm_zero_centered_gamma=True,
         share_embeddings_and_output_weights=read.flag("tie_word_embeddings", True),
         **family,
@@ -55,7 +55,7 @@ def gemma_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
 
 def _to_nemo(config: Config) -> dict[str, Any]:
     read = HfSettings(config)
-    # Gemma's own releases say gelu, and mean its approximation.
+    # Gemma's own releases say gelu, and mean its tanh approximation.
     read.only("hidden_act", "gelu_pytorch_tanh", "gelu")
     read.only("hidden_activation", None, "gelu_pytorch_tanh")
     return gemma_to_nemo(config)
@@ -83,7 +83,7 @@ GEMMA = replace(
 )
 
 
-# Gemma 2: Gemma with alternating windows, capped scores, and norms of what is added.
+# Gemma 2: Gemma with alternating windows, soft-capped scores, and norms of each block's output.
 
 
 def _gemma2_to_nemo(config: Config) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _gemma2_to_hf(config: Config) -> dict[str, Any]:
         hidden_act="gelu_pytorch_tanh",
         hidden_activation="gelu_pytorch_tanh",
         attention_bias=False,
-        # transformers takes nothing but an int.
+        # transformers accepts only an int.
         query_pre_attn_scalar=int(scalar) if scalar.is_integer() else scalar,
         attn_logit_softcapping=shape.attn_logit_softcapping,
         sliding_window=shape.window_size,
@@ -117,7 +117,7 @@ def _gemma2_to_hf(config: Config) -> dict[str, Any]:
 
 
 def _gguf_scale(config: Mapping[str, Any]) -> dict[str, Any]:
-    """No field has it: llama.cpp goes by the 46 layers of the 27B, the one that differs."""
+    """Derive the attention scale: llama.cpp goes by the 46 layers of the 27B, the exception."""
     is_27b = config["num_hidden_layers"] == 46
     per_head = config["hidden_size"] // config["num_attention_heads"]
     return {"query_pre_attn_scalar": per_head if is_27b else config["head_dim"]}

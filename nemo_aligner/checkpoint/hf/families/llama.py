@@ -41,7 +41,7 @@ LLAMA = ModelFamily(
     model=MODEL,
     layer=LAYER,
     untied=OUTPUT,
-    # Mistral's files have this name, too, without a word on its window.
+    # Mistral's GGUF files have this name, too, and do not mention its window.
     gguf=GgufFormat("llama", is_permuted=True),
     unused=("rotary_emb.inv_freq",),
 )
@@ -69,5 +69,5 @@ MISTRAL = replace(
     to_nemo=_mistral_to_nemo,
     to_hf=_mistral_to_hf,
     made_of={"window_size": ANY},
-    gguf=None,  # llama.cpp writes a Llama
+    gguf=None,  # llama.cpp writes it as a Llama
 )

@@ -1,4 +1,4 @@
-"""Nemotron: squared ReLU, LayerNorm1P, and half of the channels rotated."""
+"""Nemotron: squared ReLU, LayerNorm1P, and half of a head's channels rotated."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from nemo_aligner.models.shape import ModelShape
 
 
 def qwen_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
-    """A Qwen's ``config.json``: a window, if it is used, in the layers behind the first ones."""
+    """Translate a Qwen's config: a window, if it is used, in the layers past the first ones."""
     read = HfSettings(config)
     read.only("hidden_act", "silu", "swish")
     layers, size = read.layers(), None
@@ -44,7 +44,7 @@ def qwen_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
 
 
 def qwen_window_to_hf(config: Config) -> dict[str, Any]:
-    """The keys of ``config.json`` that say which layers of a Qwen have a window."""
+    """Keys of ``config.json`` that say which layers have a window."""
     window = ModelShape.from_config(config).window_size
     kinds = layer_types(config)
     return {

@@ -12,8 +12,8 @@ import torch
 
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import (
-    check_first_head,
-    load_first_head,
+    check_initial_head,
+    init_head_from,
     load_pretrained,
     read_text_rules,
 )
@@ -60,7 +60,7 @@ def new_model(first: Path, layout: Any, attributes: int, **options: Any) -> Any:
     return load_pretrained(first, layout, **given, **options)
 
 
-def test_first_head_gives_an_attribute_the_row_of_its_name(
+def test_initial_head_gives_an_attribute_the_row_of_its_name(
     first: Path, contract: ScoringContract, layout: Any
 ) -> None:
     with open_nemo(first) as folder:
@@ -73,11 +73,11 @@ def test_first_head_gives_an_attribute_the_row_of_its_name(
     ):
         model = new_model(first, layout, len(attributes)).model
         assert not torch.equal(model.rm_head.weight, stored[rows])
-        load_first_head(model, first, of(contract, *attributes), shape, names)
+        init_head_from(model, first, of(contract, *attributes), shape, names)
         torch.testing.assert_close(model.rm_head.weight.detach(), stored[rows], rtol=0, atol=0)
 
 
-def test_first_head_that_does_not_fit_is_refused(
+def test_initial_head_that_does_not_fit_is_refused(
     first: Path, contract: ScoringContract, layout: Any
 ) -> None:
     bins = contract.with_readout(Readout("bins", ((0.0, 1.0),) * 2))
@@ -94,14 +94,14 @@ def test_first_head_that_does_not_fit_is_refused(
             (base, contract, {}, "it has no scoring contract, wanted a reward model"),
         ):
             with refused(pattern, pattern):
-                check_first_head(path, wanted, names)
+                check_initial_head(path, wanted, names)
         loaded = new_model(first, layout, 2, head=HeadConfig(bias=True))
         shape = ModelShape.from_config(loaded.config)
         with refused("bias", r"a head that is linear, of 64 .* is linear with bias"):
-            load_first_head(loaded.model, first, contract, shape, {})
+            init_head_from(loaded.model, first, contract, shape, {})
 
 
-def test_first_head_is_for_a_new_one_and_its_names_for_a_model(first: Path, layout: Any) -> None:
+def test_initial_head_is_for_a_new_one_and_its_names_for_a_model(first: Path, layout: Any) -> None:
     config = load_config(TrainConfig, [f"pretrained_checkpoint.load_rm_head_weights={first}"])
     kept = load_pretrained(first, layout, num_attributes=2, precision=Precision.fp32)
     with pytest.raises(ConfigError, match=r"wanted pretrained_checkpoint\.new_head=true, too"):
@@ -110,7 +110,7 @@ def test_first_head_is_for_a_new_one_and_its_names_for_a_model(first: Path, layo
         load_config(TrainConfig, ["pretrained_checkpoint.rm_head_names={reward: help}"])
 
 
-def test_first_head_of_a_ranking_is_that_of_a_regression(first: Path, tmp_path: Path) -> None:
+def test_initial_head_of_a_ranking_is_that_of_a_regression(first: Path, tmp_path: Path) -> None:
     pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 12)
     settings = [
         f"pretrained_checkpoint.restore_from_path={first}",
@@ -128,7 +128,7 @@ def test_first_head_of_a_ranking_is_that_of_a_regression(first: Path, tmp_path: 
     done = tiny.run_script(
         example, *settings, "pretrained_checkpoint.rm_head_names={reward: verbosity}"
     )
-    assert f"the head begins as that of {first}" in done.stdout
+    assert f"the head starts from that of {first}" in done.stdout
     (trained,) = (tmp_path / "run").rglob("megatron_gpt.nemo")
     with open_nemo(first) as one, open_nemo(trained) as other:
         rows, row = (each.store.read("model.rm_head.weight") for each in (one, other))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_aligner.training.optimizer.offload import HostMoments, _Ferry
+from nemo_aligner.training.optimizer.offload import OffloadedStates, _Ferry
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -64,7 +64,7 @@ def test_moments_in_chunks_make_the_same_updates(kind: Any, chunk_bytes: int, ch
         inner()
 
     offloaded.step = noting
-    HostMoments(offloaded, chunk_bytes)
+    OffloadedStates(offloaded, chunk_bytes)
     for _ in range(3):
         for mine, theirs in zip(ours, plain, strict=True):
             mine.grad = torch.randn_like(mine)
