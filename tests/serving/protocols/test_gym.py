@@ -97,7 +97,7 @@ def test_gym_rollout_without_a_reply_or_with_broken_calls_is_a_row_that_is_refus
     result = {"type": "function_call_output", "call_id": "1", "output": "2"}
     asked = [{"role": "user", "content": "a"}, said("earlier")]
     no_reply = "response.output: got no message of the assistant"
-    arguments = "rollout: message 2, tool_calls[0].function.arguments: got '{'"
+    arguments = "rollout: messages[1].tool_calls[0].function.arguments: got '{'"
     cases: list[tuple[Any, str]] = [
         (rollout(asked), no_reply),
         (rollout(asked, THOUGHT), no_reply),

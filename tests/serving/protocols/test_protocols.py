@@ -104,17 +104,17 @@ NO_REWARDS: list[tuple[Any, str]] = [
     (dict.fromkeys("vwxyz", 1), "and 2 more"),
 ]
 NO_CONVERSATIONS: list[tuple[Any, str]] = [
-    ([{"role": "user"}], "message 1, content: got null, wanted"),
-    ([{"role": "nobody", "content": ""}], "message 1: got role 'nobody', wanted"),
+    ([{"role": "user"}], "messages[0]: got an object with keys 'role', wanted content"),
+    ([{"role": "nobody", "content": ""}], "messages[0]: got role 'nobody', wanted"),
     ("a", 'got "a", wanted a list of messages'),
     (5, "got 5, wanted"),
     ({"messages": TURNS, "kwargs": {}}, "got the key 'kwargs', wanted messages"),
     ({"messages": TURNS, "tools": [1]}, "tools[0]: got 1, wanted an object"),
     (
         [TURNS[0], {**TURNS[1], "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-        "message 2, tool_calls[0].function.arguments: got '{', wanted a JSON object",
+        "messages[1].tool_calls[0].function.arguments: got '{', wanted a JSON object",
     ),
-    ([{"role": "user", "content": [{"type": "image_url"}]}, TURNS[1]], "message 1, content[0]: "),
+    ([{"role": "user", "content": [{"type": "image_url"}]}, TURNS[1]], "messages[0].content[0]: "),
 ]
 NO_JSON = [b"", b"{", b"\xff", b"[" * 100_000, b'{"texts": ["\\ud800"]}']
 
