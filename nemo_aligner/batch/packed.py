@@ -98,7 +98,7 @@ def _pairs_of_size(starts: Tensor, size: int) -> Tensor:
 
 # Common prefixes of token sequences.
 
-# Fewer tokens are not worth a segment of their own.
+# A shorter prefix is not worth a segment of its own.
 _MIN_PREFIX = 8
 
 
@@ -170,7 +170,7 @@ class CacheUse:
         return CacheUse(self.lengths, taken, stored, slots)
 
 
-# PackedBatch: the one form in which data reaches a model; Records: what owns its rewards.
+# Records own rewards and labels; a PackedBatch is the one form in which data reaches a model.
 
 Tokens = Sequence[int] | np.ndarray | Tensor
 

@@ -41,9 +41,9 @@ from nemo_aligner.contract.turns import write_conversation
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError, short, shown
 
 VERSION = 1
-# For people, and for trainers that normalise rewards; no score depends on them.
+# For people, and for trainers that normalize rewards; no score depends on them.
 _NOT_HASHED = ("reward_mean", "reward_std", "measured_on")
-# Where they are None, a contract has no such field: those of before there was any had none.
+# Left out where None, so that contracts from before these fields keep their hash.
 _LATER = ("shaping", "readout", "reply_marker", "chat_template_kwargs")
 
 
@@ -359,7 +359,7 @@ class ScoringContract:
         return ids
 
 
-# Texts to token ids by one contract, and which ids a model of it takes.
+# Texts to token ids by one contract, and a check of ids that come from outside.
 
 
 class TextEncoder:

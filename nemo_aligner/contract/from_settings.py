@@ -14,8 +14,6 @@ from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import make_reply_marker
 from nemo_aligner.utils.errors import ConfigError
 
-# The scoring contract that the settings of a training ask for.
-
 
 def build_contract(
     config: ModelConfig,

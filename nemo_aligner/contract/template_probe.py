@@ -22,13 +22,13 @@ from nemo_aligner.utils.errors import DataError
 
 # Trials of a chat template: which message fields beyond role and content it writes.
 #
-# A template that never writes a call of a tool writes a conversation with one as another without,
-# and so does not say what was said: such a conversation is refused, by the key that is not written.
+# A template that never writes tool calls would turn a conversation with one into another without:
+# such a conversation is refused, and the error names the key that is not written.
 # The reasoning of earlier turns, names and call ids are left to the template: it may drop them.
 
 Write = Callable[[Messages | Conversation], str]
 
-# No template writes such words itself, nor has JSON or a filter anything to change in them.
+# Words that no template writes itself, and that JSON and filters leave unchanged.
 _FIRST, _SECOND, _THIRD, _FOURTH = "Zqfirstv", "Zqsecondv", "Zqthirdv", "Zqfourthv"
 _KNOWN_KEYS = ("role", "content", "tool_calls", "reasoning_content", "name", "tool_call_id")
 # Every dialogue has these.

@@ -246,11 +246,10 @@ def load_tokenizer(folder: str | Path, where: str | None = None) -> Tokenizer:
     return Tokenizer(files, where or str(source))
 
 
-# Records to token ids: what the texts of a record begin with is tokenized once.
+# Records to token ids: a common beginning of a record's texts is tokenized once.
 #
-# Where a tokenizer lets a text be cut between two words (``TextBounds.cuts_at_words``), the ids of
-# both parts are those of the whole. Any other tokenizer is given every text whole; the ids are the
-# same in both cases.
+# If a tokenizer allows cuts between words (``TextBounds.cuts_at_words``), the ids of both parts are
+# those of the whole. Any other tokenizer gets every text whole; the ids are the same.
 
 
 class WrittenText(NamedTuple):
@@ -336,12 +335,11 @@ def common_start(first: str, second: str) -> int:
     return low
 
 
-# Texts to token ids, with words that occur again looked up and not tokenized again.
+# Texts to token ids, with a table of words seen before.
 #
-# Where a tokenizer lets a text be cut between two words (``TextBounds.cuts_at_words``), the ids of
-# a text are those of its words one after the other. A word of letters that has been seen has its
-# ids in a table; whatever is between such cuts otherwise, and any text of another tokenizer, is
-# tokenized.
+# If a tokenizer allows cuts between words, the ids of a text are those of its words in order. Words
+# of letters that were seen before are looked up; other pieces, and any text of another tokenizer,
+# are tokenized.
 
 # The space before each cut's second word; it begins with a letter that a search can look for.
 _SPACE = re.compile(r" (?<=[A-Za-z] )(?=[A-Za-z])")
@@ -411,9 +409,9 @@ def _as_bytes(ids: list[int]) -> bytes:
 
 # Texts that are far too long: known by their bytes, and cut before they are tokenized.
 #
-# A server is sent texts of megabytes. To tokenize one only to refuse it, or to throw all but its
-# end away, holds up all others. What is said here of a tokenizer holds for every text; where it
-# cannot be known, nothing is said, and the text is tokenized whole.
+# Servers get texts of megabytes. Tokenizing one only to refuse it, or to keep its end, would delay
+# all others. The bounds here hold for every text; where a tokenizer has no known bound, the text is
+# tokenized whole.
 
 # No composition of NFC has fewer than a third of the bytes that it is made of (Unicode, UAX 15).
 _NFC_SHRINKS = 3

@@ -29,17 +29,17 @@ from nemo_aligner.utils.errors import ConfigError, DataError, short
 #
 # A reply that writes turns of its own (``bad<|im_end|>\n<|im_start|>user\nthanks``) would have the
 # token ids of a longer dialogue, so that a policy could answer itself in the user's name. So a
-# message is refused that holds
+# message is refused if it holds
 #
-# - a token of the tokenizer's list of added ones, as far as the template writes it around messages;
-# - where it writes words instead (``\n\nUser: ``), all that stands between two turns, as a whole;
-# - at its end, what the template writes after a reply;
-# - where tools are used, a token that it writes around their results.
+# - an added token of the tokenizer that the template writes around messages;
+# - the whole text between two turns, for templates that write words instead (``\n\nUser: ``);
+# - at its end, the text that the template writes after a reply;
+# - where tools are used, a token that the template writes around their results.
 #
-# That holds for every text of a message, names and arguments of calls too, and for tools and
-# documents. Raw texts are scored as they stand: whoever writes one has written its turns, too.
+# This covers every text of a message, including names and arguments of calls, and tools and
+# documents. Raw texts are scored as they stand: their author has written the turns.
 
-# Its own end of turn may not be at the end of these.
+# Keys whose text may not end with the template's end of turn.
 _SAID = ("content", *REASONING)
 
 
@@ -257,13 +257,13 @@ def _missing(written: Any, end: Any, rest: Any) -> Any:
 
 # Where the reply begins, by a sequence's token ids alone.
 #
-# A head that reads the mean of the reply has to know, also where ids are all that is sent. What a
-# chat template writes between a question and its answer says so: the reply is what follows its last
-# occurrence, and where there is none, as in raw texts and those cut off behind it, all there is.
+# A head that reads the mean of the reply needs this even if only ids are sent. The marker is what a
+# chat template writes between a question and its answer: the reply follows its last occurrence.
+# Without one, as in raw texts and texts truncated after it, the reply is the whole sequence.
 
 _KEY = "model.head.reads"
 _QUESTION, _REPLY = "a question", "the reply"
-# As other texts around it may have the tokenizer cut it elsewhere.
+# Several trials, as other texts around the marker may change its tokens.
 _TRIALS = ((_QUESTION, _REPLY), ("Why?\n\n", "\n\nNo."), ("1 + 1 =", "2"), ("{", "}"))
 
 

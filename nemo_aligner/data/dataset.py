@@ -28,14 +28,14 @@ class TokenizedDataset:
     """N records of one kind with S sequences, as token ids.
 
     Attributes:
-        kind: what a record is.
-        name: what logs call it.
+        kind: comparison or rating.
+        name: name of the set in logs.
         sequences: S of them, in record order.
-        records: which sequences each record owns, and its labels.
+        records: the sequences that each record owns, and its labels.
         origins: file and line of every record.
         reply_lengths: ``[S]`` int32 tokens of every reply, before any cut.
         sources: where every record says it is from; "" where it says nothing.
-        reports: what became of every file.
+        reports: one for each file.
         prefixes: ``[N]`` int32 tokens that all sequences of a record begin with; 0 for a lone one.
         known_digest: ``digest`` where the indexes have it.
     """
@@ -89,7 +89,7 @@ class TokenizedDataset:
 
     @property
     def digest(self) -> str:
-        """sha256 (hex) of what is learned from: of one file ``measure_digest``, else of theirs."""
+        """sha256 (hex) of the data: ``measure_digest`` of one file, or a digest of several."""
         return self.known_digest or self.measure_digest()
 
     def measure_digest(self) -> str:
@@ -247,8 +247,8 @@ class EpochOrder:
 
     Attributes:
         sizes: records of every file, which follow on each other.
-        seed: of all orders.
-        weights: of every file, in any unit; none are as if every record had the same one.
+        seed: seed of every order.
+        weights: weight of every file, in any unit; without any, every record counts the same.
     """
 
     sizes: tuple[int, ...]

@@ -101,10 +101,6 @@ def _balanced(candidates: list[DemoPair], wanted: int, rng: random.Random) -> li
 
 
 # The ten kinds of pairs of the demo set, each with a reason that a reader can see.
-#
-# Every kind is made from items (a question, a sum, a word); all pairs of an item fall on the same
-# side of the split, so held-out prompts ask what no training prompt asks. In exactly half of the
-# pairs of every kind the better reply is the shorter one, so that length tells nothing.
 
 
 @dataclass(frozen=True)

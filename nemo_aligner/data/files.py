@@ -22,14 +22,14 @@ from nemo_aligner.utils.errors import ConfigError, DataError, short
 
 # Tables with named columns as data: CSV and TSV files, and with pyarrow Parquet and Arrow files.
 #
-# A row is an object whose keys are the columns. In a CSV file all is text: a column is of numbers
-# if most cells are, and then an empty cell is a missing one, like null, and any other stays the
-# text that it is; a column that is called as a text of a format is (``_TEXTS``) stays text.
+# A row is an object whose keys are the columns. CSV files have text alone: a column is numeric if
+# most of its cells are, and then an empty cell is missing, like null, and any other stays text. A
+# column named like a text field of a format (``_TEXTS``) stays text.
 #
-# Quotes of a CSV file have to be whole: a row with one too many is malformed, and reading goes on
-# in the next line. In a TSV file a quote is a letter as any other.
+# An unpaired quote in a CSV file makes its row malformed; reading goes on at the next line. In a
+# TSV file a quote is an ordinary letter.
 
-# The line or row that it is, and its cells by column, or what is wrong with it.
+# The number of a line or row, and its cells by column, or what is wrong with it.
 Row: TypeAlias = tuple[int, dict[str, Any] | str]
 
 _PARQUET, _ARROW = b"PAR1", b"ARROW1"
@@ -39,7 +39,7 @@ _TEXTS = re.compile(
     "(prompt|chosen|rejected|response|completion|text|instruction|question|input|output|context"
     "|answer|prediction|source|subset|kind|domain|id)[ _]?([0-9]+|[A-Za-z])?"
 )
-# Doubled quotes inside of quotes, as programs write them that quote cells of a TSV file, too.
+# Doubled quotes inside quotes, as written by programs that quote the cells of a TSV file.
 _QUOTED = re.compile(r'"(?=.*"".*")(?:[^"]|"")*"', re.DOTALL)
 _NUMBER = re.compile(r"\s*[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?\s*")
 
@@ -171,10 +171,10 @@ def _number(cell: str) -> float | str | None:
 
 # A data file to JSON objects that know their line.
 #
-# A file is JSON lines, one JSON list or a table, gzipped or not: its content
-# decides, not its name. A line that holds no JSON object is malformed, and the others are read; a
-# file without any is refused. A table may have a JSON object on a line of a cell, so what does not
-# begin with one, and has few, is one if it can be.
+# A file is JSON lines, one JSON list or a table, gzipped or not, by its content and not its name. A
+# line without a JSON object is malformed, and the others are read; a file without any object is
+# refused. A cell of a table may hold a JSON object on a line of its own, so a file that does not
+# begin with an object, and has few, is read as a table if possible.
 
 
 @dataclass(frozen=True)
@@ -453,7 +453,7 @@ def fetch(
     return count
 
 
-# Files that are given as data and cannot be read: what they are, and what to do with them.
+# Files that cannot be read as data: what they are, and what to do.
 
 _WANTED = "wanted JSON lines, one JSON list, or a table"
 # The first bytes of a file -> what it is, and how pandas reads it, if it does.

@@ -28,16 +28,16 @@ from nemo_aligner.utils.errors import DataError
 
 # Records into PackedBatches under a token budget; a record is never split.
 #
-# As few packs as best fit makes (longest record first: of the packs with space enough, the one with
-# the least), then filled anew so that each is the same work. The result depends on nothing but the
-# arguments.
+# Best fit decreasing (longest record first, into the fullest pack with enough space) gives the
+# number of packs, which are then refilled so that each is the same work. The result depends on the
+# arguments alone.
 #
-# What the replies of a record begin with, or several texts to score, is in a pack once: as
-# attention is causal, the tokens of a common prefix have the same states in each. Equal token ids
-# decide, so it holds for every template and for raw text.
+# A common prefix of a record's texts, or of several texts to score, is in a pack once: attention is
+# causal, so its tokens have the same states in each text. Token ids are compared, so this holds for
+# every template and for raw text.
 
-# Where beginnings are cached, a pack has at most so many times its budget of keys, which a GPU's
-# kernel has one after the other.
+# With cached prefixes, the most keys of a pack as a multiple of its budget: a GPU's kernel reads
+# them one after the other.
 _KEYS_PER_TOKEN = 8
 # A fixed window, so that the time to search it does not grow with the data.
 _RECORDS_AT_ONCE = 1 << 18
@@ -203,10 +203,10 @@ class PrefixGroup:
     """Sequences with a common prefix of ``prefix`` tokens, and what they are in a pack.
 
     Attributes:
-        members: which sequences.
+        members: indices of the sequences.
         prefix: tokens that all of them begin with, after what is cached.
         size: tokens to compute.
-        cached: what stands before the prefix, and needs no computing.
+        cached: cached tokens before the prefix, which are not computed again.
     """
 
     members: list[int]
@@ -404,7 +404,7 @@ def _fill(
     return [sorted(members) for members in groups]
 
 
-# Packs whose every token is a record: what a critic gives values of, and learns from.
+# Packs for a critic, in which every token is a record.
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from nemo_aligner.data.records import Origin
 
 # Named arrays that grow at their end: files of a folder, or bytes in memory.
 #
-# megatron-core's IndexedDataset is not used: it knows sequences and documents, and whatever else a
-# record has (ranks, labels, the length of its replies, its line) would lie beside it in such files.
+# Not megatron-core's IndexedDataset: it has sequences and documents alone, so ranks, labels, reply
+# lengths and lines would need such files beside it anyway.
 
 
 class Arrays(Protocol):
@@ -120,8 +120,7 @@ def _shaped(array: np.ndarray, width: int | None) -> np.ndarray:
 
 # Views of a data set as sequences of records, without an object for each record.
 #
-# Arrays of several files are looked at one after the other, and not joined, so that mapped ones
-# cost no memory.
+# Arrays of several files are not joined, so that mapped ones cost no memory.
 
 Item = TypeVar("Item")
 
@@ -221,9 +220,8 @@ class TokenSequences(FileParts[np.ndarray]):
 # * all labels but the farthest hundredth (at least three of them, at most a quarter), and
 # * zero is from the median (1, if that leaves nothing to compare with).
 #
-# The first makes it a matter of few: a long tail, or every fiftieth label at the scale's other end,
-# is none. The second keeps ratings quiet that are nearly all the same: of 0 to 4, mostly 4, no
-# label is far out, and 400 is.
+# By the first, outliers are few: a long tail, or every fiftieth label at the scale's other end, is
+# none. By the second, ratings from 0 to 4 that are nearly all 4 have no outliers, but a 400 is.
 
 _TIMES = 10
 _FARTHEST = 0.01

@@ -47,9 +47,9 @@ class Comparison:
 
     Attributes:
         texts: K of them, the prompt included.
-        ranks: of every text, a lower one is better, and equal ones are tied.
+        ranks: rank of every text; a lower one is better, equal ones are tied.
         source: where the record says it is from; "" if it does not.
-        labels: of the columns that were asked for, None where one is missing.
+        labels: labels in the columns asked for, None where one is missing.
     """
 
     texts: tuple[Text, ...]
@@ -137,7 +137,7 @@ def _normal(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-# The rewards of held-out records as lines of JSON: the one shape that is written and compared.
+# Rewards of held-out records as lines of JSON, as training and evaluation write them.
 
 PAIR_COLUMNS = ("chosen", "rejected")
 RATED_COLUMN = "response"
@@ -186,7 +186,7 @@ def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-# Lines of preference data, and records of a program, to a file.
+# Writing lines of preference data, and records of a program.
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> str:

@@ -29,12 +29,12 @@ from nemo_aligner.metrics.table import MAX_SOURCES
 from nemo_aligner.utils.console import fit_row
 from nemo_aligner.utils.errors import DataError
 
-# Prompts that stand in training and validation files both, and records that stand in several.
+# Prompts in both training and validation files, and records in several files.
 #
-# Both are known by a hash of 64 bits. Of 10 million the chance that any two that differ have the
-# same is 3 in a million (the birthday bound, n^2 / 2^65).
+# Both are compared by hashes of 64 bits. Among 10 million different ones, the chance that any two
+# collide is 3 in a million (the birthday bound, n^2 / 2^65).
 
-# Keys that are looked up at once: what that takes does not grow with the data.
+# Keys looked up at once, so that memory does not grow with the data.
 _AT_ONCE = 1 << 18
 
 
@@ -56,7 +56,7 @@ class Prompts:
     """The P different prompts of a file, each with the first record that has it.
 
     Attributes:
-        path: of the file.
+        path: the file.
         keys: ``[P]`` uint64 in ascending order, as ``prompt_hash`` gives them.
         lines: ``[P]`` int64 lines of the file.
     """
@@ -265,12 +265,11 @@ class FileSummary:
     Attributes:
         path, kind, format: the file, what it holds, and how it is written.
         counts: ``read``, ``kept``, and every reason that occurred.
-        lengths: of every sequence.
-        reply_lengths: of every reply.
+        lengths: lengths of all sequences.
+        reply_lengths: lengths of all replies.
         sources: records of every source; "" for those that name none.
-        labels: of the records, in columns that may be none.
-        longer_chosen: how often the better one of two completions is the longer; None where there
-            are none.
+        labels: summary of the label columns, if any.
+        longer_chosen: share of pairs whose better completion is the longer; None without pairs.
         prefixes: None where nobody counted.
         malformed: the first that stand where a record should.
         far_labels: labels that are far out, the farthest first.
@@ -340,11 +339,11 @@ class FileReport:
     """One file's records as a part of the data.
 
     Attributes:
-        name: what the file is for, as logs call it.
-        summary: what is told of it.
+        name: role of the file in logs, as train or validation.
+        summary: summary of its records.
         counts: those of the summary, with ``duplicates`` of files before it, too.
-        prompts: of its records.
-        unit: what lengths count, tokens unless there is no tokenizer.
+        prompts: prompts of its records.
+        unit: unit of lengths: tokens, or characters without a tokenizer.
         columns: names of the label columns.
         prompts_in_training: prompts that stand in the training files, too; None of a training file.
     """

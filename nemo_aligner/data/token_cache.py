@@ -55,13 +55,13 @@ from nemo_aligner.utils.console import say, show_duration
 from nemo_aligner.utils.errors import ConfigError, DataError
 from nemo_aligner.utils.processes import find_process, make_temporary, remove_temporary
 
-# The index of a data file: its records as token ids, and all that a run asks of them.
+# The index of a data file: its records as token ids, and all that a run needs of them.
 
 _INT = np.dtype(np.int64)
 _COUNT = np.dtype(np.int32)  # of what every rank has in memory for each pair
 _KEY = np.dtype(np.uint64)
 _LABEL = np.dtype(np.float32)
-# Called with how many records are tokenized.
+# Called with the number of records tokenized so far.
 Told = Callable[[int], None]
 
 
@@ -79,10 +79,10 @@ class IndexFacts:
     """Facts about a file that an index holds beside its arrays.
 
     Attributes:
-        summary: of the file.
-        columns: what the labels are called.
+        summary: summary of the file.
+        columns: names of the label columns.
         parsed: records that were read and not dropped before they were tokenized.
-        token_type: of the ids.
+        token_type: type of the ids.
         digest: sha256 (hex) of token ids, labels and ranks (see ``digest_of``).
     """
 
@@ -116,7 +116,7 @@ class FileIndex:
         sources: ``[N]`` int32, which of the names in ``facts.summary.sources``.
         labels: ``[N, C]`` float32.
         record_keys: uint64 in ascending order, of records that differ.
-        prompts: of all records.
+        prompts: prompts of all records.
     """
 
     def __init__(self, facts: IndexFacts, arrays: Arrays) -> None:
@@ -283,11 +283,11 @@ def end_digest(digest: Any, labels: np.ndarray, ranks: np.ndarray, bounds: np.nd
         digest.update(ranks.astype(_INT).tobytes())
 
 
-# Where the index of a file lies, and whether it is still one of that file.
+# The folder of a file's index, and whether the index still fits the file.
 #
-# ``<file>.index-<rules>/`` has a file for each array, and ``index.json``. The name says by which
-# rules the index was made, the content whether the file is the one that it was made of. It is
-# written under another name and renamed when all of it is on the disk.
+# ``<file>.index-<rules>/`` has a file for each array, and ``index.json``. Its name identifies the
+# rules, its content the file that it was made from. It is written under another name, and renamed
+# once it is complete on the disk.
 
 VERSION = 4
 _FACTS = "index.json"

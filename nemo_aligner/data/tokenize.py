@@ -50,7 +50,7 @@ from nemo_aligner.utils.processes import environment
 
 # A block of a data file to arrays of token ids.
 #
-# It runs in processes that have nothing else to do, so nothing here imports torch.
+# This runs in processes of its own, so nothing here imports torch.
 #
 # Reasons that need tokens are counted, besides those of ``readers.py``; a record whose text
 # the contract refuses is malformed:
@@ -111,7 +111,7 @@ class TokenizedBlock:
         arrays: ``tokens [T]``, ``lengths [S]``, ``ranks [S]``, ``reply_lengths [S]``,
             ``sizes [N]`` (sequences of a record), ``prefixes [N]``, ``lines [N]``,
             ``labels [N, C]``, ``record_keys [N]``, ``prompt_keys [N]``.
-        sources: of every record.
+        sources: source of every record.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -272,7 +272,7 @@ def are_same_tokens(encoded: Sequence[EncodedText | None]) -> bool:
 
 # Blocks tokenized by several processes at once, and handed out in their order.
 
-# For each process, so that none waits for a block, and memory stays what it is.
+# Blocks queued per process, so that none waits and memory stays bounded.
 _BLOCKS_AHEAD = 2
 _END_S = 10.0
 
@@ -377,10 +377,9 @@ def usable_processes() -> int:
     return len(os.sched_getaffinity(0))
 
 
-# A data file in blocks of whole records, so that its size does not matter.
+# A data file in blocks of whole records, so that memory does not grow with it.
 #
-# A file of JSON lines is streamed; of one JSON list or a table, which are read whole, the rows are
-# handed out in blocks.
+# JSON lines are streamed; a JSON list or a table is read whole, and its rows handed out in blocks.
 
 BLOCK_BYTES = 1 << 20
 _BLOCK_ROWS = 512

@@ -25,8 +25,6 @@ from nemo_aligner.losses import build_objective
 from nemo_aligner.losses.base import Objective, fitted, label_limits, readout_of
 from nemo_aligner.utils.errors import ConfigError, DataError
 
-# All data of a training run: what to train, validate and test on, and what the labels mean.
-
 
 @dataclass(frozen=True)
 class TrainingData:
@@ -211,10 +209,10 @@ class StepPlan:
     """Records of one training step, and the rank that computes each.
 
     Attributes:
-        record_ids: of the global batch, in its order; the same on every rank and at any layout.
-        owners: of each of them the data parallel rank that computes it; no rank has none.
-        packs: of this rank; ranks may differ in number. Their rows are those of the global batch's
-            rewards.
+        record_ids: records of the global batch, in order; the same at any layout.
+        owners: data parallel rank that computes each of them; every rank has some.
+        packs: packs of this rank, whose number may differ between ranks. Their rows are those of
+            the global batch's rewards.
     """
 
     record_ids: list[int]
@@ -329,8 +327,8 @@ class Imbalance:
     """The largest part of a step over the mean one, on average over steps; 1 is even.
 
     Attributes:
-        ranks: of a step's work over the data parallel ranks.
-        micro_batches: of a rank's work over its micro-batches.
+        ranks: imbalance of a step's work over the data parallel ranks.
+        micro_batches: imbalance of a rank's work over its micro-batches.
     """
 
     ranks: float

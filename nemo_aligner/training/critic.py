@@ -49,9 +49,7 @@ from nemo_aligner.training.resume import changed_settings, newest, write_run_con
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, TrainingError
 
-# CriticLearner: the values of every token, and PPO steps on rollouts with exact global means.
-
-_ADVICE = "the weights are unchanged; look at its returns, or lower model.optim.lr"
+_ADVICE = "the weights are from before this step; look at its returns, or lower model.optim.lr"
 
 
 @dataclass(frozen=True)
@@ -197,7 +195,7 @@ def _labels(batch: Rollout, rows: np.ndarray, lengths: np.ndarray) -> LabelColum
     return LabelColumns.of(ClippedValueLoss.columns, torch.from_numpy(np.stack(values, axis=1)))
 
 
-# The run of a critic: from a reward model, or from where it was saved, to what is saved.
+# The run of a critic: it starts from a reward model, or resumes from its last save.
 
 _WANTED = "wanted a reward model, or a critic that critic_save has written"
 

@@ -42,8 +42,6 @@ from nemo_aligner.training.optimizer.optimizer import Optimizer, Update
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import TrainingError
 
-# RewardLearner: one step of training, one pass of validation, with exact global means.
-
 
 class RewardLearner:
     """A reward model, its optimizer and its data, spread over the ranks by ``layout``.
@@ -246,10 +244,10 @@ def _wrong_gradient(update: Update, loss_scale: float | None) -> str:
     return f"a gradient that overflows fp16 at a loss scale of {loss_scale:g}"
 
 
-# Numbers that stop a run: whose reward, loss or gradient is not finite, and on which rank.
+# Numbers that are not finite stop a run: the error names their records and ranks.
 #
-# The record that is most to blame is named first: centring spreads one label of 1e38 over all, so
-# that no record's loss is finite, and yet it is that record's which is by far the largest.
+# The record with the largest part is named first: centring spreads one label of 1e38 over all, so
+# that no record's loss is finite, but that record's is by far the largest.
 
 _NAMED = 5
 _ADVICE = "nothing was learned from this step: look at the records, or lower model.optim.lr"

@@ -191,7 +191,7 @@ def _numbers(row: Mapping[str, str | None]) -> dict[str, float]:
 
 # Console lines of a run: its steps and validations.
 
-# So few are all shown, however fast they are.
+# Runs of so few steps show every step, however fast.
 _FEW_STEPS = 20
 # Fields with a unit or a name of their own; others are ``name number``.
 _SHOWN_AS: dict[str, Callable[[float], str]] = {

@@ -44,10 +44,10 @@ from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import ConfigError
 
-# A new run, or one that goes on: what must not have changed, and what has.
+# A new run, or a resumed one: what must not change, and what has changed.
 
 _CONTRACT = "scoring contract"
-# With LoRA they are not in the checkpoint.
+# With LoRA the base weights are not in the checkpoint.
 _FROZEN = "frozen weights"
 _MODEL_TYPE = "model.reward_model_type"
 _OBJECTIVE = "model.objective"

@@ -36,7 +36,7 @@ from nemo_aligner.utils.processes import is_first_rank
 _STDERR = 2
 _SECOND_AFTER = 1.0
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
-# As a shell has it of a process that the signal ended.
+# Exit code that a shell gives to a process ended by the signal.
 GO_ON_EXIT_CODE = 128 + signal.SIGUSR1
 _AT_ONCE = "Ctrl-C again leaves at once"
 

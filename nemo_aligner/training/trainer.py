@@ -37,8 +37,6 @@ from nemo_aligner.training.signals import StopReason, StopRequest
 from nemo_aligner.utils.console import Counter, Watch, say, waiting_for
 from nemo_aligner.utils.errors import AlignerError, TrainingError
 
-# SupervisedTrainer: the loop, and nothing else.
-
 _SHOWN = [f"train/{metric.name}" for metric in all_metrics() if Shown.step in metric.shown]
 
 
