@@ -25,7 +25,7 @@ from nemo_aligner.utils.errors import AlignerError, CheckpointError, ConfigError
 from nemo_aligner.utils.processes import describe_error, is_first_rank, report
 
 Run = Callable[[argparse.Namespace], int]
-# Which extra of the package brings a module.
+# Extra that installs each module.
 _EXTRAS = {
     "pytriton": "serving",
     "tritonclient": "serving",
@@ -114,7 +114,7 @@ def _errors_name_flags(options: argparse.Namespace) -> Iterator[None]:
         raise
 
 
-# What a verb does, in one line.
+# Summary of every verb.
 VERBS = {
     "quickstart": "the whole job on a small model: convert, train, evaluate, serve, score",
     "train": "train a reward model on pairs or rated replies",

@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 from dataclasses import field
 from enum import Enum
-from math import inf
-from typing import TypeVar
+from math import inf, nextafter
+from typing import Any, TypeVar
 
 from nemo_aligner.utils.errors import CheckpointError, SettingsError, shown
 
 T = TypeVar("T")
-# Under this key a field's metadata has what it is for.
+# Key of a field's metadata: its line in ``--help``.
 ABOUT = "about"
 MAX_SEED = 2**32 - 1
+MAX_PORT = 2**16 - 1
+_ABOVE_0 = nextafter(0.0, 1.0)
 BLOCK_TOKENS = 16
-"""Tokens of a block of the prefix cache: keys and values are kept and found by whole blocks."""
+"""Tokens of a block of the prefix cache, which keeps and finds keys and values by whole blocks."""
 
 
 class RecordKind(Enum):
@@ -55,7 +57,7 @@ class Precision(Enum):
 
 
 def setting(default: T, about: str) -> T:
-    """A field of a section: its default, and the one line that ``--help`` says of it.
+    """Declare a field of a section: its default, and its line in ``--help``.
 
     A list or a mapping is copied for every section.
     """
@@ -87,7 +89,7 @@ class Checks:
             raise SettingsError(self._problems)
 
     def require(self, condition: bool, name: str, wanted: str) -> None:
-        """The setting ``name`` (below the section where it has dots) is fit if ``condition``."""
+        """Note a problem with ``name`` (dots lead below the section) unless ``condition``."""
         if not condition:
             got = self._section
             for part in name.split("."):
@@ -95,19 +97,22 @@ class Checks:
             shown = got.value if isinstance(got, Enum) else got
             self._problems.append(f"{self._prefix}{name}: got {shown!r}, wanted {wanted}")
 
-    def positive(self, *names: str) -> None:
-        """Require that each of these is null or above 0."""
+    def within(self, least: float, most: float, wanted: str, *names: str) -> None:
+        """Require that each of these is null, or from ``least`` to ``most``; NaN is neither."""
         for name in names:
             value = getattr(self._section, name)
-            self.require(value is None or value > 0, name, "a number above 0")
+            self.require(value is None or least <= value <= most, name, wanted)
+
+    def positive(self, *names: str) -> None:
+        """Require that each of these is null or above 0."""
+        self.within(_ABOVE_0, inf, "a number above 0", *names)
 
     def not_negative(self, *names: str) -> None:
-        """Require that each of these is 0 or more."""
-        for name in names:
-            self.require(getattr(self._section, name) >= 0, name, "0 or more")
+        """Require that each of these is null, or 0 or more."""
+        self.within(0, inf, "0 or more", *names)
 
     def prefix_cache(self, name: str) -> None:
-        """It is a size in tokens that holds a block, or none."""
+        """Require a size in tokens that holds a block, or 0."""
         tokens = getattr(self._section, name)
         wanted = f"0 (no cache), or at least {BLOCK_TOKENS} (one block)"
         self.require(tokens == 0 or tokens >= BLOCK_TOKENS, name, wanted)
@@ -119,39 +124,37 @@ class Checks:
 
     def seed(self, name: str) -> None:
         """Require a seed that every random number generator accepts."""
-        fits = 0 <= getattr(self._section, name) <= MAX_SEED
-        self.require(fits, name, f"a whole number from 0 to {MAX_SEED}")
+        self.within(0, MAX_SEED, f"a whole number from 0 to {MAX_SEED}", name)
+
+    def port(self, name: str) -> None:
+        """Require a TCP port to listen on."""
+        self.within(0, MAX_PORT, f"0 (any free port) to {MAX_PORT}", name)
 
     def one_token(self, name: str) -> None:
-        """``NAME_file`` and ``NAME_variable`` are not both set."""
+        """Require that ``NAME_file`` and ``NAME_variable`` are not both set."""
         file, variable = f"{name}_file", f"{name}_variable"
         one = getattr(self._section, file) is None or getattr(self._section, variable) is None
         self.require(one, variable, f"a {file} or a {variable}, not both")
 
     def fraction(self, *names: str) -> None:
         """Require that each of these is from 0 to 1."""
-        for name in names:
-            self.require(0 <= getattr(self._section, name) <= 1, name, "a number from 0 to 1")
+        self.within(0, 1, "a number from 0 to 1", *names)
 
 
-# Numbers in a file that somebody else wrote: the number, or an error that says where it stands.
-#
-# Here, on the lowest floor, because a model's shape and its files of every format are read by it.
+# Numbers of files that others wrote: checked here, because models and data of every format need it.
 
-# Far past any model: what is larger would only be found out by what it overflows.
+# Far beyond any model: a larger number would only be noticed when it overflows something.
 MOST = 2**31
 LEAST_NUMBER, MOST_NUMBER = 1e-12, 1e12
 
 
 def read_count(value: object, where: str, wanted: str, least: int = 1, most: int = MOST) -> int:
-    """``value``, a whole number from ``least`` to ``most``.
+    """Return ``value`` if it is a whole number from ``least`` to ``most``.
 
     Raises:
-        CheckpointError: it is none; ``wanted`` are the words for what it should be.
+        CheckpointError: it is not; ``wanted`` words what it should be.
     """
-    if type(value) is not int or not least <= value <= most:
-        raise CheckpointError(f"{where}: got {shown(value)}, wanted {wanted}")
-    return value
+    return _read_in_range(value, where, wanted, (int,), least, most)
 
 
 def read_number(
@@ -161,11 +164,18 @@ def read_number(
     least: float = LEAST_NUMBER,
     most: float = MOST_NUMBER,
 ) -> float:
-    """``value``, an int or a float from ``least`` to ``most``, and so neither infinite nor nan.
+    """Return ``value`` if it is an int or a float from ``least`` to ``most``, never NaN.
 
     Raises:
-        CheckpointError: it is none; ``wanted`` are the words for what it should be.
+        CheckpointError: it is not; ``wanted`` words what it should be.
     """
-    if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
+    return _read_in_range(value, where, wanted, (int, float), least, most)
+
+
+def _read_in_range(
+    value: Any, where: str, wanted: str, kinds: tuple[type, ...], least: float, most: float
+) -> Any:
+    # ``type``, as True is an instance of int.
+    if type(value) not in kinds or not least <= value <= most:
         raise CheckpointError(f"{where}: got {shown(value)}, wanted {wanted}")
-    return value  # type: ignore[return-value]
+    return value

@@ -16,8 +16,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_aligner.utils.errors import shown
 
-# Settings in another program's words, made this one's by rules; nothing is dropped silently.
-
 _MISSING = object()
 
 

@@ -19,7 +19,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from nemo_aligner import __version__
 from nemo_aligner.config.common import ABOUT
 
-# What settings there are: their keys, types, defaults, and what each is for.
+# Settings: keys, types, defaults, purposes.
 
 _WIDTH = 78
 _WORDS = {int: "a whole number", float: "a number", bool: "true | false", str: "text"}
@@ -124,7 +124,7 @@ def _choices(kind: Any) -> tuple[str, ...]:
     return (*values, "null") if values and may_be_null else tuple(values)
 
 
-# Suggestions for misspelt names, and for settings by the names that other trainers give them.
+# Suggestions for misspelt names, and for the names that other trainers give to settings.
 
 # Least difflib ratios. Names: a letter or two apart; at 0.75 "steps" is near "eps", "base" "bias".
 _NEAR = 0.8
@@ -321,11 +321,11 @@ def _ratio(first: str, second: str) -> float:
     return difflib.SequenceMatcher(None, first, second).ratio()
 
 
-# The package as it is installed: its distribution, what its extras bring, its settings files.
+# The installed package: its distribution, extras and settings files.
 #
-# PyPI's ``nemo_aligner`` is NVIDIA's NeMo-Aligner, so the distribution has a name of its own, while
-# the import package keeps its name. Only the standard library is imported: this words the errors
-# about packages that are missing.
+# PyPI's ``nemo_aligner`` is NVIDIA's NeMo-Aligner, so the distribution has another name than the
+# import package. This part imports only the standard library, because it words the errors about
+# missing packages.
 
 DISTRIBUTION = "megatron-reward"
 _NVIDIAS = "nemo_aligner"
@@ -340,10 +340,10 @@ def checkout() -> Path | None:
 
 
 def install_command(extra: str = "") -> str:
-    """The pip command that brings an extra, or for "" this package with what it requires.
+    """Return the pip command that installs an extra, or for "" this package and its requirements.
 
-    There is no index to name: it installs from the checkout, and where the package came out of a
-    wheel it names the packages of the extra.
+    The package is on no index: the command installs from the checkout or, if the package came from
+    a wheel, names the packages of the extra.
     """
     root = checkout()
     if root is not None:
@@ -354,7 +354,7 @@ def install_command(extra: str = "") -> str:
 
 
 def _requirements_of(extra: str) -> list[str]:
-    """Quoted for a shell; none where the metadata is not there."""
+    """List requirements quoted for a shell; none without the package's metadata."""
     try:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
     except PackageNotFoundError:
@@ -394,7 +394,7 @@ def settings_names() -> list[str]:
 
 
 def find_settings(given: str | PathLike[str]) -> Path:
-    """The file of that path or, where there is none, the package's own of that name."""
+    """Find a settings file by its path or, if there is none, by a name in the package."""
     path = Path(given)
     if not path.is_file() and path.as_posix() in settings_names():
         return settings_folder() / f"{path.as_posix()}{_ENDING}"

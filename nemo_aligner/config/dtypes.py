@@ -11,9 +11,7 @@ from nemo_aligner.utils.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-# The one table of the numbers that weights are made of, by the names that files give them.
-#
-# torch is imported only where one of its dtypes is asked for: planning does without.
+# torch is imported only when a dtype of it is needed: planning works without it.
 
 
 @dataclass(frozen=True)

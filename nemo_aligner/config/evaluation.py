@@ -95,7 +95,7 @@ class EvaluateConfig:
         return found[0]
 
 
-# Settings of the environment that trainers of NeMo RL's kind ask for rewards.
+# Reward environments of NeMo RL and similar trainers.
 
 
 @dataclass

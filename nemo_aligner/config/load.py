@@ -31,8 +31,6 @@ from nemo_aligner.config.describe import (
 )
 from nemo_aligner.utils.errors import ConfigError, SettingsError, first_line, shown
 
-# Dataclass defaults < YAML file < ``key=value``; every problem of all of them in one error.
-
 T = TypeVar("T")
 
 
@@ -353,12 +351,12 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# Values as they are written in YAML or behind ``key=``: where text is wanted nothing else is read.
+# Reading of values: a text setting is always read as text.
 #
-# YAML 1.1 takes 007, 12:30, 1e3 and yes for numbers and truths, and ends a value at `` #``. Names
-# of files and fields are none of these.
+# YAML 1.1 reads 007, 12:30 and 1e3 as numbers and yes as true, and ends a value at `` #``, but
+# names of files and fields may look like any of these.
 
-# What kind of value a whole key has; None for sections, and for keys that nobody knows.
+# From a full key to the type of its values; None for sections and unknown keys.
 KindOf = Callable[[str], Any]
 _TEXT = "tag:yaml.org,2002:str"
 _NULL = "tag:yaml.org,2002:null"

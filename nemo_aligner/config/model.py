@@ -12,7 +12,7 @@ from typing import Any
 from nemo_aligner.config.common import Checks, Malformed, Overlong, RewardModelType, setting
 from nemo_aligner.utils.errors import ConfigError
 
-# Settings of the data that a run learns from; a default lives here and nowhere else.
+# Data.
 
 
 @dataclass
@@ -119,10 +119,10 @@ class RegressionConfig:
             checks.require(are_names, "attributes", "names, none of them empty")
 
 
-# Settings of LoRA: small trained matrices beside the frozen ones of the backbone.
+# LoRA.
 
-# Megatron's names of a layer's linear layers: queries, keys and values in one; the attention's
-# output; the MLP's first product, with its gate; its second one.
+# Megatron's names of the linear layers of a block: fused QKV, attention output, MLP up (with the
+# gate), MLP down.
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
@@ -147,7 +147,7 @@ class LoraConfig:
             checks.require(fits, "targets", f"at least one of {', '.join(LORA_TARGETS)}, each once")
 
 
-# Settings of a finished reward model's layout.
+# Layout of a finished reward model.
 
 BATCH_INVARIANT_ROWS = 256
 
@@ -189,7 +189,7 @@ class ScorerModelConfig(InvarianceConfig):
             )
 
 
-# Settings of what is trained: its layout, its optimizer, its data.
+# The model to train.
 
 
 class Recompute(Enum):

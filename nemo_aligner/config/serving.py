@@ -15,7 +15,7 @@ from nemo_aligner.config.model import (
 )
 from nemo_aligner.config.training import RunFolderConfig
 
-# Settings of the gateway: other protocols in front of reward servers.
+# The gateway.
 
 
 @dataclass
@@ -47,7 +47,7 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         with Checks("gateway", self) as checks:
-            checks.require(0 <= self.port < 65536, "port", "0 (any free port) to 65535")
+            checks.port("port")
             checks.positive(
                 "max_request_bytes",
                 "max_queue_rows",
@@ -80,7 +80,7 @@ class GatewayRunConfig:
             checks.one_token("backend_token")
 
 
-# Settings of what a server makes of a reward model's rewards for a trainer.
+# Reward shaping.
 
 
 class Standardize(Enum):
@@ -160,7 +160,7 @@ class ShapingConfig:
             )
 
 
-# Settings of the server.
+# The reward server.
 
 
 @dataclass
@@ -188,7 +188,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         with Checks("server", self) as checks:
-            checks.require(0 <= self.port < 65536, "port", "0 (any free port) to 65535")
+            checks.port("port")
             checks.positive(
                 "max_batch_size",
                 "max_request_bytes",
@@ -215,7 +215,7 @@ class ServeConfig:
     ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
 
 
-# Settings of the server of PPO's critic; keys are NeMo-Aligner's where it has them.
+# The server of PPO's critic; keys are NeMo-Aligner's where it has them.
 
 
 class WhileTraining(Enum):

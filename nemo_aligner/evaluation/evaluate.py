@@ -324,7 +324,7 @@ def _reply_lengths(
     return torch.tensor(list(lengths), dtype=torch.int64)
 
 
-# An evaluation for people (a table) and for programs (JSON).
+# Output: a table for people, JSON for programs.
 
 _MALFORMED_SHOWN = 3
 
@@ -397,7 +397,7 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-# What training has gained on held-out data: the run's metrics before it, an evaluation after.
+# Gain of a training: held-out metrics before it, and an evaluation after.
 
 
 def render_gain(run_folder: Path, evaluation: Path) -> str:

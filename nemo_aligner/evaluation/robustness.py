@@ -221,7 +221,7 @@ def change_reply(text: Text, change: Callable[[str], str]) -> Text:
     return with_messages(text, [*before, {**last, "content": change(last["content"])}])
 
 
-# Which replies were changed, as columns of the rewards.
+# Changed replies, as columns of the rewards.
 _SIDES = ((BOTH, np.array([True, True])), (REJECTED, np.array([False, True])))
 
 
@@ -278,10 +278,10 @@ def _mean_of_best(n: int, rewards: np.ndarray, values: np.ndarray) -> float:
     return float(np.mean([best_of(n, *both) for both in zip(rewards, values, strict=True)]))
 
 
-# Changes of a reply that leave what it says as it is: its tone, its markdown, its length.
+# Changes of a reply's style that keep its content: tone, markdown, length.
 #
-# Each takes the text of a reply, and gives it back as it was where there is nothing to change. Code
-# between fences is never touched. ``shortened`` alone takes something away: what comes last.
+# Each returns the text unchanged if there is nothing to change. Fenced code is never touched. Only
+# ``shortened`` removes content, from the end.
 
 _FENCE = "```"
 _AFTER_BLANK_LINE = re.compile(r"(?<=\n\n)")
@@ -405,7 +405,7 @@ TRANSFORMATIONS = (
 )
 
 
-# What was found of robustness, for people (a table) and for programs (JSON).
+# Output of robustness: a table for people, JSON for programs.
 
 T = TypeVar("T")
 

@@ -169,7 +169,7 @@ def _reading(config: EvaluateConfig) -> Reading:
     )
 
 
-# What scoring a file has found, of records or of a benchmark, and all that may be done with it.
+# Results on records or a benchmark, and their outputs.
 
 
 @dataclass(frozen=True)

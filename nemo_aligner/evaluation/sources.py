@@ -33,13 +33,13 @@ from nemo_aligner.utils.console import Counter, say
 from nemo_aligner.utils.errors import ConfigError, ServingError, short
 from nemo_aligner.utils.processes import find_process
 
-# What gives texts rewards, and what is known of it.
+# Sources of rewards.
 
 # N texts -> [N, A] float32.
 Score: TypeAlias = Callable[[Sequence[Text]], np.ndarray]
 # N texts -> the lengths of their N replies.
 Measure: TypeAlias = Callable[[Sequence[Text]], Sequence[int]]
-# N texts -> [N, A] float32 twice: rewards, and how uncertain they are, None where nothing says so.
+# N texts -> rewards [N, A] float32 and their uncertainties [N, A], or None.
 ScoreAndSpread: TypeAlias = Callable[[Sequence[Text]], tuple[np.ndarray, np.ndarray | None]]
 
 
@@ -133,7 +133,7 @@ def of_scorer(scorer: EvaluableScorer, name: str = "a scorer") -> RewardSource:
     )
 
 
-# The source that settings name, for as long as it is asked.
+# Opening the source that settings name.
 
 _OF_POSTS = ("attribute_weights", "token_variable", "timeout_s")
 # Settings of ``source``, by the setting that names it, or the path of a server's URL.
@@ -264,8 +264,7 @@ def _expected(source: RewardSource, expected: str | None) -> RewardSource:
 # ``/get_reward``   OpenRLHF's remote reward model, as of its 0.11; also the gateway's
 # ================  ================================================================================
 #
-# What the last two are sent and answer is in ``serving/protocols/``, which
-# serve the same.
+# ``serving/protocols/`` has the requests and answers of the last two, and serves them.
 
 _log = logging.getLogger(__name__)
 _REFUSED = (400, 413, 422)

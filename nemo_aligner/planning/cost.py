@@ -368,7 +368,7 @@ def step_time(shape: ModelShape, plan: Plan, machine: Machine) -> StepTime:
     )
 
 
-# The most that a GPU can compute, by its name: what a step's speed is a share of.
+# Peak throughput of GPUs, by name.
 
 # TFLOP/s of dense matrix products in 16 bits, and in fp32 without TF32: NVIDIA's data sheets, which
 # give twice as many "with sparsity". None: not for training in it. Of two names that fit, the first

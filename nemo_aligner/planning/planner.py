@@ -133,7 +133,7 @@ class Planner:
         return self.precision is Precision.fp32 and is_grouped and not has_cap
 
 
-# What is to be planned: the batch, the GPUs, and what is assumed of their speed.
+# Request: the batch, the GPUs, and assumptions on their speed.
 
 GIB = 2**30
 
@@ -260,7 +260,7 @@ def preset(params: str) -> tuple[ModelShape, str]:
     return ModelShape.from_config(config), name
 
 
-# A plan for people: what is assumed, the layouts that fit, and what would where none does.
+# Output: assumptions, and the layouts that fit or would nearly fit.
 
 
 def render_heading(name: str, planner: Planner, request: PlanRequest) -> str:

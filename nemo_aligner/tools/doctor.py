@@ -1,6 +1,6 @@
-"""Is this machine fit for training and serving, and what does it lack?
+"""Examination of this machine: is it fit for training and serving, and what is missing?
 
-Nothing is imported before it is asked for, and nothing need work: that is what is asked about.
+Any import may fail here, so everything beyond the standard library is imported inside functions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _INDENT = 10
 
 
 def examine() -> list[Finding]:
-    """Packages, devices, memory, disk, port and compiler, in the order in which to read them."""
+    """Examine packages, devices, memory, disk, port and compiler, the most basic first."""
     torch = import_torch()
     has_gpu = torch is not None and torch.cuda.is_available()
     return [
@@ -48,7 +48,7 @@ def examine() -> list[Finding]:
 
 
 def render(findings: Sequence[Finding]) -> str:
-    """A line for each finding, its advice below it, and what they come to; at most 80 columns."""
+    """Render a line for each finding, with its advice below, and a count; at most 80 columns."""
     lines = []
     for each in findings:
         mark = "" if each.verdict is Verdict.ok else each.verdict.value.upper()
@@ -69,11 +69,11 @@ def _wrapped(text: str, beginning: str) -> list[str]:
     )
 
 
-# Which packages are there, and whether they are those that this one asks for.
+# Installed packages, compared with the requirements.
 
 _IMPORTED = "nemo_aligner"
 _ALWAYS_SHOWN = ("torch", "megatron-core", "transformers", "omegaconf", "numpy")
-# The extras for people who use the package, and what each is good for.
+# Extras for users, and what each is for.
 _EXTRAS = {
     "serving": "the reward server and its client",
     "gguf": "converting .gguf files",
@@ -117,7 +117,7 @@ def flash_attention() -> Finding:
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return Finding(
             "flash attention",
-            "torch has none for packed sequences",
+            "torch has no kernel for packed sequences",
             Verdict.note,
             f"attention is slower than with torch {_TORCH_OF_VARLEN} or newer",
         )
@@ -176,7 +176,7 @@ def _this_package() -> Finding:
     if conflict is not None:
         return Finding(_IMPORTED, __version__, Verdict.missing, conflict)
     if version_of(DISTRIBUTION) is None:
-        advice = f"it is not installed, so what it requires is not checked: {install_command()}"
+        advice = f"not installed, so its requirements are not checked: {install_command()}"
         return Finding(_IMPORTED, __version__, Verdict.note, advice)
     return Finding(_IMPORTED, f"{__version__}, of {DISTRIBUTION}")
 
@@ -186,12 +186,10 @@ def _by_name_alone() -> Iterator[Finding]:
     for name in _ALWAYS_SHOWN:
         version = version_of(name)
         if version is None:
-            advice = f"{install_command()} brings it; or activate the environment that has it"
+            advice = f"install it: {install_command()}; or activate the environment that has it"
             yield Finding(name, "not installed", Verdict.missing, advice)
         else:
-            yield Finding(
-                name, version, Verdict.note, "whether it is the version wanted is unknown"
-            )
+            yield Finding(name, version, Verdict.note, "the wanted version is unknown")
 
 
 def _required(requirement: Any) -> Finding:
@@ -234,7 +232,7 @@ def _triton_binary() -> Finding:
     for folder in folders:
         binary = Path(folder) / "tritonserver" / "bin" / "tritonserver"
         if os.access(binary, os.X_OK):
-            return Finding("Triton", "there, and executable")
+            return Finding("Triton", "installed, executable")
     return Finding(
         "Triton",
         "no executable server in pytriton's folder",
@@ -243,15 +241,15 @@ def _triton_binary() -> Finding:
     )
 
 
-# What this machine has: processors, memory, disk, a port and a compiler.
+# The machine: processors, memory, disk, port, compiler.
 
 _GIB = 2**30
 _SMALL_SHARED = 2**28
 _SMALL_DISK = 10 * _GIB
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 _SHARED_ADVICE = "Triton's processes and NCCL share memory there; in Docker: --shm-size=1g"
-_TEMPORARY_ADVICE = "archives are unpacked there, whole; TMPDIR names another folder"
-_FOLDER_ADVICE = "a checkpoint to go on from is several times as large as its model"
+_TEMPORARY_ADVICE = "whole archives are unpacked there; set TMPDIR to use another folder"
+_FOLDER_ADVICE = "a checkpoint of a run is several times as large as its model"
 _MAKES_BF16 = {"avx512_bf16", "amx_bf16"}
 
 
@@ -307,7 +305,7 @@ def processor(has_gpu: bool) -> Iterator[Finding]:
     if _MAKES_BF16 & flags or has_gpu:
         yield Finding("CPU instructions", value)
     else:
-        advice = "this CPU multiplies in fp32: in 16 bits it is many times slower"
+        advice = "this CPU multiplies in fp32; 16 bits are many times slower"
         yield Finding("CPU instructions", value, Verdict.note, advice)
 
 
@@ -366,7 +364,7 @@ def port() -> Finding:
         try:
             probe.bind(("127.0.0.1", number))
         except OSError as error:
-            advice = "a server needs another: server.port=0 takes any that is free"
+            advice = "a server needs another: server.port=0 takes any free one"
             return Finding(f"port {number}", f"taken: {error.strerror}", Verdict.note, advice)
     return Finding(f"port {number}", "free on 127.0.0.1")
 
@@ -380,7 +378,7 @@ def compiler(has_gpu: bool) -> Finding:
     advice = (
         "on a GPU megatron-core's fused functions are compiled at the start: apt install gcc"
         if has_gpu
-        else "not needed on a CPU, but to install packages that have no wheel for this machine"
+        else "a CPU needs none, except to install packages without a wheel for this machine"
     )
     return Finding("C compiler", "none", Verdict.missing if has_gpu else Verdict.note, advice)
 
@@ -392,11 +390,11 @@ def _read(path: str) -> str:
         return ""
 
 
-# What an examination of this machine finds.
+# Findings.
 
 
 class Verdict(str, Enum):
-    """``note`` is good to know; ``missing`` is to be mended before the package works."""
+    """Verdict on a finding: ``missing`` must be fixed before the package works."""
 
     ok = "ok"
     note = "note"
@@ -405,7 +403,7 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """``name: value``, how good that is, and what to do about it or what it means."""
+    """Finding ``name: value``, its verdict, and advice."""
 
     name: str
     value: str

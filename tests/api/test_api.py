@@ -210,7 +210,7 @@ def test_score_reads_conversations_and_returns_rows_as_the_client(trained: Train
     rows = trained.model.score_rows([REFUSED, *forms])
     assert [*rows.errors] == [0, 1, 2, 3]
     assert rows.errors[0].startswith("messages[1]")
-    assert rows.errors[1].startswith("tools: the chat template (the tokenizer's own) does")
+    assert rows.errors[1].startswith("tools: the chat template")
     assert len({rows.errors[row] for row in (1, 2, 3)}) == 1
     np.testing.assert_array_equal(rows.rewards[4:6], rewards)
     assert np.isnan(rows.rewards[:4]).all()

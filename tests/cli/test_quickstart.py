@@ -96,8 +96,8 @@ def test_quickstart_interrupted_waits_for_the_step_which_may_have_to_save() -> N
 
 def test_quickstart_data_and_base_belong_together(tmp_path: Path) -> None:
     data = tiny.write_pairs(tmp_path / "pairs.jsonl", 2)
-    with pytest.raises(ConfigError, match="wanted both, or none of them"):
+    with pytest.raises(ConfigError, match="wanted both or neither"):
         Quickstart(output=tmp_path, data=data).check()
-    with pytest.raises(ConfigError, match="base: there is no"):
+    with pytest.raises(ConfigError, match=r"base: .* does not exist"):
         Quickstart(output=tmp_path, data=data, base=tmp_path / "no.nemo").check()
     Quickstart(output=tmp_path).check()

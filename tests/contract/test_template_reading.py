@@ -185,7 +185,7 @@ def test_built_in_template_of_an_earlier_contract_stays(
     ):
         before.encode(tokenizer, [USER, CALL])
     own = contracts(template="tokenizer")
-    with pytest.raises(DataError, match=r"template .the tokenizer's own. does not write that"):
+    with pytest.raises(DataError, match=r"template .the tokenizer's own\) does not write that"):
         own.encode(tokenizer, [USER, CALL])
     assert resolve_template("plain", tokenizer, [before.template]) == BUILT_IN_TEMPLATES["plain"]
 

@@ -42,7 +42,7 @@ def check(shown: str, output: Path) -> None:
         assert f"$ nemo-aligner {verb} " in shown
     assert "step 2/2" in shown
     assert "held-out accuracy, " in shown
-    assert "the server is stopped" in shown
+    assert "the server has stopped" in shown
     model = output / "run" / "checkpoints" / "megatron_gpt.nemo"
     assert f"nemo-aligner serve rm_model_file={model}" in shown
     report = json.loads((output / "evaluation.json").read_text())

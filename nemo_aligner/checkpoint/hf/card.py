@@ -1,4 +1,4 @@
-"""The model card of an exported reward model: what is known of it, in words."""
+"""Model card of an exported reward model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ tags:
 
 # {name}
 
-A reward model: it reads a conversation, or a text, and gives one number for each of: {attributes}.
+A reward model: it reads a conversation or a text, and gives one number for each of: {attributes}.
 Higher is better. It was trained with nemo_aligner ({kind}) and exported from `{source}`.
 
 Licence of the base model: {license}.
@@ -32,12 +32,12 @@ Licence of the base model: {license}.
 {offsets}
 
 The reward is read at the last token that is not padding, so a text must not end with the pad token,
-{pad_token}. Loaded in fp32 the rewards are, within 1e-4, those of the archive with the weights as
-they are rounded here. Loaded in bf16 the head is rounded too: rewards come in steps of 0.4 %.
+{pad_token}. Loaded in fp32, the rewards are within 1e-4 of those of the archive with weights
+rounded as here. Loaded in bf16, the head is rounded too, and rewards come in steps of 0.4 %.
 
 ## What a reward means
 
-`scoring_contract.json` (hash `{hash}`) is the rule:
+`scoring_contract.json` (hash `{hash}`) defines it:
 
 {rules}
 
@@ -91,7 +91,7 @@ def model_card(
     trained_in: str,
     base: str | None = None,
 ) -> str:
-    """``README.md`` of the folder ``name``; the run is looked for where ``archive`` lies.
+    """Render ``README.md`` of the folder ``name``; the run is looked up beside ``archive``.
 
     ``trained_in`` is the dtype before the export, by the contract's names. With a ``base`` the
     folder is an adapter of that model.
@@ -110,7 +110,7 @@ def model_card(
         rules="\n".join(f"- {rule}" for rule in _rules(contract, trained_in)),
         statistics=_statistics(contract),
         training="\n".join(_training(archive))
-        or "The archive does not say on what it was trained.",
+        or "The archive does not say what it was trained on.",
     )
 
 
@@ -138,21 +138,21 @@ def _offsets(contract: ScoringContract) -> str:
     if not any(contract.label_means):
         return "The logits are the rewards: add nothing to them, and apply no sigmoid."
     return (
-        "**The logits alone are not the rewards.** The rule adds a constant to each, the mean of "
-        "its labels, and the head of a `ForSequenceClassification` has no bias to keep it. Add "
-        "them, as above; they are `label_means` in `scoring_contract.json`. Differences of two "
-        "replies are right without."
+        "**The logits alone are not the rewards.** The contract adds a constant to each, the mean "
+        "of its labels, and the head of a `ForSequenceClassification` has no bias to hold it. Add "
+        "them as above; they are `label_means` in `scoring_contract.json`. The difference between "
+        "two replies is right without them."
     )
 
 
 def _rules(contract: ScoringContract, trained_in: str) -> Iterator[str]:
     if contract.template:
         yield (
-            "A conversation is written by the chat template in `chat_template.jinja`, reply "
-            "included, without a generation prompt; no BOS or EOS is added to what it writes."
+            "The chat template in `chat_template.jinja` renders a conversation, reply included, "
+            "without a generation prompt; no BOS or EOS is added to the result."
         )
     else:
-        yield "There is no chat template: texts are scored as they stand."
+        yield "There is no chat template: texts are scored as they are."
     for token, is_added, token_id, verb in (
         ("BOS", contract.add_bos, contract.bos_id, "begins"),
         ("EOS", contract.add_eos, contract.eos_id, "ends"),
@@ -163,20 +163,20 @@ def _rules(contract: ScoringContract, trained_in: str) -> Iterator[str]:
             else f"A text without roles gets no {token}."
         )
     yield f"At most {contract.seq_length} tokens. " + (
-        "Of a longer text the last ones are read, and a BOS that it begins with."
+        "A longer text keeps its last tokens, and a BOS at its beginning."
         if contract.overlong == "truncate_left"
-        else "A longer text is refused by the trainer and its server; transformers will not refuse."
+        else "The trainer and its server refuse a longer text; transformers does not."
     )
     stored = "" if contract.dtype == trained_in else f" and is rounded to {contract.dtype} here"
     yield f"The body was trained in {trained_in}{stored}; the head in fp32."
     if any(weight != 1.0 for weight in contract.attribute_weights):
         weights = dict(zip(contract.attributes, contract.attribute_weights, strict=True))
-        yield f"One number of all: the sum with the weights {weights}."
+        yield f"The combined reward is the sum with the weights {weights}."
 
 
 def _statistics(contract: ScoringContract) -> str:
     if contract.reward_mean is None or contract.reward_std is None:
-        return "Their mean and deviation were not measured."
+        return "Their mean and standard deviation were not measured."
     rows = zip(contract.attributes, contract.reward_mean, contract.reward_std, strict=True)
     return "\n".join(
         [
@@ -195,7 +195,7 @@ def _training(archive: Path) -> Iterator[str]:
         for path in sorted(archive.resolve().parent.glob("step_*/run_state.json"))
     ]
     if not states:
-        yield "The archive does not lie in its run's folder, so the data are not known."
+        yield "The archive is not in its run's folder, so its data are unknown."
         return
     settings, samples = states[-1]["config"], states[-1]["consumed_samples"]
     base = Path(settings["pretrained_checkpoint"]["restore_from_path"]).name

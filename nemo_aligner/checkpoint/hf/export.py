@@ -460,7 +460,7 @@ def _export_adapter(
 ) -> str:
     archive = RewardArchive.of(folder)
     if archive.lora is None:
-        raise CheckpointError(f"{folder.source}: it has no LoRA, so there is no adapter to write")
+        raise CheckpointError(f"{folder.source}: it has no LoRA, so it has no adapter to write")
     say(f"scoring texts with {folder.source} ...")
     loaded = reward_model_of(folder, layout, Precision.fp32)
     contract = ScoringContract.from_dict(folder.contract or {})
@@ -474,8 +474,8 @@ def _export_adapter(
     pad_token, pad_id = choose_pad(loaded.tokenizer, {ids[-1] for _, ids in texts})
     if pad_id >= archive.config["vocab_size"]:
         raise CheckpointError(
-            f"{folder.source}: its tokenizer has no token to pad with, and an adapter cannot add "
-            "one to its base model; export it without the base model's name"
+            f"{folder.source}: its tokenizer has no pad token, and an adapter cannot add one to "
+            "the base model; export it without --adapter-of"
         )
     say(f"writing {output} ...")
     head = exported_head(archive, contract, merge=options.merge)
@@ -492,7 +492,7 @@ def _export_adapter(
         f"scoring contract: {exported.hash}",
     ]
     if not Path(options.base).is_dir():
-        return "\n".join([*lines, f"NOT CHECKED: {options.base} is no folder on this machine"])
+        return "\n".join([*lines, f"NOT CHECKED: {options.base} is not a folder on this machine"])
     say(f"scoring the same texts with {options.base} ...")
     model = _adapted(options.base, staging, archive.lora.scale, pad_id)
     difference = compare(_tokenizer(staging), model, exported, texts, logits)
@@ -562,7 +562,7 @@ def _adapted(base: str, folder: Path, scale: float, pad_id: int) -> Any:
         if weight.shape != (high.size(0), low.size(1)):
             raise CheckpointError(
                 f"{base}: {name.removeprefix(_PREFIX)}: got shape {list(weight.shape)}, wanted "
-                f"{[high.size(0), low.size(1)]}: it is no base of this reward model"
+                f"{[high.size(0), low.size(1)]}: it is not the base of this reward model"
             )
         weight.data = folded(weight.data, low, high, scale)
     return model.to(current_device()).eval()

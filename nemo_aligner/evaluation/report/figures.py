@@ -28,7 +28,7 @@ from nemo_aligner.metrics import ranking
 from nemo_aligner.metrics.ranking import ConfidenceBin, wilson_interval
 from nemo_aligner.utils.console import show_number
 
-# The figures of a report: from numbers to SVG, and what is known of nothing else.
+# Figures, from plain numbers.
 
 _MOST_POINTS = 200
 _MOST_TOLD = 60
@@ -321,7 +321,7 @@ def _draw_labels(key: LegendKey, labels: np.ndarray, rewards: np.ndarray, canvas
     canvas.axes.set_ylabel("reward")
 
 
-# Figures as SVG that stands inside a page: small, without scripts, the text kept as text.
+# SVG to embed in a page: small, without scripts, text kept as text.
 
 # Wong 2011, "Color blindness": told apart by colour-blind people, and in print. Eight, as a figure
 # of more lines cannot be read.
@@ -395,7 +395,7 @@ def _for_page(svg: str, name: str, alt: str, told: dict[str, str]) -> str:
     return re.sub(r"\n\s*", "\n", svg)
 
 
-# What a page is made of: sections with figures, tables and texts, each a plain value.
+# Contents of a page: sections with figures, tables and texts, as plain values.
 
 _MOST_ROWS = 40
 

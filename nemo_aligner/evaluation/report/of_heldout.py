@@ -215,7 +215,7 @@ def mistakes(sets: Sequence[Heldout]) -> PageSection:
     )
 
 
-# What a report says of how far verdicts and rewards follow the style of replies.
+# Robustness to style.
 
 _HEADER = (
     "change",

@@ -24,7 +24,7 @@ from nemo_aligner.metrics.table import BY_SOURCE, Better, better_values, find_me
 from nemo_aligner.utils.console import show_bytes, show_number
 
 VALIDATION = "validation-"
-# What a model is judged by: the first that it has.
+# Metrics to judge a model by; the first available counts.
 MAIN_METRICS = ("accuracy", "pearson_mean", "loss")
 _CURVES = ("loss", "accuracy", "pearson_mean", "reward_margin", "ece", "spearman_mean")
 _OF_STEPS = ("lr", "grad_norm", "loss_scale")
@@ -160,7 +160,7 @@ def _speed_rows(reported: Sequence[Reported]) -> Iterator[list[str]]:
             yield [f"{where} memory", *(show_bytes(peak) if peak else "" for peak in peaks)]
 
 
-# What a report says of the making of a model: summary, data, contract, settings, versions.
+# Summary, data, contract, settings, versions.
 
 
 def summary(reported: Sequence[Reported], sets: Sequence[Heldout]) -> PageSection:

@@ -38,10 +38,10 @@ from nemo_aligner.metrics.ranking import correlation, nanmean
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 MOST_REPORTED = len(COLOURS)
-# Of all mistakes together; escaped, in UTF-8, it is still below the 3 MB of a page.
+# In all mistakes together; escaped, in UTF-8, still below the 3 MB of a page.
 _MOST_CHARACTERS = 400_000
 _MOST_OF_A_TEXT = 20_000
-# Those that would not be seen, or would turn what stands around them.
+# Characters that are invisible, or change the direction of the text around them.
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
 
 
@@ -168,7 +168,7 @@ def breakable(name: str) -> Markup:
     return Markup(re.sub("([_/.])", r"\1<wbr>", str(escape(seen(name)))))
 
 
-# The first screen of a report: how good the model is, against what, and where it is wrong.
+# The first screen: how good the model is, compared with what, and where it is wrong.
 
 _WORST = 5
 _MOST_OF_A_TEXT = 90

@@ -35,7 +35,7 @@ from nemo_aligner.training.resume import describe_contract, find_versions
 from nemo_aligner.training.tracking import read_metrics
 from nemo_aligner.utils.errors import DataError
 
-# What a model made of held-out records, as arrays that figures are made of.
+# Rewards of held-out records, as arrays for figures.
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ HeldoutSet: TypeAlias = JudgedPairs | JudgedRatings
 _WANTED = (
     "wanted the folder of a training run, or a file that evaluate's output or output_rewards wrote"
 )
-# Of a JSON file, what is no setting of an evaluation.
+# Keys of a JSON file that are not settings of an evaluation.
 _RESULTS = ("metrics", "counts", "rows", "left_out", "robustness", "kind", "task")
 
 
@@ -358,7 +358,7 @@ def name_apart(reported: Sequence[Reported]) -> list[Reported]:
     ]
 
 
-# An evaluation that has just been made, as a thing to report on.
+# An evaluation in memory, as an entry of a report.
 
 
 def of_report(

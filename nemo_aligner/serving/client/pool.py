@@ -1,4 +1,4 @@
-"""The servers of a client: each request goes to the least busy one that is there."""
+"""The servers of a client: each request goes to the least busy available one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class TooManyRowsError(Exception):
-    """No server that is there takes so many rows at once, but ``limit``."""
+    """No available server takes so many rows at once, but ``limit``."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"at most {limit} rows")
@@ -41,7 +41,7 @@ class TooManyRowsError(Exception):
 
 @dataclass
 class _Search:
-    """One request on its way to some server."""
+    """State of one request that looks for a server."""
 
     began: float = field(default_factory=time.monotonic)
     trouble_since: float | None = None
@@ -49,7 +49,7 @@ class _Search:
     last_trouble: str = "no server answers"
 
     def note_trouble(self, now: float) -> float:
-        """Since when no server has answered it."""
+        """Note that no server answers; since when that is so."""
         if self.trouble_since is None:
             self.trouble_since = now
         return self.trouble_since
@@ -175,13 +175,13 @@ class ServerPool:
         return "; ".join(f"{name}: {why}" for name, why in wrong)
 
     async def close(self) -> None:
-        """Let the sockets go."""
+        """Close the sockets."""
         await self._session.close()
 
     async def _ask(
         self, question: Callable[[RemoteServer], Awaitable[T]], rows: int, again: bool = True
     ) -> T:
-        """A request that changes nothing on a server is sent again if it got no answer."""
+        """Ask a server; with ``again`` a request without an answer is sent once more."""
         search = _Search()
         while True:
             server = await self._choose(rows, search)
@@ -232,7 +232,7 @@ class ServerPool:
             await self._change(now, search)
 
     async def _introduced(self) -> None:
-        """Until all servers were met once, at the same time; one that fails is not kept."""
+        """Wait until all servers were met once, at the same time; a failure is not kept."""
         if self._is_introduced:
             return
         if self._introduction is None or self._introduction.done():
@@ -241,10 +241,10 @@ class ServerPool:
         await asyncio.shield(self._introduction)
 
     async def _introduce(self) -> None:
-        """So that servers which score otherwise are noticed before any reward is used.
+        """Meet all servers, so that different contracts are noticed before any reward is used.
 
         Raises:
-            ServingError: they do; any of them may be mended.
+            ServingError: they have different contracts; any of them may change.
         """
         await asyncio.wait([server.meet() for server in self._servers])
         clash = self._clash()
@@ -255,14 +255,14 @@ class ServerPool:
         self._is_introduced = True
 
     def _clash(self) -> ServingError | None:
-        """That servers disagree, and no reward says which of them is right."""
+        """Error if servers disagree, while no reward says which of them is right."""
         if self._contract_check.is_bound:
             return None
         faults = [server.fault for server in self._servers]
         return next((fault for fault in faults if isinstance(fault, OtherContractError)), None)
 
     def _meet_who_is_due(self, now: float, search: _Search) -> None:
-        """Servers that are left out for long enough, or that a decision depends on."""
+        """Meet servers that were left out for long enough, or that a decision depends on."""
         any_ready = any(server.is_ready(now) for server in self._servers)
         tried_since = 0.0 if any_ready else self._last_try(search, now)
         for server in self._servers:
@@ -284,7 +284,7 @@ class ServerPool:
         return (now if search.trouble_since is None else search.trouble_since) + patience
 
     def _last_try(self, search: _Search, now: float) -> float:
-        """No server is given up that was not tried since then: in the end, once more."""
+        """Time since which every server must have been tried before the request gives up."""
         ends = self._patience_ends(search, now)
         was_patient = search.trouble_since is not None and search.trouble_since < ends <= now
         return ends if was_patient else search.began
@@ -309,7 +309,7 @@ class ServerPool:
         raise ServingError(f"{trouble}; {advice}")
 
     async def _change(self, now: float, search: _Search) -> None:
-        """Wait until something may be otherwise."""
+        """Wait until something may have changed."""
         moments = [each.again_at for each in self._servers if each.again_at > now]
         ends = self._patience_ends(search, now)
         pause = max(0.01, min([*moments, *([ends] if ends > now else []), now + 1.0]) - now)
@@ -326,7 +326,7 @@ class ServerPool:
 
 
 def _look_at(introduction: asyncio.Task[None]) -> None:
-    """Its error is for those who wait for it; where nobody does, asyncio has nothing to log."""
+    """Retrieve its error, so that asyncio does not log it if nobody waits for it."""
     if not introduction.cancelled():
         introduction.exception()
 
@@ -347,22 +347,22 @@ Result = TypeVar("Result")
 
 
 class Connections(Protocol):
-    """To servers; made and used in one event loop."""
+    """Connections to servers, made and used in one event loop."""
 
     def trouble(self) -> str:
         """Reasons why servers are unavailable."""
 
     async def close(self) -> None:
-        """Let the sockets go."""
+        """Close the sockets."""
 
 
 C = TypeVar("C", bound=Connections)
 
 
 class Background(Generic[C]):
-    """Runs coroutines in a thread, around connections to servers, until it is told to leave.
+    """Runs coroutines in a thread that holds connections to servers, until it is told to leave.
 
-    A process that ends does not wait for it: what it has not answered by then, nobody reads.
+    A process that ends does not wait for it, as nobody would read its answers.
     """
 
     def __init__(self, connect: Callable[[], C]) -> None:
@@ -388,7 +388,7 @@ class Background(Generic[C]):
         return current_thread() is self._thread
 
     def submit(self, work: Callable[[C], Coroutine[Any, Any, Result]]) -> Future[Result]:
-        """The future of what ``work`` gives; to cancel it cancels the work."""
+        """Run ``work``: the future of its result; cancelling it cancels the work."""
         future = asyncio.run_coroutine_threadsafe(work(self._pool), self._loop)
         with self._lock:
             self._running.add(future)
@@ -396,7 +396,7 @@ class Background(Generic[C]):
         return future
 
     def close(self) -> None:
-        """Wait for everything that was submitted, and until the connections are gone."""
+        """Wait for everything that was submitted, and close the connections."""
         with self._lock:
             running = list(self._running)
         wait(running)
@@ -404,7 +404,7 @@ class Background(Generic[C]):
         self._thread.join()
 
     def leave(self) -> None:
-        """Cancel what still runs, and end the thread soon."""
+        """Cancel everything that runs, and end the thread soon."""
         if self.belongs_here():
             with suppress(RuntimeError):  # it has ended before
                 self._loop.call_soon_threadsafe(self._leaving.set)

@@ -70,11 +70,11 @@ class RefusedError(ServingError):
 
     @property
     def reason(self) -> str:
-        """Why, without the row's number."""
+        """The reason without the row's number."""
         return _ROW.sub("", self.text)
 
     def of_row(self, row: int) -> RefusedError:
-        """The same, with the number that the row has for the caller."""
+        """The same refusal, with the caller's number of the row."""
         text = self.text.replace(f"row {self.row}: ", f"row {row}: ", 1)
         return RefusedError(self.server, self.status, text)
 
@@ -84,11 +84,11 @@ class NoKServeError(ServingError):
 
 
 class ForeignError(RefusedError):
-    """A refusal that is not in KServe's words: another kind of server, or one before it."""
+    """A refusal that is not KServe's: by another kind of server, or by a proxy."""
 
 
 class UnavailableError(Exception):
-    """No answer, or that there is none now; ``again_in_s`` is the server's wish."""
+    """No answer for now; ``again_in_s`` is the pause that the server asks for."""
 
     def __init__(self, reason: str, is_lost: bool = True, again_in_s: float | None = None) -> None:
         super().__init__(reason)
@@ -96,18 +96,18 @@ class UnavailableError(Exception):
 
 
 class BadAddressError(UnavailableError):
-    """The URL, or the certificate of who answers there: no waiting mends it."""
+    """A wrong URL or certificate, where waiting does not help."""
 
 
 def new_session(token: str | None) -> aiohttp.ClientSession:
-    """For all servers of a client; how many requests there are at once, others decide."""
+    """Session for all servers of a client; concurrent requests are limited elsewhere."""
     connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket)
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     return aiohttp.ClientSession(connector=connector, headers=headers)
 
 
 class RemoteServer:
-    """Asked for rewards once it was met: the model is there, by the contract that is wanted."""
+    """A server: asked for rewards once it was met, with its model ready and the right contract."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class RemoteServer:
         self.url = url
         self.in_flight = 0
         self.limit: int | None = None  # rows of a request; None: not met
-        self.fault: ServingError | None = None  # what no waiting mends; it is left out for it
+        self.fault: ServingError | None = None  # why it is left out, where waiting does not help
         self.trouble = ""
         self.is_foreign = False  # at the last meeting
         self.tried_at = -np.inf
@@ -141,7 +141,7 @@ class RemoteServer:
         return self.limit is not None and self._has_said_when and now < self.again_at
 
     def meet(self) -> asyncio.Task[None]:
-        """Meet it, if that is not under way."""
+        """Begin to meet it, unless that is under way."""
         if self.meeting is None:
             self.meeting = asyncio.ensure_future(self._meet())
         return self.meeting
@@ -153,11 +153,11 @@ class RemoteServer:
             self.meet()
 
     def leave_out(self, reason: str) -> None:
-        """Ask it no more until it was met again."""
+        """Send it no requests until it was met again."""
         self._leave_out(UnavailableError(reason))
 
     def forget(self) -> None:
-        """As if it had never been met."""
+        """Reset it to the state before the first meeting."""
         self.limit, self.fault, self.again_at = None, None, 0.0
         self._contract_check.withdraw(self.name)
 
@@ -172,7 +172,7 @@ class RemoteServer:
             try:
                 return await self._infer(self._model_name, inputs, None)
             except RefusedError as error:
-                if error.status == 404:  # another one, that is still loading its model
+                if error.status == 404:  # a server in place of it, which is still loading its model
                     raise UnavailableError(error.text) from error
                 raise
 

@@ -87,7 +87,7 @@ def test_adapter_of_a_named_base_has_a_card_and_is_said_to_be_unchecked(
     """And its attributes can be one."""
     options = AdapterOptions("org/base", merge=True)
     said = export_adapter(make(QKV), tmp_path / "out", layout, options)
-    assert "NOT CHECKED: org/base is no folder on this machine" in said
+    assert "NOT CHECKED: org/base is not a folder on this machine" in said
     assert "the head of reward" in said
     adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert len(adapter["base_model.model.score.weight"]) == 1
@@ -107,10 +107,10 @@ def test_adapter_without_its_base_or_lora_is_refused_and_leaves_nothing(
     with refusals() as refused:
         for base, pattern in (
             (hf, "transformers scores"),
-            (wide, "it is no base of this reward model"),
+            (wide, "it is not the base of this reward model"),
         ):
             with refused(pattern, pattern):
                 export_adapter(archive, tmp_path / "out", layout, AdapterOptions(str(base)))
-        with refused("none", "it has no LoRA, so there is no adapter to write"):
+        with refused("none", "it has no LoRA, so it has no adapter to write"):
             export_adapter(make(None), tmp_path / "out", layout, AdapterOptions("org/base"))
     assert not (tmp_path / "out").exists()

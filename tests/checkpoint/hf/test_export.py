@@ -78,8 +78,8 @@ def test_export_leaves_out_query_groups_of_zeros_and_says_so(layout: Any, tmp_pa
     made = convert(tmp_path / "hf", tmp_path / "padded.nemo", tensor_parallel=3)
     said = str(export(tmp_path / "padded.nemo", tmp_path / "out", layout))
     (told,) = (line for line in said.splitlines() if line.startswith("query groups"))
-    assert told.startswith("query groups: 2; 1 of zeros")
-    assert "converted with tensor-parallel 3 they come back" in told
+    assert told.startswith("query groups: 2; left out 1 of zeros")
+    assert "convert --tensor-parallel 3" in told
     again = convert(tmp_path / "out", tmp_path / "again.nemo", tensor_parallel=3)
     assert again.zero_groups == made.zero_groups == 1
 
