@@ -25,7 +25,7 @@ def main() -> None:
     from nemo_aligner.training.build import build_data, build_learner
     from nemo_aligner.training.resume import resume
     from nemo_aligner.training.run import open_checkpoints
-    from nemo_aligner.training.signals import StopRequest
+    from nemo_aligner.training.signals import SignalHandler
     from nemo_aligner.training.trainer import SupervisedTrainer
 
     job = json.loads(sys.stdin.read())
@@ -44,7 +44,7 @@ def main() -> None:
             for name in ("train_step", "validate"):
                 setattr(learner, name, _without_products(getattr(learner, name)))
         trainer = SupervisedTrainer(
-            learner, config, total_steps, start, checkpoints, memory, StopRequest(), world.device
+            learner, config, total_steps, start, checkpoints, memory, SignalHandler(), world.device
         )
         trainer.fit()
     print(json.dumps(memory.rows))

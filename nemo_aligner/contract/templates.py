@@ -384,6 +384,11 @@ def render(
         )
     except Exception as error:  # a template may raise anything, and so may its compilation
         reason = f"{type(error).__name__}: {short(error)}"
+        if "'strftime_now' is undefined" in reason:
+            reason = (
+                "it writes today's date (strftime_now), so scores would change from day to day; "
+                "wanted a template without it (model.data.template)"
+            )
         raise DataError(f"the chat template cannot write this conversation: {reason}") from error
 
 

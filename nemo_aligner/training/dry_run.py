@@ -28,11 +28,11 @@ from nemo_aligner.planning.planner import GIB
 from nemo_aligner.training.build import build_data, build_loader, trained_model_config
 from nemo_aligner.training.resume import changes_since, find_latest, new_state
 from nemo_aligner.training.run import (
+    build_early_stopping,
     check_settings,
     describe_model,
     describe_steps,
     open_checkpoints,
-    open_patience,
 )
 from nemo_aligner.utils.console import show_bytes
 from nemo_aligner.utils.errors import ConfigError
@@ -66,7 +66,7 @@ def check_run(config: TrainConfig, processes: int) -> str:
     total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)
     config.model.optim.sched.last_decay_step(total_steps)
     checkpoints = open_checkpoints(config.exp_manager, data)
-    open_patience(config.exp_manager, data)
+    build_early_stopping(config.exp_manager, data)
     head_is_new = start is None or config.pretrained_checkpoint.new_head
     num_outputs = count_outputs(data.objective)
     plan = _plan(config, layout, loader, total_steps, num_outputs, shape)

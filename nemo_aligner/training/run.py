@@ -36,8 +36,8 @@ from nemo_aligner.training.build import build_data, build_learner
 from nemo_aligner.training.learner import RewardLearner, validation_metric_names
 from nemo_aligner.training.loggers import Callback, build_loggers, check_loggers
 from nemo_aligner.training.resume import RunFacts, check_goes_on, resume
-from nemo_aligner.training.signals import StopRequest
-from nemo_aligner.training.trainer import HeldoutRewards, Outcome, Patience, SupervisedTrainer
+from nemo_aligner.training.signals import SignalHandler
+from nemo_aligner.training.trainer import EarlyStopping, HeldoutRewards, Outcome, SupervisedTrainer
 from nemo_aligner.utils.console import Counter, join_fields, say, show_number, unfold, waiting_for
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from nemo_aligner.utils.processes import is_main, show_command
@@ -50,13 +50,13 @@ def train(
 
     Args:
         callback: told on rank 0 of all metrics that are logged; what it raises ends the run.
-        in_program: the process goes on after the run, see ``StopRequest``.
+        in_program: the process goes on after the run, see ``SignalHandler``.
 
     Raises:
         AlignerError: settings, data or checkpoint are unfit, or a number is not finite.
     """
     check_settings(config)
-    stop = StopRequest(config.trainer.max_time, in_program=in_program)
+    stop = SignalHandler(config.trainer.max_time, in_program=in_program)
     with stop, launch() as world, ExitStack() as held:
         layout = initialize_layout(
             config.model.tensor_model_parallel_size,
@@ -72,7 +72,7 @@ def train(
         with waiting_for("loading the model"):
             learner, pretrained, total_steps = build_learner(config, data, layout)
         held.callback(learner.release)
-        patience = open_patience(config.exp_manager, data)
+        patience = build_early_stopping(config.exp_manager, data)
         described: list[str] = []
         if is_main():
             shape = ModelShape.from_config(pretrained.config)
@@ -148,8 +148,8 @@ def open_checkpoints(config: ExpManagerConfig, data: TrainingData) -> RunCheckpo
     return RunCheckpoints(folder, monitor, mode, config.checkpoint_callback_params.save_top_k)
 
 
-def open_patience(config: ExpManagerConfig, data: TrainingData) -> Patience:
-    """Patience for a better validation, by the metric of the best checkpoints.
+def build_early_stopping(config: ExpManagerConfig, data: TrainingData) -> EarlyStopping:
+    """EarlyStopping for a better validation, by the metric of the best checkpoints.
 
     Raises:
         ConfigError: it is to end early, and there is no validation data.
@@ -161,7 +161,7 @@ def open_patience(config: ExpManagerConfig, data: TrainingData) -> Patience:
             f"exp_manager.early_stopping_callback_params.patience: got {settings.patience}, wanted "
             "null, as there is no validation data"
         )
-    return Patience(monitor, mode, settings.patience, settings.min_delta)
+    return EarlyStopping(monitor, mode, settings.patience, settings.min_delta)
 
 
 def _find_monitor(

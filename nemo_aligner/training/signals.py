@@ -68,7 +68,7 @@ class StopReason:
         return self.text
 
 
-class StopRequest:
+class SignalHandler:
     """Why this process should stop after its step; None to go on.
 
     As a context manager it takes the signals over. While the run starts a signal raises SystemExit
@@ -111,7 +111,7 @@ class StopRequest:
         yield
         self._phase = Phase.finishing
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> SignalHandler:
         self._takes_signals = threading.current_thread() is threading.main_thread()
         if not self._takes_signals:
             return self

@@ -33,7 +33,7 @@ from nemo_aligner.training.loggers import (
     render_best,
     render_validation,
 )
-from nemo_aligner.training.signals import StopReason, StopRequest
+from nemo_aligner.training.signals import SignalHandler, StopReason
 from nemo_aligner.utils.console import Counter, Watch, say, waiting_for
 from nemo_aligner.utils.errors import AlignerError, TrainingError
 
@@ -83,9 +83,9 @@ class SupervisedTrainer:
         start: RunState,
         checkpoints: RunCheckpoints,
         logger: Logger,
-        stop: StopRequest,
+        stop: SignalHandler,
         device: torch.device | str,
-        patience: Patience | None = None,
+        patience: EarlyStopping | None = None,
     ) -> None:
         self._learner = learner
         self._loop = config.trainer.rm
@@ -96,7 +96,7 @@ class SupervisedTrainer:
         self._checkpoints = checkpoints
         self._logger = logger
         self._stop = stop
-        self._patience = patience or Patience()
+        self._patience = patience or EarlyStopping()
         self._device = device
         self._timers = Timers()
         self._freed = FreedMemory() if torch.device(device).type == "cpu" else None
@@ -378,8 +378,8 @@ def _draw(count: int, most: int) -> list[int]:
 
 
 @dataclass
-class Patience:
-    """Patience of a run that waits for a better validation.
+class EarlyStopping:
+    """EarlyStopping of a run that waits for a better validation.
 
     Attributes:
         monitor, mode: the metric, and which direction is better.

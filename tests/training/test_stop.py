@@ -12,7 +12,7 @@ import pytest
 
 from nemo_aligner.training import signals as stop_module
 from nemo_aligner.training.loggers import Timers, parse_max_time
-from nemo_aligner.training.signals import StopReason, StopRequest
+from nemo_aligner.training.signals import SignalHandler, StopReason
 from nemo_aligner.utils.errors import ConfigError
 
 
@@ -26,18 +26,18 @@ def wait_for(condition: Callable[[], object]) -> None:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(StopRequest, "_tell", lambda self, text: lines.append(text))
+    monkeypatch.setattr(SignalHandler, "_tell", lambda self, text: lines.append(text))
     return lines
 
 
 def test_time_limit_stops_a_run() -> None:
     now = 5.0
-    stop = StopRequest("00:00:01:00", now=lambda: now)
+    stop = SignalHandler("00:00:01:00", now=lambda: now)
     now = 64.9
     assert stop.reason is None
     now = 65.0
     assert stop.reason == StopReason("the time limit (trainer.max_time=00:00:01:00)", exit_code=0)
-    assert StopRequest(None).reason is None
+    assert SignalHandler(None).reason is None
 
 
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 138}
@@ -48,7 +48,7 @@ def test_signal_stops_a_run_that_trains(said: list[str]) -> None:
         said.clear()
         name = "Ctrl-C" if number == signal.SIGINT else number.name
         before = [signal.getsignal(each) for each in CODES]
-        with StopRequest() as stop, stop.while_training():
+        with SignalHandler() as stop, stop.while_training():
             assert stop.reason is None
             os.kill(os.getpid(), number)
             assert stop.reason == StopReason(name, code if number == signal.SIGUSR1 else 0)
@@ -74,7 +74,7 @@ def test_signal_before_the_first_step_ends_a_run_at_once(said: list[str]) -> Non
                 os.kill(os.getpid(), number)
                 cleaned.append("the folder")
 
-        with pytest.raises(SystemExit) as caught, StopRequest():
+        with pytest.raises(SystemExit) as caught, SignalHandler():
             load()
         assert caught.value.code == code
         assert cleaned == ["the folder"]
@@ -90,13 +90,13 @@ def test_signal_is_told_and_not_what_other_ranks_say_of_it(said: list[str]) -> N
         except SystemExit:
             raise RuntimeError("connection closed by peer") from None
 
-    with pytest.raises(SystemExit) as caught, StopRequest():
+    with pytest.raises(SystemExit) as caught, SignalHandler():
         load()
     assert caught.value.code == 130
 
 
 def test_signal_after_the_last_step_leaves_the_model_to_be_written(said: list[str]) -> None:
-    with StopRequest() as stop:
+    with SignalHandler() as stop:
         with stop.while_training():
             pass
         os.kill(os.getpid(), signal.SIGINT)
@@ -119,7 +119,7 @@ def test_signal_a_second_later_again_leaves_at_once(
         now, codes = [5.0], []
         said.clear()
         monkeypatch.setattr(stop_module.os, "_exit", codes.append)
-        with StopRequest(now=lambda now=now: now[0]) as stop, stop.while_training():
+        with SignalHandler(now=lambda now=now: now[0]) as stop, stop.while_training():
             os.kill(os.getpid(), first)
             wait_for(lambda: said)
             now[0] += after
@@ -154,10 +154,10 @@ def test_ctrl_c_in_a_program_raises_and_leaves_the_process(
     monkeypatch.setattr(stop_module.os, "_exit", codes.append)
     with (
         pytest.raises(KeyboardInterrupt, match="before the first step"),
-        StopRequest(in_program=True),
+        SignalHandler(in_program=True),
     ):
         os.kill(os.getpid(), signal.SIGINT)
-    with StopRequest(now=lambda: now, in_program=True) as stop, stop.while_training():
+    with SignalHandler(now=lambda: now, in_program=True) as stop, stop.while_training():
         os.kill(os.getpid(), signal.SIGINT)
         wait_for(lambda: stop.reason)
         now += 1.5
@@ -170,7 +170,7 @@ def test_run_in_another_thread_leaves_signals_to_the_program() -> None:
     before, found = signal.getsignal(signal.SIGINT), []
 
     def run() -> None:
-        with StopRequest(in_program=True) as stop, stop.while_training():
+        with SignalHandler(in_program=True) as stop, stop.while_training():
             found.append((signal.getsignal(signal.SIGINT), stop.reason))
 
     thread = threading.Thread(target=run)

@@ -15,8 +15,8 @@ from nemo_aligner.config.training import RmLoopConfig, TrainConfig
 from nemo_aligner.distributed.cpu_products import FreedMemory
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.training.resume import go_on
-from nemo_aligner.training.signals import StopRequest
-from nemo_aligner.training.trainer import Patience, SupervisedTrainer
+from nemo_aligner.training.signals import SignalHandler
+from nemo_aligner.training.trainer import EarlyStopping, SupervisedTrainer
 from nemo_aligner.utils.console import Watch
 from nemo_aligner.utils.errors import TrainingError
 
@@ -105,13 +105,13 @@ def trainer_of(
     total: int,
     state: RunState,
     checkpoints: Any,
-    patience: Patience | None,
+    patience: EarlyStopping | None,
     **loop: Any,
 ) -> SupervisedTrainer:
     config = TrainConfig()
     config.trainer.rm = RmLoopConfig(**loop)
     config.model.global_batch_size = 8
-    stop = StopRequest("00:00:00:01", now=lambda: diary.now)
+    stop = SignalHandler("00:00:00:01", now=lambda: diary.now)
     diary.step = state.step
     given = (diary, config, total, state, checkpoints, diary, stop, "cpu", patience)
     return SupervisedTrainer(*given)
@@ -121,7 +121,7 @@ def fit(
     diary: Diary,
     total: int,
     start: int | RunState = 0,
-    patience: Patience | None = None,
+    patience: EarlyStopping | None = None,
     **loop: Any,
 ) -> str | None:
     """Run, or go on; what has stopped it."""
@@ -201,14 +201,14 @@ def test_trainer_logs_saves_and_says_what_it_did(
 def test_trainer_ends_early_where_validations_get_no_better(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    diary, patience = Diary(), Patience("validation/accuracy", allowed=2)
+    diary, patience = Diary(), EarlyStopping("validation/accuracy", allowed=2)
     assert fit(diary, 9, patience=patience, val_check_interval=1, save_interval=None) is None
     assert diary.events[-4:] == ["train 2", "validate 3", "save 3", "publish 3"]
     told = "training ends at step 3: 2 validations in a row without a better validation/accuracy"
     assert told in capsys.readouterr().out
     assert (diary.saved[-1].best_value, diary.saved[-1].validations_since_best) == (0.5, 2)
     again = Diary()
-    patience = Patience("validation/accuracy", allowed=2)
+    patience = EarlyStopping("validation/accuracy", allowed=2)
     patience.go_on_from(diary.saved[-1])
     assert fit(again, 9, diary.saved[-1], patience, val_check_interval=1) is None
     assert again.events == []
@@ -299,7 +299,7 @@ def judge(folder: Path, when: Moment | None) -> tuple[bool, int, RunState | None
     latest = checkpoints.latest()
     fresh = RunState(0, 0)
     start = fresh if latest is None else go_on(fresh, latest.state)
-    patience = Patience(diary.monitor, allowed=2)
+    patience = EarlyStopping(diary.monitor, allowed=2)
     patience.go_on_from(start)
     intervals = {"val_check_interval": 2, "save_interval": 3}
     outcome = trainer_of(diary, 11, start, checkpoints, patience, **intervals).fit()

@@ -14,7 +14,7 @@ from nemo_aligner.checkpoint.run import RunState, Saved
 from nemo_aligner.config.load import config_to_dict, load_config
 from nemo_aligner.config.training import MonitorMode, TrainConfig
 from nemo_aligner.training.resume import changes_since, find_latest, go_on, new_state
-from nemo_aligner.training.trainer import Patience
+from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.errors import CheckpointError
 from tests import tiny
 from tests.contracts import Contracts
@@ -23,7 +23,7 @@ from tests.data.files import build
 NAME = "validation/accuracy"
 
 
-def waited(patience: Patience, *values: float) -> list[int]:
+def waited(patience: EarlyStopping, *values: float) -> list[int]:
     found = []
     for value in values:
         patience.see({NAME: value})
@@ -37,25 +37,25 @@ def test_patience_counts_validations_that_are_no_better() -> None:
         (MonitorMode.max, 0.05, [0, 1, 2, 3, 0]),
         (MonitorMode.min, 0.0, [0, 1, 2, 0, 1]),
     ):
-        patience = Patience(NAME, mode, allowed=9, min_delta=min_delta)
+        patience = EarlyStopping(NAME, mode, allowed=9, min_delta=min_delta)
         assert waited(patience, 0.6, 0.62, 0.62, 0.5, 0.7) == since, (mode, min_delta)
     # A NaN is no better; a validation without the metric does not count.
-    patience = Patience(NAME, allowed=2)
+    patience = EarlyStopping(NAME, allowed=2)
     patience.see({"other/accuracy": 1.0})
     assert (patience.best, patience.since) == (None, 0)
     assert waited(patience, math.nan, math.nan) == [1, 2]
     assert patience.is_over
     assert patience.describe() == f"2 validations in a row without a better {NAME} than none"
     # Without a limit nothing ends.
-    patience = Patience(NAME)
+    patience = EarlyStopping(NAME)
     assert waited(patience, *[0.5] * 50)[-1] == 49
     assert not patience.is_over
 
 
 def test_a_run_goes_on_with_what_it_has_waited() -> None:
-    patience = Patience(NAME, allowed=3)
+    patience = EarlyStopping(NAME, allowed=3)
     waited(patience, 0.5, 0.4, 0.4)
-    later = Patience(NAME, allowed=3)
+    later = EarlyStopping(NAME, allowed=3)
     later.go_on_from(patience.put_into(RunState(3, 24)))
     assert waited(later, 0.45) == [3]
     assert later.is_over
@@ -86,7 +86,7 @@ def test_patience_waits_anew_for_what_is_judged_in_another_way() -> None:
         others = "limit" in change or "validation" in change
         assert state.metrics == ({} if others else judged), change
         said = changes_since(Saved(Path("step_3"), left), RunState(0, 0, config=now))
-        assert ("the best is looked for anew" in "".join(said)) == others, change
+        assert ("the search for the best starts anew" in "".join(said)) == others, change
 
 
 def test_resume_knows_several_files_of_a_version_without_digests_by_their_tokens(
