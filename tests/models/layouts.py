@@ -107,7 +107,7 @@ def rewards(
 def load_critic(archive: Path, layout: ParallelLayout) -> GPTRewardModel:
     """The model as a critic, whose head reads every token."""
     loaded = load_pretrained(
-        archive, layout, num_attributes=1, precision=Precision.fp32, reads_every_token=True
+        archive, layout, num_attributes=2, precision=Precision.fp32, reads_every_token=True
     )
     return loaded.model
 
