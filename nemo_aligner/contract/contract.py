@@ -208,8 +208,8 @@ class ScoringContract:
             raise CheckpointError(f"scoring contract: {error}") from error
         if contract.hash != wanted_hash:
             raise CheckpointError(
-                f"scoring contract: its fields hash to {contract.hash}, it says "
-                f"{shown(wanted_hash)}: it was changed after training"
+                f"scoring contract: its fields hash to {contract.hash}, but it states "
+                f"{shown(wanted_hash)}: it was changed after it was written"
             )
         return contract
 

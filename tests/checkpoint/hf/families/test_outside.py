@@ -67,10 +67,10 @@ def test_it_converts_and_is_exported_bit_for_bit(layout: Any, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("registered")
 def test_a_name_is_that_of_one_family() -> None:
-    with pytest.raises(ConfigError, match="model family toy_llama: got a name"):
+    with pytest.raises(ConfigError, match="model family toy_llama: its name"):
         register_family(TOY_LLAMA)
     same_files = dataclasses.replace(find_family("llama"), name="other")
-    with pytest.raises(ConfigError, match="model family other: got a name, or one of GGUF files"):
+    with pytest.raises(ConfigError, match="model family other: its name, or its name in GGUF"):
         register_family(same_files)
 
 
