@@ -23,7 +23,8 @@ import asyncio, multiprocessing, os, sys, threading
 from nemo_aligner.serving.client import RewardClient
 client = RewardClient(sys.argv[1], wait_s=20)
 def child():
-    print(float(client.score(["b"])[0, 0]), flush=True)
+    # In one write: another may print at the same moment.
+    print(f'{float(client.score(["b"])[0, 0])}\\n', end="", flush=True)
 """
 SCORE = 'print(float(client.score(["a"])[0, 0]))\n'
 TWICE = """
