@@ -134,8 +134,9 @@ class RewardModel:
             ServingError: the model's reward of a text is not a finite number.
             TypeError: ``texts`` is one text, and no list of them.
         """
-        if on_error not in ("raise", "nan"):
-            raise ConfigError(f"on_error: got {on_error!r:.80}, wanted 'raise' or 'nan'")
+        from nemo_aligner.serving.client.calls import check_on_error
+
+        check_on_error(on_error)
         if on_error == "nan":
             return self.score_rows(texts).rewards
         rewards = self._source().score(check_texts(texts))

@@ -19,14 +19,22 @@ from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.contract.contract import EncodedText, ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.client import RefusedError, ScoredRows
+from nemo_aligner.serving.client import RefusedError
 from nemo_aligner.serving.client.calls import OnError
 from nemo_aligner.serving.engine.batcher import BackpressureLimit, Batcher, BusyError
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation
 from nemo_aligner.serving.engine.scorer import TokenCounts
 from nemo_aligner.serving.engine.shaping import RewardShaper
 from nemo_aligner.serving.metrics import Meter, RecentRewards
-from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreReply, ScoreRequest, kserve
+from nemo_aligner.serving.protocols import (
+    Failure,
+    FailureKind,
+    ScoredRows,
+    ScoreReply,
+    ScoreRequest,
+    kserve,
+    place_rows,
+)
 from nemo_aligner.serving.service import Endpoint, Tensors, answer_of, check_size, failure_of
 from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
 
@@ -492,12 +500,11 @@ def _with_refused(
     """Put the rows that were refused before they were sent among those that were."""
     total = len(reply.rewards) + len(refused)
     rows = [row for row in range(total) if row not in refused]
-    arrays: dict[str, Any] = {}
-    for name, values in vars(reply).items():
-        if refused and isinstance(values, np.ndarray):
-            nothing = False if values.dtype == np.bool_ else np.nan
-            arrays[name] = np.full((total, *values.shape[1:]), nothing, dtype=values.dtype)
-            arrays[name][rows] = values
+    arrays: dict[str, Any] = {
+        name: place_rows(values, rows, total)
+        for name, values in vars(reply).items()
+        if refused and isinstance(values, np.ndarray)
+    }
     every = {**refused, **{rows[row]: reason for row, reason in errors.items()}}
     return replace(reply, **arrays), dict(sorted(every.items()))
 

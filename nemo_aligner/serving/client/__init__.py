@@ -1,9 +1,9 @@
 """Clients of the servers: ``from nemo_aligner.serving.client import RewardClient``."""
 
-from nemo_aligner.serving.client.calls import ScoredRows
 from nemo_aligner.serving.client.critic import RewardCriticClient, Valued
 from nemo_aligner.serving.client.reward import RewardClient
 from nemo_aligner.serving.client.server import RefusedError
+from nemo_aligner.serving.protocols import ScoredRows
 
 __all__ = [
     "RefusedError",

@@ -19,7 +19,7 @@ import numpy as np
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.serving.client.pool import Background, Connections, ServerPool, TooManyRowsError
 from nemo_aligner.serving.client.server import RefusedError, Tensors
-from nemo_aligner.serving.protocols import ScoreReply, kserve
+from nemo_aligner.serving.protocols import ScoredRows, ScoreReply, kserve, place_rows
 from nemo_aligner.serving.tokens import is_token
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError, shown
 
@@ -246,32 +246,6 @@ _OUTPUTS = ("rewards", "raw_rewards", "deviation", "passed", "spread", "outputs"
 _AT_FAULT = (400, 413, 422)  # statuses of a request that its sender can mend
 
 
-@dataclass(frozen=True)
-class ScoredRows:
-    """``rewards`` ``[N, A]`` float32, NaN for each row in ``errors``, which has the reasons.
-
-    ``exceeded`` ``[N]`` bool says which texts were cut to the model's ``seq_length``;
-    ``contract_hash`` by what contract they were scored, None where no row was, or no server says.
-
-    From a server that shapes its rewards also those of each model before, ``raw_rewards``
-    ``[N, M * A]``; ``deviation`` ``[N, A]`` between models; and whether a reward ``passed`` the
-    threshold, ``[N]`` 1, 0 or NaN. None where it does not say.
-
-    From a model with K outputs for each attribute (``ordinal_bins``, ``quantiles``) also ``spread``
-    ``[N, A]``, the uncertainty of the rewards, and the head's ``outputs`` ``[N, M * A * K]``.
-    """
-
-    rewards: np.ndarray
-    errors: dict[int, str]
-    exceeded: np.ndarray
-    contract_hash: str | None
-    raw_rewards: np.ndarray | None = None
-    deviation: np.ndarray | None = None
-    passed: np.ndarray | None = None
-    spread: np.ndarray | None = None
-    outputs: np.ndarray | None = None
-
-
 def check_on_error(on_error: str) -> None:
     """Raise ConfigError for any other way."""
     if on_error not in ("raise", "nan"):
@@ -317,11 +291,7 @@ class RowCollector:
         rows = self._outputs[name]
         if not rows:
             return None
-        shape = next(iter(rows.values())).shape
-        gathered = np.full((total, *shape), np.nan, dtype=np.float32)
-        for row, values in rows.items():
-            gathered[row] = values
-        return gathered
+        return place_rows(np.stack([*rows.values()]).astype(np.float32), [*rows], total)
 
     def _tell(self, total: int) -> None:
         if self._exceeded:

@@ -14,7 +14,6 @@ from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client.calls import (
     OnError,
     RowCollector,
-    ScoredRows,
     ServerClient,
     Split,
     check_on_error,
@@ -26,7 +25,7 @@ from nemo_aligner.serving.client.calls import (
 )
 from nemo_aligner.serving.client.contract_check import ContractCheck
 from nemo_aligner.serving.client.pool import ServerPool
-from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.protocols import ScoredRows, kserve
 
 
 class RewardClient(ServerClient[ServerPool]):

@@ -24,8 +24,8 @@ from nemo_aligner.data.packing import pack_sequences
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.reward_model import GPTRewardModel, make_batch_invariant
 from nemo_aligner.models.step import count_parts, gather_rewards, infer_in_parts
-from nemo_aligner.serving.client.calls import ScoredRows
 from nemo_aligner.serving.engine.prefix_cache import CallPlan, PrefixCache
+from nemo_aligner.serving.protocols import ScoredRows, place_rows
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
 
@@ -249,9 +249,7 @@ def score_encodable(
         raise ServingError(f"row {rows[wrong[0]]}: the model's reward is not a finite number")
 
     def at_rows(values: np.ndarray) -> np.ndarray:
-        every = np.full((len(texts), values.shape[1]), np.nan, dtype=np.float32)
-        every[rows] = values
-        return every
+        return place_rows(values.astype(np.float32, copy=False), rows, len(texts))
 
     return ScoredRows(
         at_rows(rewards),

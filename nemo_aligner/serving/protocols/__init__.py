@@ -5,7 +5,7 @@ The client imports this, so nothing here needs pydantic: that is for ``base.py``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -59,6 +59,40 @@ class ScoreReply:
     passed: np.ndarray | None = None
     spread: np.ndarray | None = None
     outputs: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """``rewards`` ``[N, A]`` float32, NaN for each row in ``errors``, which has the reasons.
+
+    ``exceeded`` ``[N]`` bool says which texts were cut to the model's ``seq_length``;
+    ``contract_hash`` by what contract they were scored, None where no row was, or no server says.
+
+    From a server that shapes its rewards also those of each model before, ``raw_rewards``
+    ``[N, M * A]``; ``deviation`` ``[N, A]`` between models; and whether a reward ``passed`` the
+    threshold, ``[N]`` 1, 0 or NaN. None where it does not say.
+
+    From a model with K outputs for each attribute (``ordinal_bins``, ``quantiles``) also ``spread``
+    ``[N, A]``, the uncertainty of the rewards, and the head's ``outputs`` ``[N, M * A * K]``.
+    """
+
+    rewards: np.ndarray
+    errors: dict[int, str]
+    exceeded: np.ndarray
+    contract_hash: str | None
+    raw_rewards: np.ndarray | None = None
+    deviation: np.ndarray | None = None
+    passed: np.ndarray | None = None
+    spread: np.ndarray | None = None
+    outputs: np.ndarray | None = None
+
+
+def place_rows(values: np.ndarray, rows: Sequence[int], total: int) -> np.ndarray:
+    """Put ``values`` at their ``rows`` of ``total``; the other rows are NaN, or False."""
+    nothing = False if values.dtype == np.bool_ else np.nan
+    placed = np.full((total, *values.shape[1:]), nothing, dtype=values.dtype)
+    placed[rows] = values
+    return placed
 
 
 class FailureKind(Enum):
