@@ -122,7 +122,9 @@ use_environment() {
             _pip_install "torch>=2.8" || return 1
         else
             echo "installing $CPU_TORCH for the CPU (a few minutes)"
-            _pip_install "$CPU_TORCH" --extra-index-url "$CPU_INDEX" || return 1
+            # Torch alone: what it needs comes with the rest, and where this index cannot be reached
+            # pip asks it once, not again for every package.
+            _pip_install "$CPU_TORCH" --no-deps --extra-index-url "$CPU_INDEX" --retries 1 || return 1
         fi
     fi
     echo "installing nemo_aligner with $extras and what it needs (a few minutes)"
