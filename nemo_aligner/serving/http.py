@@ -33,14 +33,14 @@ from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.protocols import (
     Failure,
     FailureKind,
-    ScoreReply,
+    ScoredRows,
     ScoreRequest,
     gym,
     openrlhf,
     rewards,
     vllm,
 )
-from nemo_aligner.serving.protocols.base import HttpAnswer, PlainRoute, Route, ScoredRequest, Served
+from nemo_aligner.serving.protocols.base import HttpAnswer, PlainRoute, Route, Served
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.serving.reward import TurnCompletion, UpstreamService
 from nemo_aligner.serving.tokens import has_token
@@ -145,9 +145,8 @@ class _Endpoint:
             if isinstance(found, Failure) and found.row is not None and route.with_other_reply:
                 found = await self._whose_fault(found, route.with_other_reply(body))
             if not isinstance(found, Failure):
-                scored = ScoredRequest(*found)
-                self._metrics.scored(route.path, scored)
-                return HttpAnswer(200, route.answer(body, scored, self._served(scored))), None
+                self._metrics.scored(route.path, found)
+                return HttpAnswer(200, route.answer(body, found, self._served(found))), None
             failure = found
         except _TooLargeBodyError as error:
             failure = Failure(str(error), FailureKind.too_large)
@@ -155,7 +154,7 @@ class _Endpoint:
             failure = Failure(one_line(error), FailureKind.bad_request)
         return route.refuse(failure, body), failure.retry_after_s
 
-    async def _scored(self, asked: ScoreRequest) -> tuple[ScoreReply, Mapping[int, str]] | Failure:
+    async def _scored(self, asked: ScoreRequest) -> ScoredRows | Failure:
         if self._completion is not None:
             try:
                 asked, completed = await self._completion.complete(asked)
@@ -164,22 +163,20 @@ class _Endpoint:
             self._metrics.completed(self._route.path, completed)
         return await self._relay.answer(asked, self._route.sets_rows_aside)
 
-    async def _whose_fault(
-        self, refusal: Failure, other: ScoreRequest
-    ) -> tuple[ScoreReply, Mapping[int, str]] | Failure:
+    async def _whose_fault(self, refusal: Failure, other: ScoreRequest) -> ScoredRows | Failure:
         """Ask with another reply: the refusal becomes a row's error, or the prompt's failure."""
         found = await self._relay.answer(other, False, is_probe=True)
         if isinstance(found, Failure):
             return found
-        reply, _ = found
-        nothing = ScoreReply(np.full_like(reply.rewards, np.nan), np.zeros(1, dtype=bool))
-        return nothing, {0: refusal.message.removeprefix(f"row {refusal.row}: ")}
+        reason = refusal.message.removeprefix(f"row {refusal.row}: ")
+        nothing = np.full_like(found.rewards, np.nan)
+        return ScoredRows(nothing, {0: reason}, np.zeros(1, dtype=bool))
 
-    def _served(self, scored: ScoredRequest) -> Served:
+    def _served(self, scored: ScoredRows) -> Served:
         contract, threshold = self._relay.contract, self._config.reward_threshold
         if contract is not None:
             return Served(MODEL_NAME, contract.attributes, contract.attribute_weights, threshold)
-        columns = scored.reply.rewards.shape[1]
+        columns = scored.rewards.shape[1]
         names = ["reward"] if columns == 1 else [f"reward_{column}" for column in range(columns)]
         return Served(MODEL_NAME, names, None, threshold)
 
@@ -468,12 +465,12 @@ class GatewayMetrics:
         self._requests.labels(path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
 
-    def scored(self, path: str, scored: ScoredRequest) -> None:
+    def scored(self, path: str, scored: ScoredRows) -> None:
         """Rows of a request that was scored."""
-        rows = len(scored.reply.rewards)
+        rows = len(scored.rewards)
         self._rows.labels(path, "scored").inc(rows - len(scored.errors))
         self._rows.labels(path, "refused").inc(len(scored.errors))
-        self._rows.labels(path, "cut").inc(int(scored.reply.exceeded.sum()))
+        self._rows.labels(path, "cut").inc(int(scored.exceeded.sum()))
 
     def completed(self, path: str, rows: int) -> None:
         """Rows of a request got what the chat template has behind an end of turn."""

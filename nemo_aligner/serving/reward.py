@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,7 +30,6 @@ from nemo_aligner.serving.protocols import (
     Failure,
     FailureKind,
     ScoredRows,
-    ScoreReply,
     ScoreRequest,
     kserve,
     place_rows,
@@ -150,7 +149,7 @@ class RewardService:
 
     async def answer(
         self, rows: int, num_bytes: int, read: Callable[[], ScoreRequest]
-    ) -> ScoreReply | Failure:
+    ) -> ScoredRows | Failure:
         """The reply to a request of so many rows and bytes, which ``read`` takes apart."""
         begun = time.monotonic()
         try:
@@ -178,7 +177,7 @@ class RewardService:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._encoders, lambda: self._encode(read()))
 
-    async def _score(self, encoded: _Encoded) -> ScoreReply | Failure:
+    async def _score(self, encoded: _Encoded) -> ScoredRows | Failure:
         rewards = await answer_of(self._batcher.submit(encoded.token_lists))
         outputs = spread = None
         if self._read_outputs is not None:
@@ -189,11 +188,13 @@ class RewardService:
             what = f"row {wrong[0]}: the model's reward is not a finite number"
             return Failure(what, FailureKind.internal)
         exceeded = np.array(encoded.exceeded, dtype=bool)
-        reply = ScoreReply(rewards, exceeded, self._contract_hash, spread=spread, outputs=outputs)
+        scored = ScoredRows(
+            rewards, {}, exceeded, self._contract_hash, spread=spread, outputs=outputs
+        )
         if self._shaper is None:
-            return reply
+            return scored
         shaped = self._shaper.shape(rewards, encoded.reply_tokens, spread)
-        return replace(reply, raw_rewards=rewards, **vars(shaped))
+        return replace(scored, raw_rewards=rewards, **vars(shaped))
 
     def _encode(self, request: ScoreRequest) -> _Encoded:
         self._check_add_eos(request)
@@ -333,8 +334,8 @@ class RewardModel:
         return lines
 
     async def _answer(self, inputs: Tensors) -> Tensors | Failure:
-        reply = await answer_request(self._service, inputs)
-        return reply if isinstance(reply, Failure) else kserve.encode_reply(reply)
+        scored = await answer_request(self._service, inputs)
+        return scored if isinstance(scored, Failure) else kserve.encode_rewards(scored)
 
     def statistics(self) -> dict[str, float]:
         """Counts since the start, and the queue now; see ``Meter.statistics``."""
@@ -370,7 +371,7 @@ def _shown(rule: Any) -> str:
     return f"{rule:.4g}" if isinstance(rule, float) else str(rule)[:12]
 
 
-async def answer_request(service: RewardService, inputs: Tensors) -> ScoreReply | Failure:
+async def answer_request(service: RewardService, inputs: Tensors) -> ScoredRows | Failure:
     """Answer one request's tensors."""
     return await service.answer(
         *kserve.size_of_request(inputs), lambda: kserve.decode_request(inputs)
@@ -440,7 +441,7 @@ class UpstreamService:
 
     async def answer(
         self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool = False
-    ) -> tuple[ScoreReply, Mapping[int, str]] | Failure:
+    ) -> ScoredRows | Failure:
         """The rewards of a request's rows, and why some have none (NaN).
 
         Unless ``sets_rows_aside``, a row that is refused is a failure of the whole request. The
@@ -463,9 +464,7 @@ class UpstreamService:
             return Failure(f"internal error: {type(error).__name__}", FailureKind.internal)
         if not is_probe:
             self.recent.add(scored.rewards)
-        names = [each.name for each in fields(ScoreReply)]
-        reply = ScoreReply(**{name: getattr(scored, name) for name in names})
-        return _with_refused(reply, scored.errors, request.refused)
+        return _with_refused(scored, request.refused)
 
     async def ask_contract(self) -> ScoringContract:
         """The backends' contract, as they publish it now.
@@ -494,19 +493,17 @@ class UpstreamService:
             self._has_none = True
 
 
-def _with_refused(
-    reply: ScoreReply, errors: Mapping[int, str], refused: Mapping[int, str]
-) -> tuple[ScoreReply, Mapping[int, str]]:
+def _with_refused(scored: ScoredRows, refused: Mapping[int, str]) -> ScoredRows:
     """Put the rows that were refused before they were sent among those that were."""
-    total = len(reply.rewards) + len(refused)
+    total = len(scored.rewards) + len(refused)
     rows = [row for row in range(total) if row not in refused]
     arrays: dict[str, Any] = {
         name: place_rows(values, rows, total)
-        for name, values in vars(reply).items()
+        for name, values in vars(scored).items()
         if refused and isinstance(values, np.ndarray)
     }
-    every = {**refused, **{rows[row]: reason for row, reason in errors.items()}}
-    return replace(reply, **arrays), dict(sorted(every.items()))
+    every = {**refused, **{rows[row]: reason for row, reason in scored.errors.items()}}
+    return replace(scored, **arrays, errors=dict(sorted(every.items())))
 
 
 # Raw texts that end at an end of turn, completed by what the reward model's template writes there.

@@ -1,9 +1,10 @@
 """Clients of the servers: ``from nemo_aligner.serving.client import RewardClient``."""
 
-from nemo_aligner.serving.client.critic import RewardCriticClient, Valued
+from nemo_aligner.serving.client.critic import RewardCriticClient
 from nemo_aligner.serving.client.reward import RewardClient
 from nemo_aligner.serving.client.server import RefusedError
 from nemo_aligner.serving.protocols import ScoredRows
+from nemo_aligner.serving.protocols.critic import Valued
 
 __all__ = [
     "RefusedError",

@@ -19,7 +19,7 @@ import numpy as np
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.serving.client.pool import Background, Connections, ServerPool, TooManyRowsError
 from nemo_aligner.serving.client.server import RefusedError, Tensors
-from nemo_aligner.serving.protocols import ScoredRows, ScoreReply, kserve, place_rows
+from nemo_aligner.serving.protocols import ScoredRows, kserve, place_rows
 from nemo_aligner.serving.tokens import is_token
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError, shown
 
@@ -242,7 +242,7 @@ OnError = Literal["raise", "nan"]
 Split = Callable[[int], list[PartialRequest]]
 
 _MOST_ROWS = 128  # of a request: what is refused or lost is sent again as a whole
-_OUTPUTS = ("rewards", "raw_rewards", "deviation", "passed", "spread", "outputs")
+_OPTIONAL = [spec.name for spec in kserve.OPTIONAL_OUTPUTS]
 _AT_FAULT = (400, 413, 422)  # statuses of a request that its sender can mend
 
 
@@ -258,7 +258,9 @@ class RowCollector:
     def __init__(self, pool: ServerPool, on_error: OnError) -> None:
         self._pool = pool
         self._sets_aside = on_error == "nan"
-        self._outputs: dict[str, dict[int, np.ndarray]] = {name: {} for name in _OUTPUTS}
+        self._outputs: dict[str, dict[int, np.ndarray]] = {
+            name: {} for name in ("rewards", *_OPTIONAL)
+        }
         self._errors: dict[int, str] = {}
         self._exceeded: set[int] = set()
         self._contract_hash: str | None = None
@@ -283,7 +285,7 @@ class RowCollector:
             dict(sorted(self._errors.items())),
             np.array([row in self._exceeded for row in range(total)], dtype=bool),
             self._contract_hash,
-            *(self._gathered(name, total) for name in _OUTPUTS[1:]),
+            **{name: self._gathered(name, total) for name in _OPTIONAL},
         )
 
     def _gathered(self, name: str, total: int) -> np.ndarray | None:
@@ -309,7 +311,7 @@ class RowCollector:
         """Until each of its rows has a reward or is set aside: a request for each refused row."""
         while part.rows:
             try:
-                reply = await self._pool.infer(encoded(part), len(part.rows))
+                scored = await self._pool.infer(encoded(part), len(part.rows))
             except TooManyRowsError as error:
                 await _all_of(self._score(each) for each in part.chunks(error.limit))
                 return
@@ -320,18 +322,18 @@ class RowCollector:
                     return
                 part = self._without(part, row, refusal)
             else:
-                self._keep(part, reply)
+                self._keep(part, scored)
                 return
 
-    def _keep(self, part: PartialRequest, reply: ScoreReply) -> None:
+    def _keep(self, part: PartialRequest, scored: ScoredRows) -> None:
         for name, rows in self._outputs.items():
-            values = getattr(reply, name)
+            values = getattr(scored, name)
             if values is not None:
                 rows.update(zip(part.rows, values, strict=True))
         self._exceeded.update(
-            row for row, cut in zip(part.rows, reply.exceeded, strict=True) if cut
+            row for row, cut in zip(part.rows, scored.exceeded, strict=True) if cut
         )
-        self._contract_hash = reply.contract_hash
+        self._contract_hash = scored.contract_hash
 
     def _without(self, part: PartialRequest, place: int, refusal: RefusedError) -> PartialRequest:
         row = part.rows[place]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -27,20 +26,10 @@ from nemo_aligner.serving.client.pool import ServerPool
 from nemo_aligner.serving.client.server import RefusedError, Tensors
 from nemo_aligner.serving.protocols import critic as wire
 from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.protocols.critic import Valued
 from nemo_aligner.utils.errors import ServingError, shown
 
 TokenLists = Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True)
-class Valued:
-    """N sequences: ``values`` has an array ``[tokens]`` float32 for each, ``rewards`` is ``[N]``.
-
-    ``rewards`` is None where no server has a reward model.
-    """
-
-    values: list[np.ndarray]
-    rewards: np.ndarray | None
 
 
 class _Connections:
@@ -187,12 +176,12 @@ async def _values(pool: ServerPool, token_lists: list[Sequence[int]]) -> Valued:
     return Valued(values, np.concatenate(rewards) if rewards else None)
 
 
-async def _all_values(pool: ServerPool, parts: list[PartialRequest]) -> list[wire.ValueReply]:
+async def _all_values(pool: ServerPool, parts: list[PartialRequest]) -> list[Valued]:
     found = await asyncio.gather(*(_ask_for_values(pool, part) for part in parts))
     return [reply for replies in found for reply in replies]
 
 
-async def _ask_for_values(pool: ServerPool, part: PartialRequest) -> list[wire.ValueReply]:
+async def _ask_for_values(pool: ServerPool, part: PartialRequest) -> list[Valued]:
     """The answer to a request; to its halves where it has too many bytes."""
     try:
         return [await pool.ask_for(encoded(part), len(part.rows), _read_values)]
@@ -204,7 +193,7 @@ async def _ask_for_values(pool: ServerPool, part: PartialRequest) -> list[wire.V
         raise refusal.of_row(part.rows[refusal.row]) from refusal
 
 
-def _read_values(outputs: Tensors, server: str) -> wire.ValueReply:
+def _read_values(outputs: Tensors, server: str) -> Valued:
     try:
         return wire.decode_values(outputs)
     except KeyError:

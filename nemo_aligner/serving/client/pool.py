@@ -23,7 +23,7 @@ from nemo_aligner.serving.client.server import (
     UnavailableError,
     new_session,
 )
-from nemo_aligner.serving.protocols import ScoreReply, kserve
+from nemo_aligner.serving.protocols import ScoredRows, kserve
 from nemo_aligner.utils.errors import ServingError
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class ServerPool:
         limits = [server.limit for server in self._servers if server.limit is not None]
         return min(limits), len(limits)
 
-    async def infer(self, inputs: Tensors, rows: int) -> ScoreReply:
+    async def infer(self, inputs: Tensors, rows: int) -> ScoredRows:
         """The answer to one request.
 
         Raises:
@@ -104,11 +104,11 @@ class ServerPool:
             TooManyRowsError: see there.
         """
 
-        def read(outputs: Tensors, server: str) -> ScoreReply:
-            reply = _decoded(outputs, rows, server)
-            self._contract_check.check_reward(server, reply.contract_hash)
-            self._contract_check.columns = reply.rewards.shape[1]
-            return reply
+        def read(outputs: Tensors, server: str) -> ScoredRows:
+            scored = _decoded(outputs, rows, server)
+            self._contract_check.check_reward(server, scored.contract_hash)
+            self._contract_check.columns = scored.rewards.shape[1]
+            return scored
 
         return await self.ask_for(inputs, rows, read)
 
@@ -331,11 +331,11 @@ def _look_at(introduction: asyncio.Task[None]) -> None:
         introduction.exception()
 
 
-def _decoded(outputs: Tensors, rows: int, server: str) -> ScoreReply:
+def _decoded(outputs: Tensors, rows: int, server: str) -> ScoredRows:
     try:
-        reply = kserve.decode_reply(outputs)
-        if reply.rewards.ndim == 2 and len(reply.rewards) == rows:
-            return reply
+        scored = kserve.decode_rewards(outputs)
+        if scored.rewards.ndim == 2 and len(scored.rewards) == rows:
+            return scored
     except (KeyError, ValueError, TypeError, IndexError):
         pass
     raise ServingError(f"{server}: the answer has no reward for each row")

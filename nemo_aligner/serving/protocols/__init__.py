@@ -41,30 +41,10 @@ class ScoreRequest:
 
 
 @dataclass(frozen=True)
-class ScoreReply:
-    """``rewards`` ``[B, A]`` float32; ``exceeded`` ``[B]`` bool; the contract's hash, if known.
-
-    Where the server shapes rewards (see engine/shaping.py): what they were before, ``[B, M * A]``
-    for M models; ``deviation`` ``[B, A]`` between models; ``passed`` ``[B]`` bool. None if not.
-
-    Where a head has several outputs for an attribute: ``spread`` ``[B, A]``, how uncertain the
-    rewards are, and the ``outputs`` ``[B, M * A * K]`` themselves.
-    """
-
-    rewards: np.ndarray
-    exceeded: np.ndarray
-    contract_hash: str | None = None
-    raw_rewards: np.ndarray | None = None
-    deviation: np.ndarray | None = None
-    passed: np.ndarray | None = None
-    spread: np.ndarray | None = None
-    outputs: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
 class ScoredRows:
-    """``rewards`` ``[N, A]`` float32, NaN for each row in ``errors``, which has the reasons.
+    """Rewards of N texts: of one request on a server, or of a whole call of a client.
 
+    ``rewards`` ``[N, A]`` float32, NaN for each row in ``errors``, which has the reasons.
     ``exceeded`` ``[N]`` bool says which texts were cut to the model's ``seq_length``;
     ``contract_hash`` by what contract they were scored, None where no row was, or no server says.
 
@@ -79,7 +59,7 @@ class ScoredRows:
     rewards: np.ndarray
     errors: dict[int, str]
     exceeded: np.ndarray
-    contract_hash: str | None
+    contract_hash: str | None = None
     raw_rewards: np.ndarray | None = None
     deviation: np.ndarray | None = None
     passed: np.ndarray | None = None

@@ -8,7 +8,7 @@ its own answer.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from nemo_aligner.config.describe import suggestion
 from nemo_aligner.contract.contract import one_reward
 from nemo_aligner.contract.messages import Text, read_text
-from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreReply, ScoreRequest
+from nemo_aligner.serving.protocols import Failure, FailureKind, ScoredRows, ScoreRequest
 from nemo_aligner.utils.errors import DataError, ServingError, short, shown
 
 _SHOWN_PROBLEMS = 3
@@ -96,14 +96,6 @@ class HttpAnswer:
 
 
 @dataclass(frozen=True)
-class ScoredRequest:
-    """The rewards of a request; ``errors`` says of rows why they have none (theirs are NaN)."""
-
-    reply: ScoreReply
-    errors: Mapping[int, str]
-
-
-@dataclass(frozen=True)
 class Route(Generic[T]):
     """A URL of a protocol.
 
@@ -128,7 +120,7 @@ class Route(Generic[T]):
     request: type[T]
     response: type[Body]
     read: Callable[[T], ScoreRequest]
-    answer: Callable[[T, ScoredRequest, Served], Any]
+    answer: Callable[[T, ScoredRows, Served], Any]
     refuse: Callable[[Failure, T | None], HttpAnswer]
     sets_rows_aside: bool = False
     completes_turns: bool = False

@@ -49,10 +49,13 @@ SAVE_OUTPUTS = (TensorSpec("status", np.int64, (1,)),)
 
 
 @dataclass(frozen=True)
-class ValueReply:
-    """``values`` ``[B, W]`` float32, and ``rewards`` ``[B]`` float32 where the server has them."""
+class Valued:
+    """N sequences: ``values`` has an array ``[tokens]`` float32 for each, ``rewards`` is ``[N]``.
 
-    values: np.ndarray
+    ``rewards`` is None where no server has a reward model.
+    """
+
+    values: list[np.ndarray]
     rewards: np.ndarray | None = None
 
 
@@ -77,15 +80,15 @@ def encode_values(
     return {**answer, "rewards": np.ascontiguousarray(rewards)} if has_rewards else answer
 
 
-def decode_values(outputs: Mapping[str, np.ndarray]) -> ValueReply:
-    """Decode an answer of ``critic_infer``.
+def decode_values(outputs: Mapping[str, np.ndarray]) -> Valued:
+    """Decode an answer of ``critic_infer``; all values are as long as the longest sequence.
 
     Raises:
         KeyError: there are no values.
     """
     rewards = outputs.get("rewards")
-    return ValueReply(
-        np.asarray(outputs["values"], dtype=np.float32),
+    return Valued(
+        [*np.asarray(outputs["values"], dtype=np.float32)],
         None if rewards is None else np.asarray(rewards, dtype=np.float32).reshape(-1),
     )
 

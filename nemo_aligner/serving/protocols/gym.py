@@ -26,14 +26,13 @@ import numpy as np
 from pydantic import ConfigDict, Field, ValidationError
 
 from nemo_aligner.contract.messages import Message, Messages, Text
-from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreRequest
+from nemo_aligner.serving.protocols import Failure, FailureKind, ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
     STATUSES,
     Body,
     HttpAnswer,
     PlainRoute,
     Route,
-    ScoredRequest,
     Served,
     as_json,
     conversation_of,
@@ -196,7 +195,7 @@ def _joined(turns: Messages) -> Messages:
     return joined
 
 
-def answer(body: VerifyRequest, scored: ScoredRequest, served: Served) -> dict[str, Any]:
+def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
     """The rollout with its reward: 1 or 0 where there is a threshold, else as it is."""
     threshold = served.reward_threshold
     if scored.errors:
@@ -204,8 +203,8 @@ def answer(body: VerifyRequest, scored: ScoredRequest, served: Served) -> dict[s
         if reason != _NO_REPLY:
             reason = f"the model refuses what the policy said: {reason}"
         return {**_echo(body), **_unmeasured(_REFUSED, reason, is_masked=threshold is None)}
-    (reward,) = served.one_reward(scored.reply.rewards)
-    components = dict(zip(served.attributes, scored.reply.rewards[0].tolist(), strict=True))
+    (reward,) = served.one_reward(scored.rewards)
+    components = dict(zip(served.attributes, scored.rewards[0].tolist(), strict=True))
     return {
         **_echo(body),
         "reward": reward if threshold is None else float(reward >= threshold),

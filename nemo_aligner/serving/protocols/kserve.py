@@ -49,7 +49,7 @@ import numpy as np
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Conversation, Messages, Text, as_json, read_text
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.protocols import ScoreReply, ScoreRequest, TensorSpec
+from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, TensorSpec
 from nemo_aligner.utils.errors import DataError, ServingError, shown
 
 MODEL_NAME = "reward_model"
@@ -111,35 +111,36 @@ def encode_tokens(token_lists: Sequence[Sequence[int]]) -> dict[str, np.ndarray]
     return {"tokens": tokens, "sequence_lengths": lengths}
 
 
-def encode_reply(reply: ScoreReply) -> dict[str, np.ndarray]:
+def encode_rewards(scored: ScoredRows) -> dict[str, np.ndarray]:
     """The outputs of one answered request."""
     outputs = {
-        "rewards": np.asarray(reply.rewards, dtype=np.float32),
-        "exceeded": np.asarray(reply.exceeded, dtype=np.int32).reshape(-1, 1),
-        "contract_hash": _bytes_column([(reply.contract_hash or "").encode()] * len(reply.rewards)),
+        "rewards": np.asarray(scored.rewards, dtype=np.float32),
+        "exceeded": np.asarray(scored.exceeded, dtype=np.int32).reshape(-1, 1),
+        "contract_hash": _bytes_column(
+            [(scored.contract_hash or "").encode()] * len(scored.rewards)
+        ),
     }
     for spec in OPTIONAL_OUTPUTS:
-        values = getattr(reply, spec.name)
+        values = getattr(scored, spec.name)
         if values is not None:
             outputs[spec.name] = np.asarray(values, dtype=spec.dtype).reshape(len(values), -1)
     return outputs
 
 
-def decode_reply(outputs: Mapping[str, np.ndarray]) -> ScoreReply:
+def decode_rewards(outputs: Mapping[str, np.ndarray]) -> ScoredRows:
     """Decode an answer; a server of NeMo-Aligner sends no ``contract_hash``, or only rewards."""
     rewards = np.asarray(outputs["rewards"], dtype=np.float32)
     exceeded = outputs.get("exceeded", np.zeros(len(rewards)))
     hashes = outputs.get("contract_hash", np.array([b""]))
-    passed = outputs.get("passed")
-    return ScoreReply(
+    optional = {spec.name: outputs.get(spec.name) for spec in OPTIONAL_OUTPUTS}
+    if optional["passed"] is not None:
+        optional["passed"] = optional["passed"].reshape(-1).astype(bool)
+    return ScoredRows(
         rewards,
+        {},
         np.asarray(exceeded).reshape(-1).astype(bool),
         _decode_bytes(hashes.reshape(-1)[0]) or None,
-        outputs.get("raw_rewards"),
-        outputs.get("deviation"),
-        None if passed is None else passed.reshape(-1).astype(bool),
-        outputs.get("spread"),
-        outputs.get("outputs"),
+        **optional,
     )
 
 

@@ -13,14 +13,13 @@ from typing import Any
 
 from pydantic import Field
 
-from nemo_aligner.serving.protocols import Failure, ScoreRequest
+from nemo_aligner.serving.protocols import Failure, ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
     STATUSES,
     Body,
     HttpAnswer,
     Items,
     Route,
-    ScoredRequest,
     Served,
 )
 
@@ -46,9 +45,9 @@ def read(body: GetRewardRequest) -> ScoreRequest:
     return ScoreRequest(texts=[*body.query])
 
 
-def answer(body: GetRewardRequest, scored: ScoredRequest, served: Served) -> dict[str, Any]:
+def answer(body: GetRewardRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
     """``extra_logs`` has each attribute, where the model has several."""
-    rewards = scored.reply.rewards
+    rewards = scored.rewards
     merged = served.one_reward(rewards)
     several = served.attributes if rewards.shape[1] > 1 else ()
     logs = {f"reward_{name}": rewards[:, column].tolist() for column, name in enumerate(several)}

@@ -16,14 +16,13 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, WithJsonSchema
 
-from nemo_aligner.serving.protocols import Failure, ScoreRequest
+from nemo_aligner.serving.protocols import Failure, ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
     STATUSES,
     Body,
     HttpAnswer,
     Items,
     Route,
-    ScoredRequest,
     Served,
     read_conversation,
 )
@@ -107,17 +106,16 @@ def read(body: RewardsRequest) -> ScoreRequest:
     return ScoreRequest(texts=texts, refused=refused)
 
 
-def answer(body: RewardsRequest, scored: ScoredRequest, served: Served) -> dict[str, Any]:
+def answer(body: RewardsRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
     """See the top of this file."""
-    reply = scored.reply
     more = (*_SHAPED, *_READ) if body.outputs else _SHAPED
-    shaped = {name: getattr(reply, name, None) for name in more}
-    passed = {} if reply.passed is None else {"passed": _booleans(reply.passed)}
+    shaped = {name: getattr(scored, name) for name in more}
+    passed = {} if scored.passed is None else {"passed": _booleans(scored.passed)}
     return {
-        "rewards": _rows(reply.rewards),
+        "rewards": _rows(scored.rewards),
         "attributes": list(served.attributes),
-        "contract_hash": reply.contract_hash,
-        "truncated": reply.exceeded.tolist(),
+        "contract_hash": scored.contract_hash,
+        "truncated": scored.exceeded.tolist(),
         "errors": [{"row": row, "message": why} for row, why in scored.errors.items()],
         **{name: _rows(values) for name, values in shaped.items() if values is not None},
         **passed,

@@ -22,14 +22,13 @@ import numpy as np
 from pydantic import Field, WithJsonSchema
 
 from nemo_aligner.contract.messages import Text
-from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreRequest
+from nemo_aligner.serving.protocols import Failure, FailureKind, ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
     STATUSES,
     Body,
     HttpAnswer,
     Items,
     Route,
-    ScoredRequest,
     Served,
     as_json,
     conversation_of,
@@ -222,7 +221,7 @@ def _check_fixed(body: Body, special_tokens: bool) -> None:
             raise ServingError(f"{name}: got {as_json(value)}, wanted {allowed}: {why}")
 
 
-def answer_classify(body: PoolingRequest, scored: ScoredRequest, served: Served) -> dict[str, Any]:
+def answer_classify(body: PoolingRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
     """``label`` is the attribute with the largest number, as vLLM has it."""
     data = [
         {
@@ -231,25 +230,25 @@ def answer_classify(body: PoolingRequest, scored: ScoredRequest, served: Served)
             "probs": rewards.tolist(),
             "num_classes": len(rewards),
         }
-        for index, rewards in enumerate(scored.reply.rewards)
+        for index, rewards in enumerate(scored.rewards)
     ]
     return _listed("classify", body, served, data)
 
 
-def answer_pooling(body: PoolingRequest, scored: ScoredRequest, served: Served) -> dict[str, Any]:
+def answer_pooling(body: PoolingRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
     """The rewards of each input."""
     data = [
         {"index": index, "object": "pooling", "data": rewards.tolist()}
-        for index, rewards in enumerate(scored.reply.rewards)
+        for index, rewards in enumerate(scored.rewards)
     ]
     return _listed("pool", body, served, data)
 
 
-def answer_pairs(body: PairsRequest, scored: ScoredRequest, served: Served) -> dict[str, Any]:
+def answer_pairs(body: PairsRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
     """One number for each pair."""
     data = [
         {"index": index, "object": "score", "score": reward}
-        for index, reward in enumerate(served.one_reward(scored.reply.rewards))
+        for index, reward in enumerate(served.one_reward(scored.rewards))
     ]
     return _listed("score", body, served, data)
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.serving.protocols import ScoreReply
-from nemo_aligner.serving.protocols.base import ScoredRequest
+from nemo_aligner.serving.protocols import ScoredRows
 from nemo_aligner.utils.errors import ServingError
 
 
@@ -18,10 +17,10 @@ def parsed(route: Any, body: Any) -> Any:
     return route.parse(json.dumps(body).encode())
 
 
-def scored(*rewards: list[float], errors: dict[int, str] | None = None) -> ScoredRequest:
+def scored(*rewards: list[float], errors: dict[int, str] | None = None) -> ScoredRows:
     """Rows of rewards, none of which was cut."""
     values = np.array(rewards, dtype=np.float32)
-    return ScoredRequest(ScoreReply(values, np.zeros(len(rewards), bool), "cafe"), errors or {})
+    return ScoredRows(values, errors or {}, np.zeros(len(rewards), bool), "cafe")
 
 
 def not_refused(read: Callable[..., Any], cases: Iterable[tuple[Any, ...]]) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nemo_aligner.contract.messages import Conversation
-from nemo_aligner.serving.protocols import ScoreReply, kserve
+from nemo_aligner.serving.protocols import ScoredRows, kserve
 from tests.serving.protocols.bodies import not_refused
 
 CHAT = [{"role": "user", "content": "Grüße\n\0"}, {"role": "assistant", "content": "hi"}]
@@ -26,14 +26,14 @@ def test_kserve_requests_come_back_as_they_were_sent() -> None:
 
 
 def test_kserve_reply_comes_back_as_it_was_sent() -> None:
-    reply = ScoreReply(np.array([[1.5, 2.0], [3.0, 4.0]]), np.array([True, False]))
-    outputs = kserve.encode_reply(reply)
+    reply = ScoredRows(np.array([[1.5, 2.0], [3.0, 4.0]]), {}, np.array([True, False]))
+    outputs = kserve.encode_rewards(reply)
     assert outputs["rewards"].dtype == np.float32
     assert outputs["exceeded"].tolist() == [[1], [0]]
-    back = kserve.decode_reply(outputs)
+    back = kserve.decode_rewards(outputs)
     np.testing.assert_array_equal(back.rewards, reply.rewards)
     assert back.exceeded.tolist() == [True, False]
-    old = kserve.decode_reply({"rewards": np.ones((2, 1), np.float32)})
+    old = kserve.decode_rewards({"rewards": np.ones((2, 1), np.float32)})
     assert old.exceeded.tolist() == [False, False]
 
 

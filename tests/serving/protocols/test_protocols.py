@@ -13,8 +13,8 @@ pytest.importorskip("pydantic")
 from pydantic import ValidationError
 
 from nemo_aligner.serving.http import ROUTES
-from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreReply, openrlhf
-from nemo_aligner.serving.protocols.base import STATUSES, ScoredRequest, Served, text_of
+from nemo_aligner.serving.protocols import Failure, FailureKind, ScoredRows, openrlhf
+from nemo_aligner.serving.protocols.base import STATUSES, Served, text_of
 from nemo_aligner.serving.protocols.rewards import ROUTES as REWARDS_ROUTES
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.protocols.bodies import not_refused, parsed, scored
@@ -136,18 +136,15 @@ def test_rewards_of_a_conversation_that_cannot_be_read_are_an_error_of_its_row()
 
 def test_rewards_have_their_rows_or_their_errors() -> None:
     rewards = np.array([[0.1, -2.0], [np.nan, np.nan]], dtype=np.float32)
-    reply = ScoreReply(rewards, np.array([True, False]), "cafe")
+    scored = ScoredRows(rewards, {1: "the text is empty"}, np.array([True, False]), "cafe")
     shaped = replace(
-        reply,
+        scored,
         raw_rewards=np.array([[2.0, 3.0], [np.nan, np.nan]]),
         deviation=np.array([[0.25], [np.nan]]),
         passed=np.array([1.0, np.nan]),
     )
     request = parsed(REWARDS, {"texts": ["a", ""]})
-    answer, of_shaped = (
-        REWARDS.answer(request, ScoredRequest(each, {1: "the text is empty"}), SERVED)
-        for each in (reply, shaped)
-    )
+    answer, of_shaped = (REWARDS.answer(request, each, SERVED) for each in (scored, shaped))
     assert answer == {
         "rewards": [[float(np.float32(0.1)), -2.0], None],
         "attributes": ["helpfulness", "verbosity"],
@@ -160,12 +157,9 @@ def test_rewards_have_their_rows_or_their_errors() -> None:
     added = {"raw_rewards": [[2.0, 3.0], None], "deviation": [[0.25], None], "passed": [True, None]}
     assert str(of_shaped) == str({**answer, **added})
     # Of a model with several outputs for an attribute, what is asked for.
-    read = replace(reply, spread=np.array([[0.5, 1.0], [np.nan] * 2]), outputs=np.ones((2, 6)))
+    read = replace(scored, spread=np.array([[0.5, 1.0], [np.nan] * 2]), outputs=np.ones((2, 6)))
     asked = parsed(REWARDS, {"texts": ["a", ""], "outputs": True})
-    plain, of_outputs = (
-        REWARDS.answer(each, ScoredRequest(read, {1: "the text is empty"}), SERVED)
-        for each in (request, asked)
-    )
+    plain, of_outputs = (REWARDS.answer(each, read, SERVED) for each in (request, asked))
     assert plain == answer
     assert of_outputs == {**answer, "spread": [[0.5, 1.0], None], "outputs": [[1.0] * 6] * 2}
     for each in (answer, of_shaped, of_outputs):

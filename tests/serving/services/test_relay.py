@@ -32,12 +32,12 @@ def ask(relay: UpstreamService, request: ScoreRequest, sets_rows_aside: bool = F
 def test_relay_has_the_backends_rewards_of_texts_and_tokens_and_its_newest_contract() -> None:
     client = FakeClient()
     relay = service(client)
-    reply, errors = ask(relay, TWO)
-    assert reply.rewards.tolist() == [[total("ab"), -total("ab")], [total("c"), -total("c")]]
-    assert (reply.contract_hash, errors) == (CONTRACT.hash, {})
-    assert reply.exceeded.tolist() == [False, False]
-    reply, _ = ask(relay, ScoreRequest(token_lists=[[1, 2], [3]]))
-    assert reply.rewards[:, 0].tolist() == [3.0, 3.0]
+    scored = ask(relay, TWO)
+    assert scored.rewards.tolist() == [[total("ab"), -total("ab")], [total("c"), -total("c")]]
+    assert (scored.contract_hash, scored.errors) == (CONTRACT.hash, {})
+    assert scored.exceeded.tolist() == [False, False]
+    scored = ask(relay, ScoreRequest(token_lists=[[1, 2], [3]]))
+    assert scored.rewards[:, 0].tolist() == [3.0, 3.0]
     assert relay.contract == CONTRACT
     client.contract = replace(CONTRACT, attributes=("other", "names"))
     ask(relay, TWO)
@@ -47,23 +47,23 @@ def test_relay_has_the_backends_rewards_of_texts_and_tokens_and_its_newest_contr
 def test_relay_sets_a_refused_row_aside_or_fails_the_request() -> None:
     relay = service(FakeClient())
     request = ScoreRequest(texts=["ab", ""])
-    reply, errors = ask(relay, request, sets_rows_aside=True)
-    assert errors == {1: "the text is empty"}
-    assert np.isnan(reply.rewards[1]).all()
+    scored = ask(relay, request, sets_rows_aside=True)
+    assert scored.errors == {1: "the text is empty"}
+    assert np.isnan(scored.rewards[1]).all()
     assert ask(relay, request) == Failure("row 1: the text is empty", FailureKind.bad_request)
     assert relay.recent.drift(None)[0].rows == 1
 
 
 def test_relay_puts_rows_that_were_refused_before_among_the_others() -> None:
     request = ScoreRequest(texts=["ab", "", "c"], refused={0: "an image", 3: "no text"})
-    reply, errors = ask(service(FakeClient()), request, sets_rows_aside=True)
-    assert errors == {0: "an image", 2: "the text is empty", 3: "no text"}
-    assert list(errors) == [0, 2, 3]
-    assert reply.rewards[[1, 4], 0].tolist() == [total("ab"), total("c")]
-    assert np.isnan(reply.rewards[[0, 2, 3]]).all()
-    assert reply.exceeded.tolist() == [False] * 5
-    reply, errors = ask(service(FakeClient()), ScoreRequest(texts=[], refused={0: "an image"}))
-    assert (np.isnan(reply.rewards).tolist(), errors) == ([[True, True]], {0: "an image"})
+    scored = ask(service(FakeClient()), request, sets_rows_aside=True)
+    assert scored.errors == {0: "an image", 2: "the text is empty", 3: "no text"}
+    assert list(scored.errors) == [0, 2, 3]
+    assert scored.rewards[[1, 4], 0].tolist() == [total("ab"), total("c")]
+    assert np.isnan(scored.rewards[[0, 2, 3]]).all()
+    assert scored.exceeded.tolist() == [False] * 5
+    scored = ask(service(FakeClient()), ScoreRequest(texts=[], refused={0: "an image"}))
+    assert (np.isnan(scored.rewards).tolist(), scored.errors) == ([[True, True]], {0: "an image"})
 
 
 def test_relay_says_whose_fault_each_way_to_fail_is() -> None:
@@ -93,7 +93,7 @@ def test_relay_tells_more_rows_than_may_wait_when_to_come_again() -> None:
 
     first, second, inside = asyncio.run(both())
     assert inside == 2
-    assert first[0].rewards.shape == (2, 2)
+    assert first.rewards.shape == (2, 2)
     assert second.kind is FailureKind.busy
     assert second.retry_after_s == 1
     assert "2 rows wait of 3, gateway.max_queue_rows" in second.message
@@ -105,8 +105,8 @@ def test_relay_asks_a_server_without_a_contract_for_it_once() -> None:
     client.contract_async = AsyncMock(side_effect=refused)  # type: ignore[method-assign]
     relay = service(client)
     for _ in range(3):
-        reply, _ = ask(relay, TWO)
-        assert reply.contract_hash is None
+        scored = ask(relay, TWO)
+        assert scored.contract_hash is None
     assert (relay.contract, client.contract_async.await_count) == (None, 1)
 
 

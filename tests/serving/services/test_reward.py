@@ -12,7 +12,7 @@ import pytest
 
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.serving.metrics import Meter
-from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreReply, kserve
+from nemo_aligner.serving.protocols import Failure, FailureKind, ScoredRows, kserve
 from nemo_aligner.serving.reward import RewardService, answer_request
 from nemo_aligner.utils.errors import CheckpointError, DataError, ServingError
 from tests.serving.fake_server import CONTRACT, SEQ_LENGTH, FakeScorer
@@ -52,8 +52,8 @@ class Service:
         config = ServerConfig(**settings)
         self.service = RewardService(scorer, self.batcher, config, self.meter)
 
-    def ask(self, *requests: dict[str, np.ndarray]) -> list[ScoreReply | Failure]:
-        async def everyone() -> list[ScoreReply | Failure]:
+    def ask(self, *requests: dict[str, np.ndarray]) -> list[ScoredRows | Failure]:
+        async def everyone() -> list[ScoredRows | Failure]:
             return await asyncio.gather(*(answer_request(self.service, each) for each in requests))
 
         return asyncio.run(everyone())
@@ -72,8 +72,8 @@ def internal(message: str) -> Failure:
     return Failure(message, FailureKind.internal)
 
 
-def rewards(answer: ScoreReply | Failure) -> list[float]:
-    assert isinstance(answer, ScoreReply), answer
+def rewards(answer: ScoredRows | Failure) -> list[float]:
+    assert isinstance(answer, ScoredRows), answer
     return answer.rewards[:, 0].tolist()
 
 
@@ -98,7 +98,7 @@ def test_service_gives_every_request_its_own_answer(service: Service) -> None:
     assert answers[5].kind is FailureKind.bad_request
     assert answers[6] == internal("the model failed: token 666 cannot be scored")
     whole = answers[7]
-    assert isinstance(whole, ScoreReply)
+    assert isinstance(whole, ScoredRows)
     assert whole.rewards.tolist() == [[3, -3], [4, -4], [5, -5]]
     assert (whole.exceeded.dtype, whole.exceeded.tolist()) == (bool, [False] * 3)
     assert whole.contract_hash == CONTRACT.hash
@@ -140,7 +140,7 @@ def test_service_counts_what_was_answered_and_refused(service: Service) -> None:
 
 def test_service_reports_a_cut_text(service: Service) -> None:
     (answer,) = service.ask(kserve.encode_sentences(["x" * 100, "x"]))
-    assert isinstance(answer, ScoreReply)
+    assert isinstance(answer, ScoredRows)
     assert answer.exceeded.tolist() == [True, False]
     assert answer.rewards[0, 0] == SEQ_LENGTH * ord("x")
 
@@ -151,7 +151,7 @@ def test_service_wants_add_eos_to_agree_with_the_contract(service: Service) -> N
     scored, ours = "the model's scoring contract", "conversations and tokens"
     for inputs, wanted, why in ((GOOD, True, scored), (tokens, False, ours), (chats, False, ours)):
         (answer,) = service.ask({**inputs, "add_EOS": np.array([[wanted], [wanted]])})
-        assert isinstance(answer, ScoreReply), why
+        assert isinstance(answer, ScoredRows), why
         (answer,) = service.ask({**inputs, "add_EOS": np.array([[wanted], [not wanted]])})
         assert answer == bad(
             f"add_EOS, row 1: got {not wanted}, wanted {wanted} ({why}) or no add_EOS at all"
