@@ -107,6 +107,7 @@ def build_learner(
         lora=LoraShape.from_settings(options.lora),
         head=options.head,
         reply_marker=data.contract.reply_marker,
+        lora_dropout=LoraDropout.from_settings(options.lora, options.seed),
     )
     _begin_head(config, data, pretrained)
     if pretrained.model.post_process:
@@ -116,9 +117,7 @@ def build_learner(
     total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)
     make_batch_invariant(pretrained.model, options.invariant_rows)
     if options.lora.rank > 0:
-        rate = options.lora.dropout
-        dropout = LoraDropout(rate, options.seed) if rate > 0 else None
-        train_adapters_alone(pretrained.model, dropout)
+        train_adapters_alone(pretrained.model)
     freeze_lower_layers(pretrained.model, options.freeze_layers, pretrained.config["num_layers"])
     model = wrap_for_training(pretrained.model)
     optimizer = build_optimizer(model, options.optim, loop.gradient_clip_val, total_steps)

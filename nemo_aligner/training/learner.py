@@ -95,8 +95,7 @@ class RewardLearner:
         """
         plan = self._loader.plan(step)
         self._ddp.train()
-        if self.model.lora_dropout is not None:
-            self.model.lora_dropout.step = step
+        self.model.begin_step(step)
         self._ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         mine = forward_backward(self._ddp, plan.packs, self._layout, self.objective.loss)
