@@ -41,7 +41,7 @@ from nemo_aligner.models.shape import (
     with_lora,
 )
 from nemo_aligner.planning.cost import Packs, Plan, step_flops
-from nemo_aligner.training.learner import RewardLearner
+from nemo_aligner.training.learner import KeepHeldout, RewardLearner
 from nemo_aligner.training.loggers import known_peak
 from nemo_aligner.training.optimizer.optimizer import build_optimizer
 from nemo_aligner.utils.console import say, show_bytes
@@ -87,7 +87,10 @@ def _contract_before(config: TrainConfig) -> ScoringContract | None:
 
 
 def build_learner(
-    config: TrainConfig, data: TrainingData, layout: ParallelLayout
+    config: TrainConfig,
+    data: TrainingData,
+    layout: ParallelLayout,
+    keep_heldout: KeepHeldout | None = None,
 ) -> tuple[RewardLearner, PretrainedModel, int]:
     """Model and optimizer, ready to train on ``data``; and how many steps the data is good for."""
     options, loop = config.model, config.trainer.rm
@@ -130,6 +133,7 @@ def build_learner(
         options.micro_batch_tokens,
         query_key_cost,
         _flops_counter(config, ModelShape.from_config(pretrained.config)),
+        keep_heldout,
     )
     return learner, pretrained, total_steps
 
