@@ -74,12 +74,14 @@ class LoraAdapter(torch.nn.Module):
         if self._dropout is not None and self.training:
             scale /= 1 - self._dropout.rate
             x = self._dropped(x, self._dropout)
+        # Scaled in the low rank, where a token has ``rank`` numbers instead of ``out``.
         low = _product(x, self.linear_in, rows) * scale
         if not self._is_by_outputs:
             low = sum_partial(low, self._group, self._is_split, rows)
         elif self._is_split:
             low = gather_from_sequence_parallel_region(low, group=self._group)
         else:
+            # Forward nothing; backward the sum over ranks, each of which has a part of the outputs.
             low = copy_to_tensor_model_parallel_region(low, group=self._group)
         return _product(low, self.linear_out, rows)
 

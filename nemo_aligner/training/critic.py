@@ -115,6 +115,7 @@ class CriticLearner:
             (sum(lengths), len(self._objective.weights)),
             self._layout,
         )
+        # Label means added, attributes weighted: a value is on the scale of the server's reward.
         merged = self._objective.merged(gathered).numpy()
         return np.split(merged, np.cumsum(lengths)[:-1])
 
@@ -137,6 +138,7 @@ class CriticLearner:
         values = compute_gradients(
             self._ddp, self.optimizer, packs, self._layout, self._objective.loss
         )
+        # Before the update, as a learner of rewards does: a step that fails leaves the weights.
         total, count = self._sum_over_ranks(values, packs)
         if not math.isfinite(total):
             raise self._error("a loss that is not finite")
@@ -173,6 +175,7 @@ class CriticLearner:
     ) -> tuple[float, int]:
         """The loss's sum and count over all ranks, the same on each."""
         sums = torch.zeros(2, dtype=torch.float64, device=current_device())
+        # Tensor parallel ranks all have the same values; stages before the last have none.
         if values is not None and self._layout.tp_rank == 0:
             sizes = [len(pack.records) for pack in packs]
             for own, pack in zip(values.split(sizes), packs, strict=True):
@@ -224,6 +227,7 @@ class CriticRun:
             CheckpointError: on every rank, if any cannot write.
         """
         learner, checkpoints = self.learner, self.checkpoints
+        # The state first: a ``.nemo`` without it could be served, but the run not go on from there.
         latest = checkpoints.latest()
         if latest is None or latest.state.step != learner.step:
             samples = learner.consumed_samples

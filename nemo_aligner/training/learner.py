@@ -99,6 +99,7 @@ class RewardLearner:
         mine = compute_gradients(
             self._ddp, self.optimizer, plan.packs, self._layout, self.objective.loss
         )
+        # Read before the update, which moves both on: they are those of this step.
         dataset, loss_scale, lr = self.data.train, self.optimizer.loss_scale, self.optimizer.lr
         done = StepRecords(
             step=step + 1,
@@ -109,6 +110,8 @@ class RewardLearner:
             device=current_device(),
             is_fp16=loss_scale is not None,
         )
+        # The step's own forward pass gives the metrics: with the weights from before the update,
+        # and LoRA's dropout. All ranks have all rewards, so what a check finds, all raise.
         rewards = self._gather(mine, plan.packs, done.records)
         check_rewards(done, rewards, self.objective.loss)
         metrics = measure_step(self.objective, rewards, done.records)
@@ -121,6 +124,7 @@ class RewardLearner:
     def _update(self, done: StepRecords, loss_scale: float | None) -> dict[str, float]:
         """Step the optimizer: the gradient's norm, and what ``loss_scale`` made of the step."""
         update = self.optimizer.step()
+        # An overflow of fp16 is not an error while the loss scale can still be halved.
         if not update.applied and not update.skipped:
             what = _wrong_gradient(update, loss_scale)
             raise gradient_error(done, self._ddp, self.optimizer, self.objective.loss, what)
@@ -137,6 +141,7 @@ class RewardLearner:
     def _gather(
         self, mine: Tensor | None, batches: Sequence[PackedBatch], records: Records
     ) -> Tensor:
+        # The head's outputs, more than one for an attribute where a loss has quantiles or bins.
         shape = (records.num_rewards, count_outputs(self.objective))
         return gather_rewards(mine, batches, shape, self._layout)
 
@@ -164,6 +169,8 @@ class RewardLearner:
         self, dataset: TokenizedDataset, after_part: Callable[[float], None]
     ) -> dict[str, float]:
         layout, budget = self._layout, self._micro_batch_tokens
+        # The rewards of the whole set are measured at once: a correlation, a quantile or a
+        # calibration error is no mean of those of batches.
         batches = validation_batches(
             dataset, budget, layout.dp_rank, layout.dp, self._query_key_cost
         )
@@ -417,6 +424,7 @@ def _without_labels(step: StepRecords, indices: Sequence[int]) -> str:
 
 def _is_learnable(rewards: Tensor, records: Records, loss: RewardLoss) -> bool:
     total, _ = loss(rewards, records)
+    # Both: a record whose labels are all missing hides a NaN reward from the loss.
     return bool(torch.isfinite(rewards).all() & torch.isfinite(total))
 
 
@@ -437,6 +445,7 @@ def gradient_error(
     ``model`` is Megatron's data parallel wrapper, with the gradient of the step still in it; what
     is in it afterwards is of no use.
     """
+    # Before any gradient is computed anew: which ranks saw it in the step itself.
     broken = gather_objects(not _has_finite_gradients(model))
     blames: list[_Blame] = []
     for index, record in enumerate(step.record_ids):

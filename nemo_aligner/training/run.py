@@ -73,7 +73,7 @@ def train(
             facts = RunFacts(Path(config.exp_manager.explicit_log_dir), data, world.world_size)
             keep = heldout_writer(config, data, facts) if is_main() else None
             learner, pretrained, total_steps = build_learner(config, data, layout, keep)
-        held.callback(learner.release)
+        held.callback(learner.release)  # after an error, too, for a notebook that goes on
         patience = build_early_stopping(config.exp_manager, data)
         described: list[str] = []
         if is_main():
@@ -143,7 +143,7 @@ def open_checkpoints(config: ExpManagerConfig, data: TrainingData) -> RunCheckpo
 
 
 def build_early_stopping(config: ExpManagerConfig, data: TrainingData) -> EarlyStopping:
-    """EarlyStopping for a better validation, by the metric of the best checkpoints.
+    """Early stopping by the metric of the best checkpoints.
 
     Raises:
         ConfigError: it is to end early, and there is no validation data.
@@ -305,6 +305,7 @@ def _load_mean(saved: Sequence[Saved], checkpoints: RunCheckpoints, model: Any) 
 
     With LoRA it is that of its matrices, which is not the mean of what they add.
     """
+    # One checkpoint at a time, into the model itself: host memory for one sum is all it takes.
     sums: dict[str, Tensor] = {}
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     for each in saved:
