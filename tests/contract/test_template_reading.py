@@ -57,6 +57,11 @@ UNWRITTEN: dict[str, dict[str, str]] = {
         "without the tools": "tool_calls", "reasoning": "reasoning_content",
         "documents": "documents",
     },
+    "smollm3": {
+        **{name: "tools" for name, (_, beside) in CONVERSATIONS.items() if "tools" in beside},
+        "without the tools": "tool_calls", "reasoning": "reasoning_content",
+        "developer": "role 'developer'", "documents": "documents",
+    },
     "gemma-4": {"reasoning": "reasoning_content", "documents": "documents"},
     "glm-4.5": {"developer": "role 'developer'", "documents": "documents"},
     **{
