@@ -170,8 +170,12 @@ def evaluate_ratings(
     attributes: Sequence[str],
     *,
     measure: Measure | None = None,
+    spreads: np.ndarray | None = None,
 ) -> EvalResult:
     """Measure how close rewards are to labels, and how well they correlate.
+
+    Args:
+        spreads: ``[N, A]``, how uncertain the model is of its rewards, where it says so.
 
     Raises:
         DataError: a text cannot be scored, or there is no rating.
@@ -182,12 +186,21 @@ def evaluate_ratings(
         raise DataError(
             f"got {rewards.shape[1]} rewards per text, wanted {len(attributes)}: {attributes}"
         )
-    labels = label_columns(ratings, attributes).values.numpy()
+    labels = label_columns(ratings, attributes).values
     rows = [
-        Prediction(Item("", each.source, each.texts, 0), own, record=str(each.origin), labels=given)
-        for each, own, given in zip(ratings, rewards, labels, strict=True)
+        Prediction(
+            item=Item("", record.source, record.texts, num_right=0),
+            rewards=rewards[row],
+            record=str(record.origin),
+            labels=labels[row].numpy(),
+            spread=None if spreads is None else spreads[row],
+        )
+        for row, record in enumerate(ratings)
     ]
     metrics = _measure(attributes, rewards, ratings, measure)
+    if spreads is not None:
+        found, known = torch.from_numpy(rewards), torch.from_numpy(spreads)
+        metrics |= measure_spreads(RatedRewards.of(found, labels, tuple(attributes), spreads=known))
     counts = {"read": len(ratings), "kept": len(ratings)}
     return EvalResult(Predictions(rows, tuple(attributes)), metrics, counts)
 
@@ -233,7 +246,17 @@ def evaluate_file(
     if source.encode is None:
         file, source = drop_refused(file, source)
     if file.kind is RecordKind.rating:
-        found = _evaluate_rated(source, file.records)
+        spreads = None
+        if source.score_and_spread is not None:  # in one pass
+            rewards, spreads = source.score_and_spread([each.response for each in file.records])
+            source = replace(source, score=lambda _: rewards)
+        found = evaluate_ratings(
+            source.score,
+            file.records,
+            source.attributes,
+            measure=source.measure,
+            spreads=spreads,
+        )
     else:
         found = evaluate_comparisons(
             source.score,
@@ -242,23 +265,6 @@ def evaluate_file(
             measure=source.measure,
         )
     return replace(found, counts=file.counts, malformed=file.malformed)
-
-
-def _evaluate_rated(source: RewardSource, ratings: Sequence[Rating]) -> EvalResult:
-    """``evaluate_ratings``, with the spread of the rewards where it costs nothing more."""
-    attributes, measure = source.attributes, source.measure
-    if source.score_and_spread is None:
-        return evaluate_ratings(source.score, ratings, attributes, measure=measure)
-    rewards, spreads = source.score_and_spread([record.response for record in ratings])
-    result = evaluate_ratings(lambda _: rewards, ratings, attributes, measure=measure)
-    predictions = result.predictions
-    found, labels = (torch.from_numpy(each) for each in (predictions.rewards, predictions.labels))
-    known = None if spreads is None else torch.from_numpy(spreads)
-    metrics = measure_spreads(RatedRewards.of(found, labels, attributes, spreads=known))
-    if spreads is not None:
-        pairs = zip(predictions.rows, spreads, strict=True)
-        predictions = replace(predictions, rows=[replace(row, spread=own) for row, own in pairs])
-    return replace(result, predictions=predictions, metrics={**result.metrics, **metrics})
 
 
 def drop_refused(file: RecordFile, source: RewardSource) -> tuple[RecordFile, RewardSource]:
@@ -274,12 +280,9 @@ def drop_refused(file: RecordFile, source: RewardSource) -> tuple[RecordFile, Re
     of_records = np.split(rewards, bounds)
     taken = [not np.isnan(some).all(axis=1).any() for some in of_records]
     kept = list(compress(file.records, taken))
-    counts = {**file.counts, "refused": taken.count(False), "kept": len(kept)}
-    shown = {name: count for name, count in counts.items() if count or name == "kept"}
-    if not kept:
-        raise DataError(f"{file.path}: no record to evaluate on: {shown}")
+    file = _with_kept(file, kept, {**file.counts, "refused": taken.count(False)})
     known = np.concatenate(list(compress(of_records, taken)))
-    return replace(file, records=kept, counts=shown), replace(source, score=lambda _: known)
+    return file, replace(source, score=lambda _: known)
 
 
 def keep_scorable(file: RecordFile, source: RewardSource, rule: MalformedRule) -> RecordFile:
@@ -305,14 +308,19 @@ def keep_scorable(file: RecordFile, source: RewardSource, rule: MalformedRule) -
         else:
             counts["truncated"] += any(text.truncated for text in encoded)
             kept.append(record)
-    counts["kept"] = len(kept)
-    shown = {name: count for name, count in counts.items() if count or name == "kept"}
     malformed.sort(key=lambda record: record.origin.line)
-    scorable = replace(file, records=kept, counts=shown, malformed=malformed)
-    check_malformed([scorable], rule)
+    check_malformed([replace(file, counts=counts, malformed=malformed)], rule)
+    return _with_kept(replace(file, malformed=malformed), kept, counts)
+
+
+def _with_kept(
+    file: RecordFile, kept: Sequence[Comparison | Rating], counts: Mapping[str, int]
+) -> RecordFile:
+    counts = {**counts, "kept": len(kept)}
+    shown = {name: count for name, count in counts.items() if count or name == "kept"}
     if not kept:
         raise DataError(f"{file.path}: no record to evaluate on: {shown}")
-    return scorable
+    return replace(file, records=list(kept), counts=shown)
 
 
 def _encode(
