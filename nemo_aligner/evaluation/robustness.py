@@ -8,17 +8,15 @@ that. Models turn at such changes: Liu et al. 2024 (RM-Bench, arXiv 2410.16184),
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from nemo_aligner.contract.messages import Text, messages_of, reply_of, with_messages
-from nemo_aligner.evaluation.evaluate import EvaluationReport
-from nemo_aligner.evaluation.run_task import TaskReport
+from nemo_aligner.contract.messages import Text, messages_of, with_messages
+from nemo_aligner.evaluation.predictions import Prediction, Predictions
 from nemo_aligner.evaluation.tasks.base import Task
 from nemo_aligner.evaluation.tasks.best_of_n import best_of
 from nemo_aligner.metrics.ranking import wilson_interval
@@ -27,45 +25,6 @@ from nemo_aligner.utils.errors import ConfigError, DataError
 
 BOTH = "both replies"
 REJECTED = "the rejected reply"
-
-
-@dataclass(frozen=True)
-class ScoredPairs:
-    """N pairs of texts, chosen and rejected, and their ``[N, 2]`` rewards.
-
-    ``of_code`` are pairs beside them whose replies are code, which is left alone.
-    """
-
-    texts: Sequence[tuple[Text, Text]]
-    rewards: np.ndarray
-    of_code: int = 0
-
-    @classmethod
-    def of_report(cls, report: EvaluationReport) -> ScoredPairs:
-        """The pairs of a file of comparisons."""
-        return cls([(chosen, rejected) for chosen, rejected in report.texts], report.rewards)
-
-    @classmethod
-    def of_task(cls, report: TaskReport) -> ScoredPairs:
-        """The pairs of a benchmark that ``check_pairwise`` lets pass, but for those of code.
-
-        Raises:
-            DataError: all are.
-        """
-        judged = [each for each in report.judged if not each.item.is_code]
-        if not judged:
-            raise DataError("robustness_pairs: all replies are code, whose style is not changed")
-        pairs = [(each.item.texts[0], each.item.texts[1]) for each in judged]
-        of_code = len(report.judged) - len(judged)
-        return cls(pairs, np.stack([each.rewards for each in judged]), of_code)
-
-    def draw(self, most: int) -> ScoredPairs:
-        """At most so many, in their order; the same ones every time."""
-        count = len(self.texts)
-        if most >= count:
-            return self
-        drawn = sorted(random.Random(0).sample(range(count), most))
-        return ScoredPairs([self.texts[row] for row in drawn], self.rewards[drawn])
 
 
 @dataclass(frozen=True)
@@ -153,7 +112,7 @@ def check_pairwise(task: Task) -> None:
 
 
 def check_robustness(
-    pairs: ScoredPairs,
+    predictions: Predictions,
     score: Callable[[Sequence[Text]], np.ndarray],
     fits: Callable[[Text], bool],
     most: int,
@@ -161,39 +120,51 @@ def check_robustness(
     """Score ``most`` of the pairs again after each change.
 
     Args:
+        predictions: pairs, or items of a benchmark that ``check_pairwise`` lets pass; code is left
+            out.
         score: M texts to ``[M]`` rewards, NaN where the model refuses one.
         fits: whether the model takes a text whole.
 
     Raises:
-        DataError: no text of any pair is a conversation, in which it is known what the reply is.
+        DataError: all replies are code, or no text of any pair is a conversation, in which it is
+            known what the reply is.
     """
-    if all(isinstance(text, str) for pair in pairs.texts for text in pair):
+    pairs = replace(predictions, rows=[row for row in predictions.rows if not row.item.is_code])
+    if not pairs.rows:
+        raise DataError("robustness_pairs: all replies are code, whose style is not changed")
+    if all(isinstance(text, str) for row in pairs.rows for text in row.item.texts):
         raise DataError(
             "robustness_pairs: got raw texts, which do not say where the reply begins; wanted "
             "prompts and replies, or conversations"
         )
-    drawn = pairs.draw(most)
-    margin_std = float(np.std(drawn.rewards[:, 0] - drawn.rewards[:, 1]))
+    drawn = pairs.draw(most).rows
+    before = _rewards(drawn)
+    margin_std = float(np.std(before[:, 0] - before[:, 1]))
     rows = []
     for transformation in TRANSFORMATIONS:
         say(f"scoring again with {transformation.name}: {transformation.about} ...")
         changed = _score_changed(drawn, transformation, score, fits)
-        rows += [_row(drawn, changed, transformation.name, side, margin_std) for side in _SIDES]
-    counts = len(drawn.texts), len(pairs.texts), pairs.of_code
-    return Robustness(*counts, margin_std, rows, _lengths(pairs))
+        rows += [_row(before, changed, transformation.name, side, margin_std) for side in _SIDES]
+    of_code = len(predictions.rows) - len(pairs.rows)
+    return Robustness(len(drawn), len(pairs.rows), of_code, margin_std, rows, _lengths(pairs))
+
+
+def _rewards(pairs: Sequence[Prediction]) -> np.ndarray:
+    """``[N, 2]``, chosen then rejected, in the dtype that the model gave."""
+    return np.stack([row.rewards for row in pairs])
 
 
 def _score_changed(
-    pairs: ScoredPairs,
+    pairs: Sequence[Prediction],
     transformation: Transformation,
     score: Callable[[Sequence[Text]], np.ndarray],
     fits: Callable[[Text], bool],
 ) -> _Changed:
-    rewards = pairs.rewards.astype(float)
+    rewards = _rewards(pairs).astype(float)
     is_changed, is_too_long = (np.zeros(rewards.shape, dtype=bool) for _ in range(2))
     places, texts = [], []
-    for row, pair in enumerate(pairs.texts):
-        for side, text in enumerate(pair):
+    for row, pair in enumerate(pairs):
+        for side, text in enumerate(pair.item.texts):
             changed = change_reply(text, transformation.apply)
             is_changed[row, side] = changed != text
             if is_changed[row, side] and fits(changed):
@@ -226,7 +197,7 @@ _SIDES = ((BOTH, np.array([True, True])), (REJECTED, np.array([False, True])))
 
 
 def _row(
-    pairs: ScoredPairs,
+    before: np.ndarray,
     changed: _Changed,
     name: str,
     side: tuple[str, np.ndarray],
@@ -237,10 +208,10 @@ def _row(
     applies = is_changed.any(axis=1)
     too_long = (changed.is_too_long & columns).any(axis=1)
     used = applies & ~too_long
-    rewards = np.where(columns, changed.rewards, pairs.rewards)
-    fell = _verdicts(pairs.rewards) - _verdicts(rewards)
+    rewards = np.where(columns, changed.rewards, before)
+    fell = _verdicts(before) - _verdicts(rewards)
     turned = int(np.count_nonzero((fell > 0 if which == REJECTED else fell != 0)[used]))
-    shifts = (rewards - pairs.rewards)[is_changed & used[:, None]]
+    shifts = (rewards - before)[is_changed & used[:, None]]
     shift = float(shifts.mean()) if shifts.size else None
     count = int(used.sum())
     low, high = wilson_interval(turned, count)
@@ -265,10 +236,10 @@ def _verdicts(rewards: np.ndarray) -> np.ndarray:
     return np.sign(rewards[:, 0] - rewards[:, 1])
 
 
-def _lengths(pairs: ScoredPairs) -> list[BestOfLength]:
-    lengths = np.array([[len(reply_of(text)) for text in pair] for pair in pairs.texts], float)
+def _lengths(pairs: Predictions) -> list[BestOfLength]:
+    rewards, lengths = _rewards(pairs.rows), pairs.lengths.astype(float)
     return [
-        BestOfLength(n, *(_mean_of_best(n, pairs.rewards, of) for of in (pairs.rewards, lengths)))
+        BestOfLength(n, *(_mean_of_best(n, rewards, of) for of in (rewards, lengths)))
         for n in (1, 2)
     ]
 

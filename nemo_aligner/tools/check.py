@@ -27,10 +27,10 @@ from nemo_aligner.tools.invariance import (
     compare_all,
     render_rows,
     run_world,
+    score_everywhere,
     score_over_http,
     summarise,
 )
-from nemo_aligner.tools.invariance_worker import score_everywhere
 from nemo_aligner.utils.errors import CheckpointError, DataError
 from nemo_aligner.utils.processes import is_launched
 

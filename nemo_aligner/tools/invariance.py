@@ -1,24 +1,49 @@
-"""Is a reward the same in any company, at every layout, in every precision? And the bars."""
+"""Are a reward's bits the same in every batch, and its value at every layout and precision?
+
+``python -m nemo_aligner.tools.invariance ASKED RESULT``, also under torchrun, answers what
+``run_world`` asked for, file to file.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
+from torch.distributed import get_world_size
 
-from nemo_aligner.distributed.launch import run_ranks
-from nemo_aligner.distributed.layout import LayoutSizes
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.checkpoint.nemo.open import open_nemo, read_model_config
+from nemo_aligner.checkpoint.nemo.reward_model import (
+    load_pretrained,
+    load_reward_model,
+    read_text_rules,
+)
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import BATCH_INVARIANT_ROWS, Recompute
+from nemo_aligner.data.packing import pack_sequences
+from nemo_aligner.distributed.launch import launch, run_ranks
+from nemo_aligner.distributed.layout import (
+    LayoutSizes,
+    ParallelLayout,
+    destroy_layout,
+    initialize_layout,
+)
+from nemo_aligner.models.reward_model import make_batch_invariant, wrap_for_training
+from nemo_aligner.models.shape import ModelShape, read_lora
+from nemo_aligner.models.step import forward_backward, gather_rewards
+from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.serving.run import served
 from nemo_aligner.utils.errors import ConfigError, PeerError
-from nemo_aligner.utils.processes import environment
+from nemo_aligner.utils.processes import environment, is_first_rank, report
 
 FP32_BAR = 1e-5
 # The server is not a layout, and a variant with this prefix is not scored.
@@ -26,8 +51,10 @@ SERVER, TRAINING = "server", "training"
 _EPSILON = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
+# A list of N texts -> rewards [N, ...].
+Score: TypeAlias = Callable[[list[Any]], np.ndarray]
 # Layout -> variant -> rewards [N, A].
-Rewards = dict[str, dict[str, np.ndarray]]
+Rewards: TypeAlias = dict[str, dict[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -184,7 +211,7 @@ def compare(
         layout=layout,
         variant=variant,
         texts=len(rewards),
-        changed=int((rewards != reference).sum()),
+        changed=count_changed(rewards, reference),
         difference=difference,
         flips=flips,
         # A NaN is no number that is small enough.
@@ -234,6 +261,161 @@ def summarise(rows: Sequence[Row], bars: Mapping[Compared, Bar]) -> str:
     return "\n  ".join(lines)
 
 
+# One harness for the check, the benchmark and the tests: any scorer, and any order of calls.
+
+
+def score_alone(score: Score, texts: Sequence[Any]) -> np.ndarray:
+    """Rewards of texts, each in a call of its own."""
+    return score_calls(score, texts, [[index] for index in range(len(texts))])
+
+
+def score_calls(
+    score: Score, texts: Sequence[Any], calls: Iterable[Sequence[int] | np.ndarray]
+) -> np.ndarray:
+    """Rewards of texts, in their order, from calls that have each index once among them."""
+    calls = [np.asarray(call) for call in calls]
+    rewards = np.concatenate([score([texts[index] for index in call]) for call in calls])
+    return rewards[np.argsort(np.concatenate(calls))]
+
+
+def count_changed(rewards: np.ndarray, reference: np.ndarray) -> int:
+    """Rewards whose bits are not those of the reference."""
+    same = (rewards == reference) & (np.signbit(rewards) == np.signbit(reference))
+    return int((~same).sum())
+
+
+# The rewards at every layout of this process group.
+
+
+def score_everywhere(
+    checkpoint: str, texts: list[Any], precision: Precision, min_model_parallel: int = 1
+) -> Scored:
+    """Score every variant; the reference is fp32 at the first layout. Every rank calls it once.
+
+    Raises:
+        ConfigError: no layout of so many processes fits.
+    """
+    with launch(), open_nemo(checkpoint) as folder:
+        layouts, reasons = fitting_layouts(get_world_size(), ModelShape.from_config(folder.config))
+        layouts = [sizes for sizes in layouts if sizes.tp * sizes.pp >= min_model_parallel]
+        if not layouts:
+            raise ConfigError(
+                f"no layout of {get_world_size()} processes fits: " + "; ".join(reasons)
+            )
+        found = {str(sizes): _at_layout(folder.root, texts, precision, sizes) for sizes in layouts}
+        if precision is Precision.fp32:
+            reference = found[str(layouts[0])]["alone"]
+        else:
+            reference = _alone(folder.root, texts, Precision.fp32, layouts[0])
+    return Scored(found, reference, reasons)
+
+
+def _at_layout(
+    checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
+) -> dict[str, np.ndarray]:
+    layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel)
+    found = _scored(checkpoint, texts, precision, layout)
+    for name, recompute in (("training", Recompute.none), ("training, recompute", Recompute.full)):
+        _free()
+        found[name] = _trained_on(checkpoint, texts, precision, layout, recompute)
+    destroy_layout()
+    _free()
+    return found
+
+
+def _alone(
+    checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
+) -> np.ndarray:
+    layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel)
+    budget = 2**30
+    scorer = load_scorer(checkpoint, layout, precision=precision, micro_batch_tokens=budget)
+    rewards = score_alone(scorer.score, texts)
+    destroy_layout()
+    return rewards
+
+
+def _scored(
+    checkpoint: Path, texts: list[Any], precision: Precision, layout: ParallelLayout
+) -> dict[str, np.ndarray]:
+    model = load_reward_model(checkpoint, layout, precision)
+    make_batch_invariant(model.model, BATCH_INVARIANT_ROWS)
+    small = model.contract.seq_length
+
+    def scorer(budget: int, cached: int = 0) -> RewardScorer:
+        given = (model.model, model.contract, model.tokenizer, layout, budget)
+        return RewardScorer(*given, prefix_cache_tokens=cached)
+
+    plain = scorer(small)
+    orders = (np.random.RandomState(seed).permutation(len(texts)) for seed in (1, 2))
+    found = {
+        "alone": score_alone(plain.score, texts),
+        "all together": scorer(max(8192, 4 * small)).score(texts),
+        **{
+            f"small packs, order {number}": score_calls(plain.score, texts, [order])
+            for number, order in enumerate(orders, start=1)
+        },
+    }
+    cached = scorer(small, cached=4 * small)
+    cached.score(texts[::-1])
+    return {**found, "from a prefix cache": cached.score(texts)}
+
+
+def _trained_on(
+    checkpoint: Path,
+    texts: list[Any],
+    precision: Precision,
+    layout: ParallelLayout,
+    recompute: Recompute,
+) -> np.ndarray:
+    """The rewards of a training step's forward pass."""
+    tokenizer, contract = read_text_rules(checkpoint)
+    assert contract is not None, "its rewards were scored before"
+    indices = torch.arange(layout.dp_rank, len(texts), layout.dp)
+    sequences = [contract.encode(tokenizer, texts[index]).token_ids for index in indices]
+    packs = [
+        replace(pack, rows=indices[pack.rows])
+        for pack in pack_sequences(sequences, contract.seq_length)
+    ]
+    pretrained = load_pretrained(
+        checkpoint,
+        layout,
+        num_attributes=len(contract.attributes),
+        outputs_per_attribute=contract.outputs_per_attribute,
+        precision=precision,
+        recompute=recompute,
+        lora=read_lora(read_model_config(checkpoint)),
+        reply_marker=contract.reply_marker,
+    )
+    ddp = wrap_for_training(pretrained.model)
+    ddp.train()
+    rewards = forward_backward(ddp, packs, layout, _sum_and_count)
+    shape = (len(texts), len(contract.attributes) * contract.outputs_per_attribute)
+    outputs = gather_rewards(rewards, packs, shape, layout).numpy()
+    return contract.rewards_of(outputs)
+
+
+def _sum_and_count(rewards: Any, _: Any) -> tuple[Any, Any]:
+    return rewards.sum(), torch.tensor(len(rewards), device=rewards.device)
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def main(asked: str, result: str) -> int:
+    """Score what ``run_world`` asked for, from file to file, on one rank."""
+    job = json.loads(Path(asked).read_text())
+    try:
+        scored = score_everywhere(job["checkpoint"], job["texts"], Precision(job["precision"]))
+    except Exception as error:
+        return report(error)
+    if is_first_rank():
+        Path(result).write_text(json.dumps(scored.to_dict()))
+    return 0
+
+
 # Process groups and a server that score texts beside this process.
 
 
@@ -247,7 +429,7 @@ def run_world(job: Mapping[str, Any], size: int) -> Scored:
     with tempfile.TemporaryDirectory() as folder:
         asked, result = Path(folder, "asked.json"), Path(folder, "result.json")
         asked.write_text(json.dumps(job))
-        arguments = ["-m", "nemo_aligner.tools.invariance_worker", str(asked), str(result)]
+        arguments = ["-m", "nemo_aligner.tools.invariance", str(asked), str(result)]
         if run_ranks(arguments, size, environment()):
             raise PeerError(f"the run of {size} processes failed, and has said why")
         return Scored.from_dict(json.loads(result.read_text()))
@@ -269,5 +451,8 @@ def score_over_http(checkpoint: str, precision: str, texts: list[Any]) -> dict[s
         served(settings, Path(folder, "log")) as url,
         RewardClient(url) as client,
     ):
-        alone = np.concatenate([client.score([text]) for text in texts])
-        return {"alone": alone, "all together": client.score(texts)}
+        return {"alone": score_alone(client.score, texts), "all together": client.score(texts)}
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -17,13 +17,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from nemo_aligner.evaluation.report.run_report import (
-    HeldoutSet,
-    JudgedPairs,
-    Mistake,
-    Reported,
-    SourceShare,
-)
+from nemo_aligner.evaluation.predictions import Predictions
+from nemo_aligner.evaluation.report.run_report import Mistake, RunReport, SourceShare
 from nemo_aligner.metrics import ranking
 from nemo_aligner.metrics.ranking import ConfidenceBin, wilson_interval
 from nemo_aligner.utils.console import show_number
@@ -454,9 +449,9 @@ class Heldout:
     """A held-out set of a run or an evaluation, and how figures show it."""
 
     key: LegendKey
-    reported: Reported
+    reported: RunReport
     name: str
-    judged: HeldoutSet
+    predictions: Predictions
 
     def metric(self, name: str) -> float | None:
         """Return a metric that the run or the evaluation recorded for this set; None if it did not.
@@ -471,12 +466,12 @@ class Heldout:
 
         That is tokens, as in logs and evaluations, where one recorded it; else characters.
         """
-        if not isinstance(self.judged, JudgedPairs):
+        if self.predictions.is_rated:
             return None
         recorded = self.metric("longer_reply_accuracy")
         if recorded is not None:
             return recorded, self.length_unit()
-        return ranking.longer_reply_accuracy(self.judged.as_metrics()), self.length_unit()
+        return ranking.longer_reply_accuracy(self.predictions.as_metrics()), self.length_unit()
 
     def length_unit(self) -> str:
         """Return the unit of recorded lengths of pairs; a server's evaluation has no tokens."""
@@ -485,17 +480,17 @@ class Heldout:
         return "characters" if is_server or recorded is None else "tokens"
 
 
-def heldout_sets(reported: Sequence[Reported]) -> list[Heldout]:
+def heldout_sets(reported: Sequence[RunReport]) -> list[Heldout]:
     """List all held-out sets; those of one run differ in dashes, or in colour if it is alone."""
     found = []
     for number, each in enumerate(reported):
-        for place, (name, judged) in enumerate(each.judged.items()):
-            label = each.name if len(each.judged) == 1 else f"{each.name}, {name}"
+        for place, (name, predictions) in enumerate(each.predictions.items()):
+            label = each.name if len(each.predictions) == 1 else f"{each.name}, {name}"
             colour, dashes = (number, place) if len(reported) > 1 else (place, 0)
-            found.append(Heldout(LegendKey(label, colour, dashes), each, name, judged))
+            found.append(Heldout(LegendKey(label, colour, dashes), each, name, predictions))
     return found
 
 
-def of_pairs(sets: Sequence[Heldout]) -> list[tuple[LegendKey, JudgedPairs]]:
+def of_pairs(sets: Sequence[Heldout]) -> list[Heldout]:
     """Select the sets of pairs."""
-    return [(each.key, each.judged) for each in sets if isinstance(each.judged, JudgedPairs)]
+    return [each for each in sets if not each.predictions.is_rated]

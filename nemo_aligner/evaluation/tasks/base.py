@@ -11,47 +11,12 @@ import numpy as np
 
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.data.formats.base import read_conversation
+from nemo_aligner.evaluation.predictions import Item, Prediction
 from nemo_aligner.metrics.ranking import wilson_interval
 from nemo_aligner.utils.errors import DataError
 
 
-@dataclass(frozen=True)
-class TaskItem:
-    """A prompt with K texts, prompt included.
-
-    Attributes:
-        id: as the benchmark's file has it.
-        subset: the smallest part of the benchmark that it is counted in.
-        texts: K of them, those that are right first.
-        num_right: how many are right.
-        scores: of every text what people gave it, where a benchmark has that.
-        is_code: whether its replies are code, without fences around it.
-        pairs: which texts are held against each other, the better first, where it says that.
-    """
-
-    id: str
-    subset: str
-    texts: tuple[Text, ...]
-    num_right: int = 1
-    scores: tuple[float, ...] = ()
-    pairs: tuple[tuple[int, int], ...] = ()
-    is_code: bool = False
-
-
-@dataclass(frozen=True)
-class Judged:
-    """An item, the ``[K]`` rewards of its texts, and how right they are, from 0 to 1.
-
-    ``record`` is the file and line of it.
-    """
-
-    item: TaskItem
-    rewards: np.ndarray
-    right: float
-    record: str = ""
-
-
-class Level(Enum):
+class Level(str, Enum):
     subset = "subset"
     section = "section"
     overall = "overall"
@@ -85,9 +50,9 @@ class Task:
 
     name: str
     file: str
-    read: Callable[[dict[str, Any]], TaskItem | None]
-    judge: Callable[[TaskItem, np.ndarray], float]
-    summarise: Callable[[Sequence[Judged]], list[TaskRow]]
+    read: Callable[[dict[str, Any]], Item | None]
+    judge: Callable[[Item, np.ndarray], float]
+    summarise: Callable[[Sequence[Prediction]], list[TaskRow]]
     sample: dict[str, Any]
     of_name: Callable[[str], dict[str, Any]] = lambda stem: {}
 
@@ -109,7 +74,7 @@ def labelled_item(
     orders: Mapping[Any, tuple[str, str] | None],
     name: str = "",
     subset: str = "",
-) -> TaskItem | None:
+) -> Item | None:
     """Two replies by the fields that ``orders`` has for the label, the right one's first.
 
     None for a label that ``orders`` has nothing for: there is no verdict to get right.
@@ -124,9 +89,7 @@ def labelled_item(
     sides = orders[label]
     if sides is None:
         return None
-    return TaskItem(
-        name, subset, tuple(asked(value[prompt_key], value[side], side) for side in sides)
-    )
+    return Item(name, subset, tuple(asked(value[prompt_key], value[side], side) for side in sides))
 
 
 def listed_replies(value: dict[str, Any], count: int | None = None) -> tuple[Text, ...]:
@@ -145,35 +108,35 @@ def listed_replies(value: dict[str, Any], count: int | None = None) -> tuple[Tex
     return tuple(texts)
 
 
-def first_is_above(item: TaskItem, rewards: np.ndarray) -> float:
+def first_is_above(item: Item, rewards: np.ndarray) -> float:
     """1 where the right one of two has the higher reward; a tie is wrong, as RewardBench has it."""
     return float(rewards[0] > rewards[1])
 
 
-def share_row(level: Level, name: str, judged: Sequence[Judged]) -> TaskRow:
+def share_row(level: Level, name: str, predictions: Sequence[Prediction]) -> TaskRow:
     """The share that is right, and its Wilson interval."""
-    right = sum(each.right for each in judged)
-    low, high = wilson_interval(right, len(judged))
-    return TaskRow(level, name, right / len(judged), len(judged), low, high)
+    right = sum(each.right for each in predictions)
+    low, high = wilson_interval(right, len(predictions))
+    return TaskRow(level, name, right / len(predictions), len(predictions), low, high)
 
 
-def subset_rows(judged: Sequence[Judged]) -> list[TaskRow]:
+def subset_rows(predictions: Sequence[Prediction]) -> list[TaskRow]:
     """The share of every subset, by name."""
-    return [share_row(Level.subset, name, some) for name, some in by_subset(judged).items()]
+    return [share_row(Level.subset, name, some) for name, some in by_subset(predictions).items()]
 
 
-def by_subset(judged: Sequence[Judged]) -> dict[str, list[Judged]]:
+def by_subset(predictions: Sequence[Prediction]) -> dict[str, list[Prediction]]:
     """The items of every subset, by name."""
-    found: dict[str, list[Judged]] = {}
-    for each in sorted(judged, key=lambda one: one.item.subset):
-        found.setdefault(each.item.subset, []).append(each)
+    found: dict[str, list[Prediction]] = {}
+    for each in sorted(predictions, key=lambda one: one.item.source):
+        found.setdefault(each.item.source, []).append(each)
     return found
 
 
-def pair_rows(judged: Sequence[Judged]) -> list[TaskRow]:
+def pair_rows(predictions: Sequence[Prediction]) -> list[TaskRow]:
     """Return the rows of a benchmark of pairs without sections: its subsets, and all pairs."""
-    rows = subset_rows(judged)
-    return [*(rows if len(rows) > 1 else []), share_row(Level.overall, "all", judged)]
+    rows = subset_rows(predictions)
+    return [*(rows if len(rows) > 1 else []), share_row(Level.overall, "all", predictions)]
 
 
 def mean_of(rows: Iterable[TaskRow]) -> float:

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from nemo_aligner.contract.messages import reply_of
+from nemo_aligner.evaluation.predictions import Item, Prediction
 from nemo_aligner.evaluation.tasks.base import (
-    Judged,
     Level,
     Task,
-    TaskItem,
     TaskRow,
     asked,
     by_subset,
@@ -31,7 +30,7 @@ from nemo_aligner.utils.errors import DataError
 # model is optimised past what it knows (Gao et al. 2022, arXiv 2210.10760).
 
 
-def _read_best_of_n(value: dict[str, Any]) -> TaskItem:
+def _read_best_of_n(value: dict[str, Any]) -> Item:
     replies, scores = value["responses"], value["scores"]
     fits = isinstance(replies, list) and isinstance(scores, list) and len(replies) == len(scores)
     if not fits or len(replies) < 2:
@@ -42,7 +41,7 @@ def _read_best_of_n(value: dict[str, Any]) -> TaskItem:
     if not all(isinstance(score, int | float) and math.isfinite(score) for score in scores):
         raise DataError(f"scores: got {scores!r:.60}, wanted finite numbers")
     texts = tuple(asked(value["prompt"], reply, "responses") for reply in replies)
-    return TaskItem(str(value.get("id", "")), "", texts, 0, tuple(map(float, scores)))
+    return Item(str(value.get("id", "")), "", texts, 0, tuple(map(float, scores)))
 
 
 def best_of(n: int, rewards: np.ndarray, scores: np.ndarray) -> float:
@@ -58,23 +57,23 @@ def best_of(n: int, rewards: np.ndarray, scores: np.ndarray) -> float:
     return float(even[groups] @ scores[order])
 
 
-def _judge_best_of_n(item: TaskItem, rewards: np.ndarray) -> float:
+def _judge_best_of_n(item: Item, rewards: np.ndarray) -> float:
     return best_of(len(rewards), rewards, np.array(item.scores))
 
 
-def _summarise_best_of_n(judged: Sequence[Judged]) -> list[TaskRow]:
-    fewest = min(len(each.rewards) for each in judged)
+def _summarise_best_of_n(predictions: Sequence[Prediction]) -> list[TaskRow]:
+    fewest = min(len(each.rewards) for each in predictions)
     counts = [2**power for power in range(20) if 2**power <= fewest]
-    scores = [(each.rewards, np.array(each.item.scores)) for each in judged]
-    rewards = [(each.rewards, each.rewards) for each in judged]
+    scores = [(each.rewards, np.array(each.item.scores)) for each in predictions]
+    rewards = [(each.rewards, each.rewards) for each in predictions]
     lengths = [
         (each.rewards, np.array([len(reply_of(text)) for text in each.item.texts], float))
-        for each in judged
+        for each in predictions
     ]
-    most = float(np.mean([max(each.item.scores) for each in judged]))
+    most = float(np.mean([max(each.item.scores) for each in predictions]))
     return [
         *(_row(Level.subset, f"best of {n}", n, scores) for n in counts),
-        TaskRow(Level.section, "the highest score of every prompt", most, len(judged)),
+        TaskRow(Level.section, "the highest score of every prompt", most, len(predictions)),
         *(_row(Level.section, f"best of {n}, its reward", n, rewards) for n in counts),
         *(_row(Level.section, f"best of {n}, its characters", n, lengths) for n in counts),
     ]
@@ -108,7 +107,7 @@ BEST_OF_N = Task(
 # loss the mean of g - f.
 
 
-def _read(value: dict[str, Any]) -> TaskItem | None:
+def _read(value: dict[str, Any]) -> Item | None:
     scores, pairs = value["scores"], value["sampled_conflict_pairs"]
     if not isinstance(scores, list) or not all(score in (True, False) for score in scores):
         raise DataError(f"scores: got {scores!r:.60}, wanted a list of true and false")
@@ -118,9 +117,9 @@ def _read(value: dict[str, Any]) -> TaskItem | None:
     ]
     # Those that are right come first; the pairs are told by where they stood.
     order = sorted(range(len(scores)), key=lambda index: not scores[index])
-    return TaskItem(
+    return Item(
         id=str(value["question_id"]),
-        subset=str(value.get("category") or value.get("type") or ""),
+        source=str(value.get("category") or value.get("type") or ""),
         texts=tuple(texts[index] for index in order),
         num_right=sum(map(bool, scores)),
         scores=tuple(float(scores[index]) for index in order),
@@ -147,37 +146,37 @@ def _ordered(pair: Any, scores: Sequence[Any], order: Sequence[int]) -> tuple[in
     return order.index(right), order.index(wrong)
 
 
-def _rights(item: TaskItem, rewards: np.ndarray) -> np.ndarray:
+def _rights(item: Item, rewards: np.ndarray) -> np.ndarray:
     """Tell for each pair if the right reply has the higher reward; a tie is wrong."""
     right, wrong = np.array(item.pairs).T
     return rewards[right] > rewards[wrong]
 
 
-def _judge(item: TaskItem, rewards: np.ndarray) -> float:
+def _judge(item: Item, rewards: np.ndarray) -> float:
     return float(_rights(item, rewards).mean())
 
 
-def _summarise(judged: Sequence[Judged]) -> list[TaskRow]:
-    parts = by_subset(judged)
+def _summarise(predictions: Sequence[Prediction]) -> list[TaskRow]:
+    parts = by_subset(predictions)
     rows = [_pairs_row(Level.subset, name, some) for name, some in parts.items() if len(parts) > 1]
-    most = min(len(each.rewards) for each in judged)
-    picked, possible = (_curve(judged, most, is_oracle) for is_oracle in (False, True))
+    most = min(len(each.rewards) for each in predictions)
+    picked, possible = (_curve(predictions, most, is_oracle) for is_oracle in (False, True))
     counts = [2**power for power in range(20) if 2**power <= most]
     rows += [_mean_row(f"best of {k}", picked[:, k - 1]) for k in counts]
     rows += [
         _mean_row("area under best of k", picked.mean(axis=1)),
         _mean_row("loss of best of k", (possible - picked).mean(axis=1)),
     ]
-    return [*rows, _pairs_row(Level.overall, "pairs", judged)]
+    return [*rows, _pairs_row(Level.overall, "pairs", predictions)]
 
 
-def _pairs_row(level: Level, name: str, judged: Sequence[Judged]) -> TaskRow:
+def _pairs_row(level: Level, name: str, predictions: Sequence[Prediction]) -> TaskRow:
     """The share of all pairs that are right, with its interval by bootstrap over prompts.
 
     As prompts may have several pairs, what is drawn is by how much each has more right ones than
     the share says, over the mean number of pairs.
     """
-    rights = [_rights(each.item, each.rewards) for each in judged]
+    rights = [_rights(each.item, each.rewards) for each in predictions]
     counts = np.array([len(each) for each in rights])
     right = np.array([each.sum() for each in rights])
     share = float(right.sum() / counts.sum())
@@ -186,10 +185,10 @@ def _pairs_row(level: Level, name: str, judged: Sequence[Judged]) -> TaskRow:
     return TaskRow(level, name, share, int(counts.sum()), low, high)
 
 
-def _curve(judged: Sequence[Judged], most: int, is_oracle: bool) -> np.ndarray:
+def _curve(predictions: Sequence[Prediction], most: int, is_oracle: bool) -> np.ndarray:
     """``[prompts, most]``: how often the best of k is right, by reward or by what is right."""
     rows = []
-    for each in judged:
+    for each in predictions:
         scores = np.array(each.item.scores)
         rewards = scores if is_oracle else each.rewards
         rows.append([best_of(k, rewards, scores) for k in range(1, most + 1)])

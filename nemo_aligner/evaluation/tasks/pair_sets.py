@@ -6,9 +6,9 @@ from typing import Any
 
 from nemo_aligner.data.formats.base import read_string
 from nemo_aligner.data.formats.hh import turns_of
+from nemo_aligner.evaluation.predictions import Item
 from nemo_aligner.evaluation.tasks.base import (
     Task,
-    TaskItem,
     asked,
     first_is_above,
     labelled_item,
@@ -30,7 +30,7 @@ _CATEGORIES = {
 _JUDGEBENCH_ORDERS = {"A>B": ("response_A", "response_B"), "B>A": ("response_B", "response_A")}
 
 
-def _read_judgebench(value: dict[str, Any]) -> TaskItem | None:
+def _read_judgebench(value: dict[str, Any]) -> Item | None:
     source = str(value["source"])
     category = next((name for key, name in _CATEGORIES.items() if source.startswith(key)), source)
     return labelled_item(value, "question", _JUDGEBENCH_ORDERS, str(value["pair_id"]), category)
@@ -58,7 +58,7 @@ JUDGEBENCH = Task(
 _LLMBAR_ORDERS = {1: ("output_1", "output_2"), 2: ("output_2", "output_1")}
 
 
-def _read_llmbar(value: dict[str, Any]) -> TaskItem | None:
+def _read_llmbar(value: dict[str, Any]) -> Item | None:
     return labelled_item(value, "input", _LLMBAR_ORDERS)
 
 
@@ -80,7 +80,7 @@ LLMBAR = Task(
 _AUTOJ_ORDERS = {0: ("response 1", "response 2"), 1: ("response 2", "response 1"), 2: None}
 
 
-def _read_autoj(value: dict[str, Any]) -> TaskItem | None:
+def _read_autoj(value: dict[str, Any]) -> Item | None:
     return labelled_item(value, "prompt", _AUTOJ_ORDERS, subset=str(value["scenario"]))
 
 
@@ -107,13 +107,13 @@ AUTOJ = Task(
 _SIDES = ("canonical_solution", "buggy_solution")
 
 
-def _read_humanevalpack(value: dict[str, Any]) -> TaskItem:
+def _read_humanevalpack(value: dict[str, Any]) -> Item:
     texts = tuple(
         asked(value["instruction"], read_string(value, "prompt") + read_string(value, side), side)
         for side in _SIDES
     )
     name = str(value["task_id"])
-    return TaskItem(name, name.partition("/")[0], texts, is_code=True)
+    return Item(name, name.partition("/")[0], texts, is_code=True)
 
 
 HUMANEVALPACK = Task(
@@ -138,10 +138,10 @@ HUMANEVALPACK = Task(
 # ``Human:`` or ``Assistant:``.
 
 
-def _read_hhh(value: dict[str, Any]) -> TaskItem:
+def _read_hhh(value: dict[str, Any]) -> Item:
     prompt = turns_of(f"\n\nHuman: {read_string(value, 'input')}", "input")
     right, wrong = _ordered(value["targets"])
-    return TaskItem("", "", (asked(prompt, right, "choices"), asked(prompt, wrong, "choices")))
+    return Item("", "", (asked(prompt, right, "choices"), asked(prompt, wrong, "choices")))
 
 
 def _ordered(targets: Any) -> tuple[Any, Any]:

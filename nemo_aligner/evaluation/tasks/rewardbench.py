@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from nemo_aligner.evaluation.predictions import Item, Prediction
 from nemo_aligner.evaluation.tasks.base import (
-    Judged,
     Level,
     Task,
-    TaskItem,
     TaskRow,
     asked,
     by_subset,
@@ -68,14 +67,14 @@ PRIOR_SETS = ("anthropic_helpful", "anthropic_hhh", "shp", "summarize")
 _PRIOR_WEIGHT = 0.5
 
 
-def _read(value: dict[str, Any]) -> TaskItem:
+def _read(value: dict[str, Any]) -> Item:
     texts = tuple(asked(value["prompt"], value[side], side) for side in ("chosen", "rejected"))
     subset = str(value["subset"])
-    return TaskItem(str(value.get("id", "")), subset, texts, is_code=subset.startswith("hep-"))
+    return Item(str(value.get("id", "")), subset, texts, is_code=subset.startswith("hep-"))
 
 
-def _summarise(judged: Sequence[Judged]) -> list[TaskRow]:
-    rows = subset_rows(judged)
+def _summarise(predictions: Sequence[Prediction]) -> list[TaskRow]:
+    rows = subset_rows(predictions)
     found = {row.name: row for row in rows}
     sections = [
         TaskRow(Level.section, name, _weighted(weights, found), _count(weights, found))
@@ -133,14 +132,14 @@ SUBSETS = ("Factuality", "Precise IF", "Math", "Safety", "Focus", "Ties")
 TIES = "ties"
 
 
-def _read_rewardbench2(value: dict[str, Any]) -> TaskItem:
+def _read_rewardbench2(value: dict[str, Any]) -> Item:
     texts = listed_replies(value)
-    return TaskItem(str(value["id"]), str(value["subset"]), texts, len(value["chosen"]))
+    return Item(str(value["id"]), str(value["subset"]), texts, len(value["chosen"]))
 
 
-def _judge(item: TaskItem, rewards: np.ndarray) -> float:
+def _judge(item: Item, rewards: np.ndarray) -> float:
     best = rewards == rewards.max()
-    if item.subset.lower() == TIES:
+    if item.source.lower() == TIES:
         return float(rewards[: item.num_right].min() > rewards[item.num_right :].max())
     return 1 / best.sum() if best[0] else 0.0
 
@@ -153,9 +152,9 @@ class _Margins:
     to_wrong: float
 
     @classmethod
-    def of(cls, judged: Judged) -> _Margins:
-        count = judged.item.num_right
-        right, wrong = judged.rewards[:count], judged.rewards[count:]
+    def of(cls, prediction: Prediction) -> _Margins:
+        count = prediction.item.num_right
+        right, wrong = prediction.rewards[:count], prediction.rewards[count:]
         among = float(right.max() - right.min()) if count > 1 else None
         return cls(among, float(right.min() - wrong.max()))
 
@@ -164,9 +163,9 @@ class _Margins:
         return self.to_wrong > 0
 
 
-def ties_score(judged: Sequence[Judged]) -> float:
+def ties_score(predictions: Sequence[Prediction]) -> float:
     """The score of the subset ``Ties``; with perfect rewards a little above 1."""
-    refs, tied = (_margins(judged, kind) for kind in ("ref", "tied"))
+    refs, tied = (_margins(predictions, kind) for kind in ("ref", "tied"))
     both = [(refs[number], tied[number]) for number in refs if number in tied]
     spread = [(ref, many, many.among_right) for ref, many in both if many.among_right is not None]
     preferred = [many.to_wrong > among for _, many, among in spread]
@@ -185,9 +184,9 @@ def ties_score(judged: Sequence[Judged]) -> float:
     )
 
 
-def _margins(judged: Sequence[Judged], kind: str) -> Mapping[str, _Margins]:
+def _margins(predictions: Sequence[Prediction], kind: str) -> Mapping[str, _Margins]:
     found = {}
-    for each in judged:
+    for each in predictions:
         name, _, number = each.item.id.partition(":")
         if name == kind:
             found[number] = _Margins.of(each)
@@ -198,12 +197,12 @@ def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if values else 0.0
 
 
-def _summarise_rewardbench2(judged: Sequence[Judged]) -> list[TaskRow]:
+def _summarise_rewardbench2(predictions: Sequence[Prediction]) -> list[TaskRow]:
     rows = [
         TaskRow(Level.subset, name, ties_score(some), len(some))
         if name.lower() == TIES
         else share_row(Level.subset, name, some)
-        for name, some in by_subset(judged).items()
+        for name, some in by_subset(predictions).items()
     ]
     if {row.name.lower() for row in rows} >= {name.lower() for name in SUBSETS}:
         rows.append(TaskRow(Level.overall, "RewardBench 2", mean_of(rows)))

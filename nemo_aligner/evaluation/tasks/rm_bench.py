@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from nemo_aligner.evaluation.predictions import Item, Prediction
 from nemo_aligner.evaluation.tasks.base import (
-    Judged,
     Level,
     Task,
-    TaskItem,
     TaskRow,
     by_subset,
     listed_replies,
@@ -31,9 +30,9 @@ _SAFETY = "safety"
 _DOMAINS = ("chat", "math", "code", _SAFETY)
 
 
-def _read(value: dict[str, Any]) -> TaskItem:
+def _read(value: dict[str, Any]) -> Item:
     texts = listed_replies(value, _STYLES)
-    return TaskItem(str(value["id"]), str(value["domain"]), texts, _STYLES)
+    return Item(str(value["id"]), str(value["domain"]), texts, _STYLES)
 
 
 def _domain_of(stem: str) -> dict[str, str]:
@@ -48,16 +47,16 @@ def _wins(rewards: np.ndarray) -> np.ndarray:
     return rewards[:_STYLES, None] > rewards[None, _STYLES:]
 
 
-def _judge(item: TaskItem, rewards: np.ndarray) -> float:
+def _judge(item: Item, rewards: np.ndarray) -> float:
     return float(_wins(rewards).mean())
 
 
-def _summarise(judged: Sequence[Judged]) -> list[TaskRow]:
+def _summarise(predictions: Sequence[Prediction]) -> list[TaskRow]:
     rows, domains = [], dict[str, list[TaskRow]]()
-    for name, some in by_subset(judged).items():
+    for name, some in by_subset(predictions).items():
         domains[name] = [share_row(Level.subset, name, some), *_by_difficulty(name, some)]
         rows += domains[name]
-    safety = [each for each in judged if each.item.subset.startswith(_SAFETY)]
+    safety = [each for each in predictions if each.item.source.startswith(_SAFETY)]
     if safety and _SAFETY not in domains:
         whole = share_row(Level.section, _SAFETY, safety)
         domains[_SAFETY] = [whole, *_by_difficulty(_SAFETY, safety)]
@@ -73,12 +72,12 @@ def _summarise(judged: Sequence[Judged]) -> list[TaskRow]:
     return rows
 
 
-def _by_difficulty(domain: str, judged: Sequence[Judged]) -> list[TaskRow]:
-    wins = np.mean([_wins(each.rewards) for each in judged], axis=0)
+def _by_difficulty(domain: str, predictions: Sequence[Prediction]) -> list[TaskRow]:
+    wins = np.mean([_wins(each.rewards) for each in predictions], axis=0)
     plainer, fancier = np.triu_indices(_STYLES, 1)
     shares = (wins[fancier, plainer].mean(), np.diag(wins).mean(), wins[plainer, fancier].mean())
     return [
-        TaskRow(Level.subset, f"{domain}, {name}", float(share), len(judged))
+        TaskRow(Level.subset, f"{domain}, {name}", float(share), len(predictions))
         for name, share in zip(_DIFFICULTIES, shares, strict=True)
     ]
 
