@@ -41,7 +41,7 @@ from nemo_aligner.models.shape import (
     with_lora,
 )
 from nemo_aligner.planning.cost import Packs, Plan, step_flops
-from nemo_aligner.training.learner import RewardLearner
+from nemo_aligner.training.learner import KeepHeldout, RewardLearner
 from nemo_aligner.training.loggers import known_peak
 from nemo_aligner.training.optimizer.optimizer import build_optimizer
 from nemo_aligner.utils.console import say, show_bytes
@@ -87,7 +87,10 @@ def _contract_before(config: TrainConfig) -> ScoringContract | None:
 
 
 def build_learner(
-    config: TrainConfig, data: TrainingData, layout: ParallelLayout
+    config: TrainConfig,
+    data: TrainingData,
+    layout: ParallelLayout,
+    keep_heldout: KeepHeldout | None = None,
 ) -> tuple[RewardLearner, PretrainedModel, int]:
     """Model and optimizer, ready to train on ``data``; and how many steps the data is good for."""
     options, loop = config.model, config.trainer.rm
@@ -107,6 +110,7 @@ def build_learner(
         lora=LoraShape.from_settings(options.lora),
         head=options.head,
         reply_marker=data.contract.reply_marker,
+        lora_dropout=LoraDropout.from_settings(options.lora, options.seed),
     )
     _begin_head(config, data, pretrained)
     if pretrained.model.post_process:
@@ -116,9 +120,7 @@ def build_learner(
     total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)
     make_batch_invariant(pretrained.model, options.invariant_rows)
     if options.lora.rank > 0:
-        rate = options.lora.dropout
-        dropout = LoraDropout(rate, options.seed) if rate > 0 else None
-        train_adapters_alone(pretrained.model, dropout)
+        train_adapters_alone(pretrained.model)
     freeze_lower_layers(pretrained.model, options.freeze_layers, pretrained.config["num_layers"])
     model = wrap_for_training(pretrained.model)
     optimizer = build_optimizer(model, options.optim, loop.gradient_clip_val, total_steps)
@@ -131,6 +133,7 @@ def build_learner(
         options.micro_batch_tokens,
         query_key_cost,
         _flops_counter(config, ModelShape.from_config(pretrained.config)),
+        keep_heldout,
     )
     return learner, pretrained, total_steps
 
