@@ -1,7 +1,8 @@
-"""Two models on the same pairs: how far apart, how surely, and where their verdicts part.
+"""Comparison of two models on the same pairs: difference, significance, and differing verdicts.
 
-What is compared are the files that ``nemo-aligner evaluate output_rewards=...`` writes, of pairs or
-of a benchmark.
+It reads two files of ``nemo-aligner evaluate output_rewards=...``, of pairs or of a benchmark. Both
+models see the same pairs, so the tests are paired: a bootstrap over the pairs' differences, and
+McNemar's test on the verdicts that changed. Both are much sharper than comparing two intervals.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class ComparedRow:
 
     Attributes:
         difference: the second's accuracy minus the first's, and its 95% interval (bootstrap).
-        lost, gained: pairs that the second has less right than the first, and more.
+        lost, gained: pairs with less credit from the second model than from the first, and with
+            more.
         p_value: McNemar's.
     """
 
@@ -63,9 +65,9 @@ class Flip:
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """Rows of a comparison, ``all`` first, and flipped pairs, the surest first.
+    """Rows of a comparison, ``all`` first, and flips, the most confident first.
 
-    ``left_out`` are pairs that only the first file has, and only the second.
+    ``left_out`` counts pairs that are only in the first file, and only in the second.
     """
 
     rows: list[ComparedRow]
@@ -74,7 +76,7 @@ class PairedComparison:
 
 
 def compare_files(first: str | Path, second: str | Path) -> PairedComparison:
-    """Compare what two models made of the same pairs.
+    """Compare two models on the pairs that both files have.
 
     Raises:
         DataError: a file cannot be read, holds no verdicts on pairs, or they share no pair.
@@ -125,11 +127,12 @@ def _flips(names: Sequence[str], first: Predictions, second: Predictions) -> lis
         for name, one, other in zip(names, first.rows, second.rows, strict=True)
         if one.right != other.right
     ]
+    # As sure as the less sure of the two models.
     return sorted(flips, key=lambda flip: -min(abs(flip.first.margin), abs(flip.second.margin)))
 
 
 def render_compared(compared: PairedComparison, names: Sequence[str], show: int) -> str:
-    """The table, and the first ``show`` flips with their texts cut to a few lines."""
+    """Render the table, and the first ``show`` flips with shortened texts."""
     lines = [f"{letter}: {name}" for letter, name in zip("AB", names, strict=True)]
     for letter, missing in zip("AB", compared.left_out, strict=True):
         if missing:
@@ -170,7 +173,7 @@ def _ending(texts: Sequence[Text], most: int = 200) -> str:
 
 
 def write_rows(path: Path, compared: PairedComparison) -> None:
-    """Rows and how many flips there are as one JSON object."""
+    """Write the rows and the number of flips as one JSON object."""
     content = {
         "rows": [asdict(row) for row in compared.rows],
         "flips": len(compared.flips),
@@ -180,7 +183,7 @@ def write_rows(path: Path, compared: PairedComparison) -> None:
 
 
 def write_flips(path: Path, compared: PairedComparison) -> None:
-    """A line for every pair that flipped: both margins, and its texts whole."""
+    """Write a line for every flip: both margins, and the texts in full."""
     lines = (
         json.dumps(_flip_row(flip), default=as_json, ensure_ascii=False) for flip in compared.flips
     )

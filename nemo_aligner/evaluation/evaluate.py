@@ -1,8 +1,8 @@
-"""Evaluation of rewards on held-out records, by anything that scores texts.
+"""Evaluation on held-out pairs and ratings, with anything that scores texts.
 
-``score`` may be a scorer in this process or a client's: the metrics are the trainer's own, over
-every record once. Of a file, records that training would drop (see ``data/dataset.py``) are dropped
-and counted here by the same rules.
+``score`` may be a model in this process or a client of a server. The metrics are those of the
+trainer's validation, over each record once. Records that training would drop are dropped and
+counted by the same rules.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class EvalResult:
         predictions: a row for every rating, and for every pair of a comparison's completions.
         metrics: those of the trainer's validation.
         counts: ``read``, ``kept``, and every reason that occurred.
-        malformed: what stood in the file where a record should.
+        malformed: places in the file that hold no usable record.
     """
 
     predictions: Predictions
@@ -79,12 +79,12 @@ class EvalResult:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Low and high end of the accuracy's 95% interval; None where nothing is ranked."""
+        """Ends of the accuracy's 95% Wilson interval; None for ratings."""
         count = len(self.predictions.rows)
         return None if self.accuracy is None else wilson_interval(self.accuracy * count, count)
 
     def render(self, about: Mapping[str, str]) -> str:
-        """Tables for people; ``about`` says what was evaluated, with what."""
+        """Render the tables for people; ``about`` names the model, its contract and the data."""
         counts = ", ".join(f"{count} {name}" for name, count in self.counts.items())
         lines = [fit_row(name, text, 14) for name, text in {**about, "records": counts}.items()]
         if self.malformed:
@@ -227,11 +227,11 @@ def evaluate_file(
     path: str | Path,
     how: Reading = _HOW,
 ) -> EvalResult:
-    """Evaluate what a source makes of a file, by the rules of its contract where it has one.
+    """Evaluate a source on a file, by the rules of its contract if it has one.
 
-    A ranking model takes comparisons; a regression model takes ratings, and comparisons by its
-    weighted sum, as does what has no contract; ``how.kind`` may ask it for one of the two. With
-    several ranks every rank calls it. The names of labels are the source's.
+    A ranking model takes comparisons. A regression model, or one without a contract, takes ratings
+    and also comparisons, by its weighted sum; ``how.kind`` may ask for one of the two. The source's
+    attributes name the label columns. Every rank calls it.
 
     Raises:
         DataError: the file cannot be read, or is of the wrong kind; more of its records are
@@ -270,10 +270,11 @@ def evaluate_file(
 def drop_refused(file: RecordFile, source: RewardSource) -> tuple[RecordFile, RewardSource]:
     """Drop records with a text that the source refuses, and count them as ``refused``.
 
-    The source that comes with them has the rewards of their texts already.
+    A server refuses texts only when asked to score them, so the returned source answers with the
+    rewards that it gave the remaining texts, instead of scoring them twice.
 
     Raises:
-        DataError: it refuses a text of every record.
+        DataError: no record is left.
     """
     rewards = np.asarray(source.score([text for record in file.records for text in record.texts]))
     bounds = np.cumsum([len(record.texts) for record in file.records])[:-1]
@@ -286,9 +287,9 @@ def drop_refused(file: RecordFile, source: RewardSource) -> tuple[RecordFile, Re
 
 
 def keep_scorable(file: RecordFile, source: RewardSource, rule: MalformedRule) -> RecordFile:
-    """The records that can be judged, and in ``counts`` what became of the others.
+    """Keep the records that the source can score, and count the others by reason.
 
-    As far as it is known without asking: of a source without ``encode`` all are kept.
+    Without ``encode`` nothing is known before scoring, and all are kept.
 
     Raises:
         DataError: see ``evaluate_file``.
@@ -326,7 +327,7 @@ def _with_kept(
 def _encode(
     record: Comparison | Rating, source: RewardSource
 ) -> list[EncodedText] | MalformedRecord | None:
-    """Its texts encoded, none where the source cannot; None for a record that is too long."""
+    """Encode a record's texts; an empty list without ``encode``, None for an overlong record."""
     if source.encode is None:
         return []
     try:
@@ -336,7 +337,7 @@ def _encode(
             raise DataError(f"{record.origin}: {error}") from error
         return None
     except NoTemplateError as error:
-        # It is no fault of this record.
+        # The model has no chat template: every conversation would fail, not this record alone.
         raise DataError(f"{record.origin}: {error}") from error
     except DataError as error:
         return refused_record(record, source.encode, error)

@@ -1,4 +1,8 @@
-"""Predictions: rewards of pairs, rated replies and benchmark items, as files keep them."""
+"""Predictions: rewards of pairs, rated replies and benchmark items, in memory and on disk.
+
+``compare``, robustness, benchmarks and the report all read this table. ``output_rewards`` and the
+held-out files of a run have a line of JSON for each row.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +45,9 @@ class Item:
         source: where the record says it is from, of a benchmark its subset; "" if it does not say.
         texts: K of them, the prompt included, the right ones first.
         num_right: how many are right.
-        scores: what people gave every text, where a benchmark has that.
-        pairs: which texts are held against each other, the better first, where it says that.
-        is_code: whether its replies are code, without fences around it.
+        scores: of every text, where a benchmark has human or programmatic scores.
+        pairs: indices of texts to compare, the better first, where a benchmark samples them.
+        is_code: True if the replies are code without fences.
     """
 
     id: str
@@ -85,7 +89,10 @@ class Prediction:
 
     @property
     def closest(self) -> tuple[int, int]:
-        """Indices of the right reply with the lowest reward, and the wrong one with the highest."""
+        """Indices of the right reply with the lowest reward, and of the wrong one with the highest.
+
+        The item is in order, by every pair of a right and a wrong reply, if these two are.
+        """
         num_right = self.item.num_right
         lowest, highest = self.rewards[:num_right].argmin(), self.rewards[num_right:].argmax()
         return int(lowest), num_right + int(highest)
@@ -106,11 +113,11 @@ class Prediction:
 class Predictions:
     """Table of N predictions of one kind.
 
-    Lengths are in characters: those do not depend on the models' tokenizers.
+    Lengths are in characters, which do not depend on the models' tokenizers.
 
     Attributes:
-        attributes: names of the A columns of rated replies; none where replies are compared.
-        is_benchmark: whether they are of a benchmark's items.
+        attributes: names of the A columns of rated replies; empty for pairs and benchmarks.
+        is_benchmark: True to write the benchmark's form, lists of right and wrong replies.
     """
 
     rows: Sequence[Prediction]
@@ -119,7 +126,7 @@ class Predictions:
 
     @property
     def is_rated(self) -> bool:
-        """True if replies are rated; their rewards have labels, and no verdicts."""
+        """True if the rows are rated replies, which have labels and no verdicts."""
         return bool(self.attributes)
 
     @cached_property
@@ -150,11 +157,11 @@ class Predictions:
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of the rows: records, numbered where one has several pairs."""
+        """Records of the rows, numbered where one has several pairs."""
         seen: dict[str, Iterator[int]] = {}
         found = []
         for row in self.rows:
-            # Of three or more completions a record has several pairs.
+            # A record of three or more ranked completions has a row for each pair of them.
             number = next(seen.setdefault(row.record, count(1)))
             found.append(f"{row.record}, pair {number}" if number > 1 else row.record)
         return found
@@ -171,7 +178,7 @@ class Predictions:
         return [(ALL, np.arange(len(sources))), *(groups if len(names) > 1 else [])]
 
     def draw(self, most: int) -> Predictions:
-        """At most so many rows, in their order; the same ones every time."""
+        """Sample at most so many rows, in their order; the same ones every time."""
         if most >= len(self.rows):
             return self
         drawn = sorted(random.Random(0).sample(range(len(self.rows)), most))

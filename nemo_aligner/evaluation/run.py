@@ -45,7 +45,8 @@ class Evaluation:
         metrics: every figure by its name (docs/metrics.md), those of a benchmark by its rows.
         counts: ``read``, ``kept`` and every reason for which a record was left out.
         rows: one for each record or item, with its rewards and texts.
-        robustness: how far the verdicts follow the style of replies; None if nobody asked.
+        robustness: how far verdicts depend on the style of replies; None without
+            ``robustness_pairs``.
     """
 
     accuracy: float | None
@@ -61,12 +62,12 @@ class Evaluation:
 
 
 def evaluate(config: EvaluateConfig) -> None:
-    """Score held-out data, say how well, and write what the settings ask for.
+    """Score held-out data, print the results, and write the files that the settings name.
 
     Raises:
-        AlignerError: settings, data or model are unfit.
+        AlignerError: settings, data or model cannot be used.
     """
-    asked = _Asked.of(config)  # what is wrong with it is said before the model is loaded
+    asked = _Asked.of(config)  # refuses wrong settings before the model is loaded
     for note in idle_notes(config):
         say(note)
     with open_source(config) as source:
@@ -119,10 +120,10 @@ class _Asked:
 
 
 def _check_unread(config: EvaluateConfig) -> None:
-    """Refuse what would change how records are read: a benchmark's have their own shape.
+    """Refuse settings on how to read records: a benchmark's file has a fixed form.
 
     Raises:
-        ConfigError: such a setting is not its default.
+        ConfigError: such a setting is not at its default.
     """
     usual = type(config.data)()
     for each in fields(usual):
@@ -148,7 +149,7 @@ def _reading(config: EvaluateConfig) -> Reading:
 
 @dataclass(frozen=True)
 class _Measured:
-    """Result on records or a benchmark; ``about`` says what was scored with what."""
+    """Result on records or a benchmark; ``about`` names the model, its contract and the data."""
 
     result: EvalResult | TaskResult
     about: Mapping[str, str]
@@ -175,7 +176,7 @@ class _Measured:
             say(f"report: {config.report}")
 
     def _write_page(self, config: EvaluateConfig, path: Path) -> None:
-        # Figures take a package that is not always there, and a second to import.
+        # matplotlib is optional, and takes a second to import.
         from nemo_aligner.evaluation.report.page import save_page
 
         report = report_evaluation(path.stem, self.result, self.about, self.contract)
@@ -203,7 +204,10 @@ def report_evaluation(
     about: Mapping[str, str],
     contract: ScoringContract | None,
 ) -> RunReport:
-    """An evaluation. A benchmark without right and wrong replies has its figures alone."""
+    """Entry of a report for an evaluation in memory.
+
+    A benchmark without right and wrong replies, such as best of n, has only its figures.
+    """
     if isinstance(result, EvalResult):
         facts = _facts(about, result.counts, contract)
         predictions = {name: result.predictions}

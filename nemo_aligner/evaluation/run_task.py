@@ -1,4 +1,4 @@
-"""A benchmark's file through a scorer: its table, JSON, and a line for every item."""
+"""Running a benchmark: its file, a scorer, and the benchmark's own figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nemo_aligner.utils.errors import DataError
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Results of a benchmark; ``left_out`` counts items by the reason."""
+    """Results of a benchmark; ``left_out`` counts items by reason."""
 
     task: str
     rows: list[TaskRow]
@@ -54,7 +54,7 @@ class TaskResult:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Items that have rewards, and those left out."""
+        """Number of scored items, and of those left out by reason."""
         return {"kept": len(self.predictions.rows), **self.left_out}
 
     def render(self, about: Mapping[str, str]) -> str:
@@ -92,18 +92,17 @@ def run_task(
     attribute_weights: Sequence[float] = (1.0,),
     encode: Callable[[Text], object] | None = None,
 ) -> TaskResult:
-    """Score every text of a benchmark's file, and sum up the verdicts as the benchmark does.
+    """Score every text of a benchmark's file, and summarise the verdicts as the benchmark does.
 
     Args:
-        score: N texts to ``[N, A]`` rewards, of this process, a client's, or anything's; an item of
-            which a text has none (NaN) is left out and counted.
+        score: any function of N texts to ``[N, A]`` rewards; an item with a text that gets NaN is
+            left out and counted.
         attribute_weights: A weights that make one reward of a text's A.
         encode: raises OverlongError or TurnMarkError for a text that the model cannot take; items
-            of such are left out and counted. Without it they are the scorer's to refuse.
+            with such a text are left out and counted. Without it the scorer refuses texts itself.
 
     Raises:
-        DataError: the file cannot be read, or holds something else than the benchmark's records;
-            the message says in which line.
+        DataError: the file cannot be read, or a line is not a record of this benchmark.
     """
     left_out: Counter[str] = Counter()
     found = list(_usable(task, path, encode, left_out))
@@ -134,7 +133,7 @@ def _usable(
     encode: Callable[[Text], object] | None,
     left_out: Counter[str],
 ) -> Iterator[tuple[int, Item]]:
-    """Lines and items."""
+    """Yield line numbers and items that the model can take."""
     for line in read_lines(path):
         item = _read(task, line, path)
         if item is None:

@@ -114,21 +114,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Bar:
-    """Largest allowed difference from the reference: of a reward, and of a margin."""
+    """Largest allowed difference of a reward, and largest margin whose verdict may flip."""
 
     reward: float
     margin: float
 
 
-# Of 64 texts the largest was 1.7 to 5 such steps; training rounds its residual stream as well, and
-# moved rewards 1.7 times as far.
+# Bars in units of the random walk of ``choose_bars``. Measured on 64 texts, the largest difference
+# was 1.7 to 5 units; training also rounds the residual stream, and moved rewards 1.7 times as far.
 _WALKS = {Compared.layout: 6.0, Compared.training: 10.0, Compared.precision: 6.0}
 
 
 def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSizes], list[str]]:
-    """The layouts of ``world_size`` ranks that split the model evenly, and why others do not.
+    """Layouts of ``world_size`` ranks that split the model evenly, and why the others do not.
 
-    Those that split it into the most pieces come first: where one fits into memory, it does.
+    Those that split it into the most pieces come first, because the first one also computes the
+    fp32 reference, which takes the most memory.
     """
     fitting: list[LayoutSizes] = []
     reasons = []
@@ -148,11 +149,12 @@ def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSize
 def choose_bars(precision: str, num_layers: int, reference: np.ndarray) -> dict[Compared, Bar]:
     """Choose the bars for a model whose rewards in fp32 are ``reference [N, A]``.
 
-    In other company, nothing. Else in fp32 1e-5, times the largest |reward| where that is above 1,
-    and no verdict may turn. In 16 bits every layer rounds: as rounding errors of one size add up
-    like a random walk, a bar is so many times ``epsilon * sqrt(2 * (num_layers + 4))``, in units of
-    the rewards' own spread. What the weights, and what stands around the layers, are rounded by
-    counts as four more. (``docs/performance.md`` has what was measured.)
+    In other batches nothing may change. Otherwise the bar in fp32 is 1e-5, times the largest
+    |reward| if that is above 1, and no verdict may flip. In 16 bits every layer rounds twice;
+    independent rounding errors of one size add up like a random walk, so a bar is a multiple of
+    ``epsilon * sqrt(2 * (num_layers + 4))``, in units of the rewards' spread. Rounding the weights
+    and whatever stands around the layers counts as four more. ``docs/performance.md`` has the
+    measurements.
     """
     exact = {Compared.company: Bar(0.0, 0.0)}
     if precision == "fp32":
@@ -168,9 +170,9 @@ def choose_bars(precision: str, num_layers: int, reference: np.ndarray) -> dict[
 def compare_all(
     scored: Scored, weights: Sequence[float], bars: Mapping[Compared, Bar]
 ) -> list[Row]:
-    """Compare every layout's variants with its texts alone, and those with the first layout.
+    """Compare each layout's variants with its texts alone, and those with the first layout.
 
-    ``bars`` say what is compared.
+    Only what ``bars`` names is compared: in fp32 there is no comparison with fp32.
     """
     first = next(iter(scored.rewards.values()))["alone"]
     rows = []
@@ -201,7 +203,7 @@ def compare(
     weights: Sequence[float],
     bar: Bar,
 ) -> Row:
-    """``[N, A]`` rewards of pairs (chosen, rejected, chosen, ...) against others'."""
+    """Compare ``[N, A]`` rewards of pairs (chosen, rejected, chosen, ...) with a reference."""
     difference = float(np.abs(rewards - reference).max())
     margins, wanted = _margins(rewards, weights), _margins(reference, weights)
     turned = (np.sign(margins) != np.sign(wanted)) & (np.abs(wanted) > bar.margin)
@@ -214,7 +216,7 @@ def compare(
         changed=count_changed(rewards, reference),
         difference=difference,
         flips=flips,
-        # A NaN is no number that is small enough.
+        # Not ``difference > bar``: a NaN has to fail.
         ok=difference <= bar.reward and not flips,
     )
 
@@ -225,7 +227,7 @@ def _margins(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
 
 
 def render_rows(rows: Sequence[Row]) -> str:
-    """The tables for people, one for each thing that is compared."""
+    """Render a table for each kind of comparison."""
     layout = max(len("layout"), *(len(row.layout) for row in rows)) + 2
     variant = max(len("variant"), *(len(row.variant) for row in rows)) + 2
     tables = []
@@ -244,14 +246,14 @@ def render_rows(rows: Sequence[Row]) -> str:
 
 
 def summarise(rows: Sequence[Row], bars: Mapping[Compared, Bar]) -> str:
-    """A line in all, and one for each thing that is compared: its worst, and what was wanted."""
+    """Summarise in a line, and one for each kind of comparison: its worst, and its bar."""
     missed = sum(not row.ok for row in rows)
     lines = ["the same everywhere" if not missed else f"MISSED in {missed} of {len(rows)} rows"]
     for compared, bar in bars.items():
         some = [row for row in rows if row.compared is compared]
         if not some:
             continue
-        # max() would pass over a NaN.
+        # max() skips a NaN unless it comes first.
         worst = max(math.inf if math.isnan(row.difference) else row.difference for row in some)
         found = f"against {compared.value}: largest |difference| {worst:.2e}"
         flips = f"{sum(row.flips for row in some)} verdicts turned"
@@ -420,10 +422,10 @@ def main(asked: str, result: str) -> int:
 
 
 def run_world(job: Mapping[str, Any], size: int) -> Scored:
-    """``score_everywhere`` in a world of ``size`` processes of its own.
+    """Run ``score_everywhere`` on ``size`` new processes.
 
     Raises:
-        PeerError: the world failed; it has said why on stderr.
+        PeerError: they failed, and have printed why.
     """
     print(f"scoring in {job['precision']} at {size} process{'es' * (size > 1)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -436,12 +438,12 @@ def run_world(job: Mapping[str, Any], size: int) -> Scored:
 
 
 def score_over_http(checkpoint: str, precision: str, texts: list[Any]) -> dict[str, np.ndarray]:
-    """Rewards by variant, of a server with its settings.
+    """Score over HTTP on a server that is started for it, alone and all together.
 
     Raises:
         ServingError: the server does not start, or does not answer.
     """
-    # Imported here: whoever leaves the server out needs no pytriton.
+    # Imported here, because check without a server needs no pytriton.
     from nemo_aligner.serving.client.reward import RewardClient
 
     print(f"scoring in {precision} over HTTP", flush=True)

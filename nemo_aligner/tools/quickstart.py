@@ -219,7 +219,7 @@ class LocalMachine:
 
     @property
     def tensor_parallel(self) -> int:
-        """Two processes share the model, but for one GPU alone."""
+        """Two ways, except on a single GPU: the quickstart shows model parallelism."""
         return 1 if self.gpus == 1 else 2
 
     @property
@@ -229,7 +229,7 @@ class LocalMachine:
 
 
 def find_local_machine() -> LocalMachine:
-    """The machine as nvidia-smi sees it: without torch, which takes seconds to import."""
+    """Count GPUs with nvidia-smi, because torch takes seconds to import."""
     if shutil.which("nvidia-smi") is None:
         return LocalMachine(gpus=0)
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
@@ -272,7 +272,7 @@ def training_settings(machine: LocalMachine, layers: int, is_demo: bool) -> list
 
 
 def frozen_layers(layers: int) -> int:
-    """The lower layers that a CPU does not train, to be quick."""
+    """Number of lower layers to freeze on a CPU, for speed."""
     return layers * 4 // 5
 
 
@@ -314,10 +314,10 @@ def _wait(process: subprocess.Popen[bytes]) -> tuple[int, bool]:
 
 
 def render_gain(run_folder: Path, evaluation: Path) -> str:
-    """The main metric of a run's first validation, and of the report of its reward model.
+    """Compare the main metric of a run's first validation with that of its final evaluation.
 
     Raises:
-        DataError: the run has not one metrics.csv, or no validation of that metric in it.
+        DataError: the run does not have one metrics.csv with a validation of that metric.
     """
     after = json.loads(evaluation.read_text())
     name = "accuracy" if "accuracy" in after["metrics"] else "pearson_mean"

@@ -81,7 +81,7 @@ def _task_row(row: TaskRow) -> list[str]:
 
 
 def rewards(sets: Sequence[Heldout]) -> PageSection:
-    """Margins of all sets in one histogram; of each set chosen beside rejected, or each label."""
+    """Build the histograms of margins and rewards; of ratings, rewards over labels."""
     pairs = of_pairs(sets)
     drawings: list[Drawing] = []
     if pairs:
@@ -171,7 +171,7 @@ def reward_and_length(sets: Sequence[Heldout]) -> PageSection:
 
 
 def _lengths_and_rewards(each: Heldout) -> tuple[np.ndarray, np.ndarray]:
-    """Return the characters and the reward of every reply; of several attributes the mean."""
+    """Characters and reward of every reply; the mean reward if there are several attributes."""
     lengths, rewards = each.predictions.lengths, each.predictions.rewards
     return lengths.ravel(), rewards.mean(axis=1) if each.predictions.is_rated else rewards.ravel()
 
@@ -204,7 +204,7 @@ def longer_baseline(each: Heldout) -> str:
 
 
 def mistakes(sets: Sequence[Heldout]) -> PageSection:
-    """The records that each model is surest of, and wrong."""
+    """Build the list of the most confident mistakes of each model."""
     found = [(each.key.name, run_report.mistakes(each.predictions, MOST_MISTAKES)) for each in sets]
     return PageSection(
         "mistakes",

@@ -34,7 +34,7 @@ _ALSO = ("memory", "power", "mfu")
 
 
 def learning_curves(reported: Sequence[RunReport]) -> PageSection:
-    """Training and validation in one figure for each metric; below, what every validation found."""
+    """Build a figure of training and validation for each metric, and tables of all validations."""
     drawings = [_of_metric(name, reported) for name in (*_CURVES, *_OF_STEPS)]
     return PageSection(
         "curves",
@@ -70,7 +70,7 @@ def _of_metric(metric: str, reported: Sequence[RunReport], prefix: str = "curve"
 
 
 def _of_one(metric: str, run: RunReport) -> Iterator[PlotLine]:
-    """A colour for training, and for each set of validation."""
+    """Yield lines: a colour for training, and one for each validation set."""
     if f"train/{metric}" in run.curves:
         key = LegendKey("train", 0, is_faint=metric in _CURVES)
         yield PlotLine(key, *run.curves[f"train/{metric}"])
@@ -79,7 +79,7 @@ def _of_one(metric: str, run: RunReport) -> Iterator[PlotLine]:
 
 
 def _of_several(metric: str, run: RunReport, number: int) -> Iterator[PlotLine]:
-    """A colour for the run, and dashes for each set of validation."""
+    """Yield lines: a colour for the run, and dashes for each validation set."""
     if f"train/{metric}" in run.curves:
         key = LegendKey(f"{run.name}, train", number, is_faint=metric in _CURVES)
         yield PlotLine(key, *run.curves[f"train/{metric}"])
@@ -145,7 +145,7 @@ def _of_speed(name: str, reported: Sequence[RunReport]) -> Drawing | None:
 
 
 def _speed_rows(reported: Sequence[RunReport]) -> Iterator[list[str]]:
-    """Medians, as the first step of a run and those beside a save are longer."""
+    """Yield medians: the first step of a run, and steps during a save, take longer."""
     for what, name in (
         ("tokens per second, median", "train/tokens_per_second"),
         ("seconds per step, median", "timing/train_step"),
@@ -194,7 +194,7 @@ def _steps(run: RunReport) -> str:
 
 
 def _best(run: RunReport) -> str:
-    """Return the best value of each set's main metric; of equals the one with the lowest loss."""
+    """Best value of each set's main metric; ties go to the lower loss, as for checkpoints."""
     found = []
     for name in validation_sets(run):
         main = next((each for each in MAIN_METRICS if f"{name}/{each}" in run.curves), None)

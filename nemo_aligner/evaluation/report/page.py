@@ -1,7 +1,7 @@
-"""A report for people: one HTML file that asks for nothing, has no script, and can be printed.
+"""A report for people: one HTML file without scripts or requests, which can also be printed.
 
-Whatever stands in it is untrusted: the template escapes all of it, and the page forbids the browser
-to run or to load anything, in case it ever did not.
+Everything shown is untrusted. The template escapes it, and a content security policy forbids the
+browser to run or load anything, should an escape ever be missing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from nemo_aligner.metrics.ranking import correlation, nanmean
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 MOST_REPORTED = len(COLOURS)
-# In all mistakes together; escaped, in UTF-8, still below the 3 MB of a page.
+# For the texts of all mistakes together: escaped and in UTF-8, the page stays below 3 MB.
 _MOST_CHARACTERS = 400_000
 _MOST_OF_A_TEXT = 20_000
 # Characters that are invisible, or change the direction of the text around them.
@@ -56,7 +56,7 @@ class ShownTurn:
 
 @dataclass(frozen=True)
 class ShownMistake:
-    """A mistake as the page has it: the prompt once, and below it the replies."""
+    """Mistake as the page shows it: the prompt once, and the replies below."""
 
     mistake: Mistake
     prompt: Sequence[ShownTurn]
@@ -64,7 +64,7 @@ class ShownMistake:
 
 
 def write_page(paths: Sequence[Path], output: Path) -> Path:
-    """Write the report of runs and evaluations, which are overlaid where there are several.
+    """Write the report of runs and evaluations; several are overlaid.
 
     Raises:
         DataError: one of them is neither.
@@ -74,11 +74,11 @@ def write_page(paths: Sequence[Path], output: Path) -> Path:
 
 
 def save_page(reported: Sequence[RunReport], output: Path) -> Path:
-    """``write_page`` of what has been read; where it is."""
+    """Write the page of reports in memory, and return its path."""
     content = render_page(reported)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        # A text may have half of a surrogate pair.
+        # A text may contain half of a surrogate pair, which UTF-8 cannot encode.
         output.write_bytes(content.encode("utf-8", "replace"))
     except OSError as error:
         raise ConfigError(f"output: got {output}, wanted a file to write: {error}") from error
@@ -137,12 +137,12 @@ def build_sections(reported: Sequence[RunReport]) -> list[PageSection]:
 
 
 def show_mistake(mistake: Mistake, how_many: int) -> ShownMistake:
-    """The texts of one of ``how_many``: each whole, unless it is very long."""
+    """Texts of one of ``how_many`` mistakes, each in full unless it is very long."""
     most = min(_MOST_OF_A_TEXT, _MOST_CHARACTERS // (4 * max(1, how_many)))
     prompts = [prompt_of(text) for _, text in mistake.texts]
     is_common = all(prompt == prompts[0] for prompt in prompts)
     prompt = [_turn(each["role"], said(each), most) for each in prompts[0] * is_common]
-    # Where there is no common prompt a text stands whole.
+    # Without a common prompt each text is shown in full.
     shown = reply_of if is_common else _whole
     replies = [_turn(side, shown(text), most) for side, text in mistake.texts]
     return ShownMistake(mistake, prompt, replies)

@@ -1,4 +1,4 @@
-"""A run's folder, or what ``nemo-aligner evaluate`` wrote, as one thing to report on."""
+"""Input of a report: a run's folder, or the files that ``nemo-aligner evaluate`` wrote."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _read_run(folder: Path) -> RunReport:
     if facts.is_file():
         found = replace(found, facts=_object(facts))
     robustness = folder / ROBUSTNESS_NAME
-    # Of what evaluate says beside it the run has its own.
+    # Only its robustness: for everything else the run has figures of its own.
     return replace(found, robustness=_robustness(robustness)) if robustness.is_file() else found
 
 
@@ -200,7 +200,7 @@ class SourceShare:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A record that the model got wrong: what it gave each of its texts, by what they are."""
+    """Record that the model got wrong: its rewards in words, and its texts by side."""
 
     record: str
     source: str
@@ -219,7 +219,7 @@ def shares(pairs: Predictions) -> list[SourceShare]:
 
 
 def mistakes(predictions: Predictions, most: int) -> list[Mistake]:
-    """The worst: of pairs the most negative margins, of ratings the largest errors."""
+    """List the worst: of pairs the most negative margins, of ratings the largest errors."""
     if predictions.is_rated:
         return list(_far_ratings(predictions, most))
     named = zip(predictions.names, predictions.rows, strict=True)
@@ -239,7 +239,7 @@ def _wrong_pair(name: str, row: Prediction) -> Mistake:
 
 
 def _far_ratings(rated: Predictions, most: int) -> Iterator[Mistake]:
-    """Yield the records with an attribute that is farthest from its label, the farthest first."""
+    """Yield ratings by the largest error among their attributes."""
     errors = np.nan_to_num(np.abs(rated.rewards - rated.labels))
     for index in np.argsort(-errors.max(axis=1), kind="stable")[:most]:
         column, row = int(errors[index].argmax()), rated.rows[index]

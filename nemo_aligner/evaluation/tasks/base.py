@@ -24,7 +24,7 @@ class Level(str, Enum):
 
 @dataclass(frozen=True)
 class TaskRow:
-    """A figure of a benchmark; with its 95% interval where it is a share of ``count`` items."""
+    """Figure of a benchmark; with its 95% interval if it is a mean over ``count`` items."""
 
     level: Level
     name: str
@@ -39,13 +39,13 @@ class Task:
     """A benchmark.
 
     Attributes:
-        name: as ``task=`` has it.
-        file: what its file is called where it is published, for who has not got it.
-        read: the item of one object of the file.
-        judge: how right the rewards of an item are.
-        summarise: the figures that the benchmark gives.
+        name: value of ``task=``.
+        file: where the file is published, for error messages.
+        read: makes an item of one object of the file; None for one without a verdict.
+        judge: credit for the rewards of an item, by the benchmark's rule.
+        summarise: the benchmark's figures, in the order of its table.
         sample: an object of the file.
-        of_name: what the name of a file, without its ending, says of objects that do not.
+        of_name: keys that objects lack and the file's name (without its ending) has.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Task:
 
 
 def asked(prompt: Any, reply: Any, key: str) -> Text:
-    """The conversation of a prompt, a string or messages, and a reply.
+    """Conversation of a prompt (a string or messages) and a reply.
 
     Raises:
         DataError: they do not make one.
@@ -75,15 +75,15 @@ def labelled_item(
     name: str = "",
     subset: str = "",
 ) -> Item | None:
-    """Two replies by the fields that ``orders`` has for the label, the right one's first.
+    """Item of two replies; ``orders`` maps a label to their fields, the right one's first.
 
-    None for a label that ``orders`` has nothing for: there is no verdict to get right.
+    None if it maps the label to None: a human tie has no verdict to get right.
 
     Raises:
-        DataError: the label is none of ``orders``.
+        DataError: ``orders`` does not have the label.
     """
     label = value["label"]
-    if label not in [*orders]:  # not by its hash: any JSON value may stand there
+    if label not in [*orders]:  # a list: the label may be any JSON value, also an unhashable one
         *others, last = map(str, orders)
         raise DataError(f"label: got {label!r:.60}, wanted {', '.join(others)} or {last}")
     sides = orders[label]
@@ -93,10 +93,10 @@ def labelled_item(
 
 
 def listed_replies(value: dict[str, Any], count: int | None = None) -> tuple[Text, ...]:
-    """The texts of ``chosen`` and then of ``rejected``, lists of replies, each of ``count``.
+    """Texts of the lists ``chosen`` and then ``rejected``, each of ``count`` replies.
 
     Raises:
-        DataError: one is no such list.
+        DataError: one of them is not such a list.
     """
     texts: list[Text] = []
     for key in ("chosen", "rejected"):
@@ -109,24 +109,27 @@ def listed_replies(value: dict[str, Any], count: int | None = None) -> tuple[Tex
 
 
 def first_is_above(item: Item, rewards: np.ndarray) -> float:
-    """1 where the right one of two has the higher reward; a tie is wrong, as RewardBench has it."""
+    """1 if the right one of two replies has the higher reward.
+
+    A tie is wrong, as in RewardBench; elsewhere in this package it is half right.
+    """
     return float(rewards[0] > rewards[1])
 
 
 def share_row(level: Level, name: str, predictions: Sequence[Prediction]) -> TaskRow:
-    """The share that is right, and its Wilson interval."""
+    """Share that is right, with its 95% Wilson interval."""
     right = sum(each.right for each in predictions)
     low, high = wilson_interval(right, len(predictions))
     return TaskRow(level, name, right / len(predictions), len(predictions), low, high)
 
 
 def subset_rows(predictions: Sequence[Prediction]) -> list[TaskRow]:
-    """The share of every subset, by name."""
+    """Share of every subset, by name."""
     return [share_row(Level.subset, name, some) for name, some in by_subset(predictions).items()]
 
 
 def by_subset(predictions: Sequence[Prediction]) -> dict[str, list[Prediction]]:
-    """The items of every subset, by name."""
+    """Predictions of every subset, by name."""
     found: dict[str, list[Prediction]] = {}
     for each in sorted(predictions, key=lambda one: one.item.source):
         found.setdefault(each.item.source, []).append(each)
@@ -134,7 +137,7 @@ def by_subset(predictions: Sequence[Prediction]) -> dict[str, list[Prediction]]:
 
 
 def pair_rows(predictions: Sequence[Prediction]) -> list[TaskRow]:
-    """Return the rows of a benchmark of pairs without sections: its subsets, and all pairs."""
+    """Rows of a benchmark of pairs without sections: its subsets, if several, and all pairs."""
     rows = subset_rows(predictions)
     return [*(rows if len(rows) > 1 else []), share_row(Level.overall, "all", predictions)]
 

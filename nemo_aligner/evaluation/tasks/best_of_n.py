@@ -20,14 +20,15 @@ from nemo_aligner.evaluation.tasks.base import (
 from nemo_aligner.metrics.ranking import bootstrap_interval
 from nemo_aligner.utils.errors import DataError
 
-# Best of n: what people gave the reply that the model likes best among n of a prompt's.
+# Best of n: human score of the reply that the model prefers among n replies to a prompt.
 #
-# For n of 1, 2, 4, ... up to all, the mean over every choice of n replies of a prompt, which is
-# exact: the k-th best of K by reward is the best of ``C(K - k, n - 1)`` of the ``C(K, n)`` choices.
-# Replies of equal reward are equally likely to be taken. Intervals are by bootstrap over prompts.
+# The expectation over a random choice of n of a prompt's K replies is exact, not sampled: the k-th
+# best by reward is the best of ``C(K - k, n - 1)`` of the ``C(K, n)`` choices (the unbiased
+# estimator of Nakano et al. 2021, arXiv 2112.09332, appendix I). Intervals are bootstrapped over
+# prompts, because replies to one prompt are not independent.
 #
-# Its reward and its length stand beside it: where they grow with n and the score does not, the
-# model is optimised past what it knows (Gao et al. 2022, arXiv 2210.10760).
+# The table also has its reward and its length. If they grow with n and the score does not, the
+# reward is over-optimised (Gao et al. 2022, arXiv 2210.10760).
 
 
 def _read_best_of_n(value: dict[str, Any]) -> Item:
@@ -45,13 +46,13 @@ def _read_best_of_n(value: dict[str, Any]) -> Item:
 
 
 def best_of(n: int, rewards: np.ndarray, scores: np.ndarray) -> float:
-    """The mean score of the best by reward of n, over all choices of n of ``[K]``."""
+    """Expected score of the best by reward among n of K replies; both arrays are ``[K]``."""
     order = np.argsort(-rewards, kind="stable")
     count = len(rewards)
-    # Shares of all choices: these numbers themselves leave a double's range from 1,030 replies on.
+    # Ratios of exact integers: the binomials alone exceed a double's range from 1,030 replies on.
     choices = math.comb(count, n)
     chances = np.array([math.comb(count - 1 - place, n - 1) / choices for place in range(count)])
-    # Of equal rewards none comes before another.
+    # Replies of equal reward are equally likely to be picked: they share their chances evenly.
     _, groups = np.unique(-rewards[order], return_inverse=True)
     even = np.bincount(groups, weights=chances) / np.bincount(groups)
     return float(even[groups] @ scores[order])
@@ -82,7 +83,7 @@ def _summarise_best_of_n(predictions: Sequence[Prediction]) -> list[TaskRow]:
 def _row(
     level: Level, name: str, n: int, prompts: Sequence[tuple[np.ndarray, np.ndarray]]
 ) -> TaskRow:
-    """The mean over prompts, each with its ``[K]`` rewards and the ``[K]`` numbers to average."""
+    """Mean over prompts, each given as its ``[K]`` rewards and the ``[K]`` values to average."""
     found = np.array([best_of(n, rewards, values) for rewards, values in prompts])
     low, high = bootstrap_interval(found)
     return TaskRow(level, name, float(found.mean()), len(prompts), low, high)
@@ -100,11 +101,10 @@ BEST_OF_N = Task(
 
 # PPE's correctness sets (Frick et al. 2024, arXiv 2410.14872): replies that are right or wrong.
 #
-# A prompt of MMLU-Pro, MATH, GPQA, MBPP-Plus or IFEval has 32 replies of one model. The benchmark
-# has drawn pairs of a right one and a wrong one; and the best by reward of k of them may be right.
-# With f(k) for how often that is, over every choice of k of a prompt's replies, and g(k) for how
-# often any of the k is right, the area under the curve is the mean of f over k = 1 to 32, and the
-# loss the mean of g - f.
+# Each prompt of MMLU-Pro, MATH, GPQA, MBPP-Plus or IFEval has 32 replies of one model, and pairs of
+# a right and a wrong one that the benchmark has sampled. Let f(k) be the probability that the best
+# of k replies by reward is right, over all choices of k, and g(k) that any of the k is right. The
+# area under the curve is the mean of f over k = 1 to 32, and the loss the mean of g - f.
 
 
 def _read(value: dict[str, Any]) -> Item | None:
@@ -115,7 +115,7 @@ def _read(value: dict[str, Any]) -> Item | None:
         asked(value["prompt"], value[f"response_{number}"], f"response_{number}")
         for number in range(1, len(scores) + 1)
     ]
-    # Those that are right come first; the pairs are told by where they stood.
+    # An item has its right replies first, but the file's pairs are indices in the original order.
     order = sorted(range(len(scores)), key=lambda index: not scores[index])
     return Item(
         id=str(value["question_id"]),
@@ -134,7 +134,7 @@ def _listed(pairs: Any) -> list[Any]:
 
 
 def _ordered(pair: Any, scores: Sequence[Any], order: Sequence[int]) -> tuple[int, int]:
-    """Find the ranks of a pair's right and wrong reply in ``order``."""
+    """Translate a pair of the file to indices of the item, the right reply first."""
     known = range(len(scores))
     fits = isinstance(pair, list) and len(pair) == 2 and all(each in known for each in pair)
     if not fits or bool(scores[pair[0]]) == bool(scores[pair[1]]):
@@ -147,7 +147,7 @@ def _ordered(pair: Any, scores: Sequence[Any], order: Sequence[int]) -> tuple[in
 
 
 def _rights(item: Item, rewards: np.ndarray) -> np.ndarray:
-    """Tell for each pair if the right reply has the higher reward; a tie is wrong."""
+    """``[pairs]`` bool: the right reply has the higher reward; a tie is wrong."""
     right, wrong = np.array(item.pairs).T
     return rewards[right] > rewards[wrong]
 
@@ -186,7 +186,7 @@ def _pairs_row(level: Level, name: str, predictions: Sequence[Prediction]) -> Ta
 
 
 def _curve(predictions: Sequence[Prediction], most: int, is_oracle: bool) -> np.ndarray:
-    """``[prompts, most]``: how often the best of k is right, by reward or by what is right."""
+    """``[prompts, most]``: probability that the best of k is right, by reward or by an oracle."""
     rows = []
     for each in predictions:
         scores = np.array(each.item.scores)

@@ -1,9 +1,10 @@
-"""RM-Bench (Liu et al. 2024, arXiv 2410.16184): each right reply against each wrong one, by style.
+"""RM-Bench (Liu et al. 2024, arXiv 2410.16184): right against wrong replies in three styles.
 
-Both come concise, detailed, and detailed with markdown. Normal is style against the same style;
-hard is a plainer right reply against a fancier wrong one, easy the other way round. As in its own
-``compute_accuracy`` (THU-KEG/RM-Bench, scripts/utils.py), all items of ``safety-...`` are one
-domain, and easy, normal, hard and the total are means over the four domains.
+Each reply comes concise, detailed, and detailed with markdown. Normal compares replies of the same
+style, hard a plainer right reply with a fancier wrong one, and easy a fancier right reply with a
+plainer wrong one. As in the original ``compute_accuracy`` (THU-KEG/RM-Bench, scripts/utils.py), all
+items of ``safety-...`` form one domain, and easy, normal, hard and the total are means over the
+four domains.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _domain_of(stem: str) -> dict[str, str]:
 
 
 def _wins(rewards: np.ndarray) -> np.ndarray:
-    """``[3, 3]``: whether the right reply of a style is above the wrong one of another."""
+    """``[3, 3]`` bool: the right reply of the row's style beats the wrong one of the column's."""
     return rewards[:_STYLES, None] > rewards[None, _STYLES:]
 
 
