@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 from common import choose_device, machine, prepare_model, render, write_json
 from scoring_work import Ours, Work, add_work_options, our_scorer, works_of
 
@@ -63,6 +62,7 @@ def _compare(
     work: Work, ours: Ours, precision: str, settings: Sequence[int | None], turns: int
 ) -> Iterator[dict[str, Any]]:
     from nemo_aligner.models.reward_model import make_batch_invariant
+    from nemo_aligner.tools.invariance import count_changed, score_alone
 
     seconds: dict[int | None, list[float]] = {rows: [] for rows in settings}
     changed = {}
@@ -74,8 +74,7 @@ def _compare(
             if turn:  # the first one makes kernels, and tries them
                 seconds[rows].append(time.perf_counter() - start)
                 continue
-            alone = np.concatenate([ours.score([tokens]) for tokens in work.token_lists])
-            changed[rows] = int((alone.view(np.int32) != together.view(np.int32)).sum())
+            changed[rows] = count_changed(together, score_alone(ours.score, work.token_lists))
     usual = seconds[None]
     for rows in settings:
         ratios = [ours / theirs for ours, theirs in zip(seconds[rows], usual, strict=True)]

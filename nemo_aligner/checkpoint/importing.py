@@ -36,7 +36,8 @@ from nemo_aligner.config.common import Overlong, Precision, RewardModelType
 from nemo_aligner.config.dtypes import NumberFormat, format_of
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.fields import are_numbers
-from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES, check_template, resolve_template
+from nemo_aligner.contract.template_check import check_template
+from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES, resolve_template
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.distributed.launch import single_process
 from nemo_aligner.models.shape import ModelShape, with_lora

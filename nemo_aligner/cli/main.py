@@ -247,7 +247,7 @@ The same command resumes where it was interrupted; give another --output to star
 
 def quickstart_parser() -> Parser:
     """The options of ``nemo-aligner quickstart``."""
-    parser = Parser("quickstart", _QUICKSTART)
+    parser = Parser("quickstart", _QUICKSTART, [key.name for key in list_keys(TrainConfig)])
     parser.add_argument("--data", type=Path, metavar="FILE", help="pairs or ratings of your own")
     parser.add_argument("--base", type=Path, metavar="CHECKPOINT", help="a model of your own")
     parser.add_argument(
@@ -255,7 +255,6 @@ def quickstart_parser() -> Parser:
         help="folder for all results (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of training")
-    parser.setting_keys = tuple(key.name for key in list_keys(TrainConfig))
     return parser
 
 

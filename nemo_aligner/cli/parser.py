@@ -16,21 +16,32 @@ PROGRAM = "nemo-aligner"
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of the options of one verb."""
+    """Parser of the options of one verb.
 
-    def __init__(self, verb: str, description: str | None) -> None:
+    Args:
+        setting_keys: settings that the verb takes as ``key=value``.
+        settings_are_flags: errors about a setting ``key`` name the flag ``--key`` instead.
+    """
+
+    def __init__(
+        self,
+        verb: str,
+        description: str,
+        setting_keys: Sequence[str] = (),
+        *,
+        settings_are_flags: bool = True,
+        epilog: str | None = None,
+    ) -> None:
         super().__init__(
             prog=f"{PROGRAM} {verb}",
-            description=_wrapped(description or ""),
+            description=_wrapped(description),
+            epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
-
-    # Errors about a setting ``key`` are told as ones about the flag ``--key``.
-    settings_are_flags = True
-    # The settings that this verb takes as ``key=value``.
-    setting_keys: tuple[str, ...] = ()
+        self._setting_keys = setting_keys
+        self._settings_are_flags = settings_are_flags
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """The options of a command line; an unfit one ends the process with exit code 2."""
@@ -42,7 +53,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"got {word}, which is not an option{hint}")
         options = self.parse_intermixed_args(argv)
         options.argv = list(argv)
-        flags = known if self.settings_are_flags else []
+        flags = known if self._settings_are_flags else []
         options.flags = {flag.lstrip("-").replace("-", "_") for flag in flags}
         return options
 
@@ -50,7 +61,8 @@ class Parser(argparse.ArgumentParser):
         """Word the hint for a setting that was given as a flag, ``--lr 3`` or ``--lr=3``."""
         flag, _, value = word.partition("=")
         name = flag.lstrip("-").replace("-", "_")
-        key = name if name in self.setting_keys else suggest_setting(name, self.setting_keys)
+        known = self._setting_keys
+        key = name if name in known else suggest_setting(name, known)
         if key is None:
             return ""
         if not value and not following.startswith("-") and "=" not in following:

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from nemo_aligner.cli.main import VERBS, load
-from nemo_aligner.config.compat import KeyRule, as_yaml
+from nemo_aligner.config.common import as_yaml
+from nemo_aligner.config.compat import KeyRule
 from nemo_aligner.config.compat_keys import FILES, RULES
 
 _SETTINGS = """# Every verb and every setting

@@ -19,13 +19,15 @@ T = TypeVar("T")
 _WIDTH = 100
 
 
-def settings_parser(
-    verb: str, description: str | None, schema: type, has_ranks: bool = True
-) -> Parser:
+def settings_parser(verb: str, description: str, schema: type, has_ranks: bool = True) -> Parser:
     """Build a parser of the settings of ``schema``; its help lists all of them."""
-    parser = Parser(verb, description)
-    parser.settings_are_flags = False
-    parser.setting_keys = tuple(key.name for key in list_keys(schema))
+    parser = Parser(
+        verb,
+        description,
+        [key.name for key in list_keys(schema)],
+        settings_are_flags=False,
+        epilog=f"settings and their defaults:\n\n{render_keys(schema)}",
+    )
     parser.set_defaults(processes=None)
     if has_ranks:
         parser.add_argument(
@@ -40,7 +42,6 @@ def settings_parser(
         "settings", nargs="*", metavar="KEY=VALUE", help="settings, which override the file's"
     )
     settings.completer = lambda prefix, **unused: complete_setting(prefix, schema)
-    parser.epilog = f"settings and their defaults:\n\n{render_keys(schema)}"
     return parser
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import field
 from enum import Enum
 from math import inf, nextafter
@@ -65,6 +66,19 @@ def setting(default: T, about: str) -> T:
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy.copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def as_yaml(value: Any) -> str:
+    """A value as YAML writes it, in one line."""
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {as_yaml(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(as_yaml, value))}]"
+    return str(value)
 
 
 class Checks:

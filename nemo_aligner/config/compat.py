@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_aligner.config.common import as_yaml
 from nemo_aligner.utils.errors import shown
 
 _MISSING = object()
@@ -53,7 +53,7 @@ class SameValue:
 
     def problem(self, config: object) -> str | None:
         """Return the problem, or None if the values agree."""
-        rule, wanted = self.rule, _plain(attrgetter(self.rule.same_as)(config))
+        rule, wanted = self.rule, attrgetter(self.rule.same_as)(config)
         got = rule.values.get(as_yaml(self.value), self.value)
         if as_yaml(got) == as_yaml(wanted):
             return None
@@ -172,21 +172,6 @@ class Translation:
         own = OmegaConf.select(self._given, rule.to, default=[])
         _put(tree, rule.to, [*_as_list(own), *added])
         self._taken[f"{key}={as_yaml(value)}"] = f"another of {rule.to}"
-
-
-def as_yaml(value: Any) -> str:
-    """A value as YAML writes it, in one line."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {as_yaml(each)}' for key, each in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(as_yaml, value))}]"
-    return str(value)
-
-
-def _plain(value: object) -> object:
-    return value.value if isinstance(value, Enum) else value
 
 
 def _as_list(value: Any) -> list[Any]:

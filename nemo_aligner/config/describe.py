@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from nemo_aligner import __version__
-from nemo_aligner.config.common import ABOUT
+from nemo_aligner.config.common import ABOUT, as_yaml
 
 # Settings: keys, types, defaults, purposes.
 
@@ -32,13 +32,15 @@ class Key:
     Attributes:
         name: with its sections, as in ``model.optim.lr``.
         default: as it is written in YAML.
-        kind: of its values, for people.
+        type: of its values.
+        kind: their type in words.
         choices: its values, where there are few.
         about: what it is for.
     """
 
     name: str
     default: str
+    type: Any
     kind: str
     choices: tuple[str, ...]
     about: str
@@ -54,20 +56,12 @@ def list_keys(schema: type, prefix: str = "") -> Iterator[Key]:
         else:
             yield Key(
                 name=prefix + item.name,
-                default=_as_yaml(getattr(defaults, item.name)),
+                default=as_yaml(getattr(defaults, item.name)),
+                type=kind,
                 kind=_describe(kind),
                 choices=_choices(kind),
                 about=item.metadata[ABOUT],
             )
-
-
-def kinds_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """List every key of ``schema`` with the type of its values."""
-    for name, kind in get_type_hints(schema).items():
-        if is_dataclass(kind):
-            yield from kinds_of(kind, f"{prefix}{name}.")  # type: ignore[arg-type]
-        else:
-            yield prefix + name, kind
 
 
 def render_keys(schema: type) -> str:
@@ -82,16 +76,6 @@ def render_keys(schema: type) -> str:
         lines.append(f"  {name}={key.default}  ({key.kind})")
         lines += textwrap.wrap(key.about, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines[1:])
-
-
-def _as_yaml(value: Any) -> str:
-    if isinstance(value, Enum):
-        return str(value.value)
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_as_yaml, value))}]"
-    return str(value)
 
 
 def _without_null(kind: Any) -> tuple[list[Any], bool]:

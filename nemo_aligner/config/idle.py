@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
-from enum import Enum
 from operator import attrgetter
 from typing import Any, TypeAlias
 
-from nemo_aligner.config.common import Malformed, RewardModelType
+from nemo_aligner.config.common import Malformed, RewardModelType, as_yaml
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.model import Schedule
 from nemo_aligner.config.serving import Combine, ServeConfig, ServeCriticConfig
@@ -115,7 +113,7 @@ def idle_settings(config: object, ranks: int | None = None) -> dict[str, str]:
     for causes, keys in _RULES.get(type(config), ()):
         held = {key: ranks if key == _RANKS else attrgetter(key)(config) for key in causes}
         if all(_fits(held[key], value) for key, value in causes.items()):
-            why = " and ".join(f"{key}={_written(value)}" for key, value in held.items())
+            why = " and ".join(f"{key}={as_yaml(value)}" for key, value in held.items())
             for key in keys:
                 if _differs(key, config, usual):
                     found.setdefault(key, why)
@@ -138,7 +136,3 @@ def _fits(held: object, value: object) -> bool:
 def _differs(key: str, config: object, usual: object) -> bool:
     value_of = attrgetter(key)
     return bool(value_of(config) != value_of(usual))
-
-
-def _written(value: object) -> str:
-    return json.dumps(value.value if isinstance(value, Enum) else value).replace('"', "")

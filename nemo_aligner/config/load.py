@@ -23,7 +23,6 @@ from nemo_aligner.config.compat_keys import RULES
 from nemo_aligner.config.describe import (
     describe_unknown,
     find_settings,
-    kinds_of,
     list_keys,
     settings_names,
     suggest_setting,
@@ -143,9 +142,10 @@ class _Merging:
         self._updates: list[tuple[DictConfig, str, str]] = []
         self._translation = Translation(RULES.get(schema, ()))
         self._merged = OmegaConf.structured(schema)
-        self._known = {key.name: key.kind for key in list_keys(schema)}
-        self._kinds = dict(kinds_of(schema))
-        self._mappings = [key for key, kind in self._kinds.items() if get_origin(kind) is dict]
+        keys = list(list_keys(schema))
+        self._known = {key.name: key.kind for key in keys}
+        self._types = {key.name: key.type for key in keys}
+        self._mappings = [key for key, kind in self._types.items() if get_origin(kind) is dict]
         # Of each file, and under "" of what stands in none.
         self._problems: dict[str, list[str]] = {}
         self._unknown: dict[tuple[str, str], list[str]] = {}
@@ -155,8 +155,8 @@ class _Merging:
         key = self._translation.target(key)
         for name in self._mappings:
             if key.startswith(f"{name}."):
-                return get_args(self._kinds[name])[1]
-        return self._kinds.get(key)
+                return get_args(self._types[name])[1]
+        return self._types.get(key)
 
     def add_setting(self, text: str) -> None:
         """One ``key=value``; NeMo-Aligner's commands mark new keys with + or ++."""

@@ -35,7 +35,7 @@ from nemo_aligner.config.common import Overlong, Precision, RecordKind, RewardMo
 from nemo_aligner.contract.fields import check_fields
 from nemo_aligner.contract.messages import Text, read_text, reply_of
 from nemo_aligner.contract.readout import Readout
-from nemo_aligner.contract.template_trial import check_it_ends
+from nemo_aligner.contract.template_check import check_it_ends
 from nemo_aligner.contract.tokenizer import TextIds, Tokenizer, WrittenText, encode_records
 from nemo_aligner.contract.turns import write_conversation
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError, short, shown

@@ -9,7 +9,8 @@ from typing import Any
 from nemo_aligner.config.common import Precision, RewardModelType
 from nemo_aligner.config.model import DataConfig, ModelConfig, ScoredPosition
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.templates import canonical_kwargs, check_template, resolve_template
+from nemo_aligner.contract.template_check import check_template
+from nemo_aligner.contract.templates import canonical_kwargs, resolve_template
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import make_reply_marker
 from nemo_aligner.utils.errors import ConfigError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -17,7 +17,15 @@ from nemo_aligner.contract.messages import (
     messages_of,
     with_messages,
 )
-from nemo_aligner.contract.templates import names_in, render, tool_call_turn, tool_result
+from nemo_aligner.contract.templates import (
+    Write,
+    for_trials,
+    names_in,
+    needs_tools,
+    render,
+    tool_call_turn,
+    tool_result,
+)
 from nemo_aligner.utils.errors import DataError
 
 # Trials of a chat template: which message fields beyond role and content it writes.
@@ -25,8 +33,6 @@ from nemo_aligner.utils.errors import DataError
 # A template that never writes tool calls would turn a conversation with one into another without:
 # such a conversation is refused, and the error names the key that is not written.
 # The reasoning of earlier turns, names and call ids are left to the template: it may drop them.
-
-Write = Callable[[Messages | Conversation], str]
 
 # Words that no template writes itself, and that JSON and filters leave unchanged.
 _FIRST, _SECOND, _THIRD, _FOURTH = "Zqfirstv", "Zqsecondv", "Zqthirdv", "Zqfourthv"
@@ -48,7 +54,8 @@ class TemplateReading:
     """
 
     def __init__(self, write: Write, names: Collection[str], origin: str = "") -> None:
-        self._write = write
+        self._needs_tools = needs_tools(write)
+        self._write = for_trials(write)
         self._names = names
         self._origin = f" ({origin})" if origin else ""
         self._written_roles: dict[str, bool | None] = {}
@@ -67,6 +74,12 @@ class TemplateReading:
         if isinstance(text, Conversation):
             self._check(not text.tools or self.writes_tools, "tools")
             self._check(not text.documents or self.writes_documents, "documents")
+        if self._needs_tools and not (isinstance(text, Conversation) and text.tools):
+            raise DataError(
+                f"tools: got none, and the chat template{self._origin} writes no conversation "
+                "without; wanted tools beside the messages, or training with a template that "
+                "needs none (model.data.template=chatml)"
+            )
         if is_plain(messages) and all(message["role"] in _USUAL for message in messages):
             return text
         last = len(messages) - 1

@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,12 +33,14 @@ from nemo_aligner.contract.messages import (
     is_plain,
     messages_of,
 )
-from nemo_aligner.contract.template_trial import check_it_ends
 from nemo_aligner.contract.tokenizer import Tokenizer
-from nemo_aligner.utils.errors import ConfigError, DataError, short, shown
+from nemo_aligner.utils.errors import ConfigError, DataError, short
 
 if TYPE_CHECKING:
     import jinja2
+
+# A template, or whatever else makes one text of a conversation; it raises DataError.
+Write = Callable[[Messages | Conversation], str]
 
 # Templates of versions that wrote role and content alone; contracts that have one keep it.
 _EARLIER = {
@@ -106,25 +107,26 @@ def _with_tools(earlier: str) -> str:
 BUILT_IN_TEMPLATES = {name: _with_tools(earlier) for name, earlier in _EARLIER.items()}
 # They write plain conversations as the earlier ones do, which are quicker.
 _QUICKER = {template: _EARLIER[name] for name, template in BUILT_IN_TEMPLATES.items()}
-# Variables that the caller of a template sets, and no setting may replace.
-_GIVEN = (
-    "messages",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-    "continue_final_message",
-    "bos_token",
-    "eos_token",
-    "strftime_now",
-    "raise_exception",
-)
-_KWARGS_KEY = "model.data.chat_template_kwargs"
-
-_KEY = "model.data.template"
+KWARGS_KEY = "model.data.chat_template_kwargs"
+TEMPLATE_KEY = "model.data.template"
 _QUESTION, _REPLY = "a question", "the reply"
 _CALL_ID = "call00001"
-_PROBE = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
-_DAYS = (datetime(2001, 2, 3), datetime(2034, 11, 30))
+PROBE = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
+# Templates read every field of a tool, so that none may be missing.
+_TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Looks a word up.",
+            "parameters": {
+                "type": "object",
+                "properties": {"query": {"type": "string", "description": "A word."}},
+                "required": ["query"],
+            },
+        },
+    }
+]
 # Placeholder for the content of each turn of a trial, of a character that no template writes.
 _CONTENT = re.compile("\ue000[0-9]\ue000")
 # Some templates take no system prompt, and some no second question.
@@ -153,7 +155,7 @@ def resolve_template(setting: str, tokenizer: Tokenizer, known: Sequence[str] = 
     if path.is_file():
         return path.read_text(encoding="utf-8")
     raise ConfigError(
-        f"{_KEY}: got {setting!r}, wanted 'tokenizer', "
+        f"{TEMPLATE_KEY}: got {setting!r}, wanted 'tokenizer', "
         f"{', '.join(map(repr, BUILT_IN_TEMPLATES))} or the path of a template file"
     )
 
@@ -165,63 +167,6 @@ def name_of(template: str) -> str:
         (f"{name}{of}" for texts, of in known for name, text in texts.items() if text == template),
         "",
     )
-
-
-def check_template(template: str, setting: str, tokenizer: Tokenizer, kwargs: str = "") -> None:
-    """Refuse a template whose text would be wrong, or another one tomorrow.
-
-    ``kwargs`` are the contract's ``chat_template_kwargs``.
-
-    Raises:
-        ConfigError: it depends on the date, does not write a question and its answer, writes BOS
-            twice, or writes nothing, or the same thing twice, after the reply; with what to set. Or
-            it does not read one of ``kwargs``.
-    """
-    where, built_in = f"{_KEY}: {setting}", ", ".join(BUILT_IN_TEMPLATES)
-    bos, eos = tokenizer.bos_token, tokenizer.eos_token
-    try:
-        _check_kwargs(template, kwargs)
-        check_it_ends(template, bos, eos, kwargs)
-        if is_dated(template, bos, eos, kwargs):
-            raise ConfigError(
-                f"{where}: its text depends on the date, so scores change from day to day; set "
-                f"it to one of {built_in}, or to a file of it with the date written out"
-            )
-        text = render(template, _PROBE, bos, eos, kwargs)
-    except DataError as error:
-        raise ConfigError(f"{where}: {error}; set it to one of {built_in}, or a file") from error
-    for part in (_QUESTION, _REPLY):
-        if part not in text:
-            raise ConfigError(
-                f"{where}: it writes {shown(text)}, without the conversation's {part!r}; set it to "
-                f"one of {built_in}, or to a file of a chat template"
-            )
-    if bos and tokenizer.encode(text)[:2] == [tokenizer.bos_id] * 2:
-        raise ConfigError(
-            f"{where}: it writes BOS ({bos!r}) twice; set it to a file of it with one"
-        )
-    end = "".join(end_of_turn(template, bos, eos, kwargs).split())
-    if not end:
-        raise ConfigError(
-            f"{where}: it writes nothing after the reply, so a complete one looks like one that "
-            f"was cut off; set it to one of {built_in}, or to a file of it that ends a turn"
-            + ("" if eos else " (plain and zephyr end with EOS, which this tokenizer lacks)")
-        )
-    if end[: len(end) // 2] * 2 == end:
-        raise ConfigError(
-            f"{where}: it ends the reply twice ({short(end)}); set it to a file that does once"
-        )
-
-
-def _check_kwargs(template: str, kwargs: str) -> None:
-    """Raises ConfigError: the template does not read one of them, or is given it anyway."""
-    known = sorted(variables_of(template).difference(_GIVEN))
-    for name in json.loads(kwargs or "{}"):
-        if name not in known:
-            raise ConfigError(
-                f"{_KWARGS_KEY}: got {name!r:.60}, which the chat template ignores; wanted "
-                + (", ".join(known) or "none, as it reads none")
-            )
 
 
 def canonical_kwargs(given: Mapping[str, Any]) -> str:
@@ -236,7 +181,7 @@ def canonical_kwargs(given: Mapping[str, Any]) -> str:
         ordered = {str(name): given[name] for name in sorted(given)}
         return json.dumps(ordered, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{_KWARGS_KEY}: wanted JSON values: {error}") from error
+        raise ConfigError(f"{KWARGS_KEY}: wanted JSON values: {error}") from error
 
 
 def with_kwargs_inside(template: str, kwargs: str) -> str:
@@ -255,12 +200,6 @@ def _literal(value: Any) -> str:
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def is_dated(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> bool:
-    """True if a template writes the date, and so another text tomorrow."""
-    texts = {render(template, _PROBE, bos_token, eos_token, kwargs, day.strftime) for day in _DAYS}
-    return len(texts) > 1
-
-
 @lru_cache(maxsize=8)
 def end_of_turn(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> str:
     """Text that a template writes after the last reply, stripped."""
@@ -269,11 +208,58 @@ def end_of_turn(template: str, bos_token: str, eos_token: str, kwargs: str = "")
 
 def after_reply(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> str:
     """Text that a template writes after the last reply."""
-    return _behind_reply(render(template, _PROBE, bos_token, eos_token, kwargs))
+    return _behind_reply(write_probe(template, bos_token, eos_token, kwargs))
 
 
 def _behind_reply(probe: str) -> str:
     return probe.rpartition(_REPLY)[2]
+
+
+def write_probe(
+    template: str,
+    bos_token: str,
+    eos_token: str,
+    kwargs: str = "",
+    strftime_now: Callable[[str], str] | None = None,
+    messages: Messages = PROBE,
+) -> str:
+    """Render a question and its answer, with a tool where a template writes none without.
+
+    Raises:
+        DataError: see ``render``.
+    """
+
+    def write(text: Messages | Conversation) -> str:
+        return render(template, text, bos_token, eos_token, kwargs, strftime_now)
+
+    return for_trials(write)(messages)
+
+
+def needs_tools(write: Write) -> bool:
+    """True for a template that writes a conversation with a tool, and none without.
+
+    The templates of Hermes and Command R+ for the use of tools loop over them, given or not.
+    """
+    try:
+        write(PROBE)
+    except DataError:
+        try:
+            write(Conversation(PROBE, tools=_TOOLS))
+        except DataError:
+            return False
+        return True
+    return False
+
+
+def for_trials(write: Write) -> Write:
+    """``write``, or the same with a tool beside conversations without, if it ``needs_tools``."""
+
+    def write_with_tool(text: Messages | Conversation) -> str:
+        documents = text.documents if isinstance(text, Conversation) else None
+        tools = text.tools if isinstance(text, Conversation) else None
+        return write(Conversation(messages_of(text), tools or _TOOLS, documents))
+
+    return write_with_tool if needs_tools(write) else write
 
 
 class Frames(NamedTuple):
@@ -292,7 +278,7 @@ class Frames(NamedTuple):
     results: tuple[str, ...] = ()
 
 
-def find_frames(write: Callable[[Messages], str]) -> Frames:
+def find_frames(write: Write) -> Frames:
     """The frames of what ``write`` makes of conversations.
 
     What stands before the last reply is left out where an earlier one tells the same: some
@@ -301,14 +287,15 @@ def find_frames(write: Callable[[Messages], str]) -> Frames:
     Raises:
         DataError: it cannot write a question and its answer.
     """
-    end = _behind_reply(write(_PROBE)).strip()
+    write = for_trials(write)
+    end = _behind_reply(write(PROBE)).strip()
     around = next(filter(None, (_around(write, roles) for roles in _TRIALS)), ())
     others = (_around(write, ("user", "assistant", role, "assistant")) for role in ROLES)
     between = [*around[1:-1], *(piece for found in others for piece in found[1:-1])]
     return Frames(around, tuple(dict.fromkeys(between)), end, _around_results(write))
 
 
-def _around_results(write: Callable[[Messages], str]) -> tuple[str, ...]:
+def _around_results(write: Write) -> tuple[str, ...]:
     """Nothing where a template writes no results of tools, or not as they are."""
     asked, answered = _turns_of(("user", "assistant"))
     results = [{**tool_result(), "content": f"\ue000{number}\ue000"} for number in (2, 3)]
@@ -337,7 +324,7 @@ def _turns_of(roles: Sequence[str]) -> Messages:
     return [{"role": role, "content": f"\ue000{number}\ue000"} for number, role in enumerate(roles)]
 
 
-def _around(write: Callable[[Messages], str], roles: Sequence[str]) -> tuple[str, ...]:
+def _around(write: Write, roles: Sequence[str]) -> tuple[str, ...]:
     """Nothing where such a conversation cannot be written."""
     try:
         before, *found = _CONTENT.split(write(_turns_of(roles)))

@@ -21,7 +21,15 @@ from nemo_aligner.contract.messages import (
     strings_of,
 )
 from nemo_aligner.contract.template_probe import template_reading
-from nemo_aligner.contract.templates import after_reply, find_frames, name_of, render
+from nemo_aligner.contract.templates import (
+    Write,
+    after_reply,
+    find_frames,
+    name_of,
+    needs_tools,
+    render,
+    write_probe,
+)
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import ConfigError, DataError, short
 
@@ -65,7 +73,7 @@ class TurnMarks:
     around_results: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, write: Callable[[Messages], str], tokenizer: Tokenizer | None) -> TurnMarks:
+    def of(cls, write: Write, tokenizer: Tokenizer | None) -> TurnMarks:
         """Find the marks that ``write`` puts around messages; without a tokenizer, words alone.
 
         Raises:
@@ -73,7 +81,17 @@ class TurnMarks:
         """
         frames = find_frames(write)
         added = [] if tokenizer is None else tokenizer.added_tokens(frames.around)
-        tokens = [token for token in added if _is_mark(token.content, token.special)]
+        # A system prompt that always tells of tools quotes tags such as <tool_call>: no turn marks.
+        quoted = frames.around[:1] if needs_tools(write) else ()
+        tokens = [
+            token
+            for token in added
+            if _is_mark(token.content, token.special)
+            and (
+                token.special
+                or any(token.content in piece for piece in frames.around[len(quoted) :])
+            )
+        ]
         words = [
             piece
             for piece in frames.between
@@ -155,7 +173,7 @@ def turn_marks(template: str, tokenizer: Tokenizer, kwargs: str = "") -> TurnMar
         DataError: the template cannot write a question and its answer.
     """
 
-    def write(messages: Messages) -> str:
+    def write(messages: Messages | Conversation) -> str:
         return render(template, messages, tokenizer.bos_token, tokenizer.eos_token, kwargs)
 
     return TurnMarks.of(write, tokenizer)
@@ -315,6 +333,7 @@ def _written(template: str, tokenizer: Tokenizer, kwargs: str, question: str, re
         {"role": "assistant", "content": reply},
     ]
     try:
-        return render(template, conversation, tokenizer.bos_token, tokenizer.eos_token, kwargs)
+        bos, eos = tokenizer.bos_token, tokenizer.eos_token
+        return write_probe(template, bos, eos, kwargs, messages=conversation)
     except DataError as error:
         raise ConfigError(f"{_KEY}: {error}") from error

@@ -145,7 +145,7 @@ RATED_COLUMN = "response"
 
 def reward_row(
     kind: RecordKind,
-    origin: Origin,
+    origin: Origin | str,
     source: str,
     rewards: Mapping[str, float],
     texts: Sequence[Text],
@@ -170,11 +170,6 @@ def reward_row(
 def row_text(value: Any) -> Any:
     """Read one of a row's texts: an object, which has tools or documents, to a ``Conversation``."""
     return read_text(value) if isinstance(value, Mapping) else value
-
-
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a line for each row."""
-    write_lines(path, row_lines(rows))
 
 
 def row_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,51 +1,25 @@
-"""Two models on the same pairs: how far apart, how surely, and where their verdicts part.
+"""Comparison of two models on the same pairs: difference, significance, and differing verdicts.
 
-What is compared are the files that ``nemo-aligner evaluate output_rewards=...`` writes, of pairs or
-of a benchmark.
+It reads two files of ``nemo-aligner evaluate output_rewards=...``, of pairs or of a benchmark. Both
+models see the same pairs, so the tests are paired: a bootstrap over the pairs' differences, and
+McNemar's test on the verdicts that changed. Both are much sharper than comparing two intervals.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nemo_aligner.contract.messages import Text, as_json, reply_of
-from nemo_aligner.data.files import BadLine, read_lines
-from nemo_aligner.data.records import PAIR_COLUMNS, row_text, write_lines
+from nemo_aligner.data.records import PAIR_COLUMNS, write_lines
+from nemo_aligner.evaluation.predictions import Prediction, Predictions, read_pairs
 from nemo_aligner.metrics.ranking import bootstrap_interval, mcnemar, wilson_interval
 from nemo_aligner.utils.errors import DataError
-
-ALL = "all"
-_BENCHMARK_SIDES = ("right", "wrong")
-
-
-@dataclass(frozen=True)
-class PairVerdict:
-    """Verdict of a model on a pair, or on an item of a benchmark.
-
-    Attributes:
-        record: file and line of it, and a number where that has several pairs.
-        source: where the record says it is from; "" if it does not.
-        right: of a pair 1 where the chosen reply has the higher reward, one half for a tie, else 0;
-            of a benchmark's item as the benchmark has it.
-        margin: the lowest reward of a right reply minus the highest of a wrong one.
-        texts: of the right reply and the wrong one; lists where there are several.
-        rewards: the two that the margin is of, and ``judged`` their texts.
-    """
-
-    record: str
-    source: str
-    right: float
-    margin: float
-    texts: tuple[Any, Any]
-    rewards: tuple[float, float]
-    judged: tuple[Text, Text]
 
 
 @dataclass(frozen=True)
@@ -63,7 +37,8 @@ class ComparedRow:
 
     Attributes:
         difference: the second's accuracy minus the first's, and its 95% interval (bootstrap).
-        lost, gained: pairs that the second has less right than the first, and more.
+        lost, gained: pairs with less credit from the second model than from the first, and with
+            more.
         p_value: McNemar's.
     """
 
@@ -84,18 +59,15 @@ class Flip:
     """A pair on which the models disagree."""
 
     record: str
-    source: str
-    first_margin: float
-    second_margin: float
-    chosen: Any
-    rejected: Any
+    first: Prediction
+    second: Prediction
 
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """Rows of a comparison, ``all`` first, and flipped pairs, the surest first.
+    """Rows of a comparison, ``all`` first, and flips, the most confident first.
 
-    ``left_out`` are pairs that only the first file has, and only the second.
+    ``left_out`` counts pairs that are only in the first file, and only in the second.
     """
 
     rows: list[ComparedRow]
@@ -104,98 +76,26 @@ class PairedComparison:
 
 
 def compare_files(first: str | Path, second: str | Path) -> PairedComparison:
-    """Compare what two models made of the same pairs.
+    """Compare two models on the pairs that both files have.
 
     Raises:
         DataError: a file cannot be read, holds no verdicts on pairs, or they share no pair.
     """
-    paths = (Path(first), Path(second))
-    verdicts = [{each.record: each for each in read_verdicts(path)} for path in paths]
-    common = [record for record in verdicts[0] if record in verdicts[1]]
+    tables = [read_pairs(Path(path)) for path in (first, second)]
+    known = [dict(zip(table.names, table.rows, strict=True)) for table in tables]
+    common = [name for name in known[0] if name in known[1]]
     if not common:
         raise DataError(
             f"{first} and {second}: they have no pair in common (the first has "
-            f"{next(iter(verdicts[0]))}, the second {next(iter(verdicts[1]))})"
+            f"{tables[0].names[0]}, the second {tables[1].names[0]})"
         )
-    left, right = ([of[record] for record in common] for of in verdicts)
+    left, right = (Predictions([of[name] for name in common]) for of in known)
+    both = np.stack([left.right, right.right], axis=1)
     return PairedComparison(
-        rows=_rows(left, right),
-        flips=_flips(left, right),
-        left_out=(len(verdicts[0]) - len(common), len(verdicts[1]) - len(common)),
+        rows=[_row(source, both[indices]) for source, indices in left.by_source()],
+        flips=_flips(common, left, right),
+        left_out=(len(known[0]) - len(common), len(known[1]) - len(common)),
     )
-
-
-def read_verdicts(path: Path) -> Iterator[PairVerdict]:
-    """Read the verdict on every pair or benchmark item from a file of ``output_rewards``.
-
-    Raises:
-        DataError: it cannot be read, or holds something else.
-    """
-    lines = read_lines(path)
-    if not lines:
-        raise DataError(f"{path}: it is empty, wanted what evaluate's output_rewards writes")
-    seen: dict[str, Iterator[int]] = {}
-    for line in lines:
-        if isinstance(line, BadLine):
-            raise DataError(f"{path}:{line.number}: {line.reason}")
-        try:
-            yield _verdict(line.value, seen)
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path}:{line.number}: got {line.raw[:60]!r}, wanted a pair of evaluate's "
-                f"output_rewards ({type(error).__name__}: {error})"
-            ) from error
-
-
-def verdicts_of(rows: Iterable[Mapping[str, Any]]) -> list[PairVerdict]:
-    """``read_verdicts`` of lines that are in memory."""
-    seen: dict[str, Iterator[int]] = {}
-    return [_verdict(row, seen) for row in rows]
-
-
-def _verdict(value: Mapping[str, Any], seen: dict[str, Iterator[int]]) -> PairVerdict:
-    names = _BENCHMARK_SIDES if "right" in value else PAIR_COLUMNS
-    good, bad = (np.array(value["rewards"][name], dtype=float) for name in names)
-    lowest, highest = int(good.argmin()), int(bad.argmax())
-    rewards = float(good.flat[lowest]), float(bad.flat[highest])
-    margin = rewards[0] - rewards[1]
-    if not np.isfinite(margin):
-        raise ValueError("a reward is missing")
-    sides = [row_text(value["texts"][name]) for name in names]
-    # Of three or more completions a record has several pairs.
-    occurrence = next(seen.setdefault(str(value["record"]), count(1)))
-    return PairVerdict(
-        record=f"{value['record']}, pair {occurrence}" if occurrence > 1 else str(value["record"]),
-        source=value.get("source", ""),
-        right=float(value["right"]) if "right" in value else (np.sign(margin) + 1) / 2,
-        margin=margin,
-        texts=(_lone(sides[0]), _lone(sides[1])),
-        rewards=rewards,
-        judged=(_at(sides[0], lowest), _at(sides[1], highest)),
-    )
-
-
-def _is_list_of_texts(texts: Any) -> bool:
-    return isinstance(texts, list) and not isinstance(texts[0], dict)
-
-
-def _at(texts: Any, index: int) -> Any:
-    return texts[index] if _is_list_of_texts(texts) else texts
-
-
-def _lone(texts: Any) -> Any:
-    """Unwrap a list of one text; return anything else unchanged."""
-    return texts[0] if _is_list_of_texts(texts) and len(texts) == 1 else texts
-
-
-def _rows(first: Sequence[PairVerdict], second: Sequence[PairVerdict]) -> list[ComparedRow]:
-    both = np.array([[one.right, other.right] for one, other in zip(first, second, strict=True)])
-    sources = np.array([verdict.source for verdict in first])
-    rows = [_row(ALL, both)]
-    names = sorted(set(sources.tolist()))
-    if len(names) > 1:
-        rows += [_row(name or "none", both[sources == name]) for name in names]
-    return rows
 
 
 def _row(source: str, both: np.ndarray) -> ComparedRow:
@@ -221,17 +121,18 @@ def _row(source: str, both: np.ndarray) -> ComparedRow:
     )
 
 
-def _flips(first: Sequence[PairVerdict], second: Sequence[PairVerdict]) -> list[Flip]:
+def _flips(names: Sequence[str], first: Predictions, second: Predictions) -> list[Flip]:
     flips = [
-        Flip(one.record, one.source, one.margin, other.margin, *one.texts)
-        for one, other in zip(first, second, strict=True)
+        Flip(name, one, other)
+        for name, one, other in zip(names, first.rows, second.rows, strict=True)
         if one.right != other.right
     ]
-    return sorted(flips, key=lambda flip: -min(abs(flip.first_margin), abs(flip.second_margin)))
+    # As sure as the less sure of the two models.
+    return sorted(flips, key=lambda flip: -min(abs(flip.first.margin), abs(flip.second.margin)))
 
 
 def render_compared(compared: PairedComparison, names: Sequence[str], show: int) -> str:
-    """The table, and the first ``show`` flips with their texts cut to a few lines."""
+    """Render the table, and the first ``show`` flips with shortened texts."""
     lines = [f"{letter}: {name}" for letter, name in zip("AB", names, strict=True)]
     for letter, missing in zip("AB", compared.left_out, strict=True):
         if missing:
@@ -244,10 +145,11 @@ def render_compared(compared: PairedComparison, names: Sequence[str], show: int)
     if flips:
         lines += ["", f"{len(compared.flips)} verdicts differ; the first {len(flips)}:"]
     for flip in flips:
-        where = f"{flip.record}{f' ({flip.source})' if flip.source else ''}"
-        margins = f"margin of A {flip.first_margin:+.3f}, of B {flip.second_margin:+.3f}"
-        lines += ["", f"{where}: {margins}"]
-        lines += [f"  {side}: {_ending(getattr(flip, side))}" for side in PAIR_COLUMNS]
+        source = flip.first.item.source
+        margins = f"margin of A {flip.first.margin:+.3f}, of B {flip.second.margin:+.3f}"
+        lines += ["", f"{flip.record}{f' ({source})' if source else ''}: {margins}"]
+        sides = zip(PAIR_COLUMNS, flip.first.sides, strict=True)
+        lines += [f"  {name}: {_ending(texts)}" for name, texts in sides]
     return "\n".join(lines)
 
 
@@ -263,15 +165,15 @@ def _table_line(row: ComparedRow, width: int) -> str:
     )
 
 
-def _ending(text: Any, most: int = 200) -> str:
-    line = " ".join(reply_of(_at(text, 0)).split())
-    if _is_list_of_texts(text):
-        line = f"(one of {len(text)}) {line}"
+def _ending(texts: Sequence[Text], most: int = 200) -> str:
+    line = " ".join(reply_of(texts[0]).split())
+    if len(texts) > 1:
+        line = f"(one of {len(texts)}) {line}"
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 def write_rows(path: Path, compared: PairedComparison) -> None:
-    """Rows and how many flips there are as one JSON object."""
+    """Write the rows and the number of flips as one JSON object."""
     content = {
         "rows": [asdict(row) for row in compared.rows],
         "flips": len(compared.flips),
@@ -281,6 +183,19 @@ def write_rows(path: Path, compared: PairedComparison) -> None:
 
 
 def write_flips(path: Path, compared: PairedComparison) -> None:
-    """A line for every pair that flipped: both margins, and its texts whole."""
-    lines = (json.dumps(vars(flip), default=as_json, ensure_ascii=False) for flip in compared.flips)
+    """Write a line for every flip: both margins, and the texts in full."""
+    lines = (
+        json.dumps(_flip_row(flip), default=as_json, ensure_ascii=False) for flip in compared.flips
+    )
     write_lines(path, lines)
+
+
+def _flip_row(flip: Flip) -> dict[str, Any]:
+    texts = (list(side) if len(side) > 1 else side[0] for side in flip.first.sides)
+    return {
+        "record": flip.record,
+        "source": flip.first.item.source,
+        "first_margin": flip.first.margin,
+        "second_margin": flip.second.margin,
+        **dict(zip(PAIR_COLUMNS, texts, strict=True)),
+    }

@@ -1,17 +1,16 @@
-"""Evaluation of rewards on held-out records, by anything that scores texts.
+"""Evaluation on held-out pairs and ratings, with anything that scores texts.
 
-``score`` may be a scorer in this process or a client's: the metrics are the trainer's own, over
-every record once. Of a file, records that training would drop (see ``data/dataset.py``) are dropped
-and counted here by the same rules.
+``score`` may be a model in this process or a client of a server. The metrics are those of the
+trainer's validation, over each record once. Records that training would drop are dropped and
+counted by the same rules.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from pathlib import Path
@@ -35,13 +34,11 @@ from nemo_aligner.data.readers import (
 from nemo_aligner.data.records import (
     Comparison,
     MalformedRecord,
-    Origin,
     Rating,
-    reward_row,
     write_lines,
-    write_rows,
 )
 from nemo_aligner.data.tokenize import are_same_tokens, refused_record
+from nemo_aligner.evaluation.predictions import Item, Prediction, Predictions
 from nemo_aligner.evaluation.sources import Measure, RewardSource, Score
 from nemo_aligner.losses import default_objective
 from nemo_aligner.losses.base import measure_set
@@ -51,44 +48,83 @@ from nemo_aligner.metrics.table import BY_SOURCE, Shown, all_metrics, find_metri
 from nemo_aligner.utils.console import fit_row
 from nemo_aligner.utils.errors import DataError
 
+_MALFORMED_SHOWN = 3
 _HOW = Reading(rule=MalformedRule(section="data."))
 
 
 @dataclass(frozen=True)
-class EvaluationReport:
+class EvalResult:
     """Measurements on N records of one kind.
 
     Attributes:
-        kind: what a record is.
+        predictions: a row for every rating, and for every pair of a comparison's completions.
         metrics: those of the trainer's validation.
         counts: ``read``, ``kept``, and every reason that occurred.
-        columns: what the columns of ``rewards`` are: ``chosen`` and ``rejected``, or attributes.
-        rewards: ``[N, columns]`` float32, of comparisons a row for every pair of completions.
-        labels: ``[N, columns]`` float32 of ratings, NaN where missing; no column of comparisons.
-        origins: file and line of every row.
-        sources: where the record of every row says it is from; "" if it does not.
-        texts: of every row, chosen and rejected of a pair, or the one that was rated.
-        malformed: what stood in the file where a record should.
-        spreads: ``[N, columns]`` float32 of ratings, how uncertain rewards are; None if unknown.
+        malformed: places in the file that hold no usable record.
     """
 
-    kind: RecordKind
+    predictions: Predictions
     metrics: dict[str, float]
     counts: dict[str, int]
-    columns: tuple[str, ...]
-    rewards: np.ndarray
-    labels: np.ndarray
-    origins: list[Origin] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
-    texts: list[tuple[Text, ...]] = field(default_factory=list)
     malformed: list[MalformedRecord] = field(default_factory=list)
-    spreads: np.ndarray | None = None
 
     @property
-    def accuracy_interval(self) -> tuple[float, float] | None:
-        """Low and high end of the accuracy's 95% interval; None where nothing is ranked."""
-        accuracy, count = self.metrics.get("accuracy"), len(self.origins)
-        return None if accuracy is None else wilson_interval(accuracy * count, count)
+    def kind(self) -> RecordKind:
+        return RecordKind.rating if self.predictions.is_rated else RecordKind.comparison
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of pairs in order; None of ratings."""
+        return self.metrics.get("accuracy")
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Ends of the accuracy's 95% Wilson interval; None for ratings."""
+        count = len(self.predictions.rows)
+        return None if self.accuracy is None else wilson_interval(self.accuracy * count, count)
+
+    def render(self, about: Mapping[str, str]) -> str:
+        """Render the tables for people; ``about`` names the model, its contract and the data."""
+        counts = ", ".join(f"{count} {name}" for name, count in self.counts.items())
+        lines = [fit_row(name, text, 14) for name, text in {**about, "records": counts}.items()]
+        if self.malformed:
+            lines += ["left out as malformed:", *list_malformed(self.malformed, _MALFORMED_SHOWN)]
+        overall = {k: v for k, v in self.metrics.items() if not k.startswith(BY_SOURCE)}
+        width = max(map(len, overall)) + 2
+        lines.append("")
+        for name, value in overall.items():
+            row = find_metric(name)
+            number, meaning = f"{name:<{width}}{value:>10.4f}   ", row.meaning if row else ""
+            if name == "accuracy" and self.interval is not None:
+                low, high = self.interval
+                meaning = f"{low:.4f} to {high:.4f} with 95%; {meaning}"
+            lines.append(fit_row(number, meaning, len(number)).rstrip())
+        return "\n".join([*lines, *_source_lines(self.metrics)])
+
+    def write(self, path: Path, about: Mapping[str, Any]) -> None:
+        """Write metrics and counts as one JSON object; a metric without a value is null."""
+        metrics = {
+            name: value if math.isfinite(value) else None for name, value in self.metrics.items()
+        }
+        content = {**about, "kind": self.kind.value, "metrics": metrics, "counts": self.counts}
+        write_lines(path, [json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)])
+
+
+def _source_lines(metrics: Mapping[str, float]) -> list[str]:
+    lines: list[str] = []
+    for metric in all_metrics():
+        if Shown.source not in metric.shown:
+            continue
+        found = {
+            name.removeprefix(BY_SOURCE).removesuffix(f"/{metric.name}"): value
+            for name, value in metrics.items()
+            if name.startswith(BY_SOURCE) and name.endswith(f"/{metric.name}")
+        }
+        if found:
+            width = max(map(len, found)) + 2
+            rows = [f"  {name:<{width}}{value:>10.4f}" for name, value in found.items()]
+            lines += ["", f"{metric.name} by source", *rows]
+    return lines
 
 
 def evaluate_comparisons(
@@ -97,7 +133,7 @@ def evaluate_comparisons(
     *,
     attribute_weights: Sequence[float] = (1.0,),
     measure: Measure | None = None,
-) -> EvaluationReport:
+) -> EvalResult:
     """Measure how often, and how clearly, ``chosen`` gets the higher reward.
 
     Args:
@@ -110,22 +146,22 @@ def evaluate_comparisons(
     scores = _checked(score, texts, comparisons)
     if scores.shape[1] != len(attribute_weights):
         raise DataError(f"got {scores.shape[1]} rewards per text, wanted {len(attribute_weights)}")
-    rewards = one_reward(scores, attribute_weights).astype(np.float32).reshape(-1, 1)
+    rewards = one_reward(scores, attribute_weights).astype(np.float32)
     pairs = as_records(comparisons, ()).pairs()
-    chosen, rejected = pairs.of(torch.from_numpy(rewards[:, 0]))
     owners = pairs.of_records(torch.arange(len(comparisons))).tolist()
-    sides = [side.tolist() for side in pairs.of(torch.arange(len(texts)))]
-    return EvaluationReport(
-        kind=RecordKind.comparison,
-        metrics=_measure(RecordKind.comparison, ("reward",), rewards, comparisons, measure),
-        counts={"read": len(comparisons), "kept": len(comparisons)},
-        columns=("chosen", "rejected"),
-        rewards=torch.stack([chosen, rejected], dim=1).numpy(),
-        labels=np.zeros((len(owners), 0), dtype=np.float32),
-        origins=[comparisons[owner].origin for owner in owners],
-        sources=[comparisons[owner].source for owner in owners],
-        texts=[(texts[better], texts[worse]) for better, worse in zip(*sides, strict=True)],
-    )
+    sides = torch.stack(pairs.of(torch.arange(len(texts))), dim=1).tolist()
+    rows = [
+        Prediction.of_pair(
+            record=str(comparisons[owner].origin),
+            source=comparisons[owner].source,
+            texts=(texts[chosen], texts[rejected]),
+            rewards=rewards[[chosen, rejected]],
+        )
+        for owner, (chosen, rejected) in zip(owners, sides, strict=True)
+    ]
+    metrics = _measure(("reward",), rewards.reshape(-1, 1), comparisons, measure)
+    counts = {"read": len(comparisons), "kept": len(comparisons)}
+    return EvalResult(Predictions(rows), metrics, counts)
 
 
 def evaluate_ratings(
@@ -134,8 +170,12 @@ def evaluate_ratings(
     attributes: Sequence[str],
     *,
     measure: Measure | None = None,
-) -> EvaluationReport:
+    spreads: np.ndarray | None = None,
+) -> EvalResult:
     """Measure how close rewards are to labels, and how well they correlate.
+
+    Args:
+        spreads: ``[N, A]``, how uncertain the model is of its rewards, where it says so.
 
     Raises:
         DataError: a text cannot be scored, or there is no rating.
@@ -146,27 +186,33 @@ def evaluate_ratings(
         raise DataError(
             f"got {rewards.shape[1]} rewards per text, wanted {len(attributes)}: {attributes}"
         )
-    return EvaluationReport(
-        kind=RecordKind.rating,
-        metrics=_measure(RecordKind.rating, attributes, rewards, ratings, measure),
-        counts={"read": len(ratings), "kept": len(ratings)},
-        columns=tuple(attributes),
-        rewards=rewards,
-        labels=label_columns(ratings, attributes).values.numpy(),
-        origins=[record.origin for record in ratings],
-        sources=[record.source for record in ratings],
-        texts=[record.texts for record in ratings],
-    )
+    labels = label_columns(ratings, attributes).values
+    rows = [
+        Prediction(
+            item=Item("", record.source, record.texts, num_right=0),
+            rewards=rewards[row],
+            record=str(record.origin),
+            labels=labels[row].numpy(),
+            spread=None if spreads is None else spreads[row],
+        )
+        for row, record in enumerate(ratings)
+    ]
+    metrics = _measure(attributes, rewards, ratings, measure)
+    if spreads is not None:
+        found, known = torch.from_numpy(rewards), torch.from_numpy(spreads)
+        metrics |= measure_spreads(RatedRewards.of(found, labels, tuple(attributes), spreads=known))
+    counts = {"read": len(ratings), "kept": len(ratings)}
+    return EvalResult(Predictions(rows, tuple(attributes)), metrics, counts)
 
 
 def _measure(
-    kind: RecordKind,
     attributes: Sequence[str],
     rewards: np.ndarray,
     kept: Sequence[Comparison] | Sequence[Rating],
     measure: Measure | None,
 ) -> dict[str, float]:
     """The metrics of the trainer's validation, of ``[S, A]`` rewards."""
+    kind = RecordKind.rating if isinstance(kept[0], Rating) else RecordKind.comparison
     return measure_set(
         default_objective(kind, attributes),
         torch.from_numpy(rewards),
@@ -180,12 +226,12 @@ def evaluate_file(
     source: RewardSource,
     path: str | Path,
     how: Reading = _HOW,
-) -> EvaluationReport:
-    """Evaluate what a source makes of a file, by the rules of its contract where it has one.
+) -> EvalResult:
+    """Evaluate a source on a file, by the rules of its contract if it has one.
 
-    A ranking model takes comparisons; a regression model takes ratings, and comparisons by its
-    weighted sum, as does what has no contract; ``how.kind`` may ask it for one of the two. With
-    several ranks every rank calls it. The names of labels are the source's.
+    A ranking model takes comparisons. A regression model, or one without a contract, takes ratings
+    and also comparisons, by its weighted sum; ``how.kind`` may ask for one of the two. The source's
+    attributes name the label columns. Every rank calls it.
 
     Raises:
         DataError: the file cannot be read, or is of the wrong kind; more of its records are
@@ -200,55 +246,50 @@ def evaluate_file(
     if source.encode is None:
         file, source = drop_refused(file, source)
     if file.kind is RecordKind.rating:
-        report = _evaluate_rated(source, file.records)
+        spreads = None
+        if source.score_and_spread is not None:  # in one pass
+            rewards, spreads = source.score_and_spread([each.response for each in file.records])
+            source = replace(source, score=lambda _: rewards)
+        found = evaluate_ratings(
+            source.score,
+            file.records,
+            source.attributes,
+            measure=source.measure,
+            spreads=spreads,
+        )
     else:
-        report = evaluate_comparisons(
+        found = evaluate_comparisons(
             source.score,
             file.records,
             attribute_weights=source.attribute_weights,
             measure=source.measure,
         )
-    return replace(report, counts=file.counts, malformed=file.malformed)
-
-
-def _evaluate_rated(source: RewardSource, ratings: Sequence[Rating]) -> EvaluationReport:
-    """``evaluate_ratings``, with the spread of the rewards where it costs nothing more."""
-    attributes, measure = source.attributes, source.measure
-    if source.score_and_spread is None:
-        return evaluate_ratings(source.score, ratings, attributes, measure=measure)
-    rewards, spreads = source.score_and_spread([record.response for record in ratings])
-    report = evaluate_ratings(lambda _: rewards, ratings, attributes, measure=measure)
-    known = None if spreads is None else torch.from_numpy(spreads)
-    found, labels = torch.from_numpy(report.rewards), torch.from_numpy(report.labels)
-    metrics = measure_spreads(RatedRewards.of(found, labels, attributes, spreads=known))
-    return replace(report, metrics={**report.metrics, **metrics}, spreads=spreads)
+    return replace(found, counts=file.counts, malformed=file.malformed)
 
 
 def drop_refused(file: RecordFile, source: RewardSource) -> tuple[RecordFile, RewardSource]:
     """Drop records with a text that the source refuses, and count them as ``refused``.
 
-    The source that comes with them has the rewards of their texts already.
+    A server refuses texts only when asked to score them, so the returned source answers with the
+    rewards that it gave the remaining texts, instead of scoring them twice.
 
     Raises:
-        DataError: it refuses a text of every record.
+        DataError: no record is left.
     """
     rewards = np.asarray(source.score([text for record in file.records for text in record.texts]))
     bounds = np.cumsum([len(record.texts) for record in file.records])[:-1]
     of_records = np.split(rewards, bounds)
     taken = [not np.isnan(some).all(axis=1).any() for some in of_records]
     kept = list(compress(file.records, taken))
-    counts = {**file.counts, "refused": taken.count(False), "kept": len(kept)}
-    shown = {name: count for name, count in counts.items() if count or name == "kept"}
-    if not kept:
-        raise DataError(f"{file.path}: no record to evaluate on: {shown}")
+    file = _with_kept(file, kept, {**file.counts, "refused": taken.count(False)})
     known = np.concatenate(list(compress(of_records, taken)))
-    return replace(file, records=kept, counts=shown), replace(source, score=lambda _: known)
+    return file, replace(source, score=lambda _: known)
 
 
 def keep_scorable(file: RecordFile, source: RewardSource, rule: MalformedRule) -> RecordFile:
-    """The records that can be judged, and in ``counts`` what became of the others.
+    """Keep the records that the source can score, and count the others by reason.
 
-    As far as it is known without asking: of a source without ``encode`` all are kept.
+    Without ``encode`` nothing is known before scoring, and all are kept.
 
     Raises:
         DataError: see ``evaluate_file``.
@@ -268,20 +309,25 @@ def keep_scorable(file: RecordFile, source: RewardSource, rule: MalformedRule) -
         else:
             counts["truncated"] += any(text.truncated for text in encoded)
             kept.append(record)
-    counts["kept"] = len(kept)
-    shown = {name: count for name, count in counts.items() if count or name == "kept"}
     malformed.sort(key=lambda record: record.origin.line)
-    scorable = replace(file, records=kept, counts=shown, malformed=malformed)
-    check_malformed([scorable], rule)
+    check_malformed([replace(file, counts=counts, malformed=malformed)], rule)
+    return _with_kept(replace(file, malformed=malformed), kept, counts)
+
+
+def _with_kept(
+    file: RecordFile, kept: Sequence[Comparison | Rating], counts: Mapping[str, int]
+) -> RecordFile:
+    counts = {**counts, "kept": len(kept)}
+    shown = {name: count for name, count in counts.items() if count or name == "kept"}
     if not kept:
         raise DataError(f"{file.path}: no record to evaluate on: {shown}")
-    return scorable
+    return replace(file, records=list(kept), counts=shown)
 
 
 def _encode(
     record: Comparison | Rating, source: RewardSource
 ) -> list[EncodedText] | MalformedRecord | None:
-    """Its texts encoded, none where the source cannot; None for a record that is too long."""
+    """Encode a record's texts; an empty list without ``encode``, None for an overlong record."""
     if source.encode is None:
         return []
     try:
@@ -291,7 +337,7 @@ def _encode(
             raise DataError(f"{record.origin}: {error}") from error
         return None
     except NoTemplateError as error:
-        # It is no fault of this record.
+        # The model has no chat template: every conversation would fail, not this record alone.
         raise DataError(f"{record.origin}: {error}") from error
     except DataError as error:
         return refused_record(record, source.encode, error)
@@ -322,113 +368,3 @@ def _reply_lengths(
     texts = [text for record in records for text in record.texts]
     lengths = [len(reply_of(text)) for text in texts] if measure is None else measure(texts)
     return torch.tensor(list(lengths), dtype=torch.int64)
-
-
-# Output: a table for people, JSON for programs.
-
-_MALFORMED_SHOWN = 3
-
-
-def render_report(report: EvaluationReport, about: Mapping[str, str]) -> str:
-    """The report as a table; ``about`` says what was evaluated, with what."""
-    counts = ", ".join(f"{count} {name}" for name, count in report.counts.items())
-    lines = [fit_row(name, text, 14) for name, text in {**about, "records": counts}.items()]
-    if report.malformed:
-        lines += ["left out as malformed:", *list_malformed(report.malformed, _MALFORMED_SHOWN)]
-    overall = {k: v for k, v in report.metrics.items() if not k.startswith(BY_SOURCE)}
-    width = max(map(len, overall)) + 2
-    lines.append("")
-    for name, value in overall.items():
-        row = find_metric(name)
-        number, meaning = f"{name:<{width}}{value:>10.4f}   ", row.meaning if row else ""
-        if name == "accuracy" and report.accuracy_interval is not None:
-            low, high = report.accuracy_interval
-            meaning = f"{low:.4f} to {high:.4f} with 95%; {meaning}"
-        lines.append(fit_row(number, meaning, len(number)).rstrip())
-    return "\n".join([*lines, *_source_lines(report)])
-
-
-def _source_lines(report: EvaluationReport) -> list[str]:
-    lines: list[str] = []
-    for metric in all_metrics():
-        if Shown.source not in metric.shown:
-            continue
-        found = {
-            name.removeprefix(BY_SOURCE).removesuffix(f"/{metric.name}"): value
-            for name, value in report.metrics.items()
-            if name.startswith(BY_SOURCE) and name.endswith(f"/{metric.name}")
-        }
-        if found:
-            width = max(map(len, found)) + 2
-            rows = [f"  {name:<{width}}{value:>10.4f}" for name, value in found.items()]
-            lines += ["", f"{metric.name} by source", *rows]
-    return lines
-
-
-def write_report(path: str | Path, report: EvaluationReport, about: Mapping[str, Any]) -> None:
-    """Metrics and counts as one JSON object; a metric without a value is null."""
-    metrics = {name: _number(value) for name, value in report.metrics.items()}
-    content = {**about, "kind": report.kind.value, "metrics": metrics, "counts": report.counts}
-    write_lines(Path(path), [json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)])
-
-
-def write_rewards(path: str | Path, report: EvaluationReport) -> None:
-    """One line per row: where it came from, rewards, texts; of ratings labels and spread, too."""
-    write_rows(Path(path), list(reward_rows(report)))
-
-
-def reward_rows(report: EvaluationReport) -> Iterator[dict[str, Any]]:
-    """Yield the rows that ``write_rewards`` writes."""
-    for index, origin in enumerate(report.origins):
-        more = {}
-        if report.labels.shape[1]:
-            more["labels"] = _named(report, report.labels[index])
-        if report.spreads is not None:
-            more["spread"] = _named(report, report.spreads[index])
-        rewards, source = _named(report, report.rewards[index]), report.sources[index]
-        yield reward_row(report.kind, origin, source, rewards, report.texts[index], **more)
-
-
-def _named(report: EvaluationReport, row: np.ndarray) -> dict[str, float]:
-    return dict(zip(report.columns, row.tolist(), strict=True))
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-# Gain of a training: held-out metrics before it, and an evaluation after.
-
-
-def render_gain(run_folder: Path, evaluation: Path) -> str:
-    """The main metric of a run's first validation, and of the report of its reward model.
-
-    Raises:
-        DataError: the run has not one metrics.csv, or no validation of that metric in it.
-    """
-    after = json.loads(evaluation.read_text())
-    name = "accuracy" if "accuracy" in after["metrics"] else "pearson_mean"
-    before = _first_validation(run_folder, name)
-    text = (
-        f"held-out {name}, {after['counts']['kept']} records: {before:.3f} before training, "
-        f"{after['metrics'][name]:.3f} after"
-    )
-    if name == "accuracy":
-        longer = after["metrics"]["longer_reply_accuracy"]
-        text += f"\n(always taking the longer reply: {longer:.3f})"
-    return text
-
-
-def _first_validation(run_folder: Path, name: str) -> float:
-    paths = sorted(run_folder.rglob("metrics.csv"))
-    if len(paths) != 1:
-        raise DataError(f"{run_folder}: got {len(paths)} files metrics.csv, wanted one")
-    with paths[0].open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
-    # "validation-<file>/accuracy", and not "validation-<file>/by_source/<source>/accuracy"
-    for key in rows[0] if rows else ():
-        if key.startswith("validation-") and key.count("/") == 1 and key.endswith(f"/{name}"):
-            values = [row[key] for row in rows if row[key]]
-            if values:
-                return float(values[0])
-    raise DataError(f"{paths[0]}: got no validation, wanted one with {name}")

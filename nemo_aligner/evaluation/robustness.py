@@ -1,24 +1,21 @@
-"""Robustness: how far verdicts and rewards follow the style of a reply, not its content.
+"""Robustness: how far verdicts and rewards depend on the style of a reply instead of its content.
 
-The replies of pairs that have been scored are scored again with changes that keep what they say:
-both of a pair, by which no verdict should turn, and the rejected one alone, which should not win by
-that. Models turn at such changes: Liu et al. 2024 (RM-Bench, arXiv 2410.16184), Wu et al. 2025
-(reWordBench, arXiv 2503.11751).
+Replies are scored again after changes that keep their content. If both replies of a pair change,
+no verdict should flip; if only the rejected one does, it should not win by that. Reward models do
+flip: Liu et al. 2024 (RM-Bench, arXiv 2410.16184), Wu et al. 2025 (reWordBench, arXiv 2503.11751).
 """
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from nemo_aligner.contract.messages import Text, messages_of, reply_of, with_messages
-from nemo_aligner.evaluation.evaluate import EvaluationReport
-from nemo_aligner.evaluation.run_task import TaskReport
+from nemo_aligner.contract.messages import Text, messages_of, with_messages
+from nemo_aligner.evaluation.predictions import Prediction, Predictions
 from nemo_aligner.evaluation.tasks.base import Task
 from nemo_aligner.evaluation.tasks.best_of_n import best_of
 from nemo_aligner.metrics.ranking import wilson_interval
@@ -30,58 +27,19 @@ REJECTED = "the rejected reply"
 
 
 @dataclass(frozen=True)
-class ScoredPairs:
-    """N pairs of texts, chosen and rejected, and their ``[N, 2]`` rewards.
-
-    ``of_code`` are pairs beside them whose replies are code, which is left alone.
-    """
-
-    texts: Sequence[tuple[Text, Text]]
-    rewards: np.ndarray
-    of_code: int = 0
-
-    @classmethod
-    def of_report(cls, report: EvaluationReport) -> ScoredPairs:
-        """The pairs of a file of comparisons."""
-        return cls([(chosen, rejected) for chosen, rejected in report.texts], report.rewards)
-
-    @classmethod
-    def of_task(cls, report: TaskReport) -> ScoredPairs:
-        """The pairs of a benchmark that ``check_pairwise`` lets pass, but for those of code.
-
-        Raises:
-            DataError: all are.
-        """
-        judged = [each for each in report.judged if not each.item.is_code]
-        if not judged:
-            raise DataError("robustness_pairs: all replies are code, whose style is not changed")
-        pairs = [(each.item.texts[0], each.item.texts[1]) for each in judged]
-        of_code = len(report.judged) - len(judged)
-        return cls(pairs, np.stack([each.rewards for each in judged]), of_code)
-
-    def draw(self, most: int) -> ScoredPairs:
-        """At most so many, in their order; the same ones every time."""
-        count = len(self.texts)
-        if most >= count:
-            return self
-        drawn = sorted(random.Random(0).sample(range(count), most))
-        return ScoredPairs([self.texts[row] for row in drawn], self.rewards[drawn])
-
-
-@dataclass(frozen=True)
 class RobustnessRow:
     """Effect of one change.
 
     Attributes:
-        change: the name of the transformation, and ``changed`` the replies that it was made to.
-        pairs: how many were scored again.
-        turned: verdicts that turned; where the rejected reply alone was changed, in its favour.
-        share: of ``turned`` in ``pairs``, with its 95% interval from ``low`` to ``high`` (Wilson).
-        shift: of the reward of a changed reply, in the mean.
-        shift_in_std: the same in standard deviations of the margins; None where they have none.
-        absolute_shift: the mean of its absolute value.
-        unchanged: pairs without anything to change, which are left out.
-        too_long: pairs with a changed reply that the model does not take whole: left out, too.
+        change: name of the transformation; ``changed`` says which replies it was applied to.
+        pairs: number of pairs scored again.
+        turned: verdicts that flipped; if only the rejected reply changed, those in its favour.
+        share: ``turned / pairs``, with its 95% Wilson interval from ``low`` to ``high``.
+        shift: mean change of the reward of a changed reply.
+        shift_in_std: the same in standard deviations of the margins; None if those are all equal.
+        absolute_shift: mean absolute change of that reward.
+        unchanged: pairs with nothing to change, left out.
+        too_long: pairs with a changed reply that the model would truncate or refuse, left out.
     """
 
     change: str
@@ -109,13 +67,13 @@ class BestOfLength:
 
 @dataclass(frozen=True)
 class Robustness:
-    """Results on ``pairs`` of all ``pairs_read``.
+    """Results on a sample of ``pairs`` out of ``pairs_read``.
 
     Attributes:
-        pairs_of_code: that were left out beside them.
-        margin_std: standard deviation of the margins of ``pairs``, as they stand in the file.
-        rows: both replies changed, and the rejected one alone, for each change.
-        best_of: of all pairs; the best of one is a reply taken at random.
+        pairs_of_code: pairs left out because their replies are code.
+        margin_std: standard deviation of the sample's margins before any change.
+        rows: for each change, with both replies changed and with the rejected one alone.
+        best_of: over all pairs; the best of one is a reply picked at random.
     """
 
     pairs: int
@@ -128,10 +86,7 @@ class Robustness:
 
 @dataclass(frozen=True)
 class _Changed:
-    """N pairs after a change; ``rewards`` are ``[N, 2]``, the old ones where nothing changed.
-
-    ``is_changed`` and ``is_too_long`` are ``[N, 2]``.
-    """
+    """N pairs after a change: ``[N, 2]`` rewards (the old ones where nothing changed) and masks."""
 
     rewards: np.ndarray
     is_changed: np.ndarray
@@ -139,10 +94,10 @@ class _Changed:
 
 
 def check_pairwise(task: Task) -> None:
-    """Refuse a benchmark whose items are no pairs, or are code.
+    """Refuse a benchmark whose items are not pairs, or are all code.
 
     Raises:
-        ConfigError: its sample is none, or is.
+        ConfigError: its sample is such an item.
     """
     item = task.read(task.sample)
     if item is None or len(item.texts) != 2 or item.num_right != 1 or item.is_code:
@@ -153,7 +108,7 @@ def check_pairwise(task: Task) -> None:
 
 
 def check_robustness(
-    pairs: ScoredPairs,
+    predictions: Predictions,
     score: Callable[[Sequence[Text]], np.ndarray],
     fits: Callable[[Text], bool],
     most: int,
@@ -161,39 +116,50 @@ def check_robustness(
     """Score ``most`` of the pairs again after each change.
 
     Args:
-        score: M texts to ``[M]`` rewards, NaN where the model refuses one.
-        fits: whether the model takes a text whole.
+        predictions: pairs, or items of a benchmark that passed ``check_pairwise``.
+        score: M texts to ``[M]`` rewards, NaN for a text that the model refuses.
+        fits: tells whether the model takes a text without truncating it.
 
     Raises:
-        DataError: no text of any pair is a conversation, in which it is known what the reply is.
+        DataError: all replies are code, or all texts are raw, so that nothing marks where the reply
+            begins.
     """
-    if all(isinstance(text, str) for pair in pairs.texts for text in pair):
+    pairs = replace(predictions, rows=[row for row in predictions.rows if not row.item.is_code])
+    if not pairs.rows:
+        raise DataError("robustness_pairs: all replies are code, whose style is not changed")
+    if all(isinstance(text, str) for row in pairs.rows for text in row.item.texts):
         raise DataError(
             "robustness_pairs: got raw texts, which do not say where the reply begins; wanted "
             "prompts and replies, or conversations"
         )
-    drawn = pairs.draw(most)
-    margin_std = float(np.std(drawn.rewards[:, 0] - drawn.rewards[:, 1]))
+    drawn = pairs.draw(most).rows
+    before = _rewards(drawn)
+    margin_std = float(np.std(before[:, 0] - before[:, 1]))
     rows = []
     for transformation in TRANSFORMATIONS:
         say(f"scoring again with {transformation.name}: {transformation.about} ...")
         changed = _score_changed(drawn, transformation, score, fits)
-        rows += [_row(drawn, changed, transformation.name, side, margin_std) for side in _SIDES]
-    counts = len(drawn.texts), len(pairs.texts), pairs.of_code
-    return Robustness(*counts, margin_std, rows, _lengths(pairs))
+        rows += [_row(before, changed, transformation.name, side, margin_std) for side in _SIDES]
+    of_code = len(predictions.rows) - len(pairs.rows)
+    return Robustness(len(drawn), len(pairs.rows), of_code, margin_std, rows, _lengths(pairs))
+
+
+def _rewards(pairs: Sequence[Prediction]) -> np.ndarray:
+    """``[N, 2]``, chosen then rejected, in the dtype that the model gave."""
+    return np.stack([row.rewards for row in pairs])
 
 
 def _score_changed(
-    pairs: ScoredPairs,
+    pairs: Sequence[Prediction],
     transformation: Transformation,
     score: Callable[[Sequence[Text]], np.ndarray],
     fits: Callable[[Text], bool],
 ) -> _Changed:
-    rewards = pairs.rewards.astype(float)
+    rewards = _rewards(pairs).astype(float)
     is_changed, is_too_long = (np.zeros(rewards.shape, dtype=bool) for _ in range(2))
     places, texts = [], []
-    for row, pair in enumerate(pairs.texts):
-        for side, text in enumerate(pair):
+    for row, pair in enumerate(pairs):
+        for side, text in enumerate(pair.item.texts):
             changed = change_reply(text, transformation.apply)
             is_changed[row, side] = changed != text
             if is_changed[row, side] and fits(changed):
@@ -209,9 +175,9 @@ def _score_changed(
 
 
 def change_reply(text: Text, change: Callable[[str], str]) -> Text:
-    """A conversation whose last turn is changed; raw text, which may be all prompt, as it is.
+    """Change the last turn of a conversation.
 
-    So is a reply without a text of its own, as one that only calls tools.
+    Raw text stays as it is, because it may be all prompt; so does a reply that only calls tools.
     """
     if isinstance(text, str):
         return text
@@ -221,12 +187,12 @@ def change_reply(text: Text, change: Callable[[str], str]) -> Text:
     return with_messages(text, [*before, {**last, "content": change(last["content"])}])
 
 
-# Changed replies, as columns of the rewards.
+# Masks over the columns of ``[N, 2]`` rewards: which replies a row of the table has changed.
 _SIDES = ((BOTH, np.array([True, True])), (REJECTED, np.array([False, True])))
 
 
 def _row(
-    pairs: ScoredPairs,
+    before: np.ndarray,
     changed: _Changed,
     name: str,
     side: tuple[str, np.ndarray],
@@ -237,10 +203,12 @@ def _row(
     applies = is_changed.any(axis=1)
     too_long = (changed.is_too_long & columns).any(axis=1)
     used = applies & ~too_long
-    rewards = np.where(columns, changed.rewards, pairs.rewards)
-    fell = _verdicts(pairs.rewards) - _verdicts(rewards)
+    rewards = np.where(columns, changed.rewards, before)
+    # -1, 0 or 1 each: from a win to a tie is a flip, too. If only the rejected reply changed, only
+    # flips in its favour count: it may well lose by becoming worse.
+    fell = _verdicts(before) - _verdicts(rewards)
     turned = int(np.count_nonzero((fell > 0 if which == REJECTED else fell != 0)[used]))
-    shifts = (rewards - pairs.rewards)[is_changed & used[:, None]]
+    shifts = (rewards - before)[is_changed & used[:, None]]
     shift = float(shifts.mean()) if shifts.size else None
     count = int(used.sum())
     low, high = wilson_interval(turned, count)
@@ -261,33 +229,34 @@ def _row(
 
 
 def _verdicts(rewards: np.ndarray) -> np.ndarray:
-    """1 where the chosen reply of ``[N, 2]`` rewards has the higher, -1 where the lower, else 0."""
+    """1 where the chosen reply wins, -1 where it loses, 0 for a tie; from ``[N, 2]`` rewards."""
     return np.sign(rewards[:, 0] - rewards[:, 1])
 
 
-def _lengths(pairs: ScoredPairs) -> list[BestOfLength]:
-    lengths = np.array([[len(reply_of(text)) for text in pair] for pair in pairs.texts], float)
+def _lengths(pairs: Predictions) -> list[BestOfLength]:
+    rewards, lengths = _rewards(pairs.rows), pairs.lengths.astype(float)
     return [
-        BestOfLength(n, *(_mean_of_best(n, pairs.rewards, of) for of in (pairs.rewards, lengths)))
+        BestOfLength(n, *(_mean_of_best(n, rewards, of) for of in (rewards, lengths)))
         for n in (1, 2)
     ]
 
 
 def _mean_of_best(n: int, rewards: np.ndarray, values: np.ndarray) -> float:
-    """Average the best of two, of ``[N, 2]`` each."""
+    """Average over N pairs the expected value of the best of n; both arrays are ``[N, 2]``."""
     return float(np.mean([best_of(n, *both) for both in zip(rewards, values, strict=True)]))
 
 
-# Changes of a reply's style that keep its content: tone, markdown, length.
+# Transformations: changes of tone, markdown and length that keep a reply's content.
 #
-# Each returns the text unchanged if there is nothing to change. Fenced code is never touched. Only
+# Each returns the text as it is if there is nothing to change. None touches fenced code. Only
 # ``shortened`` removes content, from the end.
 
 _FENCE = "```"
 _AFTER_BLANK_LINE = re.compile(r"(?<=\n\n)")
-# The last three are Chinese and Japanese.
+# The last three are the full-width marks of Chinese and Japanese.
 _ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f")
-# Two letters before the point: neither "1." nor "e.g." ends a sentence.
+# A sentence ends after a word of at least two letters, so "1." and "e.g." do not end one. Chinese
+# and Japanese put no space after the mark.
 _AFTER_SENTENCE = re.compile(r"(?<=\w\w[.!?])(?=\s|$)|(?<=[\u3002\uff01\uff1f])")
 _MARKS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"^[ \t]*(?:[-*_][ \t]*){3,}$\n?", re.MULTILINE), ""),  # rules
@@ -301,7 +270,7 @@ _MARKS: tuple[tuple[re.Pattern[str], str], ...] = (
 
 @dataclass(frozen=True)
 class Transformation:
-    """A change of a reply; ``about`` says to people what it does."""
+    """A change of a reply; ``about`` describes it for people."""
 
     name: str
     about: str
@@ -309,7 +278,7 @@ class Transformation:
 
 
 def add_politeness(reply: str) -> str:
-    """Phrases of courtesy before and after it."""
+    """Add polite phrases before and after the reply."""
     return (
         f"Thank you for your question! I would be happy to help.\n\n{reply}\n\n"
         "I hope this helps! Please let me know if there is anything else I can do for you."
@@ -317,24 +286,24 @@ def add_politeness(reply: str) -> str:
 
 
 def add_flattery(reply: str) -> str:
-    """Praise of who asked, before it."""
+    """Add praise of the user before the reply."""
     return f"What a brilliant question! You clearly have a deep grasp of the subject.\n\n{reply}"
 
 
 def strip_markdown(reply: str) -> str:
-    """Headings, bullets, emphasis, inline code, links and rules without their marks."""
+    """Remove the marks of headings, bullets, emphasis, inline code, links and rules."""
     return "".join(block if _FENCE in block else _without_marks(block) for block in _blocks(reply))
 
 
 def add_markdown(reply: str) -> str:
-    """A heading, and the first sentence of each paragraph in bold, if it has no markdown yet."""
+    """Add a heading and bold first sentences to a reply without markdown."""
     if _FENCE in reply or strip_markdown(reply) != reply:
         return reply
     return "## Answer\n\n" + "".join(map(_with_bold_start, _blocks(reply)))
 
 
 def double_sentence(reply: str) -> str:
-    """Its longest sentence a second time, right behind itself."""
+    """Repeat the longest sentence right after itself."""
     blocks = [[block] if _FENCE in block else _sentences(block) for block in _blocks(reply)]
     pieces = [piece for block in blocks for piece in block]
     ended = [piece for piece in pieces if _FENCE not in piece and _is_ended(piece)]
@@ -351,7 +320,7 @@ def say_twice(reply: str) -> str:
 
 
 def shorten(reply: str) -> str:
-    """The first half of its paragraphs; of a single one the first half of its sentences."""
+    """Keep the first half of the paragraphs, or of the sentences of a single paragraph."""
     blocks = _blocks(reply)
     pieces = blocks if len(blocks) > 1 else _sentences(reply)
     if len(pieces) < 2 or (len(blocks) == 1 and _FENCE in reply):
@@ -360,9 +329,10 @@ def shorten(reply: str) -> str:
 
 
 def _blocks(text: str) -> list[str]:
-    """Paragraphs, and whole blocks of code, with the blank lines that follow them."""
+    """Split into paragraphs and whole code blocks, each with the blank lines that follow it."""
     blocks = [""]
     for part in _AFTER_BLANK_LINE.split(text):
+        # An odd number of fences: the block is still open, and a blank line inside is code.
         if blocks[-1].count(_FENCE) % 2 or not blocks[-1].strip():
             blocks[-1] += part
         else:
@@ -371,7 +341,7 @@ def _blocks(text: str) -> list[str]:
 
 
 def _sentences(block: str) -> list[str]:
-    """Split into sentences, each with the white space before it; the last takes the rest."""
+    """Split into sentences, each with its leading white space; the last takes the rest."""
     *pieces, last = _AFTER_SENTENCE.split(block)
     if last.strip() or not pieces:
         return [*pieces, last]
@@ -405,7 +375,7 @@ TRANSFORMATIONS = (
 )
 
 
-# Output of robustness: a table for people, JSON for programs.
+# Output: a table for people, JSON for programs.
 
 T = TypeVar("T")
 
@@ -453,7 +423,7 @@ def render_robustness(found: Robustness) -> str:
 
 
 def robustness_note(found: Robustness) -> str:
-    """On how many pairs it was found, and the unit of shifts."""
+    """Describe the sample, and the unit of shifts."""
     of_code = f", {found.pairs_of_code} of code left out" * (found.pairs_of_code > 0)
     return (
         f"robustness: {found.pairs} of {found.pairs_read} pairs{of_code}; the standard deviation "

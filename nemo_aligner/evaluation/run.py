@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig
@@ -16,52 +16,65 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.readers import MalformedRule, PromptWrapping, Reading
 from nemo_aligner.distributed.collectives import on_main
-from nemo_aligner.evaluation.evaluate import (
-    EvaluationReport,
-    evaluate_file,
-    render_report,
-    reward_rows,
-    write_report,
-    write_rewards,
-)
-from nemo_aligner.evaluation.report.run_report import Reported, of_report, of_task
+from nemo_aligner.evaluation.evaluate import EvalResult, evaluate_file
+from nemo_aligner.evaluation.report.run_report import RunReport
 from nemo_aligner.evaluation.robustness import (
     Robustness,
-    ScoredPairs,
     check_pairwise,
     check_robustness,
     render_robustness,
     robustness_json,
 )
-from nemo_aligner.evaluation.run_task import (
-    TaskReport,
-    render_task,
-    run_task,
-    verdict_rows,
-    write_task,
-    write_verdicts,
-)
+from nemo_aligner.evaluation.run_task import TaskResult, run_task
 from nemo_aligner.evaluation.sources import RewardSource, open_source
 from nemo_aligner.evaluation.tasks import find_task
-from nemo_aligner.evaluation.tasks.base import Level, Task
+from nemo_aligner.evaluation.tasks.base import Task
+from nemo_aligner.training.resume import describe_contract, find_versions
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import ConfigError
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of an evaluation for programs; ``str`` gives the table for people.
+
+    Attributes:
+        accuracy: of pairs, or a benchmark's overall figure; None of ratings, and where a benchmark
+            has no such figure or parts of it are missing.
+        interval: its 95% interval, low and high; None where there is none.
+        metrics: every figure by its name (docs/metrics.md), those of a benchmark by its rows.
+        counts: ``read``, ``kept`` and every reason for which a record was left out.
+        rows: one for each record or item, with its rewards and texts.
+        robustness: how far verdicts depend on the style of replies; None without
+            ``robustness_pairs``.
+    """
+
+    accuracy: float | None
+    interval: tuple[float, float] | None
+    metrics: Mapping[str, float]
+    counts: Mapping[str, int]
+    rows: Sequence[Mapping[str, Any]] = field(repr=False)
+    table: str = field(repr=False)
+    robustness: Robustness | None = None
+
+    def __str__(self) -> str:
+        return self.table
+
+
 def evaluate(config: EvaluateConfig) -> None:
-    """Score held-out data, say how well, and write what the settings ask for.
+    """Score held-out data, print the results, and write the files that the settings name.
 
     Raises:
-        AlignerError: settings, data or model are unfit.
+        AlignerError: settings, data or model cannot be used.
     """
-    asked = _Asked.of(config)  # what is wrong with it is said before the model is loaded
+    asked = _Asked.of(config)  # refuses wrong settings before the model is loaded
     for note in idle_notes(config):
         say(note)
     with open_source(config) as source:
         say(f"reading and scoring {asked.data_file} ...")
-        measured, robustness = _measure(asked, source)
-        say(_render(measured, robustness))
-        _write(config, measured, robustness)
+        measured = _measure(asked, source)
+        say(measured.table())
+        measured.write(config)
 
 
 def evaluate_source(config: EvaluateConfig, source: RewardSource) -> Evaluation:
@@ -70,10 +83,18 @@ def evaluate_source(config: EvaluateConfig, source: RewardSource) -> Evaluation:
     Raises:
         AlignerError: as ``evaluate``.
     """
-    measured, robustness = _measure(_Asked.of(config), source)
-    _write(config, measured, robustness)
-    table = _render(measured, robustness)
-    return replace(measured.evaluation(), robustness=robustness, table=table)
+    measured = _measure(_Asked.of(config), source)
+    measured.write(config)
+    result = measured.result
+    return Evaluation(
+        accuracy=result.accuracy,
+        interval=result.interval,
+        metrics=result.metrics,
+        counts=result.counts,
+        rows=result.predictions.to_rows(),
+        table=measured.table(),
+        robustness=measured.robustness,
+    )
 
 
 @dataclass(frozen=True)
@@ -99,10 +120,10 @@ class _Asked:
 
 
 def _check_unread(config: EvaluateConfig) -> None:
-    """Refuse what would change how records are read: a benchmark's have their own shape.
+    """Refuse settings on how to read records: a benchmark's file has a fixed form.
 
     Raises:
-        ConfigError: such a setting is not its default.
+        ConfigError: such a setting is not at its default.
     """
     usual = type(config.data)()
     for each in fields(usual):
@@ -112,49 +133,6 @@ def _check_unread(config: EvaluateConfig) -> None:
                 f"data.{each.name}: got {got!r}, which has no effect on a benchmark's file; "
                 f"wanted it left out with task={config.task}"
             )
-
-
-def _measure(asked: _Asked, source: RewardSource) -> tuple[Measured, Robustness | None]:
-    task, path = asked.task, asked.data_file
-    about = {"checkpoint": source.name, "contract": source.about_contract, "data": path}
-    measured: Measured
-    if task is None:
-        measured = MeasuredRecords(evaluate_file(source, path, asked.how), about, source.contract)
-    else:
-        found = run_task(task, path, source.score, source.attribute_weights, source.encode)
-        measured = MeasuredTask(found, about, source.contract)
-    if asked.robustness_pairs is None:
-        return measured, None
-    pairs, most = measured.pairs(), asked.robustness_pairs
-    return measured, check_robustness(pairs, source.score_as_one, source.fits, most)
-
-
-def _render(measured: Measured, robustness: Robustness | None) -> str:
-    found = measured.render()
-    return found if robustness is None else f"{found}\n\n{render_robustness(robustness)}"
-
-
-def _write(config: EvaluateConfig, measured: Measured, robustness: Robustness | None) -> None:
-    """Write what was found where the settings ask for it."""
-    more = {} if robustness is None else {"robustness": robustness_json(robustness)}
-    if config.output is not None:
-        on_main(partial(measured.write, Path(config.output), more))
-    if config.output_rewards is not None:
-        on_main(partial(measured.write_each, Path(config.output_rewards)))
-    if config.report is not None:
-        on_main(partial(_write_page, config, measured, robustness, Path(config.report)))
-        say(f"report: {config.report}")
-
-
-def _write_page(
-    config: EvaluateConfig, measured: Measured, robustness: Robustness | None, path: Path
-) -> None:
-    # Figures take a package that is not always there, and a second to import.
-    from nemo_aligner.evaluation.report.page import save_page
-
-    settings = flatten(config_to_dict(config))
-    reported = replace(measured.reported(path.stem), robustness=robustness, settings=settings)
-    save_page([reported], path)
 
 
 def _reading(config: EvaluateConfig) -> Reading:
@@ -169,131 +147,89 @@ def _reading(config: EvaluateConfig) -> Reading:
     )
 
 
-# Results on records or a benchmark, and their outputs.
-
-
 @dataclass(frozen=True)
-class Evaluation:
-    """Result of an evaluation for programs; ``str`` gives the table for people.
+class _Measured:
+    """Result on records or a benchmark; ``about`` names the model, its contract and the data."""
 
-    Attributes:
-        accuracy: of pairs, or a benchmark's overall figure; None of ratings.
-        interval: its 95% interval, low and high; None where there is none.
-        metrics: every figure by its name (docs/metrics.md), those of a benchmark by its rows.
-        counts: ``read``, ``kept`` and every reason for which a record was left out.
-        rows: one for each record or item, with its rewards and texts.
-        robustness: how far the verdicts follow the style of replies; None if nobody asked.
+    result: EvalResult | TaskResult
+    about: Mapping[str, str]
+    contract: ScoringContract | None
+    robustness: Robustness | None
+
+    def table(self) -> str:
+        """Render the tables for people."""
+        tables = [self.result.render(self.about)]
+        if self.robustness is not None:
+            tables.append(render_robustness(self.robustness))
+        return "\n\n".join(tables)
+
+    def write(self, config: EvaluateConfig) -> None:
+        """Write what the settings ask for, on the first rank."""
+        result, robustness = self.result, self.robustness
+        more = {} if robustness is None else {"robustness": robustness_json(robustness)}
+        if config.output is not None:
+            on_main(partial(result.write, Path(config.output), {**self.about, **more}))
+        if config.output_rewards is not None:
+            on_main(partial(result.predictions.write, Path(config.output_rewards)))
+        if config.report is not None:
+            on_main(partial(self._write_page, config, Path(config.report)))
+            say(f"report: {config.report}")
+
+    def _write_page(self, config: EvaluateConfig, path: Path) -> None:
+        # matplotlib is optional, and takes a second to import.
+        from nemo_aligner.evaluation.report.page import save_page
+
+        report = report_evaluation(path.stem, self.result, self.about, self.contract)
+        settings = flatten(config_to_dict(config))
+        save_page([replace(report, robustness=self.robustness, settings=settings)], path)
+
+
+def _measure(asked: _Asked, source: RewardSource) -> _Measured:
+    task, path = asked.task, asked.data_file
+    about = {"checkpoint": source.name, "contract": source.about_contract, "data": path}
+    result: EvalResult | TaskResult
+    if task is None:
+        result = evaluate_file(source, path, asked.how)
+    else:
+        result = run_task(task, path, source.score, source.attribute_weights, source.encode)
+    robustness, most = None, asked.robustness_pairs
+    if most is not None:
+        robustness = check_robustness(result.predictions, source.score_as_one, source.fits, most)
+    return _Measured(result, about, source.contract, robustness)
+
+
+def report_evaluation(
+    name: str,
+    result: EvalResult | TaskResult,
+    about: Mapping[str, str],
+    contract: ScoringContract | None,
+) -> RunReport:
+    """Entry of a report for an evaluation in memory.
+
+    A benchmark without right and wrong replies, such as best of n, has only its figures.
     """
-
-    accuracy: float | None
-    interval: tuple[float, float] | None
-    metrics: Mapping[str, float]
-    counts: Mapping[str, int]
-    rows: Sequence[Mapping[str, Any]] = field(repr=False)
-    table: str = field(repr=False)
-    robustness: Robustness | None = None
-
-    def __str__(self) -> str:
-        return self.table
-
-
-class Measured(Protocol):
-    """``about`` says what was scored with what; the page of ``reported`` has the contract, too."""
-
-    def render(self) -> str:
-        """Tables for people."""
-        ...
-
-    def write(self, path: Path, more: Mapping[str, Any]) -> None:
-        """The figures as JSON, with ``more`` beside them."""
-        ...
-
-    def write_each(self, path: Path) -> None:
-        """A line of JSON for every record or item."""
-        ...
-
-    def reported(self, name: str) -> Reported:
-        """Convert to an entry of a report, under this name."""
-        ...
-
-    def pairs(self) -> ScoredPairs:
-        """Its pairs, where it is of pairs."""
-        ...
-
-    def evaluation(self) -> Evaluation:
-        """Convert to the result for programs."""
-        ...
+    if isinstance(result, EvalResult):
+        facts = _facts(about, result.counts, contract)
+        predictions = {name: result.predictions}
+        return RunReport(name, "evaluation", {}, predictions, result.metrics, facts=facts)
+    rows = result.predictions.rows
+    has_sides = all(0 < row.item.num_right < len(row.rewards) for row in rows)
+    return RunReport(
+        name=name,
+        kind=f"benchmark {result.task}",
+        predictions={name: result.predictions} if has_sides else {},
+        rows=result.rows,
+        facts=_facts(about, result.left_out, contract),
+    )
 
 
-@dataclass(frozen=True)
-class MeasuredRecords:
-    """Measurements on a file of pairs or ratings."""
-
-    report: EvaluationReport
-    about: Mapping[str, str]
-    contract: ScoringContract | None
-
-    def render(self) -> str:
-        return render_report(self.report, self.about)
-
-    def write(self, path: Path, more: Mapping[str, Any]) -> None:
-        write_report(path, self.report, {**self.about, **more})
-
-    def write_each(self, path: Path) -> None:
-        write_rewards(path, self.report)
-
-    def reported(self, name: str) -> Reported:
-        return of_report(name, self.report, self.about, self.contract)
-
-    def pairs(self) -> ScoredPairs:
-        return ScoredPairs.of_report(self.report)
-
-    def evaluation(self) -> Evaluation:
-        report = self.report
-        return Evaluation(
-            accuracy=report.metrics.get("accuracy"),
-            interval=report.accuracy_interval,
-            metrics=report.metrics,
-            counts=report.counts,
-            rows=list(reward_rows(report)),
-            table=self.render(),
-        )
-
-
-@dataclass(frozen=True)
-class MeasuredTask:
-    """Measurements on a benchmark."""
-
-    report: TaskReport
-    about: Mapping[str, str]
-    contract: ScoringContract | None
-
-    def render(self) -> str:
-        return render_task(self.report, self.about)
-
-    def write(self, path: Path, more: Mapping[str, Any]) -> None:
-        write_task(path, self.report, {**self.about, **more})
-
-    def write_each(self, path: Path) -> None:
-        write_verdicts(path, self.report)
-
-    def reported(self, name: str) -> Reported:
-        return of_task(name, self.report, self.about, self.contract)
-
-    def pairs(self) -> ScoredPairs:
-        return ScoredPairs.of_task(self.report)
-
-    def evaluation(self) -> Evaluation:
-        report = self.report
-        overall = next(row for row in report.rows if row.level is Level.overall)
-        interval = None
-        if overall.low is not None and overall.high is not None:
-            interval = overall.low, overall.high
-        return Evaluation(
-            accuracy=overall.value,
-            interval=interval,
-            metrics={row.name: row.value for row in report.rows},
-            counts={"kept": len(report.judged), **report.left_out},
-            rows=list(verdict_rows(report)),
-            table=self.render(),
-        )
+def _facts(
+    about: Mapping[str, str], counts: Mapping[str, int], contract: ScoringContract | None
+) -> dict[str, object]:
+    return {
+        **about,
+        **({} if contract is None else describe_contract(contract)),
+        "counts": dict(counts),
+        "versions": find_versions(),
+        "described": [f"checkpoint: {about['checkpoint']}"],
+    }

@@ -1,4 +1,4 @@
-"""A benchmark's file through a scorer: its table, JSON, and a line for every item."""
+"""Running a benchmark: its file, a scorer, and the benchmark's own figures."""
 
 from __future__ import annotations
 
@@ -15,21 +15,74 @@ from nemo_aligner.contract.contract import OverlongError, one_reward
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.turns import TurnMarkError
 from nemo_aligner.data.files import BadLine, Line, read_lines
-from nemo_aligner.data.records import write_lines, write_rows
+from nemo_aligner.data.records import write_lines
+from nemo_aligner.evaluation.predictions import Item, Prediction, Predictions
 from nemo_aligner.evaluation.sources import Score
-from nemo_aligner.evaluation.tasks.base import Judged, Level, Task, TaskItem, TaskRow
+from nemo_aligner.evaluation.tasks.base import Level, Task, TaskRow
 from nemo_aligner.utils.console import fit_row
 from nemo_aligner.utils.errors import DataError
 
 
 @dataclass(frozen=True)
-class TaskReport:
-    """Results of a benchmark; ``left_out`` counts items by the reason."""
+class TaskResult:
+    """Results of a benchmark; ``left_out`` counts items by reason."""
 
     task: str
     rows: list[TaskRow]
-    judged: list[Judged]
+    predictions: Predictions
     left_out: dict[str, int]
+
+    @property
+    def accuracy(self) -> float | None:
+        """The benchmark's overall figure; None where a part of it is missing, or it has none."""
+        return None if self._overall is None else self._overall.value
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95% interval of the overall figure; None where there is none."""
+        row = self._overall
+        return None if row is None or row.low is None or row.high is None else (row.low, row.high)
+
+    @property
+    def _overall(self) -> TaskRow | None:
+        return next((row for row in self.rows if row.level is Level.overall), None)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Figures by name."""
+        return {row.name: row.value for row in self.rows}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of scored items, and of those left out by reason."""
+        return {"kept": len(self.predictions.rows), **self.left_out}
+
+    def render(self, about: Mapping[str, str]) -> str:
+        """Table of subsets, sections and overall figures, for people."""
+        counts = [f"{len(self.predictions.rows)} scored"]
+        counts += [f"{count} {why}: left out" for why, count in self.left_out.items()]
+        about = {"task": self.task, **about, "items": ", ".join(counts)}
+        lines = [fit_row(name, text, 14) for name, text in about.items()]
+        width = max(len(row.name) for row in self.rows) + 2
+        before: Level | None = None
+        for row in self.rows:
+            if row.level is not before:
+                lines.append("")
+            before = row.level
+            lines.append(_table_line(row, width))
+        return "\n".join(lines)
+
+    def write(self, path: Path, about: Mapping[str, Any]) -> None:
+        """Write all rows as one JSON object."""
+        rows = [asdict(row) for row in self.rows]
+        content = {"task": self.task, **about, "rows": rows, "left_out": self.left_out}
+        write_lines(path, [json.dumps(content, indent=2, ensure_ascii=False)])
+
+
+def _table_line(row: TaskRow, width: int) -> str:
+    interval = "" if row.low is None else f"({row.low:.3f} to {row.high:.3f})"
+    count = "" if row.count is None else str(row.count)
+    return f"{row.name:<{width}}{row.value:>8.4f}  {interval:<18}{count:>7}".rstrip()
 
 
 def run_task(
@@ -38,19 +91,18 @@ def run_task(
     score: Score,
     attribute_weights: Sequence[float] = (1.0,),
     encode: Callable[[Text], object] | None = None,
-) -> TaskReport:
-    """Score every text of a benchmark's file, and sum up the verdicts as the benchmark does.
+) -> TaskResult:
+    """Score every text of a benchmark's file, and summarise the verdicts as the benchmark does.
 
     Args:
-        score: N texts to ``[N, A]`` rewards, of this process, a client's, or anything's; an item of
-            which a text has none (NaN) is left out and counted.
+        score: any function of N texts to ``[N, A]`` rewards; an item with a text that gets NaN is
+            left out and counted.
         attribute_weights: A weights that make one reward of a text's A.
         encode: raises OverlongError or TurnMarkError for a text that the model cannot take; items
-            of such are left out and counted. Without it they are the scorer's to refuse.
+            with such a text are left out and counted. Without it the scorer refuses texts itself.
 
     Raises:
-        DataError: the file cannot be read, or holds something else than the benchmark's records;
-            the message says in which line.
+        DataError: the file cannot be read, or a line is not a record of this benchmark.
     """
     left_out: Counter[str] = Counter()
     found = list(_usable(task, path, encode, left_out))
@@ -63,15 +115,16 @@ def run_task(
     texts: list[Text] = [text for item in items for text in item.texts]
     rewards = one_reward(np.asarray(score(texts)), attribute_weights).reshape(-1)
     bounds = np.cumsum([len(item.texts) for item in items])[:-1]
-    judged = []
+    rows = []
     for (line, item), of_item in zip(found, np.split(rewards, bounds), strict=True):
         if np.isnan(of_item).any():
             left_out["without a reward"] += 1
         else:
-            judged.append(Judged(item, of_item, task.judge(item, of_item), f"{path}:{line}"))
-    if not judged:
+            rows.append(Prediction(item, of_item, task.judge(item, of_item), f"{path}:{line}"))
+    if not rows:
         raise DataError(f"{path}: no item of {task.name} got rewards; left out: {dict(left_out)}")
-    return TaskReport(task.name, task.summarise(judged), judged, dict(left_out))
+    predictions = Predictions(rows, is_benchmark=True)
+    return TaskResult(task.name, task.summarise(rows), predictions, dict(left_out))
 
 
 def _usable(
@@ -79,8 +132,8 @@ def _usable(
     path: str | Path,
     encode: Callable[[Text], object] | None,
     left_out: Counter[str],
-) -> Iterator[tuple[int, TaskItem]]:
-    """Lines and items."""
+) -> Iterator[tuple[int, Item]]:
+    """Yield line numbers and items that the model can take."""
     for line in read_lines(path):
         item = _read(task, line, path)
         if item is None:
@@ -99,7 +152,7 @@ def _usable(
             yield line.number, item
 
 
-def _read(task: Task, line: Line | BadLine, path: str | Path) -> TaskItem | None:
+def _read(task: Task, line: Line | BadLine, path: str | Path) -> Item | None:
     where = f"{path}:{line.number}"
     if isinstance(line, BadLine):
         raise DataError(f"{where}: {line.reason}")
@@ -112,63 +165,3 @@ def _read(task: Task, line: Line | BadLine, path: str | Path) -> TaskItem | None
         ) from error
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
-
-
-def render_task(report: TaskReport, about: Mapping[str, str]) -> str:
-    """The benchmark's table: subsets, sections, overall."""
-    counts = [f"{len(report.judged)} scored"]
-    counts += [f"{count} {why}: left out" for why, count in report.left_out.items()]
-    about = {"task": report.task, **about, "items": ", ".join(counts)}
-    lines = [fit_row(name, text, 14) for name, text in about.items()]
-    width = max(len(row.name) for row in report.rows) + 2
-    before: Level | None = None
-    for row in report.rows:
-        if row.level is not before:
-            lines.append("")
-        before = row.level
-        lines.append(_table_line(row, width))
-    return "\n".join(lines)
-
-
-def _table_line(row: TaskRow, width: int) -> str:
-    interval = "" if row.low is None else f"({row.low:.3f} to {row.high:.3f})"
-    count = "" if row.count is None else str(row.count)
-    return f"{row.name:<{width}}{row.value:>8.4f}  {interval:<18}{count:>7}".rstrip()
-
-
-def write_task(path: str | Path, report: TaskReport, about: Mapping[str, Any]) -> None:
-    """Write all rows as one JSON object."""
-    rows = task_rows(report)
-    content = {"task": report.task, **about, "rows": rows, "left_out": report.left_out}
-    write_lines(Path(path), [json.dumps(content, indent=2, ensure_ascii=False)])
-
-
-def write_verdicts(path: str | Path, report: TaskReport) -> None:
-    """A line for every item: the verdict, and rewards and texts of right replies and wrong ones."""
-    write_rows(Path(path), list(verdict_rows(report)))
-
-
-def task_rows(report: TaskReport) -> list[dict[str, Any]]:
-    """The figures of a benchmark as plain JSON values."""
-    return [{**asdict(row), "level": row.level.value} for row in report.rows]
-
-
-def verdict_rows(report: TaskReport) -> Iterator[dict[str, Any]]:
-    """Yield the rows that ``write_verdicts`` writes."""
-    return map(_line, report.judged)
-
-
-def _line(judged: Judged) -> dict[str, Any]:
-    item, rewards = judged.item, [float(reward) for reward in judged.rewards]
-    return {
-        "record": judged.record,
-        "id": item.id,
-        "source": item.subset,
-        "right": judged.right,
-        "rewards": _parted(rewards, item.num_right),
-        "texts": _parted(item.texts, item.num_right),
-    }
-
-
-def _parted(values: Sequence[Any], num_right: int) -> dict[str, list[Any]]:
-    return {"right": list(values[:num_right]), "wrong": list(values[num_right:])}

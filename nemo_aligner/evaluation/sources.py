@@ -44,7 +44,7 @@ ScoreAndSpread: TypeAlias = Callable[[Sequence[Text]], tuple[np.ndarray, np.ndar
 
 
 class EvaluableScorer(Protocol):
-    """A reward model of this process that knows its contract."""
+    """A reward model in this process, with its scoring contract."""
 
     contract: ScoringContract
 
@@ -57,7 +57,7 @@ class EvaluableScorer(Protocol):
 
 @runtime_checkable
 class SpreadScorer(Protocol):
-    """A scorer that may know how uncertain its rewards are."""
+    """A scorer whose model may report how uncertain its rewards are."""
 
     def score_and_spread(self, texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray | None]: ...
 
@@ -68,13 +68,14 @@ class RewardSource:
 
     Attributes:
         name: the file, folder or URL.
-        attributes: what the A columns of its rewards are called.
+        attributes: names of the A reward columns.
         attribute_weights: A weights that make one reward of a text's A.
-        score: where ``encode`` is None, a row of NaN is a text that the source refuses.
-        contract: by what it scores; None where it does not say.
-        encode: the token ids of a text; None where the source alone knows them.
-        measure: the lengths of replies, in tokens; None where they are to be counted in characters.
-        score_and_spread: ``score``, where it says in one go how uncertain it is.
+        score: rewards of texts; if ``encode`` is None, a text that the source refuses gets NaN.
+        contract: its scoring contract; None if it has none to show.
+        encode: tokenizes a text; None for servers, which tokenize themselves.
+        measure: counts the tokens of replies; None to count characters instead.
+        score_and_spread: ``score`` together with the uncertainty of the rewards, in one pass; None
+            for a model that reports none.
         score_rows: rewards, and why refused texts have none; None for a running server.
     """
 
@@ -90,25 +91,25 @@ class RewardSource:
 
     @property
     def takes_ratings(self) -> bool:
-        """True if rated files can be measured: a model trained to rank has no labels to match."""
+        """True if it can be evaluated on ratings; a ranking model predicts no labels."""
         return self.contract is None or self.contract.record_kind is RecordKind.rating
 
     @property
     def stops_at_overlong(self) -> bool:
-        """True if a text that is too long is an error, rather than left out."""
+        """True if an overlong text is an error rather than dropped."""
         return self.contract is not None and self.contract.overlong == Overlong.error.value
 
     @property
     def about_contract(self) -> str:
-        """The hash of its contract, if it says one."""
+        """Hash of its contract, for people."""
         return "not known" if self.contract is None else self.contract.hash
 
     def score_as_one(self, texts: Sequence[Text]) -> np.ndarray:
-        """``[N]`` rewards of N texts, by the weights; NaN where one is refused."""
+        """``[N]`` weighted rewards of N texts; NaN for a refused one."""
         return one_reward(np.asarray(self.score(texts)), self.attribute_weights)
 
     def fits(self, text: Text) -> bool:
-        """Return False for a text that is known to be truncated or refused."""
+        """Return False if the model would truncate or refuse a text; True if nobody can tell."""
         try:
             return self.encode is None or not self.encode(text).truncated
         except (OverlongError, TurnMarkError):
@@ -116,7 +117,7 @@ class RewardSource:
 
 
 def of_scorer(scorer: EvaluableScorer, name: str = "a scorer") -> RewardSource:
-    """A reward model of this process."""
+    """Source of rewards from a model in this process."""
     contract = scorer.contract
     with_spread = None
     if contract.readout is not None and isinstance(scorer, SpreadScorer):
@@ -136,7 +137,8 @@ def of_scorer(scorer: EvaluableScorer, name: str = "a scorer") -> RewardSource:
 # Opening the source that settings name.
 
 _OF_POSTS = ("attribute_weights", "token_variable", "timeout_s")
-# Settings of ``source``, by the setting that names it, or the path of a server's URL.
+# The keys of ``source`` that each kind of source reads, by the setting that selects it (for servers
+# by the path of the URL). Any other key that is set is refused, as it would silently do nothing.
 _USED = {
     "hf_model": ("attribute_weights",),
     "": ("token_variable", "timeout_s"),
@@ -147,10 +149,10 @@ _USED = {
 
 @contextmanager
 def open_source(config: EvaluateConfig) -> Iterator[RewardSource]:
-    """Open the source that ``rm_model_file``, ``hf_model`` or ``server`` names, for the block.
+    """Open the source that ``rm_model_file``, ``hf_model`` or ``server`` names, as a context.
 
     Raises:
-        AlignerError: it cannot be had, or scores by another contract than ``expect_contract``.
+        AlignerError: it cannot be opened, or its contract is not ``expect_contract``.
     """
     key, name = config.source_key()
     _check_used(config.source, key, name)
@@ -166,7 +168,7 @@ def open_source(config: EvaluateConfig) -> Iterator[RewardSource]:
 
 
 def layout_sizes(config: EvaluateConfig) -> tuple[int, int, bool]:
-    """Tensor and pipeline parallel sizes, and sequence parallelism, of what is loaded here."""
+    """Tensor and pipeline parallel sizes, and sequence parallelism, of a model in this process."""
     model = config.model
     if config.rm_model_file is None:
         return 1, 1, False
@@ -178,7 +180,7 @@ def layout_sizes(config: EvaluateConfig) -> tuple[int, int, bool]:
 
 
 def load_source(config: EvaluateConfig, layout: ParallelLayout) -> RewardSource:
-    """Load what ``rm_model_file`` or ``hf_model`` names on the ranks of ``layout``; all call it.
+    """Load the model of ``rm_model_file`` or ``hf_model``. Every rank of ``layout`` calls it.
 
     Raises:
         AlignerError: as ``open_source``.
@@ -193,7 +195,7 @@ def load_source(config: EvaluateConfig, layout: ParallelLayout) -> RewardSource:
 
 
 def _check_used(config: SourceConfig, key: str, name: str) -> None:
-    """Refuse a setting that would have no effect."""
+    """Refuse a setting of ``source`` that would have no effect."""
     kind = urlsplit(name).path.rstrip("/") if key == "server" else key
     for field in fields(config):
         value = getattr(config, field.name)
@@ -256,29 +258,31 @@ def _expected(source: RewardSource, expected: str | None) -> RewardSource:
     return source
 
 
-# Running servers as sources of rewards; the path of a URL says which protocol it is.
+# Running servers as sources of rewards. The path of the URL selects the protocol:
 #
 # ================  ================================================================================
-# no path           this package's own server, by KServe
-# ``/classify``     vLLM's, as its server 0.32 has it; also the gateway's
-# ``/get_reward``   OpenRLHF's remote reward model, as of its 0.11; also the gateway's
+# no path           this package's own server, over KServe
+# ``/classify``     vLLM (checked with 0.32), or our gateway
+# ``/get_reward``   OpenRLHF's remote reward model (checked with 0.11), or our gateway
 # ================  ================================================================================
 #
-# ``serving/protocols/`` has the requests and answers of the last two, and serves them.
+# ``serving/protocols/`` implements the server side of the last two.
 
 _log = logging.getLogger(__name__)
+# The text is at fault (malformed, too large, unprocessable): it gets no reward, and the others do.
+# Any other status, such as 401 or 503, is the server's, and ends the evaluation.
 _REFUSED = (400, 413, 422)
-_QUERIES = 16
+_QUERIES = 16  # texts per request to ``/get_reward``
 _ONE_REWARD = {"reward": 1.0}
 
 
 @contextmanager
 def open_server(url: str, config: SourceConfig) -> Iterator[RewardSource]:
-    """A server as a source, until the end of the block.
+    """Connect to a running server, as a context.
 
     Raises:
-        ConfigError: the URL has another path, or a setting is not for this protocol.
-        ServingError: a server of ours does not answer, or publishes no contract.
+        ConfigError: the URL has an unknown path, or a setting does not apply to its protocol.
+        ServingError: our own server does not answer, or publishes no contract.
     """
     path = urlsplit(url).path.rstrip("/")
     if path == "":
@@ -323,9 +327,10 @@ def _ours(url: str, client: RewardClient) -> RewardSource:
 
 
 def _ask_ours(client: RewardClient, attributes: Sequence[str], texts: Sequence[Text]) -> np.ndarray:
-    """Ask our own server; the client logs why texts were refused."""
+    """Score on our own server; the client logs why texts were refused."""
     rewards = client.score(texts, on_error="nan")
-    if np.isnan(rewards).all():  # a client that has seen no reward does not know how many there are
+    # A client that was refused every text never learned the number of attributes.
+    if np.isnan(rewards).all():
         return np.full((len(texts), len(attributes)), np.nan, dtype=np.float32)
     return rewards
 
@@ -333,7 +338,7 @@ def _ask_ours(client: RewardClient, attributes: Sequence[str], texts: Sequence[T
 def _ask_vllm(
     address: PostingAddress, attributes: Sequence[str], texts: Sequence[Text]
 ) -> np.ndarray:
-    """A request for each text, as vLLM refuses a whole request for one text of it."""
+    """Send one request per text: for one bad text vLLM refuses the whole request."""
     answers = post_all(
         address, [_vllm_body(text) for text in texts], Counter("scoring", "texts").show
     )
@@ -356,6 +361,7 @@ def _vllm_body(text: Text) -> dict[str, Any]:
     else:
         conversation = as_json(text)
         asked = {"messages": conversation} if isinstance(conversation, list) else conversation
+    # Raw logits: by default vLLM applies a sigmoid or softmax, which is no reward.
     return {**asked, "use_activation": False}
 
 
@@ -397,7 +403,7 @@ def _ask_openrlhf(
 
 
 def _ask_queries(address: PostingAddress, queries: Sequence[str], size: int) -> np.ndarray:
-    """``[N]`` rewards, so many of a request; those of one that is refused are asked one by one."""
+    """``[N]`` rewards, ``size`` texts per request; a refused request is retried text by text."""
     rewards = np.full(len(queries), np.nan, dtype=np.float32)
     chunks = [slice(start, start + size) for start in range(0, len(queries), size)]
     answers = post_all(
@@ -417,7 +423,7 @@ def _ask_queries(address: PostingAddress, queries: Sequence[str], size: int) -> 
 
 
 def _written(text: Text, tokenizer: Tokenizer | None) -> str:
-    """Render a text by the policy's tokenizer, as OpenRLHF's trainer sends it."""
+    """Render a text with the policy's chat template, as OpenRLHF's trainer sends it."""
     if isinstance(text, str):
         return text
     if tokenizer is None or not tokenizer.chat_template:

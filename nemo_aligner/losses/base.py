@@ -127,6 +127,7 @@ class RatingObjective:
         """Errors ``[S, A]``, reward minus label and 0 where a label is missing; and a mask."""
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
+        # ``where`` alone would not do: the gradient of the branch it leaves out is 0 times NaN.
         errors = torch.where(present, records.as_single(rewards) - labels.nan_to_num(), 0.0)
         return errors, present
 
@@ -193,6 +194,7 @@ def fitted(objective: Objective, labels: LabelColumns, kept: Readout | None) -> 
 
 def label_limits(objective: Objective, names: Sequence[str]) -> Tensor:
     """Least and greatest label allowed in each column, ``[len(names), 2]`` float32."""
+    # A label beyond the outer bins would silently be learned as the outer one.
     lowest, readout = objective.lowest_label, readout_of(objective)
     limits = dict.fromkeys(names, (-math.inf if lowest is None else lowest, math.inf))
     if readout is not None and readout.kind == BINS:
@@ -275,6 +277,7 @@ def _require(objective: object, name: str, fits: bool, wanted: str) -> None:
 
 def mean_loss(objective: Objective, rewards: Tensor, records: Records) -> float:
     """Mean of the objective's loss over ``records``, in float64; 0 if none counts."""
+    # In float64, so that the logged loss does not depend on the order of the sum.
     total, count = objective.loss(rewards.double(), records)
     return float(total / count.clamp(min=1))
 

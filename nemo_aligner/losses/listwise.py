@@ -28,6 +28,8 @@ class PlackettLuce(PairObjective):
         """Sum over records of rewards ``[S, 1]``, and the count of records with an order."""
         rows, is_left, num_ordered = _choices(records)
         first = rewards[:, 0]
+        # Row s is the choice of completion s: the softmax's log-denominator over those left then,
+        # minus its own reward. The last of a record chooses from itself alone, with a loss of 0.
         left = first[to_device(rows, first.device)]
         left = left.masked_fill(~to_device(is_left, first.device), -torch.inf)
         losses = left.logsumexp(dim=1) - first

@@ -77,6 +77,7 @@ class BradleyTerry(PairObjective):
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
         """Sum over records of their pairs' mean loss, and their count, of rewards ``[S, 1]``."""
+        # K ranked completions are K (K - 1) / 2 pairs, which share one record's weight (eq. 1).
         pairs = records.pairs(with_ties=self.learns_from_ties)
         better, worse = pairs.of(rewards[:, 0])
         labels = self._labels(pairs, records)
@@ -99,6 +100,7 @@ class BradleyTerry(PairObjective):
         """Losses ``[P]`` of ordered pairs, from the worse reward minus the better one."""
         if labels is not None and self.label_margin == "subtract":
             behind = behind + labels
+        # -log sigmoid(m) = softplus(-m), without the overflow of exp at large margins.
         losses = F.softplus(behind)
         if self.focal_gamma:
             losses = losses * _focus(behind, self.focal_gamma)
@@ -119,6 +121,8 @@ def _focus(behind: Tensor, gamma: float) -> Tensor:
 
     A power would have no gradient where its base underflows to 0.
     """
+    # 1 - 2 (p - 1/2) = 2 (1 - p), and 1 - p = sigmoid(behind). Below p = 1/2 its log is above 0,
+    # and the clamp makes the factor 1.
     return torch.exp(gamma * (F.logsigmoid(behind) + math.log(2)).clamp(max=0))
 
 
@@ -224,6 +228,7 @@ class Davidson(PairObjective):
 
     def _total(self, margins: Tensor, x: Tensor | None) -> Tensor:
         """Log of the normaliser, ``[P]``."""
+        # log(exp(m/2) + exp(-m/2) + t); with x learned, log t is x itself, and t stays above 0.
         tie = torch.full_like(margins, math.log(self.tie_parameter)) if x is None else x
         return torch.stack([margins / 2, -margins / 2, tie]).logsumexp(dim=0)
 
@@ -272,6 +277,7 @@ class RaoKupper(PairObjective):
         return 1 + math.exp(x)
 
     def won(self, margins: Tensor, x: Tensor | None) -> Tensor:
+        # h = log t, which is log(1 + exp(x)) = softplus(x) where x is learned.
         height: Number = math.log(self.tie_parameter) if x is None else F.softplus(x)
         return F.softplus(height - margins)
 

@@ -46,6 +46,7 @@ class RankingAndRegression(RatingObjective):
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
         """Sum over records of rewards ``[S, A]``, and the count of those with a pair or a label."""
+        # A rating has one completion and so no pair: Bradley-Terry counts comparisons alone.
         total, count = BradleyTerry().loss(self._merged(rewards)[:, None], records)
         rated, rows = _rated_rows(records)
         if len(rated) == 0:
@@ -55,6 +56,7 @@ class RankingAndRegression(RatingObjective):
         present = ~torch.isnan(labels)
         errors = rewards[to_device(rows, rewards.device)] - labels.nan_to_num()
         squares = torch.where(present, errors, 0.0).square().sum(dim=1)
+        # Its labels share one record's weight, however many of them it has.
         means = squares / present.sum(dim=1).clamp(min=1)
         return total + self.regression_weight * means.sum(), count + present.any(dim=1).sum()
 

@@ -82,6 +82,7 @@ class Quantiles(RatingObjective):
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
         shape = (len(self.attributes), len(self.levels))
+        # u > 0: the output is too low, which costs t of the distance; too high costs 1 - t of it.
         short = labels.nan_to_num()[..., None] - records.as_single(outputs).unflatten(1, shape)
         losses = torch.maximum(levels * short, (levels - 1) * short).mean(dim=2)
         return torch.where(present, losses, 0.0).sum(), present.sum()
@@ -150,6 +151,7 @@ class OrdinalBins(RatingObjective):
         values = to_device(torch.tensor(readout.numbers, dtype=outputs.dtype), outputs.device)
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
+        # Softmax in each attribute's own K outputs.
         logits = records.as_single(outputs).unflatten(1, (len(self.attributes), readout.width))
         weights = _two_hot(labels.nan_to_num().to(outputs.dtype), values)
         losses = -(weights * logits.log_softmax(dim=2)).sum(dim=2)

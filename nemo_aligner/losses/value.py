@@ -45,6 +45,8 @@ class ClippedValueLoss:
         returns, before, now = (torch.where(counts, each, 0.0) for each in (returns, before, now))
         losses = (now - returns).square()
         if self.clip > 0:
+            # The worse of the two errors, as in PPO's policy loss: leaving the clip range towards
+            # the return is not rewarded, and there the gradient is 0.
             clipped = before + (now - before).clamp(-self.clip, self.clip)
             losses = torch.maximum(losses, (clipped - returns).square())
         return 0.5 * losses.sum(), counts.sum()

@@ -94,13 +94,16 @@ def margin_quantile(percent: int) -> Callable[[PairRewards], float]:
     def quantile(pairs: PairRewards) -> float:
         if len(pairs.margins) == 0:
             return math.nan
-        # Not torch.quantile, which is limited to 2^24 elements.
+        # torch.quantile refuses more than 2^24 elements.
         return float(np.quantile(pairs.margins.detach().numpy(), percent / 100))
 
     return quantile
 
 
 # Calibration: ``sigmoid(margin)`` as the probability that people prefer the chosen reply.
+#
+# That is the Bradley-Terry model that the default loss trains, so it needs no fitting. A model
+# trained with another objective may have margins of any scale: see its ``temperature`` first.
 
 _BINS = 15
 _PAIRS_PER_BIN = 10
@@ -120,8 +123,10 @@ def reliability(pairs: PairRewards) -> list[ConfidenceBin]:
 
     15 bins of equal counts, or as many as get 10 pairs each (Nguyen and O'Connor 2015, "Posterior
     calibration and exploratory analysis for natural language processing models", sec. 3); none for
-    no pairs.
+    no pairs. Bins of equal width would be almost empty where margins are large, and the error of
+    such a bin is mostly noise.
     """
+    # Confidence of the verdict, hence |margin|: from 0.5 (a tie) to 1, never below.
     confidence, order = torch.sigmoid(pairs.margins.abs()).sort(stable=True)
     right = pairs.right[order]
     number = min(_BINS, max(1, len(right) // _PAIRS_PER_BIN))
@@ -140,7 +145,11 @@ def expected_calibration_error(pairs: PairRewards) -> float:
 
 
 def brier(pairs: PairRewards) -> float:
-    """Mean of ``(1 - sigmoid(margin)) ** 2`` (Brier 1950)."""
+    """Mean of ``(1 - sigmoid(margin)) ** 2`` (Brier 1950); a coin has 0.25.
+
+    The outcome is always 1, as the pair is written with its chosen reply first. Unlike the
+    calibration error it also rewards discrimination.
+    """
     return float(torch.sigmoid(-pairs.margins).square().mean())
 
 
@@ -151,6 +160,8 @@ def temperature(pairs: PairRewards) -> float:
 
 def fit_temperature(margins: Tensor) -> float:
     """Find T that maximises the likelihood of ``sigmoid(margin / T)``; NaN if there is none.
+
+    Above 1 the model is overconfident.
 
     Temperature scaling (Guo et al. 2017, "On calibration of modern neural networks", sec. 4.2) for
     pairs. There is no maximum if every pair is in order, or if the mean margin is not positive.
@@ -163,6 +174,7 @@ def fit_temperature(margins: Tensor) -> float:
     # The likelihood is concave in b = 1/T: its slope falls from mean(margin)/2 > 0 to below 0.
     scale = float(margins.abs().max())
     low, high = 1e-9 / scale, 1e9 / scale
+    # Bisection in log b: 120 halvings of 18 decades leave nothing to double precision.
     for _ in range(120):
         middle = math.sqrt(low * high)
         slope = float((margins * torch.sigmoid(-middle * margins)).sum())
@@ -200,6 +212,9 @@ def _longer_by(pairs: PairRewards) -> Tensor:
 
 
 # Uncertainty of a share, and comparison of two models on the same pairs.
+#
+# Intervals are over pairs, as independent draws: they say nothing of another training seed, and are
+# too narrow if many pairs share a prompt.
 
 # Quantile of the standard normal distribution for a 95% interval.
 _Z = 1.959963984540054
@@ -209,7 +224,8 @@ _DRAWS = 10_000
 def wilson_interval(right: float, count: int) -> tuple[float, float]:
     """Wilson's 95% interval (Wilson 1927) of a share, with ``right`` of ``count`` observed.
 
-    ``right`` may have halves. For a count of 0 the interval is [0, 1].
+    Unlike the normal approximation it stays inside [0, 1] and is not empty at 0 or 1. ``right`` may
+    have halves. For a count of 0 the interval is [0, 1].
     """
     if count == 0:
         return 0.0, 1.0
@@ -222,7 +238,8 @@ def wilson_interval(right: float, count: int) -> tuple[float, float]:
 def mcnemar(lost: int, gained: int) -> float:
     """McNemar's exact two-sided p-value (McNemar 1947) for two models' verdicts.
 
-    Under the null hypothesis each of the ``lost + gained`` changed verdicts is a fair coin flip.
+    Under the null hypothesis each of the ``lost + gained`` changed verdicts is a fair coin flip;
+    verdicts that did not change say nothing. The binomial is exact because there are often few.
     """
     count, fewer = lost + gained, min(lost, gained)
     if count == 0:
@@ -242,7 +259,8 @@ def bootstrap_interval(differences: np.ndarray, seed: int = 0) -> tuple[float, f
     """
     if differences.size == 0:
         return math.nan, math.nan
-    # Few distinct values occur, so draw their counts rather than N pairs.
+    # Differences of credits take few distinct values, and a resample's mean depends only on how
+    # often each occurs: draw those counts, which are multinomial, not 10,000 times N pairs.
     values, counts = np.unique(differences, return_counts=True)
     random = np.random.RandomState(seed)
     drawn = random.multinomial(differences.size, counts / differences.size, size=_DRAWS)
@@ -264,7 +282,7 @@ def correlation(first: Tensor, second: Tensor) -> float:
 
 def deviation(values: Tensor) -> float:
     """Population standard deviation of ``[N]``; NaN if N is 0."""
-    # torch gives the same for N = 0, with a warning.
+    # For N = 0 torch also gives NaN, but warns.
     return float(values.std(correction=0)) if values.numel() else float("nan")
 
 

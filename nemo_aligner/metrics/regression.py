@@ -47,7 +47,7 @@ class RatedRewards:
 
 
 def pearson(rated: RatedRewards) -> dict[str, float]:
-    """Pearson's r of reward and label by attribute; NaN if all labels are equal."""
+    """Pearson's r of reward and label by attribute; NaN if all labels or all rewards are equal."""
     return _by_attribute(rated, rated.rewards, correlation)
 
 

@@ -178,7 +178,8 @@ RATINGS: list[Metric] = [
     *SPREADS,
 ]
 
-# Of every attribute, over the texts of a whole set; the scoring contract keeps them.
+# For each attribute, over all texts of a set; the scoring contract stores those of the first
+# validation set.
 REWARDS = [
     Metric("reward_mean", "mean reward of all texts"),
     Metric("reward_std", "standard deviation of the rewards of all texts"),

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.utils import skip_init
 
 from nemo_aligner.batch.packed import PackedBatch
+from nemo_aligner.config.model import LoraConfig
 from nemo_aligner.models.backbone import LastLayer
 from nemo_aligner.models.linear import ColumnLinear, RowLinear, invariant_linear, sum_partial
 from nemo_aligner.models.shape import LINEARS, LoraShape
@@ -34,9 +35,21 @@ class LoraAdapter(torch.nn.Module):
     """Add ``scale * B A x`` for ``x [T, 1, in]``, sharded like the linear layer beside it.
 
     Uses the layer's TP group and its sequence parallelism.
+
+    Args:
+        number: of the linear layer in the whole model, which dropout's masks depend on.
+        reads_rows: ``layer`` gets only the rows that the head reads, not the pack's tokens.
     """
 
-    def __init__(self, layer: _ParallelLinear, lora: LoraShape) -> None:
+    def __init__(
+        self,
+        layer: _ParallelLinear,
+        lora: LoraShape,
+        number: int,
+        dropout: LoraDropout | None = None,
+        *,
+        reads_rows: bool = False,
+    ) -> None:
         super().__init__()
         outputs, inputs = layer.weight.shape
         kind = {"bias": False, "device": layer.weight.device, "dtype": layer.weight.dtype}
@@ -47,7 +60,7 @@ class LoraAdapter(torch.nn.Module):
         self.scale = lora.scale
         self._group, self._is_split = layer.tp_group, layer.sequence_parallel
         self._is_by_outputs = isinstance(layer, ColumnLinear)
-        self._dropout: LoraDropout | None = None
+        self._number, self._dropout, self._reads_rows = number, dropout, reads_rows
         split, whole = self.linear_in.weight, self.linear_out.weight
         if self._is_by_outputs:
             split, whole = whole, split
@@ -61,18 +74,16 @@ class LoraAdapter(torch.nn.Module):
         if self._dropout is not None and self.training:
             scale /= 1 - self._dropout.rate
             x = self._dropped(x, self._dropout)
+        # Scaled in the low rank, where a token has ``rank`` numbers instead of ``out``.
         low = _product(x, self.linear_in, rows) * scale
         if not self._is_by_outputs:
             low = sum_partial(low, self._group, self._is_split, rows)
         elif self._is_split:
             low = gather_from_sequence_parallel_region(low, group=self._group)
         else:
+            # Forward nothing; backward the sum over ranks, each of which has a part of the outputs.
             low = copy_to_tensor_model_parallel_region(low, group=self._group)
         return _product(low, self.linear_out, rows)
-
-    def drop_out(self, dropout: LoraDropout, number: int, reads_rows: bool) -> None:
-        """Use ``dropout`` in training; for ``number`` and ``reads_rows`` see ``apply``."""
-        self._dropout, self._number, self._reads_rows = dropout, number, reads_rows
 
     def _dropped(self, x: Tensor, dropout: LoraDropout) -> Tensor:
         tokens = channels = 0
@@ -88,21 +99,31 @@ def _product(x: Tensor, linear: torch.nn.Linear, rows: int | None) -> Tensor:
     return linear(x) if rows is None else invariant_linear(x, linear.weight, None, rows)
 
 
-def attach_adapters(model: Any, lora: LoraShape) -> None:
+def attach_adapters(model: Any, lora: LoraShape, dropout: LoraDropout | None = None) -> None:
     """Attach adapters, all zero, to the target linear layers of ``model``'s decoder."""
     for layer in model.decoder.layers:
-        for name in lora.linears:
-            linear = layer.get_submodule(name)
-            linear.adapter = LoraAdapter(linear, lora)
+        for number, name, linear in _numbered(layer):
+            if name in lora.linears:
+                # Behind its attention the last layer computes only the rows that the head reads.
+                reads_rows = isinstance(layer, LastLayer) and name != LINEARS["linear_qkv"]
+                linear.adapter = LoraAdapter(linear, lora, number, dropout, reads_rows=reads_rows)
+        if dropout is not None:
+            # A hook, because a recomputed layer may run after another pack's forward pass.
+            layer.register_forward_pre_hook(partial(_enter, dropout), with_kwargs=True)
+
+
+def _numbered(layer: Any) -> Iterator[tuple[int, str, _ParallelLinear]]:
+    """Yield a layer's linear layers, each with its number in the whole model, and its name."""
+    for index, name in enumerate(LINEARS.values()):
+        yield len(LINEARS) * layer.layer_number + index, name, layer.get_submodule(name)
 
 
 def _adapted(model: Any) -> Iterator[tuple[int, _ParallelLinear]]:
-    """Yield the linear layers with an adapter, each with its number in the whole model."""
+    """Yield the linear layers that have an adapter, numbered."""
     for layer in model.decoder.layers:
-        for index, name in enumerate(LINEARS.values()):
-            linear = layer.get_submodule(name)
+        for number, _, linear in _numbered(layer):
             if linear.adapter is not None:
-                yield len(LINEARS) * layer.layer_number + index, linear
+                yield number, linear
 
 
 @torch.no_grad()
@@ -127,31 +148,13 @@ def draw_adapters(model: torch.nn.Module, seed: int) -> None:
         linear.adapter.linear_out.weight.zero_()
 
 
-def train_adapters_alone(model: Any, dropout: LoraDropout | None = None) -> None:
-    """Freeze ``model`` except adapters and reward head; ``dropout`` applies to the adapters."""
+def train_adapters_alone(model: Any) -> None:
+    """Freeze ``model`` except adapters and reward head."""
     model.requires_grad_(False)
     for _, linear in _adapted(model):
         linear.adapter.requires_grad_(True)
     if model.post_process:
         model.rm_head.requires_grad_(True)
-    if dropout is not None:
-        _drop_out(model, dropout)
-
-
-def _drop_out(model: Any, dropout: LoraDropout) -> None:
-    model.lora_dropout = dropout
-    # Behind its attention the last layer computes only the rows that the head reads.
-    past = [
-        layer.get_submodule(name)
-        for layer in model.decoder.layers
-        if isinstance(layer, LastLayer)
-        for name in list(LINEARS.values())[1:]
-    ]
-    for number, linear in _adapted(model):
-        linear.adapter.drop_out(dropout, number, reads_rows=linear in past)
-    for layer in model.decoder.layers:
-        # A hook, because a recomputed layer may run after another pack's forward pass.
-        layer.register_forward_pre_hook(partial(_enter, dropout), with_kwargs=True)
 
 
 def _enter(dropout: LoraDropout, layer: Any, inputs: Any, options: dict[str, Any]) -> None:
@@ -192,16 +195,23 @@ _SHORT_FIRST, _SHORT_SECOND = 0x2C1B3C6D, 0x297A2D39
 
 
 class LoraDropout:
-    """Zero a share ``rate`` of A's inputs in training (Srivastava et al. 2014).
-
-    ``step`` is the training step, part of the hash.
-    """
+    """Zero a share ``rate`` of A's inputs in training (Srivastava et al. 2014)."""
 
     def __init__(self, rate: float, seed: int) -> None:
         self.rate = rate
-        self.step = 0
+        self._step = 0
         self._seed = seed
         self._keys = self._keys_of_rows = torch.zeros(0, dtype=torch.int32)
+
+    @classmethod
+    def from_settings(cls, settings: LoraConfig, seed: int) -> LoraDropout | None:
+        """Convert the settings; None for a rate or a rank of 0."""
+        drops = settings.rank > 0 and settings.dropout > 0
+        return cls(settings.dropout, seed) if drops else None
+
+    def begin_step(self, step: int) -> None:
+        """Draw other masks from here on: the training step is part of the hash."""
+        self._step = step
 
     def begin(self, batch: PackedBatch, segments: Any) -> None:
         """Prepare for a pack's forward pass; ``segments`` are its ``PackedSegments``."""
@@ -250,7 +260,7 @@ class LoraDropout:
         ends = [number for number in range(len(prefixes)) if number not in begun]
         of_segment = [0] * len(prefixes)
         for number, (record, place) in reversed(list(zip(ends, owners, strict=False))):
-            key = _mixed_number(self._seed, self.step, record, place)
+            key = _mixed_number(self._seed, self._step, record, place)
             of_segment[number] = key
             if prefixes[number] >= 0:  # the first sequence of a shared prefix determines its key
                 of_segment[prefixes[number]] = _mixed_number(key)

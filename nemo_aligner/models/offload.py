@@ -39,6 +39,7 @@ class OffloadGroup:
     ) -> None:
         """Manage the storages of ``tensors``, except those that ``apart_from`` manage already."""
         others = {storage.data_ptr() for part in apart_from for storage in part._storages}  # noqa: SLF001
+        # By storage, as tied weights and views of one flat buffer are several tensors on one.
         found = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors
         }
@@ -76,6 +77,7 @@ class OffloadGroup:
         if self._holds is not OffloadPolicy.scratch and self._is_stale:
             self._copy_to_host()
             self._is_stale = False
+        # Frees the memory to the allocator, while tensors, views and optimizer keep their storage.
         for storage in self._storages:
             storage.resize_(0)
         self.is_on_device = False

@@ -56,13 +56,13 @@ class GPTRewardModel(GPTModel):
         reads_every_token: make it a critic, whose head gives a value for each token of a pack.
         reply_marker: token ids; the head reads the mean over what follows their last occurrence
             instead of the last token.
+        lora_dropout: of the inputs of LoRA's adapters, in training.
 
     Attributes:
         key_value_pool: source of the cached prefixes that a pack refers to; None without a cache.
     """
 
     key_value_pool: KeyValuePool | None = None
-    lora_dropout: LoraDropout | None = None
 
     def __init__(
         self,
@@ -74,6 +74,7 @@ class GPTRewardModel(GPTModel):
         *,
         reads_every_token: bool = False,
         reply_marker: tuple[int, ...] | None = None,
+        lora_dropout: LoraDropout | None = None,
     ) -> None:
         with fused_output_layer_allowed():  # the output layer is deleted below
             super().__init__(
@@ -104,8 +105,14 @@ class GPTRewardModel(GPTModel):
         if self.post_process:
             del self.output_layer
             self.rm_head = RewardHead(shape.hidden_size, num_attributes, seed, shape.head)
+        self._lora_dropout = lora_dropout
         if shape.lora is not None:
-            attach_adapters(self, shape.lora)
+            attach_adapters(self, shape.lora, lora_dropout)
+
+    def begin_step(self, step: int) -> None:
+        """Prepare for the forward passes of a training step, counted from 0."""
+        if self._lora_dropout is not None:
+            self._lora_dropout.begin_step(step)
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Score a pack that lies on this model's device.
@@ -134,8 +141,8 @@ class GPTRewardModel(GPTModel):
             self._rows_of_head(rows),
             self.key_value_pool,
         )
-        if self.lora_dropout is not None and self.training:
-            self.lora_dropout.begin(batch, segments)
+        if self._lora_dropout is not None and self.training:
+            self._lora_dropout.begin(batch, segments)
         hidden = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
@@ -222,6 +229,7 @@ def build_reward_model(
     seed: int = 1234,
     reads_every_token: bool = False,
     reply_marker: tuple[int, ...] | None = None,
+    lora_dropout: LoraDropout | None = None,
 ) -> GPTRewardModel:
     """Build this rank's shard of a reward model: head freshly drawn, backbone not yet loaded.
 
@@ -229,8 +237,7 @@ def build_reward_model(
         num_attributes: outputs of the head.
         recompute_layers: see ``transformer_config``.
         seed: of the head's weights.
-        reads_every_token: see ``GPTRewardModel``.
-        reply_marker: see ``GPTRewardModel``.
+        reads_every_token, reply_marker, lora_dropout: see ``GPTRewardModel``.
 
     Raises:
         ConfigError: the layout does not divide the model.
@@ -247,6 +254,7 @@ def build_reward_model(
         seed,
         reads_every_token=reads_every_token,
         reply_marker=reply_marker,
+        lora_dropout=lora_dropout,
     )
     return model.to(torch.cuda.current_device())
 

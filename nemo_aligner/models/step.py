@@ -129,6 +129,8 @@ def gather_rewards(
         ``[S, A]`` float32 on the CPU, the same on every rank. Collective: one all-reduce.
     """
     gathered = torch.zeros(shape, device=current_device())
+    # Each row is written by one rank and is 0 on all others, so that the sum has its bits. Tensor
+    # parallel ranks all have the same rewards; stages before the last have none.
     if rewards is not None and layout.tp_rank == 0:
         rows = torch.cat([batch.rows for batch in batches])
         gathered[to_device(rows, rewards.device)] = rewards
@@ -213,6 +215,10 @@ def _forward_step(
         if loss is None:
             return output.sum(), kept
         total, count = loss(own, batch.records)
+        # Under ``calculate_per_token_loss`` Megatron takes a sum and a count: it backpropagates the
+        # sum, times the loss scale of fp16, and finalize_model_grads divides the gradients by the
+        # count of all micro-batches and ranks. A mean in each micro-batch would weigh short ones
+        # more. The count has to be an int: Megatron adds it to one of its own, in place.
         return total, count.to(torch.int), kept
 
     return model(batch), finish

@@ -26,9 +26,9 @@ FP32_BYTES = 4
 class Packs:
     """Work of one data parallel rank in a step: ``count`` packs, each of this size.
 
-    ``keys`` is the mean number of keys that a token attends to; ``sequences`` are those of one
-    pack, of each of which the head reads one row. ``kept_keys`` are those that attention keeps for
-    each token of the pack: its own, or more where they are copied for others that begin with it.
+    ``keys`` is the mean number of keys that a token attends to. ``sequences`` is per pack; the head
+    reads one row of each. ``kept_keys`` is the number of keys per token that attention keeps for
+    the backward pass: 1, or more if a common prefix is copied for the sequences that share it.
     """
 
     tokens: int
@@ -40,11 +40,11 @@ class Packs:
 
 @dataclass(frozen=True)
 class Plan(LayoutSizes):
-    """Inputs of a step's cost beside the model's shape.
+    """Inputs of a step's cost besides the model's shape.
 
-    ``recompute_layers``: how many layers of a stage, the first ones, ``Recompute.full`` recomputes;
-    None is all. ``equal_heads``: attention has a copy of keys and values for each query head, as in
-    fp32 on GPUs (``models/attention``).
+    ``recompute_layers``: number of layers that ``Recompute.full`` recomputes in a stage, from its
+    first; None is all. ``equal_heads``: attention copies keys and values for every query head, as
+    in fp32 on GPUs (``models/attention``), because no kernel takes grouped heads there.
     """
 
     packs: Packs
@@ -81,8 +81,8 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Machine:
-    """``flops`` FLOP/s of one rank, of which matrix products reach ``efficiency``; bytes/s of one
-    rank to others on its node, beyond it, and to its host's memory."""
+    """Speed of one rank: peak FLOP/s and the share of it that matrix products reach; bytes/s to
+    other ranks in its node, to other nodes, and to host memory."""
 
     flops: float
     efficiency: float
@@ -94,7 +94,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, by what they are spent on; what is hidden behind others is left out."""
+    """Seconds of a step by cause, without what overlaps with other work."""
 
     compute: float
     bubble: float
@@ -110,10 +110,10 @@ class StepTime:
 
 
 def even_packs(pairs: int, length: int, budget: int, prefix: int = 0) -> Packs:
-    """The packs of ``pairs`` of two sequences of ``length`` tokens, the first ``prefix`` in common.
+    """Packs of ``pairs`` of two sequences of ``length`` tokens that share ``prefix`` tokens.
 
-    As ``data/packing.py`` makes them: as few as the budget of tokens allows, each of even work.
-    Attention is a GPU's, which is given the prefix by itself, and once more with each sequence.
+    As ``data/packing.py`` makes them: as few as the token budget allows, with even work. Attention
+    is that of a GPU, whose kernel gets the prefix by itself and again with each sequence.
 
     Raises:
         ConfigError: a pair alone is larger than the budget.
@@ -131,9 +131,9 @@ def even_packs(pairs: int, length: int, budget: int, prefix: int = 0) -> Packs:
 
 
 def attended_keys(length: int, prefix: int = 0, sequences: int = 2) -> float:
-    """Mean keys of a token where ``sequences`` of ``length`` tokens begin with the same ``prefix``.
+    """Mean keys per token of ``sequences`` of ``length`` tokens with a common ``prefix``.
 
-    Attention is causal: token i of a sequence has i keys. The prefix is there once.
+    Attention is causal: token i (from 1) of a sequence has i keys. A pack has the prefix once.
     """
     own = length - prefix
     beginning = prefix * (prefix + 1) / 2
@@ -152,7 +152,7 @@ def widths(shape: ModelShape) -> tuple[int, int, int, int]:
 
 
 def stage_layers(shape: ModelShape, plan: Plan, stage: int) -> range:
-    """The layers of a stage, counted from 0."""
+    """Layers of a stage, counted from 0."""
     each = shape.num_layers // plan.pp
     return range(stage * each, (stage + 1) * each)
 
@@ -160,8 +160,8 @@ def stage_layers(shape: ModelShape, plan: Plan, stage: int) -> range:
 def has_backward(plan: Plan, stage: int, layer: int) -> bool:
     """Return True if gradients flow through a layer.
 
-    Frozen ones have none on the first stage, unless layers are recomputed in full, whose input has
-    to ask for a gradient; as do the states that later stages receive.
+    They do not through frozen layers of the first stage, except with full recomputation, whose
+    input has to require a gradient. In later stages the states that they receive require one.
     """
     return layer >= plan.freeze_layers or stage > 0 or plan.recompute is Recompute.full
 
@@ -177,9 +177,9 @@ def is_recomputed(shape: ModelShape, plan: Plan, layer: int) -> bool:
 def parameters(shape: ModelShape, plan: Plan, stage: int, *, trainable: bool = False) -> int:
     """Parameters of one rank of a stage.
 
-    Linear layers and the embedding's rows are split over t, norms are on every rank; the first
-    stage has the embedding, the last one the final norm and the head. With LoRA its matrices and
-    the head alone are trained.
+    Linear layers and the embedding's rows are split over t; norms are on every rank. The first
+    stage has the embedding, the last one the final norm and the head. With LoRA only its matrices
+    and the head are trained.
     """
     layers = stage_layers(shape, plan, stage)
     adapters = len(layers) * _adapter_size(shape, plan)
@@ -197,9 +197,10 @@ def parameters(shape: ModelShape, plan: Plan, stage: int, *, trainable: bool = F
 
 
 def adapter_widths(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of the linear layers that LoRA is beside, by its names for them.
+    """Input and output widths of the linear layers that have LoRA, by name.
 
-    Of the model's last layer it is the one that reads every token; the others see the head's rows.
+    In the model's last layer that is only ``linear_qkv``, which reads every token; the others see
+    only the rows that the head reads.
     """
     if shape.lora is None:
         return {}
@@ -216,14 +217,14 @@ def adapter_widths(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
 
 
 def keeps_input(shape: ModelShape, plan: Plan, layer: int, linear: str) -> bool:
-    """Return True if a linear layer's input is kept, for the gradient of its weight or LoRA's A."""
+    """Return True if a linear layer keeps its input, for the gradient of its weight or LoRA's A."""
     if shape.lora is not None:
         return linear in shape.lora.targets
     return layer >= plan.freeze_layers
 
 
 def _adapter_size(shape: ModelShape, plan: Plan) -> int:
-    """Parameters of a layer's adapters on a rank: of each the matrix at the split side is split."""
+    """Parameters of a layer's adapters on a rank; of A and B the one on the split side is split."""
     rank = 0 if shape.lora is None else shape.lora.rank
     count = 0
     for name, (inputs, outputs) in adapter_widths(shape, layer=-1).items():
@@ -270,13 +271,13 @@ def _adapter_flops(shape: ModelShape, plan: Plan, layer: int) -> float:
 def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
     """A stage's floating point operations for one pack, over its tensor parallel ranks.
 
-    A multiplication and an addition are two. A linear layer has ``2 in out`` per token; attention
-    ``4 q`` per query and key that it attends to (Narayanan et al. 2021, appendix, where all keys
-    are counted; here a causal pass has its own). The backward pass has twice as many; where all
-    weights are frozen below, none. LoRA has ``2 rank (in + out)`` more, and the weights beside it
-    have no gradient. Full recomputation repeats the forward pass, selective that of attention.
-    Norms, biases, rotation and softmax are left out, and so are windows: a layer that
-    has one is counted as if it saw all tokens.
+    A multiplication and an addition count as two. A linear layer has ``2 in out`` per token, and
+    attention ``4 q`` per query and key (Narayanan et al. 2021, appendix; they count all keys, here
+    only those that a causal query attends to). The backward pass has twice as many, or none if all
+    weights below are frozen. LoRA adds ``2 rank (in + out)``, and the weights beside it have no
+    gradient. Full recomputation repeats the forward pass, selective recomputation that of
+    attention. Norms, biases, rotation and softmax are ignored, and so are windows: such a layer is
+    counted as if it saw all tokens.
     """
     forward = backward = recomputed = 0.0
     for layer in stage_layers(shape, plan, stage):
@@ -285,7 +286,7 @@ def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
         forward += linear + attention + adapters
         if not has_backward(plan, stage, layer):
             continue
-        # A frozen layer passes the gradient on, and makes none for its weights.
+        # A frozen layer passes the gradient on but computes none for its weights.
         is_trained = layer >= plan.freeze_layers and shape.lora is None
         backward += linear * (2 if is_trained else 1) + 2 * (attention + adapters)
         if is_recomputed(shape, plan, layer):
@@ -304,19 +305,20 @@ def step_flops(shape: ModelShape, plan: Plan) -> float:
 def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     """Bytes that one rank of a stage sends in a step, by ring algorithms.
 
-    Tensor parallelism (Narayanan et al. 2021, section 3.2): after attention and after the MLP the
-    states are summed, and in the backward pass the gradients of their inputs. A ring's all-reduce
-    sends ``2 (t - 1) / t`` of the tensor; sequence parallelism makes it a reduce-scatter and an
-    all-gather, half each, and gathers the inputs of two linear layers once more for their weights'
-    gradients. Pipeline: the states forward, their gradients back. Data parallelism: fp32 gradients
-    are reduce-scattered, updated weights all-gathered, ``(d - 1) / d`` of each.
+    Tensor parallelism (Narayanan et al. 2021, section 3.2) all-reduces the hidden states after
+    attention and after the MLP, and in the backward pass the gradients of their inputs. A ring
+    all-reduce sends ``2 (t - 1) / t`` of the tensor. Sequence parallelism replaces it by a
+    reduce-scatter and an all-gather of half that each, and gathers the inputs of two linear layers
+    again for their weights' gradients. A pipeline sends states forward and their gradients back.
+    Data parallelism reduce-scatters fp32 gradients and all-gathers updated weights, ``(d - 1) / d``
+    of each.
     """
     size = ELEMENT_BYTES[plan.precision]
     states = plan.packs.tokens * shape.hidden_size * size
     ring = (plan.tp - 1) / plan.tp * states
-    reductions = 1.0 if stage == 0 else 0.0  # the embedding's rows
+    reductions = 1.0 if stage == 0 else 0.0  # of the embedding, whose rows are split over t
     for layer in stage_layers(shape, plan, stage):
-        # The head's rows of the last layer are too few to count.
+        # The last layer's MLP has only the rows that the head reads: too few to count.
         forward = 1 if layer == shape.num_layers - 1 else 2
         reductions += forward
         if has_backward(plan, stage, layer):
@@ -334,12 +336,12 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
 
 
 def step_time(shape: ModelShape, plan: Plan, machine: Machine) -> StepTime:
-    """Seconds of a step on ``machine``: a model of what has to be done, not a measurement.
+    """Estimate the seconds of a step on ``machine``.
 
     1F1B leaves a stage idle for ``(p - 1) / m`` of its m packs' time (Narayanan et al. 2021,
-    section 2.2). Gradients are reduced during the backward pass of the last pack, and weights
-    gathered during the forward pass of the first; nothing else overlaps. Moments in host memory
-    come to the GPU and go back, 16 bytes for each parameter.
+    section 2.2). Reducing gradients overlaps with the backward pass of the last pack, and gathering
+    weights with the forward pass of the first; nothing else overlaps. Offloaded moments travel to
+    the GPU and back: two fp32 numbers each way, 16 bytes per parameter.
     """
     stages = range(plan.pp)
     slowest = max(pack_flops(shape, plan, stage).total for stage in stages)
@@ -351,7 +353,7 @@ def step_time(shape: ModelShape, plan: Plan, machine: Machine) -> StepTime:
         return machine.intra_node if ranks <= inside else machine.inter_node
 
     tensor = max(each.tensor for each in sent) / bandwidth(plan.tp)
-    # Tensor parallel ranks are next to each other, then data parallel ones; stages are far apart.
+    # megatron numbers ranks with tensor parallelism innermost, then data parallelism, then stages.
     data = max(each.data for each in sent) / bandwidth(plan.tp * plan.dp)
     pipeline = max(each.pipeline for each in sent) / bandwidth(plan.num_ranks)
     idle = (plan.pp - 1) / plan.packs.count
@@ -370,9 +372,9 @@ def step_time(shape: ModelShape, plan: Plan, machine: Machine) -> StepTime:
 
 # Peak throughput of GPUs, by name.
 
-# TFLOP/s of dense matrix products in 16 bits, and in fp32 without TF32: NVIDIA's data sheets, which
-# give twice as many "with sparsity". None: not for training in it. Of two names that fit, the first
-# counts.
+# TFLOP/s of dense matrix products in 16 bits, and in fp32 without TF32, from NVIDIA's data sheets;
+# those that state figures "with sparsity" are halved. None: not meant for training in fp32.
+# The first name that occurs in the device's name counts, so longer ones come first.
 _PEAKS: tuple[tuple[str, float, float | None], ...] = (
     ("GB200", 2500.0, None),  # 360 PFLOP/s of an NVL72 "with sparsity": 5 of each GPU
     ("B200", 2250.0, None),
@@ -387,7 +389,7 @@ _PEAKS: tuple[tuple[str, float, float | None], ...] = (
 
 
 def peak_flops(device_name: str, precision: Precision) -> float | None:
-    """FLOP/s of one GPU, named as torch does; None where it is not known."""
+    """Peak FLOP/s of one GPU by the name that torch gives it; None if unknown."""
     for name, half, single in _PEAKS:
         if name in device_name:
             peak = single if precision is Precision.fp32 else half

@@ -1,9 +1,9 @@
 """Bytes that a training step holds on each rank, by arithmetic alone.
 
 Counted from the modules in ``nemo_aligner/models`` and from megatron-core 0.16's data parallel
-wrapper, distributed optimizer and 1F1B schedule, as Korthikanti et al. 2022, "Reducing Activation
-Recomputation in Large Transformer Models", count theirs; the letters are those of ``cost.py``, and
-T is the tokens of a pack. ``tests/planning/test_cost.py`` holds it against real steps.
+wrapper, distributed optimizer and 1F1B schedule, in the manner of Korthikanti et al. 2022,
+"Reducing Activation Recomputation in Large Transformer Models". Letters are those of ``cost.py``.
+``tests/planning/test_cost.py`` compares it with real steps.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from nemo_aligner.planning.cost import (
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at the fullest moment of a step.
+    """Bytes of one rank at the peak of a step.
 
-    ``activations`` are what the backward pass needs of all packs in flight; ``transient`` is what
-    is there beside all else at that moment.
+    ``activations`` is what the backward pass needs of all packs in flight, and ``transient`` what
+    exists only at that moment.
     """
 
     weights: float
@@ -49,19 +49,19 @@ class Memory:
 
 
 def memory(shape: ModelShape, plan: Plan, stage: int) -> Memory:
-    """Bytes of one rank of a stage at the fullest moment of a step.
+    """Bytes of one rank of a stage at the peak of a step.
 
     Weights are in the precision of training, the head in fp32. Megatron's wrapper keeps gradients
-    in fp32. The distributed optimizer (Rajbhandari et al. 2020, "ZeRO", stage 1) splits Adam's two
-    fp32 moments over d, and an fp32 copy of weights that are not. With ``cpu_offload`` the moments
-    are on the GPU, in part, only when no activations are.
+    in fp32. The distributed optimizer (Rajbhandari et al. 2020, "ZeRO", stage 1) splits over d
+    Adam's two fp32 moments, and the fp32 copies of 16-bit weights. With ``cpu_offload`` moments
+    visit the GPU in parts, and only when there are no activations.
     """
     size = ELEMENT_BYTES[plan.precision]
     head = head_size(shape, plan) if stage == plan.pp - 1 else 0
     trained = parameters(shape, plan, stage, trainable=True)
     copies = trained - head if size < FP32_BYTES else 0
     moments = 0 if plan.cpu_offload else 2 * trained
-    # 1F1B: stage s of p has run p - s packs forward when the first of them comes back.
+    # 1F1B: stage s of p has run p - s packs forward when the first one's gradient arrives.
     packs = min(plan.packs.count, plan.pp - stage)
     return Memory(
         weights=size * (parameters(shape, plan, stage) - head) + FP32_BYTES * head,
@@ -73,15 +73,15 @@ def memory(shape: ModelShape, plan: Plan, stage: int) -> Memory:
 
 
 def fullest_stage(shape: ModelShape, plan: Plan) -> Memory:
-    """The memory of the stage that needs the most."""
+    """Memory of the stage that needs the most."""
     return max((memory(shape, plan, stage) for stage in range(plan.pp)), key=lambda m: m.total)
 
 
 def pack_activations(shape: ModelShape, plan: Plan, stage: int) -> float:
     """Bytes that a stage's rank keeps of one pack between its forward and its backward pass.
 
-    Every layer's, cosines and sines of the tokens' positions, and, until its gradient is back, what
-    a stage sends to the next.
+    That is what the layers keep, the cosines and sines of the tokens' positions, and the output
+    that the stage sent to the next one, which megatron holds until its gradient is back.
     """
     kept = [
         _layer_bytes(shape, plan, layer)
@@ -94,38 +94,41 @@ def pack_activations(shape: ModelShape, plan: Plan, stage: int) -> float:
 
 
 def _layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
-    """Count bytes that a layer keeps per token; with full recomputation, its input."""
+    """Bytes that a layer keeps per token; with full recomputation, only its input."""
     if is_recomputed(shape, plan, layer):
         return _state(shape, plan)
     return _whole_layer_bytes(shape, plan, layer)
 
 
 def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
-    """Count bytes that a layer keeps per token if it is not recomputed as a whole.
+    """Bytes that a layer keeps per token if it is not recomputed as a whole.
 
-    Compare Korthikanti et al. 2022, equations 1 to 4, for GPT. The input of each norm and its
-    output, 2 h each; rotated queries, keys and values, q + 2 kv; the attention's output, q; the
-    gated MLP's two products, 2 f, and what it makes of them, f (f and f without a gate). In fp32
-    one number of each norm, and the log-sum-exp of every head. Sequence parallelism splits what
-    norms read and write over t. Norms of queries and keys keep those, q, and the projection in one
-    piece, q + 2 kv; norms of what is added keep it, h each.
+    Compare equations 1 to 4 of Korthikanti et al. 2022, for GPT. Numbers per token, in the
+    precision of training:
 
-    Of the model's last layer the head's rows alone go past attention; they are too few to count. A
+    - input and output of each norm, 2 h; sequence parallelism splits them over t
+    - rotated queries, keys and values, q + 2 kv, and the attention's output, q
+    - both products of a gated MLP, 2 f, and their combination, f (without a gate f and f)
+    - with norms of queries and keys, the queries, q, and the unsplit projection, q + 2 kv
+    - with norms of what is added to the residual stream, their inputs, h each
+    - with LoRA, the input of each linear layer that has it, and the r outputs of A
+
+    and in fp32 one statistic of each norm, and the log-sum-exp of every head.
+
+    Past attention the model's last layer has only the rows that the head reads: too few to count. A
     frozen layer that passes a gradient on does not keep the inputs of its linear layers. Keys and
-    values of a common beginning are kept as often as the kernel is given them.
+    values of a common prefix are kept as often as the kernel gets them.
 
-    Selective recomputation leaves out those copies, the log-sum-exp, and the output, but as the
-    input of the next linear layer; it keeps grouped queries twice: as the projection made them, in
-    one piece with keys and values, and as a copy.
+    Selective recomputation drops those copies, the log-sum-exp and the output, unless the next
+    linear layer needs it as its input. It keeps grouped queries twice: in the projection, in one
+    piece with keys and values, and as a contiguous copy.
 
-    LoRA keeps the input of each linear layer that it is beside, and r of what its A made of it.
+    If no kernel takes a whole pack with grouped heads (``equal_heads``), keys and values are kept
+    for every head, 2 q, and the output twice.
 
-    Where no kernel takes a whole pack and no fused one grouped heads (``equal_heads``), keys and
-    values are kept for every head, 2 q, and the output twice.
-
-    Ignored: a LayerNorm's second number; and where no kernel does a window or a soft-cap, another
-    copy of the output, masks, a number for each query and key of a sequence, which all layers
-    share, and in ``transient`` the scores of a block of queries, of at most 256 MiB in fp32.
+    Ignored: a LayerNorm's second statistic. And, if no kernel supports a window or a soft cap:
+    another copy of the output; masks, one number per query and key of a sequence, which all layers
+    share; and in ``transient`` the scores of a block of queries, at most 256 MiB in fp32.
     """
     h, f, q, kv = widths(shape)
     size = ELEMENT_BYTES[plan.precision]
@@ -154,21 +157,21 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
 
 
 def _key_width(shape: ModelShape, plan: Plan) -> float:
-    """Numbers of keys and values that attention keeps of a token: of each group, or of each head.
+    """Numbers per token that attention keeps of keys and values, for each group or each head.
 
-    Those of a head are kept segment by segment, and the output once more.
+    With a copy for each head it works segment by segment, and keeps the output a second time.
     """
     _, _, q, kv = widths(shape)
     return 2 * q * plan.packs.kept_keys + q if plan.equal_heads else 2 * kv * plan.packs.kept_keys
 
 
 def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
-    """The most bytes beside ``activations`` that a stage's rank needs for a moment.
+    """Most bytes that a stage's rank needs on top of ``activations`` at any moment.
 
-    It is the greatest of some moments: in the forward pass of frozen layers; in the backward pass
-    in the MLP of every layer, or the attention of the model's last one, when the layers above are
-    over; and in the embedding, where all of a pack is over. Under sequence parallelism
-    megatron-core keeps a buffer for a pack's states.
+    The candidates are: the forward pass of frozen layers; the backward pass of each layer's MLP, or
+    of the last layer's attention, when the layers above have freed theirs; and the embedding's
+    gradient, when all layers have. Under sequence parallelism megatron-core also keeps a buffer for
+    a pack's gathered states.
     """
     tokens, size = plan.packs.tokens, ELEMENT_BYTES[plan.precision]
     layers = list(stage_layers(shape, plan, stage))
@@ -176,7 +179,7 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
     kept = pack_activations(shape, plan, stage)
     moments, over = [0.0], 0.0
     if len(trained) < len(layers):
-        # Before anything of this pack is kept: an MLP's three products, and states on their way.
+        # Nothing of this pack is kept yet: three MLP products, and five hidden states in flight.
         states = 5 * _state(shape, plan)
         moments.append(tokens * (states + 3 * shape.ffn_hidden_size * size / plan.tp) - kept)
     for layer in reversed(trained):
@@ -192,12 +195,12 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
 
 
 def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
-    """Bytes beside what is kept, in the backward pass of a layer's MLP.
+    """Bytes on top of what is kept, in the backward pass of a layer's MLP.
 
-    It comes to the second product, then to the gate, where f are over and 4 f are made, then to the
-    first product, where 3 f are over, and 2 f and the gradients of input and weight are there. (A
-    frozen layer has kept one f less, and makes no gradient of a weight; without a gate the first
-    product has one f less.)
+    The maximum of three moments: the second product; the gate, where f are freed and 4 f made; and
+    the first product, where 3 f are freed, and 2 f and the gradients of input and weight exist. (A
+    frozen layer has kept one f less and makes no weight gradient; without a gate the first product
+    has one f less.)
     """
     wide = 2 if shape.is_gated else 1
     h, f = shape.hidden_size, shape.ffn_hidden_size / plan.tp
@@ -210,16 +213,17 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
         weights = tokens * (h - f) + wide * gradient
         needed = max(tokens * (f + h) + gradient, tokens * (wide + 1) * f, weights)
     if is_recomputed(shape, plan, layer):
-        # The layer anew, but for its input; and its output.
+        # Everything the layer would have kept, recomputed, and its output.
         tokens_bytes = _whole_layer_bytes(shape, plan, layer)
         return needed * size + tokens * (tokens_bytes + state)
     return needed * size + tokens * state
 
 
 def _in_last_attention(shape: ModelShape, plan: Plan) -> float:
-    """Bytes beside what is kept, in the backward pass of the model's last attention.
+    """Bytes on top of what is kept, in the backward pass of the last layer's attention.
 
-    The gradients of a state, of the output, of queries, keys and values; what is recomputed.
+    Gradients of a hidden state, of the output, and of queries, keys and values; and what is
+    recomputed.
     """
     _, _, q, _ = widths(shape)
     made = (2 * q + _key_width(shape, plan)) * ELEMENT_BYTES[plan.precision] / plan.tp

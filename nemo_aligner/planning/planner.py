@@ -1,4 +1,4 @@
-"""Layouts of a model that fit on so many GPUs, with as little recomputation as fits."""
+"""Search for parallel layouts that fit into memory, with as little recomputation as possible."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nemo_aligner.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, what its fullest rank holds, and the time of a step."""
+    """A layout, the memory of its fullest rank, and the time of a step."""
 
     plan: Plan
     memory: Memory
@@ -26,10 +26,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Planner:
-    """A model, the batch of a step, and the GPUs, of which each rank may fill ``usable`` bytes.
+    """Planner for a model, the batch of a step, and GPUs with ``usable`` bytes each.
 
     A step has ``batch`` pairs of two sequences of ``length`` tokens without a common prefix, in
-    packs of at most ``budget`` tokens. ``recompute`` None is as few layers as fit.
+    packs of at most ``budget`` tokens. ``recompute`` None recomputes as few layers as possible.
     """
 
     shape: ModelShape
@@ -44,23 +44,23 @@ class Planner:
     cpu_offload: bool = False
 
     def candidates(self, gpus: int) -> list[Candidate]:
-        """List every layout on so many GPUs; tensor parallel groups stay inside a node."""
+        """List every layout of ``gpus``; tensor parallel groups stay inside a node."""
         return [self._candidate(plan) for plan in self._plans(gpus)]
 
     def ranked(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """List the layouts that fit, the fastest first; of equals the one that holds less."""
+        """List the layouts that fit, the fastest first; ties go to the one with less memory."""
         fitting = [each for each in candidates if each.memory.total <= self.usable]
         return sorted(fitting, key=lambda each: (each.time.total, each.memory.total))
 
     def least_gpus(self) -> Plan | None:
-        """The layout on the fewest GPUs that fits, recomputing as much as is allowed."""
+        """Find the layout on the fewest GPUs that fits with all allowed recomputation."""
         found: Plan | None = None
         sizes = product(range(1, self.machine.ranks_per_node + 1), self._stages())
         for tp, pp in sizes:
             most = self.batch
             if found is not None:
                 most = min(most, (found.num_ranks - 1) // (tp * pp))
-            # More ranks split what one holds: where the most do not fit, fewer do not.
+            # A larger dp splits more: if the largest does not fit, no smaller one does.
             if self._most_recomputed(tp, pp, most) is not None:
                 plans = (self._most_recomputed(tp, pp, dp) for dp in range(1, most + 1))
                 found = next(plan for plan in plans if plan is not None)
@@ -71,14 +71,14 @@ class Planner:
 
     def _candidate(self, plan: Plan) -> Candidate:
         tried = self._recomputations(plan)
-        # Each keeps less than the one before.
+        # Bisection works because each plan keeps less than the one before it.
         index = bisect_left(tried, True, key=self._fits)
         chosen = tried[min(index, len(tried) - 1)]
         memory = fullest_stage(self.shape, chosen)
         return Candidate(chosen, memory, step_time(self.shape, chosen, self.machine))
 
     def _recomputations(self, plan: Plan) -> list[Plan]:
-        """The plan with what may be recomputed: nothing, then layer by layer."""
+        """List plans by recomputation: none, then one layer more each, then all."""
         if self.recompute is not None:
             return [replace(plan, recompute=self.recompute)]
         full = replace(plan, recompute=Recompute.full)
@@ -90,7 +90,7 @@ class Planner:
         return fullest_stage(self.shape, plan).total <= self.usable
 
     def _most_recomputed(self, tp: int, pp: int, dp: int) -> Plan | None:
-        """A plan that fits with all recomputed that may be."""
+        """Find a plan that fits with all allowed recomputation."""
         plans = (self._recomputations(plan)[-1] for plan in self._plans_of(tp, pp, dp))
         return next((plan for plan in plans if self._fits(plan)), None)
 
@@ -105,7 +105,7 @@ class Planner:
                 yield from self._plans_of(tp, pp, gpus // (tp * pp))
 
     def _plans_of(self, tp: int, pp: int, dp: int) -> Iterator[Plan]:
-        """Yield plans with and without sequence parallelism, if model and batch can be split."""
+        """Yield plans with and without sequence parallelism, if model and batch can be split so."""
         try:
             self.shape.check_fits(tp, pp)
         except ConfigError:
@@ -127,24 +127,27 @@ class Planner:
             )
 
     def _copies_keys(self) -> bool:
-        """Predict ``copies_keys`` on an Ampere GPU or a newer one; a soft cap has its own."""
+        """Predict ``copies_keys`` of ``models/attention`` on Ampere GPUs and newer ones.
+
+        FlashAttention takes grouped heads but no fp32; a soft cap has an implementation of its own.
+        """
         is_grouped = self.shape.num_query_groups < self.shape.num_attention_heads
         has_cap = self.shape.attn_logit_softcapping is not None
         return self.precision is Precision.fp32 and is_grouped and not has_cap
 
 
-# Request: the batch, the GPUs, and assumptions on their speed.
+# Request: the batch, the GPUs, and assumptions about their speed.
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The settings of a plan; None is the default of training's settings.
+    """Settings of a plan; None is training's default.
 
-    ``gpu_memory`` and ``reserve`` (left to CUDA, NCCL and the allocator's gaps) are GiB, ``tflops``
-    the peak of a GPU in TFLOP/s of which ``mfu`` is reached, ``intra_node``, ``inter_node`` and
-    ``host`` GB/s of a GPU. ``global_batch_tokens`` goes before ``global_batch_size``.
+    ``gpu_memory`` and ``reserve`` (for CUDA, NCCL and fragmentation) are in GiB, ``tflops`` is the
+    peak of a GPU, of which ``mfu`` is reached, and ``intra_node``, ``inter_node`` and ``host`` are
+    GB/s per GPU. ``global_batch_tokens`` overrides ``global_batch_size``.
     """
 
     gpu_memory: float = 80
@@ -166,10 +169,10 @@ class PlanRequest:
     gpus_per_node: int = 8
 
     def planner(self, shape: ModelShape) -> Planner:
-        """The planner of a model under these settings.
+        """Make the planner for a model.
 
         Raises:
-            ConfigError: one has a value that cannot be.
+            ConfigError: a setting is out of range.
         """
         length = self.seq_length or DataConfig().seq_length
         batch = self.global_batch_size or ModelConfig().global_batch_size
@@ -222,7 +225,7 @@ class PlanRequest:
                 raise ConfigError(f"{name}: got {getattr(self, name):g}, wanted {wanted}")
 
 
-# Shapes of well-known models, to plan for one without having it.
+# Shapes of well-known models, to plan without a checkpoint.
 
 # layers, hidden, ffn, heads, query groups, channels of a head, vocabulary
 _SHAPES = {
@@ -238,7 +241,7 @@ PRESETS = tuple(_SHAPES)
 
 
 def preset(params: str) -> tuple[ModelShape, str]:
-    """The shape of a Llama of so many parameters (``8B``), and its name.
+    """Shape and name of a Llama by its size, such as ``8B``.
 
     Raises:
         ConfigError: ``params`` is none of ``PRESETS``.
@@ -264,7 +267,7 @@ def preset(params: str) -> tuple[ModelShape, str]:
 
 
 def render_heading(name: str, planner: Planner, request: PlanRequest) -> str:
-    """The model, the step and the machine that is assumed."""
+    """Render the model, the step and the assumed machine."""
     shape = planner.shape
     frozen = f", {planner.freeze_layers} layers frozen" if planner.freeze_layers else ""
     frozen += "" if shape.lora is None else f", LoRA of {shape.lora}"
@@ -282,7 +285,7 @@ def render_heading(name: str, planner: Planner, request: PlanRequest) -> str:
 
 
 def render_layouts(planner: Planner, gpus: int, top: int) -> str:
-    """The ``top`` fastest layouts on so many GPUs, and the settings of the first.
+    """Render the ``top`` fastest layouts of ``gpus``, and the settings of the first.
 
     Raises:
         ConfigError: none fits; the message says what would.
@@ -303,7 +306,7 @@ def render_layouts(planner: Planner, gpus: int, top: int) -> str:
 
 
 def render_best(planner: Planner, numbers: Sequence[int]) -> str:
-    """The best layout on each number of GPUs."""
+    """Render the best layout for each number of GPUs."""
     rows = []
     for gpus in numbers:
         found = planner.ranked(planner.candidates(gpus))
@@ -314,7 +317,7 @@ def render_best(planner: Planner, numbers: Sequence[int]) -> str:
 
 
 def settings_of(plan: Plan) -> list[str]:
-    """The layout as settings of a training run."""
+    """Settings of a training run for this layout."""
     settings = [
         f"model.tensor_model_parallel_size={plan.tp}",
         f"model.pipeline_model_parallel_size={plan.pp}",
@@ -346,14 +349,14 @@ def _row(planner: Planner, candidate: Candidate) -> dict[str, str]:
 
 
 def _recompute(plan: Plan) -> str:
-    """Describe what is recomputed, and how many layers of a stage if not all."""
+    """Describe what is recomputed: by kind, or the number of layers in a stage."""
     if plan.recompute_layers is None:
         return plan.recompute.value
     return f"{plan.recompute_layers} layers"
 
 
 def _what_would_fit(planner: Planner, gpus: int, candidates: Sequence[Candidate]) -> str:
-    """Why no layout is left, and the least that would do."""
+    """Explain why no layout fits, and name the smallest that would."""
     if not candidates:
         return (
             f"gpus: got {gpus}, wanted a number that the model's heads, query groups and layers "
@@ -372,7 +375,7 @@ def _what_would_fit(planner: Planner, gpus: int, candidates: Sequence[Candidate]
 
 
 def _render(rows: Sequence[Mapping[str, str]]) -> str:
-    """Columns as wide as their content; numbers on the right."""
+    """Render a table; numbers are right-aligned."""
     names = list(rows[0])
     lines = [names, *([row[name] for name in names] for row in rows)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(names))]

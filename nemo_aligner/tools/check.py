@@ -1,4 +1,4 @@
-"""The check that a checkpoint's rewards are the same everywhere, from its options to tables."""
+"""``nemo-aligner check``: a checkpoint's rewards at every layout and in every batch."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from nemo_aligner.tools.invariance import (
     compare_all,
     render_rows,
     run_world,
+    score_everywhere,
     score_over_http,
     summarise,
 )
-from nemo_aligner.tools.invariance_worker import score_everywhere
 from nemo_aligner.utils.errors import CheckpointError, DataError
 from nemo_aligner.utils.processes import is_launched
 
@@ -39,9 +39,9 @@ from nemo_aligner.utils.processes import is_launched
 class Check:
     """Check of ``pairs`` pairs of ``data`` (None: the demo set) by ``checkpoint``.
 
-    ``processes`` bounds the worlds that are started, None is one for each GPU, or 2; ``serve`` is
-    the command that serves, empty for no server; in a world that stands already no layout with
-    less than ``min_model_parallel`` ranks to a model is tried. ``precision`` None is the model's.
+    ``processes`` is the most to start at once; None is one per GPU, or 2. ``serve`` also scores
+    over HTTP. Under torchrun, layouts with fewer than ``min_model_parallel`` ranks per model
+    replica are skipped. ``precision`` None is the model's own.
     """
 
     checkpoint: str
@@ -54,10 +54,10 @@ class Check:
 
 
 def run_check(check: Check, output: Path | None) -> bool:
-    """Score, compare, print, and write the table into ``output``; whether the bar holds.
+    """Score, compare, print, and write the table to ``output``; True if the bar holds.
 
     Raises:
-        AlignerError: the checkpoint is no reward model, or nothing can be scored by it.
+        AlignerError: the checkpoint is not a reward model, or can score none of the pairs.
     """
     shape, contract = _read_model(check.checkpoint)
     texts = _choose_texts(check)
@@ -77,7 +77,7 @@ def run_check(check: Check, output: Path | None) -> bool:
 
 
 def _plain(row: Row) -> dict[str, Any]:
-    """The row for JSON, which has no NaN."""
+    """Plain values of a row; JSON has no NaN."""
     difference = row.difference if isfinite(row.difference) else None
     return {**asdict(row), "compared": row.compared.name, "difference": difference}
 
@@ -128,10 +128,10 @@ def _choose_texts(check: Check) -> list[Any]:
 def _pairs(path: str | None, left_out: Counter[str]) -> Iterator[tuple[Any, ...]]:
     if path is not None:
         file = parse_file(path, Reading(RecordKind.comparison))
-        # Nothing is learned or measured: any pairs will do.
+        # Any pairs will do, as nothing is learned from them: malformed ones are only counted.
         if file.malformed:
             left_out["malformed"] += len(file.malformed)
-        # Of several completions the best and the worst.
+        # Of a ranking, the best and the worst completion.
         yield from ((record.texts[0], record.texts[-1]) for record in file.records)
         return
     for pair in build_demo_pairs(2400, 0.1, 1)[1]:

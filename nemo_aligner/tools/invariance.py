@@ -1,24 +1,49 @@
-"""Is a reward the same in any company, at every layout, in every precision? And the bars."""
+"""Are a reward's bits the same in every batch, and its value at every layout and precision?
+
+``python -m nemo_aligner.tools.invariance ASKED RESULT``, also under torchrun, answers what
+``run_world`` asked for, file to file.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
+from torch.distributed import get_world_size
 
-from nemo_aligner.distributed.launch import run_ranks
-from nemo_aligner.distributed.layout import LayoutSizes
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.checkpoint.nemo.open import open_nemo, read_model_config
+from nemo_aligner.checkpoint.nemo.reward_model import (
+    load_pretrained,
+    load_reward_model,
+    read_text_rules,
+)
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import BATCH_INVARIANT_ROWS, Recompute
+from nemo_aligner.data.packing import pack_sequences
+from nemo_aligner.distributed.launch import launch, run_ranks
+from nemo_aligner.distributed.layout import (
+    LayoutSizes,
+    ParallelLayout,
+    destroy_layout,
+    initialize_layout,
+)
+from nemo_aligner.models.reward_model import make_batch_invariant, wrap_for_training
+from nemo_aligner.models.shape import ModelShape, read_lora
+from nemo_aligner.models.step import forward_backward, gather_rewards
+from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.serving.run import served
 from nemo_aligner.utils.errors import ConfigError, PeerError
-from nemo_aligner.utils.processes import environment
+from nemo_aligner.utils.processes import environment, is_first_rank, report
 
 FP32_BAR = 1e-5
 # The server is not a layout, and a variant with this prefix is not scored.
@@ -26,8 +51,10 @@ SERVER, TRAINING = "server", "training"
 _EPSILON = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
+# A list of N texts -> rewards [N, ...].
+Score: TypeAlias = Callable[[list[Any]], np.ndarray]
 # Layout -> variant -> rewards [N, A].
-Rewards = dict[str, dict[str, np.ndarray]]
+Rewards: TypeAlias = dict[str, dict[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -87,21 +114,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Bar:
-    """Largest allowed difference from the reference: of a reward, and of a margin."""
+    """Largest allowed difference of a reward, and largest margin whose verdict may flip."""
 
     reward: float
     margin: float
 
 
-# Of 64 texts the largest was 1.7 to 5 such steps; training rounds its residual stream as well, and
-# moved rewards 1.7 times as far.
+# Bars in units of the random walk of ``choose_bars``. Measured on 64 texts, the largest difference
+# was 1.7 to 5 units; training also rounds the residual stream, and moved rewards 1.7 times as far.
 _WALKS = {Compared.layout: 6.0, Compared.training: 10.0, Compared.precision: 6.0}
 
 
 def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSizes], list[str]]:
-    """The layouts of ``world_size`` ranks that split the model evenly, and why others do not.
+    """Layouts of ``world_size`` ranks that split the model evenly, and why the others do not.
 
-    Those that split it into the most pieces come first: where one fits into memory, it does.
+    Those that split it into the most pieces come first, because the first one also computes the
+    fp32 reference, which takes the most memory.
     """
     fitting: list[LayoutSizes] = []
     reasons = []
@@ -121,11 +149,12 @@ def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSize
 def choose_bars(precision: str, num_layers: int, reference: np.ndarray) -> dict[Compared, Bar]:
     """Choose the bars for a model whose rewards in fp32 are ``reference [N, A]``.
 
-    In other company, nothing. Else in fp32 1e-5, times the largest |reward| where that is above 1,
-    and no verdict may turn. In 16 bits every layer rounds: as rounding errors of one size add up
-    like a random walk, a bar is so many times ``epsilon * sqrt(2 * (num_layers + 4))``, in units of
-    the rewards' own spread. What the weights, and what stands around the layers, are rounded by
-    counts as four more. (``docs/performance.md`` has what was measured.)
+    In other batches nothing may change. Otherwise the bar in fp32 is 1e-5, times the largest
+    |reward| if that is above 1, and no verdict may flip. In 16 bits every layer rounds twice;
+    independent rounding errors of one size add up like a random walk, so a bar is a multiple of
+    ``epsilon * sqrt(2 * (num_layers + 4))``, in units of the rewards' spread. Rounding the weights
+    and whatever stands around the layers counts as four more. ``docs/performance.md`` has the
+    measurements.
     """
     exact = {Compared.company: Bar(0.0, 0.0)}
     if precision == "fp32":
@@ -141,9 +170,9 @@ def choose_bars(precision: str, num_layers: int, reference: np.ndarray) -> dict[
 def compare_all(
     scored: Scored, weights: Sequence[float], bars: Mapping[Compared, Bar]
 ) -> list[Row]:
-    """Compare every layout's variants with its texts alone, and those with the first layout.
+    """Compare each layout's variants with its texts alone, and those with the first layout.
 
-    ``bars`` say what is compared.
+    Only what ``bars`` names is compared: in fp32 there is no comparison with fp32.
     """
     first = next(iter(scored.rewards.values()))["alone"]
     rows = []
@@ -174,7 +203,7 @@ def compare(
     weights: Sequence[float],
     bar: Bar,
 ) -> Row:
-    """``[N, A]`` rewards of pairs (chosen, rejected, chosen, ...) against others'."""
+    """Compare ``[N, A]`` rewards of pairs (chosen, rejected, chosen, ...) with a reference."""
     difference = float(np.abs(rewards - reference).max())
     margins, wanted = _margins(rewards, weights), _margins(reference, weights)
     turned = (np.sign(margins) != np.sign(wanted)) & (np.abs(wanted) > bar.margin)
@@ -184,10 +213,10 @@ def compare(
         layout=layout,
         variant=variant,
         texts=len(rewards),
-        changed=int((rewards != reference).sum()),
+        changed=count_changed(rewards, reference),
         difference=difference,
         flips=flips,
-        # A NaN is no number that is small enough.
+        # Not ``difference > bar``: a NaN has to fail.
         ok=difference <= bar.reward and not flips,
     )
 
@@ -198,7 +227,7 @@ def _margins(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
 
 
 def render_rows(rows: Sequence[Row]) -> str:
-    """The tables for people, one for each thing that is compared."""
+    """Render a table for each kind of comparison."""
     layout = max(len("layout"), *(len(row.layout) for row in rows)) + 2
     variant = max(len("variant"), *(len(row.variant) for row in rows)) + 2
     tables = []
@@ -217,14 +246,14 @@ def render_rows(rows: Sequence[Row]) -> str:
 
 
 def summarise(rows: Sequence[Row], bars: Mapping[Compared, Bar]) -> str:
-    """A line in all, and one for each thing that is compared: its worst, and what was wanted."""
+    """Summarise in a line, and one for each kind of comparison: its worst, and its bar."""
     missed = sum(not row.ok for row in rows)
     lines = ["the same everywhere" if not missed else f"MISSED in {missed} of {len(rows)} rows"]
     for compared, bar in bars.items():
         some = [row for row in rows if row.compared is compared]
         if not some:
             continue
-        # max() would pass over a NaN.
+        # max() skips a NaN unless it comes first.
         worst = max(math.inf if math.isnan(row.difference) else row.difference for row in some)
         found = f"against {compared.value}: largest |difference| {worst:.2e}"
         flips = f"{sum(row.flips for row in some)} verdicts turned"
@@ -234,32 +263,187 @@ def summarise(rows: Sequence[Row], bars: Mapping[Compared, Bar]) -> str:
     return "\n  ".join(lines)
 
 
+# One harness for the check, the benchmark and the tests: any scorer, and any order of calls.
+
+
+def score_alone(score: Score, texts: Sequence[Any]) -> np.ndarray:
+    """Rewards of texts, each in a call of its own."""
+    return score_calls(score, texts, [[index] for index in range(len(texts))])
+
+
+def score_calls(
+    score: Score, texts: Sequence[Any], calls: Iterable[Sequence[int] | np.ndarray]
+) -> np.ndarray:
+    """Rewards of texts, in their order, from calls that have each index once among them."""
+    calls = [np.asarray(call) for call in calls]
+    rewards = np.concatenate([score([texts[index] for index in call]) for call in calls])
+    return rewards[np.argsort(np.concatenate(calls))]
+
+
+def count_changed(rewards: np.ndarray, reference: np.ndarray) -> int:
+    """Rewards whose bits are not those of the reference."""
+    same = (rewards == reference) & (np.signbit(rewards) == np.signbit(reference))
+    return int((~same).sum())
+
+
+# The rewards at every layout of this process group.
+
+
+def score_everywhere(
+    checkpoint: str, texts: list[Any], precision: Precision, min_model_parallel: int = 1
+) -> Scored:
+    """Score every variant; the reference is fp32 at the first layout. Every rank calls it once.
+
+    Raises:
+        ConfigError: no layout of so many processes fits.
+    """
+    with launch(), open_nemo(checkpoint) as folder:
+        layouts, reasons = fitting_layouts(get_world_size(), ModelShape.from_config(folder.config))
+        layouts = [sizes for sizes in layouts if sizes.tp * sizes.pp >= min_model_parallel]
+        if not layouts:
+            raise ConfigError(
+                f"no layout of {get_world_size()} processes fits: " + "; ".join(reasons)
+            )
+        found = {str(sizes): _at_layout(folder.root, texts, precision, sizes) for sizes in layouts}
+        if precision is Precision.fp32:
+            reference = found[str(layouts[0])]["alone"]
+        else:
+            reference = _alone(folder.root, texts, Precision.fp32, layouts[0])
+    return Scored(found, reference, reasons)
+
+
+def _at_layout(
+    checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
+) -> dict[str, np.ndarray]:
+    layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel)
+    found = _scored(checkpoint, texts, precision, layout)
+    for name, recompute in (("training", Recompute.none), ("training, recompute", Recompute.full)):
+        _free()
+        found[name] = _trained_on(checkpoint, texts, precision, layout, recompute)
+    destroy_layout()
+    _free()
+    return found
+
+
+def _alone(
+    checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
+) -> np.ndarray:
+    layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel)
+    budget = 2**30
+    scorer = load_scorer(checkpoint, layout, precision=precision, micro_batch_tokens=budget)
+    rewards = score_alone(scorer.score, texts)
+    destroy_layout()
+    return rewards
+
+
+def _scored(
+    checkpoint: Path, texts: list[Any], precision: Precision, layout: ParallelLayout
+) -> dict[str, np.ndarray]:
+    model = load_reward_model(checkpoint, layout, precision)
+    make_batch_invariant(model.model, BATCH_INVARIANT_ROWS)
+    small = model.contract.seq_length
+
+    def scorer(budget: int, cached: int = 0) -> RewardScorer:
+        given = (model.model, model.contract, model.tokenizer, layout, budget)
+        return RewardScorer(*given, prefix_cache_tokens=cached)
+
+    plain = scorer(small)
+    orders = (np.random.RandomState(seed).permutation(len(texts)) for seed in (1, 2))
+    found = {
+        "alone": score_alone(plain.score, texts),
+        "all together": scorer(max(8192, 4 * small)).score(texts),
+        **{
+            f"small packs, order {number}": score_calls(plain.score, texts, [order])
+            for number, order in enumerate(orders, start=1)
+        },
+    }
+    cached = scorer(small, cached=4 * small)
+    cached.score(texts[::-1])
+    return {**found, "from a prefix cache": cached.score(texts)}
+
+
+def _trained_on(
+    checkpoint: Path,
+    texts: list[Any],
+    precision: Precision,
+    layout: ParallelLayout,
+    recompute: Recompute,
+) -> np.ndarray:
+    """The rewards of a training step's forward pass."""
+    tokenizer, contract = read_text_rules(checkpoint)
+    assert contract is not None, "its rewards were scored before"
+    indices = torch.arange(layout.dp_rank, len(texts), layout.dp)
+    sequences = [contract.encode(tokenizer, texts[index]).token_ids for index in indices]
+    packs = [
+        replace(pack, rows=indices[pack.rows])
+        for pack in pack_sequences(sequences, contract.seq_length)
+    ]
+    pretrained = load_pretrained(
+        checkpoint,
+        layout,
+        num_attributes=len(contract.attributes),
+        outputs_per_attribute=contract.outputs_per_attribute,
+        precision=precision,
+        recompute=recompute,
+        lora=read_lora(read_model_config(checkpoint)),
+        reply_marker=contract.reply_marker,
+    )
+    ddp = wrap_for_training(pretrained.model)
+    ddp.train()
+    rewards = forward_backward(ddp, packs, layout, _sum_and_count)
+    shape = (len(texts), len(contract.attributes) * contract.outputs_per_attribute)
+    outputs = gather_rewards(rewards, packs, shape, layout).numpy()
+    return contract.rewards_of(outputs)
+
+
+def _sum_and_count(rewards: Any, _: Any) -> tuple[Any, Any]:
+    return rewards.sum(), torch.tensor(len(rewards), device=rewards.device)
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def main(asked: str, result: str) -> int:
+    """Score what ``run_world`` asked for, from file to file, on one rank."""
+    job = json.loads(Path(asked).read_text())
+    try:
+        scored = score_everywhere(job["checkpoint"], job["texts"], Precision(job["precision"]))
+    except Exception as error:
+        return report(error)
+    if is_first_rank():
+        Path(result).write_text(json.dumps(scored.to_dict()))
+    return 0
+
+
 # Process groups and a server that score texts beside this process.
 
 
 def run_world(job: Mapping[str, Any], size: int) -> Scored:
-    """``score_everywhere`` in a world of ``size`` processes of its own.
+    """Run ``score_everywhere`` on ``size`` new processes.
 
     Raises:
-        PeerError: the world failed; it has said why on stderr.
+        PeerError: they failed, and have printed why.
     """
     print(f"scoring in {job['precision']} at {size} process{'es' * (size > 1)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         asked, result = Path(folder, "asked.json"), Path(folder, "result.json")
         asked.write_text(json.dumps(job))
-        arguments = ["-m", "nemo_aligner.tools.invariance_worker", str(asked), str(result)]
+        arguments = ["-m", "nemo_aligner.tools.invariance", str(asked), str(result)]
         if run_ranks(arguments, size, environment()):
             raise PeerError(f"the run of {size} processes failed, and has said why")
         return Scored.from_dict(json.loads(result.read_text()))
 
 
 def score_over_http(checkpoint: str, precision: str, texts: list[Any]) -> dict[str, np.ndarray]:
-    """Rewards by variant, of a server with its settings.
+    """Score over HTTP on a server that is started for it, alone and all together.
 
     Raises:
         ServingError: the server does not start, or does not answer.
     """
-    # Imported here: whoever leaves the server out needs no pytriton.
+    # Imported here, because check without a server needs no pytriton.
     from nemo_aligner.serving.client.reward import RewardClient
 
     print(f"scoring in {precision} over HTTP", flush=True)
@@ -269,5 +453,8 @@ def score_over_http(checkpoint: str, precision: str, texts: list[Any]) -> dict[s
         served(settings, Path(folder, "log")) as url,
         RewardClient(url) as client,
     ):
-        alone = np.concatenate([client.score([text]) for text in texts])
-        return {"alone": alone, "all together": client.score(texts)}
+        return {"alone": score_alone(client.score, texts), "all together": client.score(texts)}
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

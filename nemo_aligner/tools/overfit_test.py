@@ -1,4 +1,4 @@
-"""Does training see its labels? A few records are learned by heart, then with labels swapped."""
+"""Overfit test: can training memorise a few records, and the same records with labels swapped?"""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class ProbeResult:
 
 
 def few_records(data: TrainingData, count: int) -> TrainingData:
-    """The first ``count`` training records, to train on and to validate on."""
+    """Data of the first ``count`` training records, to train and to validate on."""
     few = data.train.first(count)
     few = replace(few, sources=[""] * len(few))
     return replace(data, train=few, validation=[replace(few, name=_NAME)])
 
 
 def swap_labels(dataset: TokenizedDataset) -> TokenizedDataset:
-    """The worst completion as the best; ratings mirrored at the mean of their attribute."""
+    """Reverse rankings, and mirror ratings at the mean of their attribute."""
     records = dataset.records
     if dataset.kind is RecordKind.comparison:
         return replace(dataset, records=replace(records, ranks=-records.ranks))
@@ -130,7 +130,7 @@ def run_probe(config: TrainConfig, records: int, steps: int) -> ProbeResult:
 
 
 def render_probe(result: ProbeResult) -> str:
-    """The table for people, and the verdict."""
+    """Render the table and the verdict."""
     high, low = BARS[result.metric]
     (first, last), (first_swapped, last_swapped) = result.losses
     return "\n".join(

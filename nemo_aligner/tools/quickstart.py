@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import shutil
 import subprocess
 import sys
@@ -16,9 +18,8 @@ from nemo_aligner.checkpoint.hf.convert import unpack_gguf
 from nemo_aligner.checkpoint.nemo.open import read_model_config
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME, REPORT_NAME
 from nemo_aligner.data.texts import write_first_replies
-from nemo_aligner.evaluation.evaluate import render_gain
 from nemo_aligner.serving.run import served
-from nemo_aligner.utils.errors import AlignerError, ConfigError
+from nemo_aligner.utils.errors import AlignerError, ConfigError, DataError
 from nemo_aligner.utils.processes import environment, show_command, verb_command
 
 
@@ -218,7 +219,7 @@ class LocalMachine:
 
     @property
     def tensor_parallel(self) -> int:
-        """Two processes share the model, but for one GPU alone."""
+        """Two ways, except on a single GPU: the quickstart shows model parallelism."""
         return 1 if self.gpus == 1 else 2
 
     @property
@@ -228,7 +229,7 @@ class LocalMachine:
 
 
 def find_local_machine() -> LocalMachine:
-    """The machine as nvidia-smi sees it: without torch, which takes seconds to import."""
+    """Count GPUs with nvidia-smi, because torch takes seconds to import."""
     if shutil.which("nvidia-smi") is None:
         return LocalMachine(gpus=0)
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
@@ -271,7 +272,7 @@ def training_settings(machine: LocalMachine, layers: int, is_demo: bool) -> list
 
 
 def frozen_layers(layers: int) -> int:
-    """The lower layers that a CPU does not train, to be quick."""
+    """Number of lower layers to freeze on a CPU, for speed."""
     return layers * 4 // 5
 
 
@@ -310,3 +311,37 @@ def _wait(process: subprocess.Popen[bytes]) -> tuple[int, bool]:
             return process.wait(), interrupted
         except KeyboardInterrupt:
             interrupted = True
+
+
+def render_gain(run_folder: Path, evaluation: Path) -> str:
+    """Compare the main metric of a run's first validation with that of its final evaluation.
+
+    Raises:
+        DataError: the run does not have one metrics.csv with a validation of that metric.
+    """
+    after = json.loads(evaluation.read_text())
+    name = "accuracy" if "accuracy" in after["metrics"] else "pearson_mean"
+    before = _first_validation(run_folder, name)
+    text = (
+        f"held-out {name}, {after['counts']['kept']} records: {before:.3f} before training, "
+        f"{after['metrics'][name]:.3f} after"
+    )
+    if name == "accuracy":
+        longer = after["metrics"]["longer_reply_accuracy"]
+        text += f"\n(always taking the longer reply: {longer:.3f})"
+    return text
+
+
+def _first_validation(run_folder: Path, name: str) -> float:
+    paths = sorted(run_folder.rglob("metrics.csv"))
+    if len(paths) != 1:
+        raise DataError(f"{run_folder}: got {len(paths)} files metrics.csv, wanted one")
+    with paths[0].open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    # "validation-<file>/accuracy", and not "validation-<file>/by_source/<source>/accuracy"
+    for key in rows[0] if rows else ():
+        if key.startswith("validation-") and key.count("/") == 1 and key.endswith(f"/{name}"):
+            values = [row[key] for row in rows if row[key]]
+            if values:
+                return float(values[0])
+    raise DataError(f"{paths[0]}: got no validation, wanted one with {name}")

@@ -41,7 +41,7 @@ from nemo_aligner.models.shape import (
     with_lora,
 )
 from nemo_aligner.planning.cost import Packs, Plan, step_flops
-from nemo_aligner.training.learner import RewardLearner
+from nemo_aligner.training.learner import KeepHeldout, RewardLearner
 from nemo_aligner.training.loggers import known_peak
 from nemo_aligner.training.optimizer.optimizer import build_optimizer
 from nemo_aligner.utils.console import say, show_bytes
@@ -87,10 +87,43 @@ def _contract_before(config: TrainConfig) -> ScoringContract | None:
 
 
 def build_learner(
-    config: TrainConfig, data: TrainingData, layout: ParallelLayout
+    config: TrainConfig,
+    data: TrainingData,
+    layout: ParallelLayout,
+    keep_heldout: KeepHeldout | None = None,
 ) -> tuple[RewardLearner, PretrainedModel, int]:
     """Model and optimizer, ready to train on ``data``; and how many steps the data is good for."""
     options, loop = config.model, config.trainer.rm
+    pretrained = _load(config, data, layout)
+    query_key_cost = ModelShape.from_config(pretrained.config).query_key_cost()
+    loader = build_loader(config, data, layout.dp, layout.dp_rank, query_key_cost)
+    # The learning rate's schedule ends with the data, so the loader is built first.
+    total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)
+    make_batch_invariant(pretrained.model, options.invariant_rows)
+    # What is frozen has to be so before it is wrapped: Megatron gives every parameter that requires
+    # a gradient a place in its buffers, and the optimizer takes its parameters from there.
+    if options.lora.rank > 0:
+        train_adapters_alone(pretrained.model)
+    freeze_lower_layers(pretrained.model, options.freeze_layers, pretrained.config["num_layers"])
+    model = wrap_for_training(pretrained.model)
+    optimizer = build_optimizer(model, options.optim, loop.gradient_clip_val, total_steps)
+    learner = RewardLearner(
+        model,
+        optimizer,
+        data,
+        loader,
+        layout,
+        options.micro_batch_tokens,
+        query_key_cost,
+        _flops_counter(config, ModelShape.from_config(pretrained.config)),
+        keep_heldout,
+    )
+    return learner, pretrained, total_steps
+
+
+def _load(config: TrainConfig, data: TrainingData, layout: ParallelLayout) -> PretrainedModel:
+    """The model to train, its head as the objective and the settings want it at first."""
+    options = config.model
     path = Path(str(config.pretrained_checkpoint.restore_from_path))
     size = f" ({show_bytes(path.stat().st_size)})" if path.is_file() else ""
     say(f"loading {path}{size} ...")
@@ -107,32 +140,13 @@ def build_learner(
         lora=LoraShape.from_settings(options.lora),
         head=options.head,
         reply_marker=data.contract.reply_marker,
+        lora_dropout=LoraDropout.from_settings(options.lora, options.seed),
     )
     _begin_head(config, data, pretrained)
     if pretrained.model.post_process:
+        # Only now: archives have weights of texts' outputs, and none of an objective's own scalars.
         pretrained.model.rm_head.learn_beside(start_of_learned(data.objective))
-    query_key_cost = ModelShape.from_config(pretrained.config).query_key_cost()
-    loader = build_loader(config, data, layout.dp, layout.dp_rank, query_key_cost)
-    total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)
-    make_batch_invariant(pretrained.model, options.invariant_rows)
-    if options.lora.rank > 0:
-        rate = options.lora.dropout
-        dropout = LoraDropout(rate, options.seed) if rate > 0 else None
-        train_adapters_alone(pretrained.model, dropout)
-    freeze_lower_layers(pretrained.model, options.freeze_layers, pretrained.config["num_layers"])
-    model = wrap_for_training(pretrained.model)
-    optimizer = build_optimizer(model, options.optim, loop.gradient_clip_val, total_steps)
-    learner = RewardLearner(
-        model,
-        optimizer,
-        data,
-        loader,
-        layout,
-        options.micro_batch_tokens,
-        query_key_cost,
-        _flops_counter(config, ModelShape.from_config(pretrained.config)),
-    )
-    return learner, pretrained, total_steps
+    return pretrained
 
 
 def trained_model_config(config: TrainConfig) -> dict[str, Any]:

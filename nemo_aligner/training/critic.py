@@ -42,7 +42,8 @@ from nemo_aligner.models.reward_model import (
     wrap_for_training,
 )
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.models.step import forward_backward, gather_rewards, infer_values
+from nemo_aligner.models.step import gather_rewards, infer_values
+from nemo_aligner.training.learner import compute_gradients
 from nemo_aligner.training.loggers import MetricLoggers, build_loggers, check_loggers
 from nemo_aligner.training.optimizer.optimizer import Optimizer, build_optimizer
 from nemo_aligner.training.resume import changed_settings, newest, write_run_config
@@ -72,7 +73,8 @@ class ValueStep:
 class CriticLearner:
     """A critic and its optimizer, spread over the ranks by ``layout``; every rank calls it alike.
 
-    ``step`` counts the steps that are done, ``consumed_samples`` their sequences.
+    ``step`` counts the steps that are done, ``consumed_samples`` their sequences; they go on from
+    those of ``start``, whose weights and moments are loaded already.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class CriticLearner:
         packing: TokenPacking,
         objective: ClippedValueLoss,
         global_batch_size: int,
+        start: RunState,
     ) -> None:
         """``model`` is Megatron's data parallel wrapper of one that reads every token."""
         self._ddp = model
@@ -92,8 +95,8 @@ class CriticLearner:
         self._global_batch_size = global_batch_size
         self.model = model.module
         self.optimizer = optimizer
-        self.step = 0
-        self.consumed_samples = 0
+        self.step = start.step
+        self.consumed_samples = start.consumed_samples
 
     @property
     def tokens_per_call(self) -> int:
@@ -112,6 +115,7 @@ class CriticLearner:
             (sum(lengths), len(self._objective.weights)),
             self._layout,
         )
+        # Label means added, attributes weighted: a value is on the scale of the server's reward.
         merged = self._objective.merged(gathered).numpy()
         return np.split(merged, np.cumsum(lengths)[:-1])
 
@@ -131,10 +135,10 @@ class CriticLearner:
     def _train_step(self, batch: Rollout) -> ValueStep:
         begun = time.perf_counter()
         packs = self._pack(batch)
-        self._ddp.train()
-        self._ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        values = forward_backward(self._ddp, packs, self._layout, self._objective.loss)
+        values = compute_gradients(
+            self._ddp, self.optimizer, packs, self._layout, self._objective.loss
+        )
+        # Before the update, as a learner of rewards does: a step that fails leaves the weights.
         total, count = self._sum_over_ranks(values, packs)
         if not math.isfinite(total):
             raise self._error("a loss that is not finite")
@@ -171,6 +175,7 @@ class CriticLearner:
     ) -> tuple[float, int]:
         """The loss's sum and count over all ranks, the same on each."""
         sums = torch.zeros(2, dtype=torch.float64, device=current_device())
+        # Tensor parallel ranks all have the same values; stages before the last have none.
         if values is not None and self._layout.tp_rank == 0:
             sizes = [len(pack.records) for pack in packs]
             for own, pack in zip(values.split(sizes), packs, strict=True):
@@ -222,6 +227,7 @@ class CriticRun:
             CheckpointError: on every rank, if any cannot write.
         """
         learner, checkpoints = self.learner, self.checkpoints
+        # The state first: a ``.nemo`` without it could be served, but the run not go on from there.
         latest = checkpoints.latest()
         if latest is None or latest.state.step != learner.step:
             samples = learner.consumed_samples
@@ -260,11 +266,24 @@ def open_critic(config: ServeCriticConfig, layout: ParallelLayout) -> CriticRun:
             f"the scoring contract's seq_length, {contract.seq_length}"
         )
     pretrained = _load(config, contract, layout)
-    learner = _build_learner(config, contract, pretrained, layout)
+    options, ppo = config.model, config.trainer.ppo
+    shape = ModelShape.from_config(pretrained.config)
+    make_batch_invariant(pretrained.model, options.invariant_rows)
+    freeze_lower_layers(pretrained.model, options.freeze_layers, shape.num_layers)
+    model = wrap_for_training(pretrained.model)
+    optimizer = build_optimizer(model, options.optim, ppo.gradient_clip_val, ppo.max_steps)
     folder = Path(config.exp_manager.explicit_log_dir) / CHECKPOINTS_NAME
     checkpoints = RunCheckpoints(folder, save_top_k=0)
     fresh = _new_state(config, contract, pretrained)
-    _resume(config, checkpoints, fresh, learner)
+    learner = CriticLearner(
+        model,
+        optimizer,
+        layout,
+        TokenPacking(options.micro_batch_tokens, shape.query_key_cost()),
+        ClippedValueLoss(options.loss_clip_val, contract.attribute_weights, contract.label_means),
+        options.global_batch_size,
+        _resume(config, checkpoints, fresh, pretrained.model, optimizer),
+    )
     loggers = build_loggers(config.exp_manager, fresh.config, learner.step)
     return CriticRun(learner, contract, tokenizer, checkpoints, loggers, pretrained.config, fresh)
 
@@ -286,27 +305,6 @@ def _load(
     if pretrained.head_is_new:
         raise CheckpointError(f"{path}: it has no reward head; {_WANTED}")
     return pretrained
-
-
-def _build_learner(
-    config: ServeCriticConfig,
-    contract: ScoringContract,
-    pretrained: PretrainedModel,
-    layout: ParallelLayout,
-) -> CriticLearner:
-    options, ppo = config.model, config.trainer.ppo
-    shape = ModelShape.from_config(pretrained.config)
-    make_batch_invariant(pretrained.model, options.invariant_rows)
-    freeze_lower_layers(pretrained.model, options.freeze_layers, shape.num_layers)
-    model = wrap_for_training(pretrained.model)
-    return CriticLearner(
-        model,
-        build_optimizer(model, options.optim, ppo.gradient_clip_val, ppo.max_steps),
-        layout,
-        TokenPacking(options.micro_batch_tokens, shape.query_key_cost()),
-        ClippedValueLoss(options.loss_clip_val, contract.attribute_weights, contract.label_means),
-        options.global_batch_size,
-    )
 
 
 def _new_state(
@@ -333,16 +331,17 @@ def _resume(
     config: ServeCriticConfig,
     checkpoints: RunCheckpoints,
     fresh: RunState,
-    learner: CriticLearner,
-) -> None:
+    model: Any,
+    optimizer: Optimizer,
+) -> RunState:
+    """Load the newest checkpoint into ``model`` and ``optimizer``; the state they are in then."""
     checkpoints.clean()
     latest = newest(checkpoints, config.exp_manager)
     if latest is not None:
         check_same_run(latest, fresh.fingerprint)
-        checkpoints.load(latest, learner.model, learner.optimizer)
-        learner.step = latest.state.step
-        learner.consumed_samples = latest.state.consumed_samples
-        say(f"resumed from {latest.path}, after {learner.consumed_samples} sequences")
+        checkpoints.load(latest, model, optimizer)
+        say(f"resumed from {latest.path}, after {latest.state.consumed_samples} sequences")
         for change in changed_settings(latest.state.config, fresh.config):
             say(f"  changed since: {change}")
     write_run_config(config, config.exp_manager)
+    return fresh if latest is None else latest.state

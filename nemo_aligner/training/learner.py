@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -42,16 +42,16 @@ from nemo_aligner.training.optimizer.optimizer import Optimizer, Update
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import TrainingError
 
+KeepHeldout: TypeAlias = Callable[[TokenizedDataset, Tensor], None]
+"""Takes a validation set and its ``[S, A]`` rewards, label means added."""
+
 
 class RewardLearner:
     """A reward model, its optimizer and its data, spread over the ranks by ``layout``.
 
-    ``count_flops`` says what a step on all of these packs takes, over all ranks; None: nobody asks.
-    ``keep_heldout`` is called in every validation with a set and its ``[S, A]`` rewards, label
-    means added; by default nothing is done with them.
+    ``count_flops`` counts those of a step on all of these packs, over all ranks; None: nobody asks.
+    ``keep_heldout`` is called once for each set that is measured.
     """
-
-    keep_heldout: Callable[[TokenizedDataset, Tensor], None]
 
     def __init__(
         self,
@@ -63,6 +63,7 @@ class RewardLearner:
         micro_batch_tokens: int,
         query_key_cost: float = 0.0,
         count_flops: Callable[[Packs], float] | None = None,
+        keep_heldout: KeepHeldout | None = None,
     ) -> None:
         self._ddp = model
         self._count_flops = count_flops
@@ -70,7 +71,7 @@ class RewardLearner:
         self._layout = layout
         self._micro_batch_tokens = micro_batch_tokens
         self._query_key_cost = query_key_cost
-        self.keep_heldout = _forget
+        self._keep_heldout = keep_heldout
         self.objective = data.objective
         self.model = model.module
         self.optimizer = optimizer
@@ -94,12 +95,11 @@ class RewardLearner:
                 from before the step.
         """
         plan = self._loader.plan(step)
-        self._ddp.train()
-        if self.model.lora_dropout is not None:
-            self.model.lora_dropout.step = step
-        self._ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        mine = forward_backward(self._ddp, plan.packs, self._layout, self.objective.loss)
+        self.model.begin_step(step)
+        mine = compute_gradients(
+            self._ddp, self.optimizer, plan.packs, self._layout, self.objective.loss
+        )
+        # Read before the update, which moves both on: they are those of this step.
         dataset, loss_scale, lr = self.data.train, self.optimizer.loss_scale, self.optimizer.lr
         done = StepRecords(
             step=step + 1,
@@ -110,6 +110,8 @@ class RewardLearner:
             device=current_device(),
             is_fp16=loss_scale is not None,
         )
+        # The step's own forward pass gives the metrics: with the weights from before the update,
+        # and LoRA's dropout. All ranks have all rewards, so what a check finds, all raise.
         rewards = self._gather(mine, plan.packs, done.records)
         check_rewards(done, rewards, self.objective.loss)
         metrics = measure_step(self.objective, rewards, done.records)
@@ -122,6 +124,7 @@ class RewardLearner:
     def _update(self, done: StepRecords, loss_scale: float | None) -> dict[str, float]:
         """Step the optimizer: the gradient's norm, and what ``loss_scale`` made of the step."""
         update = self.optimizer.step()
+        # An overflow of fp16 is not an error while the loss scale can still be halved.
         if not update.applied and not update.skipped:
             what = _wrong_gradient(update, loss_scale)
             raise gradient_error(done, self._ddp, self.optimizer, self.objective.loss, what)
@@ -138,6 +141,7 @@ class RewardLearner:
     def _gather(
         self, mine: Tensor | None, batches: Sequence[PackedBatch], records: Records
     ) -> Tensor:
+        # The head's outputs, more than one for an attribute where a loss has quantiles or bins.
         shape = (records.num_rewards, count_outputs(self.objective))
         return gather_rewards(mine, batches, shape, self._layout)
 
@@ -165,6 +169,8 @@ class RewardLearner:
         self, dataset: TokenizedDataset, after_part: Callable[[float], None]
     ) -> dict[str, float]:
         layout, budget = self._layout, self._micro_batch_tokens
+        # The rewards of the whole set are measured at once: a correlation, a quantile or a
+        # calibration error is no mean of those of batches.
         batches = validation_batches(
             dataset, budget, layout.dp_rank, layout.dp, self._query_key_cost
         )
@@ -172,12 +178,35 @@ class RewardLearner:
         mine = infer_in_parts(self._ddp, batches, layout, parts, after_part)
         rewards = self._gather(mine, batches, dataset.records)
         check_validation(dataset, rewards)
-        self.keep_heldout(dataset, whole_rewards(self.objective, dataset.records.labels, rewards))
+        if self._keep_heldout is not None:
+            whole = whole_rewards(self.objective, dataset.records.labels, rewards)
+            self._keep_heldout(dataset, whole)
         return describe_rewards(self.objective, dataset, rewards)
 
 
-def _forget(dataset: TokenizedDataset, rewards: Tensor) -> None:
-    """A ``keep_heldout`` for where nobody reads them."""
+class GradientOwner(Protocol):
+    """An optimizer, as far as it can forget gradients."""
+
+    def zero_grad(self) -> None: ...
+
+
+def compute_gradients(
+    model: Any,
+    optimizer: GradientOwner,
+    packs: Sequence[PackedBatch],
+    layout: ParallelLayout,
+    loss: RewardLoss,
+) -> Tensor | None:
+    """Replace the gradients by those of a step on these packs; see ``forward_backward``.
+
+    ``model`` is Megatron's data parallel wrapper.
+    """
+    model.train()
+    # Two kinds of gradients: Megatron's DDP accumulates into fp32 buffers (``main_grad``), and the
+    # optimizer copies its shard of them into the ``grad`` of its fp32 weights.
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    return forward_backward(model, packs, layout, loss)
 
 
 def as_one_pack(dataset: TokenizedDataset, record_ids: Sequence[int]) -> Packs:
@@ -228,13 +257,20 @@ def _spread(objective: Objective, labels: LabelColumns, rewards: Tensor) -> dict
 def validation_metric_names(
     objective: Objective, datasets: Sequence[TokenizedDataset]
 ) -> list[str]:
-    """Names of all metrics by which checkpoints may be chosen, without a model."""
+    """Names of all metrics by which checkpoints may be chosen, without a model.
+
+    Objectives of other packages have metrics of their own, so the few records that a set's names
+    depend on are measured, with rewards of 0: one of each source and kind.
+    """
     names = []
     for dataset in datasets:
-        rewards = torch.zeros(dataset.records.num_rewards, count_outputs(objective))
-        names += [
-            f"{dataset.name}/{name}" for name in describe_rewards(objective, dataset, rewards)
-        ]
+        are_ratings = (dataset.records.sizes == 1).tolist()
+        first: dict[tuple[str, bool], int] = {}
+        for index, kind in enumerate(zip(dataset.sources, are_ratings, strict=True)):
+            first.setdefault(kind, index)
+        few = dataset.select(list(first.values()))
+        rewards = torch.zeros(few.records.num_rewards, count_outputs(objective))
+        names += [f"{dataset.name}/{name}" for name in describe_rewards(objective, few, rewards)]
     return names
 
 
@@ -252,12 +288,6 @@ def _wrong_gradient(update: Update, loss_scale: float | None) -> str:
 _NAMED = 5
 _ADVICE = "nothing was learned from this step: look at the records, or lower model.optim.lr"
 _FP16_ADVICE = "; fp16 ends at 65504, fp32 and bf16 do not"
-
-
-class GradientOwner(Protocol):
-    """An optimizer, as far as it can forget gradients."""
-
-    def zero_grad(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -394,6 +424,7 @@ def _without_labels(step: StepRecords, indices: Sequence[int]) -> str:
 
 def _is_learnable(rewards: Tensor, records: Records, loss: RewardLoss) -> bool:
     total, _ = loss(rewards, records)
+    # Both: a record whose labels are all missing hides a NaN reward from the loss.
     return bool(torch.isfinite(rewards).all() & torch.isfinite(total))
 
 
@@ -414,15 +445,14 @@ def gradient_error(
     ``model`` is Megatron's data parallel wrapper, with the gradient of the step still in it; what
     is in it afterwards is of no use.
     """
+    # Before any gradient is computed anew: which ranks saw it in the step itself.
     broken = gather_objects(not _has_finite_gradients(model))
     blames: list[_Blame] = []
     for index, record in enumerate(step.record_ids):
         # All ranks take the same record: Megatron sums gradients over them within this call.
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
         dataset = step.dataset
         packs = pack_records(dataset, [record], dataset.num_tokens(record))
-        forward_backward(model, packs, step.layout, loss)
+        compute_gradients(model, optimizer, packs, step.layout, loss)
         if agree(not _has_finite_gradients(model), step.device):
             blames += gather_objects(_Blame.of(index, _gradient_norm(model)))
     indices = _by_blame(blames)

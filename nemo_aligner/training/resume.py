@@ -258,16 +258,13 @@ _PACKAGES = ("torch", "megatron-core", "transformers", "tokenizers", "numpy")
 
 
 class RunFacts:
-    """``run_facts.json`` in the folder of a run, written at its start and after every validation.
+    """Facts of a run, in ``run_facts.json``: written at its start and after every validation."""
 
-    ``described`` are lines that the start of the run says.
-    """
-
-    def __init__(self, run: Path, data: TrainingData, described: Sequence[str], ranks: int) -> None:
+    def __init__(self, run: Path, data: TrainingData, ranks: int) -> None:
         self._path = run / FACTS_NAME
-        self._facts = {
+        self._facts: dict[str, Any] = {
             "ranks": ranks,
-            "described": list(described),
+            "described": [],
             "data": [
                 describe_file(report) for dataset in data.datasets for report in dataset.reports
             ],
@@ -275,6 +272,10 @@ class RunFacts:
             **describe_contract(data.contract),
             "versions": find_versions(),
         }
+
+    def begin(self, described: Sequence[str]) -> None:
+        """Write the file for the first time, with the lines that the start of the run says."""
+        self._facts["described"] = list(described)
         self.write()
 
     def write(self) -> None:

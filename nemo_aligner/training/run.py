@@ -33,7 +33,7 @@ from nemo_aligner.losses import describe_objective
 from nemo_aligner.metrics.table import Better, better_values
 from nemo_aligner.models.shape import ModelShape, check_is_linear
 from nemo_aligner.training.build import build_data, build_learner
-from nemo_aligner.training.learner import RewardLearner, validation_metric_names
+from nemo_aligner.training.learner import KeepHeldout, RewardLearner, validation_metric_names
 from nemo_aligner.training.loggers import Callback, build_loggers, check_loggers
 from nemo_aligner.training.resume import RunFacts, check_goes_on, resume
 from nemo_aligner.training.signals import SignalHandler
@@ -70,8 +70,10 @@ def train(
         checkpoints = open_checkpoints(config.exp_manager, data)
         check_goes_on(config, data, checkpoints)
         with waiting_for("loading the model"):
-            learner, pretrained, total_steps = build_learner(config, data, layout)
-        held.callback(learner.release)
+            facts = RunFacts(Path(config.exp_manager.explicit_log_dir), data, world.world_size)
+            keep = heldout_writer(config, data, facts) if is_main() else None
+            learner, pretrained, total_steps = build_learner(config, data, layout, keep)
+        held.callback(learner.release)  # after an error, too, for a notebook that goes on
         patience = build_early_stopping(config.exp_manager, data)
         described: list[str] = []
         if is_main():
@@ -83,7 +85,7 @@ def train(
             say("\n".join(described))
         start = resume(checkpoints, config, pretrained.config, learner)
         if is_main():
-            keep_for_report(config, data, learner, described, world.world_size)
+            facts.begin([line for text in described for line in unfold(text)])
         patience.go_on_from(start)
         if start.step >= total_steps or patience.is_over:
             say(f"step {start.step} was the last; writing the model again")
@@ -102,24 +104,16 @@ def train(
     return outcome
 
 
-def keep_for_report(
-    config: TrainConfig,
-    data: TrainingData,
-    learner: RewardLearner,
-    described: Sequence[str],
-    ranks: int,
-) -> None:
-    """Have the run's folder hold what a report shows beside metrics and settings; on rank 0."""
+def heldout_writer(config: TrainConfig, data: TrainingData, facts: RunFacts) -> KeepHeldout:
+    """Write a validation's rewards, and the facts anew, into the run's folder, for its report."""
     folder = Path(config.exp_manager.explicit_log_dir)
-    lines = [line for text in described for line in unfold(text)]
-    facts = RunFacts(folder, data, lines, ranks)
     heldout = HeldoutRewards(folder, how_to_read(config.model, data.objective), data.contract)
 
     def keep(dataset: TokenizedDataset, rewards: Tensor) -> None:
         heldout.keep(dataset, rewards)
         facts.write()
 
-    learner.keep_heldout = keep
+    return keep
 
 
 def check_settings(config: TrainConfig) -> None:
@@ -149,7 +143,7 @@ def open_checkpoints(config: ExpManagerConfig, data: TrainingData) -> RunCheckpo
 
 
 def build_early_stopping(config: ExpManagerConfig, data: TrainingData) -> EarlyStopping:
-    """EarlyStopping for a better validation, by the metric of the best checkpoints.
+    """Early stopping by the metric of the best checkpoints.
 
     Raises:
         ConfigError: it is to end early, and there is no validation data.
@@ -176,7 +170,6 @@ def _find_monitor(
         given = monitor
         if "/" not in given and datasets:
             monitor = f"{datasets[0].name}/{given}"
-        # Every metric of all data is computed to know the names.
         available = validation_metric_names(objective, datasets)
         if monitor not in available:
             raise ConfigError(
@@ -312,6 +305,7 @@ def _load_mean(saved: Sequence[Saved], checkpoints: RunCheckpoints, model: Any) 
 
     With LoRA it is that of its matrices, which is not the mean of what they add.
     """
+    # One checkpoint at a time, into the model itself: host memory for one sum is all it takes.
     sums: dict[str, Tensor] = {}
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     for each in saved:

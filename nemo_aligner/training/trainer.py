@@ -108,6 +108,7 @@ class SupervisedTrainer:
         due = self._is_due(self._loop.val_check_interval)
         if self._step == 0:
             due = self._loop.val_before_training
+        # A checkpoint with metrics was validated by the run that saved it.
         self._owes_validation = due and not start.metrics
 
     def fit(self) -> Outcome:
@@ -139,6 +140,9 @@ class SupervisedTrainer:
         stopping = self._begin()
         while not self._is_over and not stopping:
             self._train()
+            # Validate, then save: the checkpoint has its own metrics, by which it is ranked. A stop
+            # does not wait for a validation, which may take minutes of a grace period of seconds;
+            # the state then has none, and the run that goes on makes it up.
             self._owes_validation = self._is_due(self._loop.val_check_interval)
             stopping = self._check_in()
             metrics: dict[str, float] = {}
@@ -170,11 +174,13 @@ class SupervisedTrainer:
         what = f"step {self._step + 1}, which includes warming up"
         with self._timers.measure("train_step"), waiting_for(what) if is_first else nullcontext():
             metrics = self._learner.train_step(self._step)
-            wait_for_device()  # for the update, which is a part of the step
+            # The update is a part of the step; without this its time would be the next one's.
+            wait_for_device()
         self._step += 1
         if self._freed is not None:
             self._freed.end_step()
         timing = self._timers.take()
+        # Real tokens, of all ranks: there is no padding that could be counted.
         tokens = metrics.pop("tokens")
         seconds = timing["timing/train_step"]
         metrics["tokens_per_second"] = tokens / seconds
@@ -212,11 +218,12 @@ class SupervisedTrainer:
 
     def _watch_validation(self, done: int, total: int) -> None:
         self._validating.show(done, total)
+        # After the last part there is nothing left to save time on: the validation counts.
         if done < total and agree(self._stop.reason is not None, self._device):
             raise _LeftEarlyError
 
     def _save(self, metrics: dict[str, float]) -> None:
-        self._publish()
+        self._publish()  # ``save`` would, too, but without logging how long it took
         self._progress.mention("saving")
         with self._timers.measure("save"):
             state = self._state(metrics)
@@ -260,6 +267,8 @@ class SupervisedTrainer:
 
     def _check_in(self) -> bool:
         """Ask all ranks if one was told to stop; publish a checkpoint that all have written."""
+        # A signal, or a slow disk, may be one rank's alone, and saving and publishing are
+        # collective: all ranks have to decide alike, by one all-reduce for both questions.
         flags = (self._stop.reason is not None, not self._checkpoints.is_written)
         stopping, writing = agree_on(flags, self._device)
         if not writing:
@@ -379,7 +388,7 @@ def _draw(count: int, most: int) -> list[int]:
 
 @dataclass
 class EarlyStopping:
-    """EarlyStopping of a run that waits for a better validation.
+    """Counter of validations without a better one, which ends a run that gets no better.
 
     Attributes:
         monitor, mode: the metric, and which direction is better.

@@ -1,7 +1,10 @@
 """Chat templates of models, as packages of others have them, and conversations for them.
 
 They are read where they are published: TRL's wheel (Apache 2.0) has those of Qwen, Llama, Gemma and
-GLM as their authors wrote them, Axolotl's (Apache 2.0) Mistral's.
+GLM as their authors wrote them, Axolotl's (Apache 2.0) Mistral's. ``smollm3.jinja`` is SmolLM3-3B's
+as Unsloth changed it, to be without a date and tools (Apache 2.0, as its first lines say). It is a
+copy, unchanged, from the source package of llama-cpp-python 0.3.36, which has 77 MB
+(``vendor/llama.cpp/models/templates/HuggingFaceTB-SmolLM3-3B.jinja``).
 """
 
 from __future__ import annotations
@@ -31,10 +34,11 @@ KWARGS = {"llama-3.1": {"date_string": "26 Jul 2024"}, "llama-3.2": {"date_strin
 def read_templates() -> dict[str, str]:
     """Of each model the text; the test is skipped where a package cannot be had."""
     folders = {name: package(name) / folder for name, folder in (_TRL, _AXOLOTL)}
-    return {
+    read = {
         model: Path(folders[name], f"{file}.jinja").read_text()
         for model, ((name, _), file) in _FILES.items()
     }
+    return {**read, "smollm3": Path(__file__).with_name("smollm3.jinja").read_text()}
 
 
 def call(name: str, number: int = 1, **arguments: Any) -> dict[str, Any]:

@@ -14,18 +14,18 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.contract.messages import joined_content, read_text
+from nemo_aligner.contract.template_check import check_template
 from nemo_aligner.contract.template_probe import template_reading
 from nemo_aligner.contract.templates import (
     BUILT_IN_TEMPLATES,
     canonical_kwargs,
-    check_template,
     names_in,
     render,
     resolve_template,
     with_kwargs_inside,
 )
 from nemo_aligner.contract.tokenizer import Tokenizer
-from nemo_aligner.contract.turns import write_conversation
+from nemo_aligner.contract.turns import TurnMarkError, write_conversation
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contract.chat_templates import (
     CALL,
@@ -39,6 +39,7 @@ from tests.contract.chat_templates import (
     read_templates,
 )
 from tests.contract.refusals import assert_refused
+from tests.contract.test_turn_marks import with_tokens
 from tests.contracts import Contracts
 
 # Of each template what transformers leaves out without a word.
@@ -56,6 +57,11 @@ UNWRITTEN: dict[str, dict[str, str]] = {
         **{name: "tools" for name, (_, beside) in CONVERSATIONS.items() if "tools" in beside},
         "without the tools": "tool_calls", "reasoning": "reasoning_content",
         "documents": "documents",
+    },
+    "smollm3": {
+        **{name: "tools" for name, (_, beside) in CONVERSATIONS.items() if "tools" in beside},
+        "without the tools": "tool_calls", "reasoning": "reasoning_content",
+        "developer": "role 'developer'", "documents": "documents",
     },
     "gemma-4": {"reasoning": "reasoning_content", "documents": "documents"},
     "glm-4.5": {"developer": "role 'developer'", "documents": "documents"},
@@ -262,6 +268,35 @@ def test_template_that_does_not_write_a_part_of_a_conversation_refuses_it(
     # What it reads, or leaves out of an earlier turn, is its own affair.
     taken = [{**USER, "title": "T", "name": "n"}, {**REPLY, "reasoning": "Hm."}, USER, REPLY]
     assert "T<|im_end|>" in written(template, taken, tokenizer)
+
+
+# As those of Hermes and Command R+ for the use of tools: without any there is nothing to loop over.
+NEEDS_TOOLS = (
+    "<|im_start|>system\nCalls are in <tool_call>:{% for t in tools %}{{ t.function.name }}"
+    "{{ t.function.parameters.properties | tojson }}{% endfor %}<|im_end|>\n"
+    + TURNS + "{{ m.content }}" + CALLS + END
+)  # fmt: skip
+
+
+def test_template_that_needs_tools_is_tried_with_one(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    tagged = with_tokens(tokenizer_folder, tmp_path / "tagged", **{"<tool_call>": False})
+    theirs = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
+    check_template(NEEDS_TOOLS, "x.jinja", tagged)
+    told = [USER, {**REPLY, "content": "<tool_call>weather</tool_call>"}]
+    for messages in ([SYSTEM, USER, CALL, RESULT, REPLY], told):
+        wanted = theirs.apply_chat_template(
+            messages, tools=TOOLS, chat_template=NEEDS_TOOLS, tokenize=False
+        )
+        assert written(NEEDS_TOOLS, {"messages": messages, "tools": TOOLS}, tagged) == wanted
+    with pytest.raises(DataError, match=r"^tools: got none, and the chat template writes no conv"):
+        written(NEEDS_TOOLS, [USER, REPLY], tagged)
+    forged = {"messages": [{**USER, "content": "<|im_end|>"}, REPLY], "tools": TOOLS}
+    with pytest.raises(TurnMarkError, match=r"content: got .<\|im_end\|>. at"):
+        written(NEEDS_TOOLS, forged, tagged)
 
 
 def test_template_kwargs_are_those_that_it_reads(

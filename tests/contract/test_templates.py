@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.contract import templates
+from nemo_aligner.contract import template_check
+from nemo_aligner.contract.template_check import check_template, is_dated
 from nemo_aligner.contract.templates import (
     BUILT_IN_TEMPLATES,
-    check_template,
     end_of_turn,
-    is_dated,
     render,
     resolve_template,
 )
@@ -51,7 +50,7 @@ AS_IN_THE_WORLD = [
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No trial in a process of its own, for templates that need none."""
-    monkeypatch.setattr(templates, "check_it_ends", lambda *template: None)
+    monkeypatch.setattr(template_check, "check_it_ends", lambda *template: None)
 
 
 def check_x(tokenizer: Tokenizer, template: str) -> None:

@@ -1,4 +1,4 @@
-"""Two models' verdicts on the same pairs, by the files of evaluations; what training has gained."""
+"""Two models' verdicts on the same pairs, by the files of evaluations."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nemo_aligner.contract.messages import reply_of
 from nemo_aligner.evaluation.compare import compare_files, render_compared
-from nemo_aligner.evaluation.evaluate import render_gain
-from nemo_aligner.evaluation.run_task import run_task, write_verdicts
+from nemo_aligner.evaluation.run_task import run_task
 from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.metrics.ranking import mcnemar, wilson_interval
 from nemo_aligner.utils.errors import DataError
@@ -59,8 +59,9 @@ def test_compared_rows_are_of_all_pairs_and_of_every_source(files: tuple[Path, P
     assert whole.p_value == mcnemar(1, 3)
     flips = compared.flips
     assert [flip.record.split(":")[1] for flip in flips] == ["9", "4", "3", "5"]
-    assert (flips[0].first_margin, flips[0].second_margin) == (-4, 4)
-    assert flips[0].chosen == [QUESTION, {"role": "assistant", "content": "chosen 9"}]
+    assert (flips[0].first.margin, flips[0].second.margin) == (-4, 4)
+    (chosen,), _ = flips[0].first.sides
+    assert chosen == [QUESTION, {"role": "assistant", "content": "chosen 9"}]
 
 
 def test_compared_pairs_are_those_of_both_files(files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -107,46 +108,13 @@ def test_compared_verdicts_of_a_benchmark_are_as_it_counts_them(tmp_path: Path) 
         scores = np.array(rewards * 3, dtype=float)[:, None]
         report = run_task(find_task("rewardbench2"), items, lambda _, found=scores: found)
         files.append(tmp_path / f"{name}.jsonl")
-        write_verdicts(files[-1], report)
+        report.predictions.write(files[-1])
     compared = compare_files(*files)
     (row,) = compared.rows
     assert (row.first.accuracy, row.second.accuracy) == (1, pytest.approx(1 / 3))
     assert (row.lost, row.gained) == (3, 0)
     flip = compared.flips[0]
-    assert (flip.record, flip.first_margin, flip.second_margin) == (f"{items}:1", 1, 0)
-    assert flip.chosen[-1]["content"] == "4"
-    assert [text[-1]["content"] for text in flip.rejected] == ["5", "3", "22"]
+    assert (flip.record, flip.first.margin, flip.second.margin) == (f"{items}:1", 1, 0)
+    said = [[reply_of(text) for text in side] for side in flip.first.sides]
+    assert said == [["4"], ["5", "3", "22"]]
     assert "rejected: (one of 3) 5" in render_compared(compared, ["a", "b"], 1)
-
-
-METRICS = """step,train/loss,validation-held/by_source/x/{name},validation-held/{name}
-0,,0.9,0.41234
-1,0.7,,
-2,0.6,0.9,0.8
-"""
-
-
-def written(folder: Path, name: str, **more: float) -> tuple[Path, Path]:
-    run, evaluation = folder / "run", folder / "evaluation.json"
-    (run / "logs").mkdir(parents=True)
-    (run / "logs" / "metrics.csv").write_text(METRICS.format(name=name))
-    metrics = {name: 0.75, **more}
-    evaluation.write_text(json.dumps({"metrics": metrics, "counts": {"kept": 24}}))
-    return run, evaluation
-
-
-def test_gain_of_pairs_is_in_accuracy_and_of_ratings_in_correlation(tmp_path: Path) -> None:
-    shown = "held-out {}, 24 records: 0.412 before training, 0.750 after"
-    run, evaluation = written(tmp_path / "pairs", "accuracy", longer_reply_accuracy=0.5)
-    assert render_gain(run, evaluation).splitlines() == [
-        shown.format("accuracy"),
-        "(always taking the longer reply: 0.500)",
-    ]
-    rated = written(tmp_path / "rated", "pearson_mean")
-    assert render_gain(*rated) == shown.format("pearson_mean")
-    (run / "logs" / "metrics.csv").write_text("step,train/loss\n1,0.7\n")
-    with pytest.raises(DataError, match=r"metrics.csv: got no validation"):
-        render_gain(run, evaluation)
-    (run / "logs" / "metrics.csv").unlink()
-    with pytest.raises(DataError, match=r"run: got 0 files metrics.csv, wanted one"):
-        render_gain(run, evaluation)

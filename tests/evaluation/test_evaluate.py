@@ -19,13 +19,10 @@ from nemo_aligner.data.readers import MalformedRule, Reading
 from nemo_aligner.data.records import Comparison, Origin, Rating
 from nemo_aligner.evaluation import sources
 from nemo_aligner.evaluation.evaluate import (
-    EvaluationReport,
+    EvalResult,
     evaluate_comparisons,
     evaluate_file,
     evaluate_ratings,
-    render_report,
-    write_report,
-    write_rewards,
 )
 from nemo_aligner.evaluation.run_task import run_task
 from nemo_aligner.evaluation.sources import of_scorer
@@ -92,7 +89,7 @@ def test_evaluated_comparisons_are_judged_all_at_once_and_in_order() -> None:
     pairs = [comparison("aa", "a"), comparison("b", "aaa"), comparison("ab", "ba")]
     report = evaluate_comparisons(scorer.score, pairs)
     assert scorer.calls == 1
-    np.testing.assert_array_equal(report.rewards, [[2, 1], [0, 3], [1, 1]])
+    np.testing.assert_array_equal(report.predictions.rewards, [[2, 1], [0, 3], [1, 1]])
     assert report.metrics["accuracy"] == pytest.approx(1.5 / 3)
     assert report.metrics["ties"] == pytest.approx(1 / 3)
     assert report.metrics["longer_reply_accuracy"] == pytest.approx(1.5 / 3)
@@ -120,7 +117,7 @@ def test_evaluated_file_leaves_out_malformed_records_where_the_rule_says_so(tmp_
     rule = MalformedRule(Malformed.drop, most=0.2, section="data.")
     report = evaluate_file(of_scorer(Refusing()), path, Reading(rule=rule))
     assert report.counts == {"read": 10, "malformed": 2, "kept": 8}
-    table = render_report(report, {}).splitlines()
+    table = report.render({}).splitlines()
     assert table[1] == "left out as malformed:"
     assert table[3] == f"  {path}:10: chosen: refused by the template"
     with pytest.raises(DataError, match=r"2 of its 10 records(.|\n)*data.max_malformed=0.15"):
@@ -131,7 +128,7 @@ def test_evaluated_attributes_make_one_reward_by_their_weights() -> None:
     """One that is not finite is named."""
     score, pairs = CountingScorer(TWO).score, [comparison("aaa", "aaab")]
     report = evaluate_comparisons(score, pairs, attribute_weights=(1.0, -2.0))
-    np.testing.assert_array_equal(report.rewards, [[3, 1]])
+    np.testing.assert_array_equal(report.predictions.rewards, [[3, 1]])
     with pytest.raises(DataError, match="got 2 rewards per text, wanted 1"):
         evaluate_comparisons(score, pairs)
     pairs = [comparison("a", "b"), Comparison.of_pair("aa", "b", Origin("x.jsonl", 7))]
@@ -153,7 +150,7 @@ def test_evaluated_ratings_leave_out_missing_labels() -> None:
     assert report.metrics["pearson/a"] == pytest.approx(1.0)
     assert report.metrics["loss"] == pytest.approx((2 - 4) ** 2 / 5)
     assert report.metrics["length_only_pearson_mean"] == pytest.approx(1.0, abs=0.02)
-    assert np.isnan(report.labels[1, 1])
+    assert np.isnan(report.predictions.labels[1, 1])
 
 
 def test_evaluated_file_is_read_by_the_contract(tmp_path: Path) -> None:
@@ -166,14 +163,14 @@ def test_evaluated_file_is_read_by_the_contract(tmp_path: Path) -> None:
     ]
     path = write(tmp_path / "pairs.jsonl", *rows)
 
-    def evaluated(overlong: str) -> EvaluationReport:
+    def evaluated(overlong: str) -> EvalResult:
         scorer = CountingScorer(make_contract(overlong=overlong))
         return evaluate_file(of_scorer(scorer), path)
 
     read = {"read": 4, "identical": 1, "same_tokens": 1}
     dropped = evaluated("drop")
     assert dropped.counts == {**read, "overlong": 1, "kept": 1}
-    assert dropped.rewards.tolist() == [[2, 1]]
+    assert dropped.predictions.rewards.tolist() == [[2, 1]]
     assert evaluated("truncate_left").counts == {**read, "truncated": 1, "kept": 2}
     with pytest.raises(DataError, match=r"pairs\.jsonl:2: got 30 tokens"):
         evaluated("error")
@@ -194,11 +191,11 @@ def test_regression_model_takes_ratings_and_pairs_and_a_ranking_model_pairs(tmp_
     rated_file = write(tmp_path / "r.jsonl", *rated)
     report = evaluate_file(of_scorer(scorer), rated_file, Reading(loss_mask_val=-100))
     assert report.kind is RecordKind.rating
-    np.testing.assert_array_equal(np.isnan(report.labels), [[0, 0], [0, 1], [1, 0]])
+    np.testing.assert_array_equal(np.isnan(report.predictions.labels), [[0, 0], [0, 1], [1, 0]])
     pairs = [{"prompt": "x", "chosen": "ab", "rejected": "a"}]
     report = evaluate_file(of_scorer(scorer), write(tmp_path / "p.jsonl", *pairs))
     assert report.kind is RecordKind.comparison
-    np.testing.assert_array_equal(report.rewards, [[2, 1]])
+    np.testing.assert_array_equal(report.predictions.rewards, [[2, 1]])
     with pytest.raises(DataError):
         evaluate_file(of_scorer(CountingScorer()), rated_file)
 
@@ -207,15 +204,15 @@ def test_evaluation_report_is_a_table_and_two_files(tmp_path: Path) -> None:
     ratings = [Rating("a", (1.0,), ORIGIN), Rating("aa", (1.0,), ORIGIN)]
     report = evaluate_ratings(CountingScorer().score, ratings, ("reward",))
     about = {"checkpoint": "m.nemo", "contract": "0123"}
-    table = render_report(report, about)
+    table = report.render(about)
     assert "checkpoint    m.nemo" in table
     assert "2 read, 2 kept" in table
-    write_report(tmp_path / "out" / "report.json", report, about)
+    report.write(tmp_path / "out" / "report.json", about)
     content = json.loads((tmp_path / "out" / "report.json").read_text())
     assert content["contract"] == "0123"
     assert content["metrics"]["pearson_mean"] is None
     assert content["counts"] == {"read": 2, "kept": 2}
-    write_rewards(tmp_path / "rewards.jsonl", report)
+    report.predictions.write(tmp_path / "rewards.jsonl")
     assert rows_of(tmp_path / "rewards.jsonl")[1] == {
         "record": "pairs.jsonl:1",
         "rewards": {"reward": 2.0},
@@ -247,7 +244,7 @@ def test_evaluated_reply_that_writes_turns_of_its_own_is_left_out_and_counted(
     judged = {"input": "p", "output_1": "a", "output_2": "b", "label": 1}
     items = write(tmp_path / "task.jsonl", judged, {**judged, "output_2": forged})
     task = run_task(find_task("llmbar"), items, source.score, encode=source.encode)
-    assert (len(task.judged), task.left_out) == (1, {"with turns of its own": 1})
+    assert (len(task.predictions.rows), task.left_out) == (1, {"with turns of its own": 1})
     talk = tiny.chat("p", forged)
     assert (source.fits(talk), source.fits("p")) == (False, True)
 

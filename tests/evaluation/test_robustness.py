@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from nemo_aligner.contract.messages import Text, reply_of
+from nemo_aligner.evaluation.predictions import Prediction, Predictions
 from nemo_aligner.evaluation.robustness import (
     BOTH,
     REJECTED,
     TRANSFORMATIONS,
     Robustness,
     RobustnessRow,
-    ScoredPairs,
     add_markdown,
     change_reply,
     check_pairwise,
@@ -48,14 +48,12 @@ def by_first_word(texts: Sequence[Text]) -> np.ndarray:
     return np.array([float("right" in reply_of(text)) for text in texts])
 
 
-def pairs_of(score: Score, *replies: tuple[str, str]) -> ScoredPairs:
-    texts = [
-        (tiny.chat("Why?", chosen), tiny.chat("Why?", rejected)) for chosen, rejected in replies
-    ]
-    return ScoredPairs(texts, np.stack([score(pair) for pair in texts]))
+def pairs_of(score: Score, *replies: tuple[str, str]) -> Predictions:
+    texts = [tuple(tiny.chat("Why?", reply) for reply in pair) for pair in replies]
+    return Predictions([Prediction.of_pair("x:1", "", pair, score(pair)) for pair in texts])
 
 
-def check(score: Score, pairs: ScoredPairs, most: int = 100, longest: int = 10_000) -> Robustness:
+def check(score: Score, pairs: Predictions, most: int = 100, longest: int = 10_000) -> Robustness:
     return check_robustness(pairs, score, lambda text: len(reply_of(text)) <= longest, most)
 
 
@@ -124,7 +122,7 @@ def test_robustness_counts_what_cannot_be_changed_and_what_grows_too_long() -> N
 
 
 def test_robustness_of_what_are_no_pairs_of_prose_is_refused() -> None:
-    pairs = ScoredPairs([("a", "b")], np.array([[1.0, 0.0]]))
+    pairs = Predictions([Prediction.of_pair("x:1", "", ("a", "b"), np.array([1.0, 0.0]))])
     assert change_reply("a", str.upper) == "a"
     with pytest.raises(DataError, match="where the reply begins"):
         check(by_length, pairs)
@@ -139,13 +137,13 @@ def test_robustness_leaves_out_code_of_a_benchmark(tmp_path: Path) -> None:
     code = {**task.sample, "subset": "hep-python"}
     path.write_text("".join(f"{json.dumps(each)}\n" for each in (code, task.sample, code)))
     report = run_task(task, path, lambda texts: by_length(texts)[:, None])
-    found = check(by_length, ScoredPairs.of_task(report))
+    found = check(by_length, report.predictions)
     assert (found.pairs, found.pairs_read, found.pairs_of_code) == (1, 1, 2)
     assert "1 of 1 pairs, 2 of code left out" in render_robustness(found)
     path.write_text(json.dumps(code))
     report = run_task(task, path, lambda texts: by_length(texts)[:, None])
     with pytest.raises(DataError, match="all replies are code"):
-        ScoredPairs.of_task(report)
+        check(by_length, report.predictions)
 
 
 def test_robustness_is_a_table_and_json_that_is_read_again() -> None:

@@ -269,7 +269,7 @@ def left_out(
 ) -> Tensor:
     """``[T, 64]``, which numbers of a pack are left out."""
     dropout = LoraDropout(rate, seed)
-    dropout.step = step
+    dropout.begin_step(step)
     memory: dict[Any, Any] = {}
 
     def remembered(name: Any, make: Any) -> Any:
@@ -332,7 +332,12 @@ def test_dropout_on_ranks_that_share_tokens_or_channels_is_the_same() -> None:
 
 def gradients(layout: Any, recompute: Recompute, rate: float) -> list[Tensor]:
     model = build_reward_model(
-        WITH_LORA, layout, num_attributes=1, precision=Precision.fp32, recompute=recompute
+        WITH_LORA,
+        layout,
+        num_attributes=1,
+        precision=Precision.fp32,
+        recompute=recompute,
+        lora_dropout=LoraDropout(rate, 1) if rate else None,
     )
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -340,7 +345,7 @@ def gradients(layout: Any, recompute: Recompute, rate: float) -> list[Tensor]:
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     draw_adapters(model, 1)
     perturb(model)
-    train_adapters_alone(model, LoraDropout(rate, 1) if rate else None)
+    train_adapters_alone(model)
     wrapped = wrap_for_training(model)
     wrapped.train()
     rewards = [wrapped(pair(record, 25)) for record in (1, 2)]

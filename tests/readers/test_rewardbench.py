@@ -22,7 +22,7 @@ import pytest
 
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.tokenizer import load_tokenizer
-from nemo_aligner.evaluation.run_task import TaskReport, run_task
+from nemo_aligner.evaluation.run_task import TaskResult, run_task
 from nemo_aligner.evaluation.tasks import find_task
 from tests import tiny
 from tests.data.files import published, rows_of, write
@@ -125,26 +125,26 @@ def rewardbench(python: Path, export: Path, folder: Path) -> list[dict[str, Any]
 Score = Callable[[Sequence[Text]], np.ndarray]
 
 
-def ours_of(score: Score, folder: Path, part: Part) -> TaskReport:
+def ours_of(score: Score, folder: Path, part: Part) -> TaskResult:
     path = write(folder / f"{part.task}.jsonl", *part.published)
     report = run_task(find_task(part.task), path, score)
-    assert len(report.judged) == len(part.published)
+    assert len(report.predictions.rows) == len(part.published)
     return report
 
 
-def differing(ours: TaskReport, theirs: list[dict[str, Any]]) -> list[int]:
+def differing(ours: TaskResult, theirs: list[dict[str, Any]]) -> list[int]:
     """Which pairs have another verdict."""
-    assert len(ours.judged) == len(theirs)
+    assert len(ours.predictions.rows) == len(theirs)
     return [
         number
-        for number, (our, their) in enumerate(zip(ours.judged, theirs, strict=True))
+        for number, (our, their) in enumerate(zip(ours.predictions.rows, theirs, strict=True))
         if our.right != their["results"]
     ]
 
 
-def check_rewards(ours: TaskReport, theirs: list[dict[str, Any]], atol: float) -> None:
+def check_rewards(ours: TaskResult, theirs: list[dict[str, Any]], atol: float) -> None:
     got = [[line["scores_chosen"], line["scores_rejected"]] for line in theirs]
-    np.testing.assert_allclose([each.rewards for each in ours.judged], got, atol=atol)
+    np.testing.assert_allclose([each.rewards for each in ours.predictions.rows], got, atol=atol)
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def test_rewardbench_verdicts_on_its_default_data_set(
         ours = ours_of(cuts.score, tmp_path, part)
         whole = [
             number
-            for number, each in enumerate(ours.judged)
+            for number, each in enumerate(ours.predictions.rows)
             if not any(cuts.encode(text).truncated for text in each.item.texts)
         ]
         assert not {*differing(ours, theirs[subset])} & {*whole}

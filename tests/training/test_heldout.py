@@ -101,7 +101,7 @@ def test_heldout_file_that_is_gone_is_said_and_stops_nothing(
 def test_facts_say_what_was_trained_on(tmp_path: Path, contracts: Contracts) -> None:
     held = tiny.write_pairs(tmp_path / "held.jsonl", 4, seed=1)
     data, _ = build(tmp_path, contracts, held)
-    RunFacts(tmp_path, data, ["a line"], ranks=2)
+    RunFacts(tmp_path, data, ranks=2).begin(["a line"])
     facts = json.loads((tmp_path / FACTS_NAME).read_text())
     assert facts["described"] == ["a line"]
     assert facts["ranks"] == 2

@@ -47,14 +47,13 @@ def test_monitor_is_one_of_the_metrics() -> None:
         open_checkpoints(config, Data("validation-c"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no validation data"):
         open_checkpoints(config, Data())  # type: ignore[arg-type]
-    rated = replace(dataset([2, 3], RecordKind.rating), name="validation-c", sources=["x", "y"])
-    names = validation_metric_names(MaskedMse(("x", "y")), [rated])
-    assert {
-        "validation-c/pearson/x",
-        "validation-c/pearson_mean",
-        "validation-c/length_correlation/y",
-        "validation-c/by_source/x/loss",
-    } <= set(names)
+    rated = dataset([2, 3, 5, 4], RecordKind.rating)
+    rated = replace(rated, name="validation-c", sources=["x", "x", "y", "x"])
+    objective = MaskedMse(("x", "y"))
+    names = validation_metric_names(objective, [rated])
+    assert {"validation-c/pearson/x", "validation-c/by_source/x/loss"} <= set(names)
+    measured = describe_rewards(objective, rated, torch.zeros(4, 2))
+    assert names == [f"validation-c/{name}" for name in measured]
 
 
 def test_work_of_a_step_is_that_of_its_packs() -> None:

@@ -38,7 +38,7 @@ from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.distributed.collectives import barrier, on_main
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.lora import draw_adapters, fold_adapters
+from nemo_aligner.models.lora import LoraDropout, draw_adapters, fold_adapters
 from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
 from nemo_aligner.models.shape import (
     HeadShape,
@@ -97,6 +97,7 @@ def load_pretrained(
     lora: LoraShape | None = None,
     reads_every_token: bool = False,
     reply_marker: tuple[int, ...] | None = None,
+    lora_dropout: LoraDropout | None = None,
 ) -> PretrainedModel:
     """Load a base model, or a reward model to continue from, for training; collective.
 
@@ -126,6 +127,7 @@ def load_pretrained(
             seed=seed,
             reads_every_token=reads_every_token,
             reply_marker=reply_marker,
+            lora_dropout=lora_dropout,
         )
         has_head = not new_head and _check_head(folder, shape, num_outputs, _OR_NEW_HEAD)
         _load_into(model, folder, with_head=has_head)

@@ -1,4 +1,4 @@
-"""Runs and evaluations as one HTML page; who only checks or writes a run's own needs no more."""
+"""Runs and evaluations as one HTML page; importing this package imports no matplotlib."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Figures of a report as SVG, and the sections of figures, tables and texts that a page is made
-of.
-"""
+"""Figures of a report as SVG, and the sections of a page: figures, tables and texts."""
 
 from __future__ import annotations
 
@@ -17,13 +15,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from nemo_aligner.evaluation.report.run_report import (
-    HeldoutSet,
-    JudgedPairs,
-    Mistake,
-    Reported,
-    SourceShare,
-)
+from nemo_aligner.evaluation.predictions import Predictions
+from nemo_aligner.evaluation.report.run_report import Mistake, RunReport, SourceShare
 from nemo_aligner.metrics import ranking
 from nemo_aligner.metrics.ranking import ConfidenceBin, wilson_interval
 from nemo_aligner.utils.console import show_number
@@ -65,7 +58,7 @@ class LegendKey:
 
 @dataclass(frozen=True)
 class PlotLine:
-    """Values over steps, or over anything; ``marked`` ones are few, and each is to be seen."""
+    """Line of a figure; ``marked`` draws a dot on each of its few values."""
 
     key: LegendKey
     x: Sequence[float]
@@ -75,7 +68,7 @@ class PlotLine:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure, with what its lines stand for and what is to be said of it."""
+    """Figure with its legend and a note below it."""
 
     title: str
     svg: str
@@ -94,9 +87,9 @@ class Histogram:
 def curve(
     name: str, title: str, unit: str, lines: Sequence[PlotLine], meaning: str = ""
 ) -> Drawing:
-    """Values over training steps; ``meaning`` stands below them.
+    """Draw values over training steps, with ``meaning`` as the note.
 
-    A line of more than 200 values is drawn as the means of as many values as it takes.
+    Lines of more than 200 values are averaged down to 200 points, to keep the page small.
     """
     shown = [line if line.marked else _thinned(line) for line in lines]
     most = max((-(-len(line.x) // _MOST_POINTS) for line in lines if not line.marked), default=1)
@@ -129,7 +122,7 @@ def _draw_curve(lines: Sequence[PlotLine], unit: str, canvas: Canvas) -> None:
 
 
 def _mark(canvas: Canvas, line: PlotLine) -> None:
-    """A dot on every value; over each the pointer is told it, where they are few."""
+    """Draw a dot on every value, with a tooltip if there are few."""
     if len(line.x) > _MOST_TOLD:
         canvas.axes.plot(line.x, line.y, ".", color=line.key.stroke)
         return
@@ -209,7 +202,7 @@ def _draw_reliability(
 def accuracy_by_source(
     name: str, shares: Sequence[tuple[LegendKey, Sequence[SourceShare]]], most: int
 ) -> Drawing:
-    """The accuracy of every source with its interval; of many the ``most`` with most pairs."""
+    """Draw the accuracy of every source with its interval; at most the ``most`` largest."""
     pairs: dict[str, int] = {}
     for _, rows in shares:
         for row in rows:
@@ -250,9 +243,9 @@ def _cut(name: str, most: int = 24) -> str:
 def reward_by_length(
     name: str, key: LegendKey, lengths: np.ndarray, rewards: np.ndarray
 ) -> Drawing:
-    """Rewards over the lengths of replies, as dots; as a line their means.
+    """Draw rewards over the lengths of replies as dots, and their means as a line.
 
-    Of more than 400 replies 400 are dots, at equal steps in order of length.
+    At most 400 replies have dots, evenly spaced in order of length.
     """
     svg = draw(name, "reward over length of the reply", partial(_draw_dots, key, lengths, rewards))
     note = "The line: means of equally many replies."
@@ -273,7 +266,10 @@ def _draw_dots(key: LegendKey, lengths: np.ndarray, rewards: np.ndarray, canvas:
 
 
 def lengths_compared(name: str, lines: Sequence[PlotLine]) -> Drawing:
-    """Mean rewards over length of several models, each in deviations of its own rewards."""
+    """Draw mean rewards of several models over length, each in its own standard deviations.
+
+    Rewards of different models have no common unit.
+    """
     title = "Reward against length"
     svg = draw(name, f"{title} of several models", partial(_draw_lengths, lines))
     note = "Rewards minus their mean, in standard deviations; means of equally many replies."
@@ -290,14 +286,14 @@ def _length_axes(canvas: Canvas, unit: str) -> None:
     canvas.axes.set_xscale("log")
     canvas.axes.set_xlabel("characters of the reply")
     canvas.axes.set_ylabel(unit)
-    # Lengths within a decade have ticks between its ends alone; more than a few do not fit.
+    # By default a log axis has ticks only at powers of ten: none, if all lengths are in one decade.
     canvas.axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     canvas.axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     canvas.axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def mean_by_length(key: LegendKey, lengths: np.ndarray, rewards: np.ndarray) -> PlotLine:
-    """Means of rewards over those of lengths, in up to ten parts of ten replies or more each."""
+    """Mean reward and mean length of up to ten bins by length, of ten replies or more each."""
     order = np.argsort(lengths, kind="stable")
     parts = np.array_split(order, min(_LENGTH_BINS, max(1, len(order) // _LEAST_IN_BIN)))
     x = [float(lengths[part].mean()) for part in parts]
@@ -307,7 +303,7 @@ def mean_by_length(key: LegendKey, lengths: np.ndarray, rewards: np.ndarray) -> 
 def reward_by_label(
     name: str, title: str, key: LegendKey, labels: np.ndarray, rewards: np.ndarray
 ) -> Drawing:
-    """Rewards over labels; the diagonal is a reward that is its label."""
+    """Draw rewards over labels; on the diagonal the reward equals the label."""
     svg = draw(name, title, partial(_draw_labels, key, labels, rewards), HEIGHT)
     return Drawing(title, svg, (), "On the diagonal the reward equals the label.")
 
@@ -323,10 +319,10 @@ def _draw_labels(key: LegendKey, labels: np.ndarray, rewards: np.ndarray, canvas
 
 # SVG to embed in a page: small, without scripts, text kept as text.
 
-# Wong 2011, "Color blindness": told apart by colour-blind people, and in print. Eight, as a figure
-# of more lines cannot be read.
+# Wong 2011, "Color blindness": colours that colour-blind people can tell apart, also in print.
+# Eight are enough: a figure of more lines cannot be read.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#999933")
-# In inches; the page scales it, and at these sizes its text is readable from 360 pixels on.
+# In inches. The page scales figures; at this size their text is readable from 360 pixels width on.
 WIDTH, HEIGHT = 4.4, 2.9
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
@@ -353,7 +349,7 @@ _SIZE = re.compile(r' (?:width|height)="[^"]*pt"')
 
 
 class Canvas:
-    """Axes to draw on, and what the pointer is told over some of what is drawn."""
+    """Axes to draw on, and tooltips of drawn artists."""
 
     def __init__(self, height: float) -> None:
         self.figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -368,10 +364,9 @@ class Canvas:
 
 
 def draw(name: str, alt: str, on: Callable[[Canvas], None], height: float = HEIGHT) -> str:
-    """The SVG of what ``on`` draws, equal for equal numbers.
+    """Render what ``on`` draws as SVG; equal numbers give equal bytes.
 
-    ``name`` is unlike that of other figures of the page; ``alt`` says what it shows, for those who
-    do not see it.
+    ``name`` is unique on the page; ``alt`` is the text for those who cannot see the figure.
     """
     with matplotlib.rc_context(_STYLE):  # type: ignore[arg-type]
         canvas = Canvas(height)
@@ -387,7 +382,7 @@ def _for_page(svg: str, name: str, alt: str, told: dict[str, str]) -> str:
     svg = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(alt)}" ', 1)
     for own, text in told.items():
         svg = svg.replace(f'<g id="{own}">', f"<g><title>{escape(text)}</title>", 1)
-    # Other figures of the page have the same names.
+    # matplotlib gives every figure the same ids: prefix those in use, drop the rest.
     for kept in sorted(set(_POINTED_AT.findall(svg))):
         own = rf'(id="|href="#|url\(#){re.escape(kept)}(?=[")])'
         svg = re.sub(own, rf"\g<1>{name}-{kept}", svg)
@@ -454,9 +449,9 @@ class Heldout:
     """A held-out set of a run or an evaluation, and how figures show it."""
 
     key: LegendKey
-    reported: Reported
+    reported: RunReport
     name: str
-    judged: HeldoutSet
+    predictions: Predictions
 
     def metric(self, name: str) -> float | None:
         """Return a metric that the run or the evaluation recorded for this set; None if it did not.
@@ -471,12 +466,12 @@ class Heldout:
 
         That is tokens, as in logs and evaluations, where one recorded it; else characters.
         """
-        if not isinstance(self.judged, JudgedPairs):
+        if self.predictions.is_rated:
             return None
         recorded = self.metric("longer_reply_accuracy")
         if recorded is not None:
             return recorded, self.length_unit()
-        return ranking.longer_reply_accuracy(self.judged.as_metrics()), self.length_unit()
+        return ranking.longer_reply_accuracy(self.predictions.as_metrics()), self.length_unit()
 
     def length_unit(self) -> str:
         """Return the unit of recorded lengths of pairs; a server's evaluation has no tokens."""
@@ -485,17 +480,17 @@ class Heldout:
         return "characters" if is_server or recorded is None else "tokens"
 
 
-def heldout_sets(reported: Sequence[Reported]) -> list[Heldout]:
+def heldout_sets(reported: Sequence[RunReport]) -> list[Heldout]:
     """List all held-out sets; those of one run differ in dashes, or in colour if it is alone."""
     found = []
     for number, each in enumerate(reported):
-        for place, (name, judged) in enumerate(each.judged.items()):
-            label = each.name if len(each.judged) == 1 else f"{each.name}, {name}"
+        for place, (name, predictions) in enumerate(each.predictions.items()):
+            label = each.name if len(each.predictions) == 1 else f"{each.name}, {name}"
             colour, dashes = (number, place) if len(reported) > 1 else (place, 0)
-            found.append(Heldout(LegendKey(label, colour, dashes), each, name, judged))
+            found.append(Heldout(LegendKey(label, colour, dashes), each, name, predictions))
     return found
 
 
-def of_pairs(sets: Sequence[Heldout]) -> list[tuple[LegendKey, JudgedPairs]]:
+def of_pairs(sets: Sequence[Heldout]) -> list[Heldout]:
     """Select the sets of pairs."""
-    return [(each.key, each.judged) for each in sets if isinstance(each.judged, JudgedPairs)]
+    return [each for each in sets if not each.predictions.is_rated]

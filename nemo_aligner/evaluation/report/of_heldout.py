@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from nemo_aligner.data.records import PAIR_COLUMNS
+from nemo_aligner.evaluation.report import run_report
 from nemo_aligner.evaluation.report.figures import (
     Drawing,
     Heldout,
@@ -23,7 +24,7 @@ from nemo_aligner.evaluation.report.figures import (
     reward_by_label,
     reward_by_length,
 )
-from nemo_aligner.evaluation.report.run_report import JudgedPairs, JudgedRatings, Reported
+from nemo_aligner.evaluation.report.run_report import RunReport
 from nemo_aligner.evaluation.robustness import (
     BOTH,
     REJECTED,
@@ -31,6 +32,7 @@ from nemo_aligner.evaluation.robustness import (
     RobustnessRow,
     robustness_note,
 )
+from nemo_aligner.evaluation.tasks.base import TaskRow
 from nemo_aligner.metrics import ranking
 from nemo_aligner.utils.console import show_number
 
@@ -40,9 +42,9 @@ _NO_PAIRS = "There are no pairs here."
 _NO_RECORDS = "There are no held-out rewards here: nothing was validated, or evaluate wrote none."
 
 
-def accuracy(sets: Sequence[Heldout], reported: Sequence[Reported]) -> PageSection:
+def accuracy(sets: Sequence[Heldout], reported: Sequence[RunReport]) -> PageSection:
     """Build accuracy by source with intervals, and the tables of benchmarks."""
-    shares = [(key, judged.shares()) for key, judged in of_pairs(sets)]
+    shares = [(each.key, run_report.shares(each.predictions)) for each in of_pairs(sets)]
     is_one = len(shares) == 1
     rows = [
         [
@@ -63,7 +65,7 @@ def accuracy(sets: Sequence[Heldout], reported: Sequence[Reported]) -> PageSecti
     return PageSection("accuracy", "Accuracy by source", drawings, tables, (), notes, _NO_PAIRS)
 
 
-def _benchmark(each: Reported) -> PageTable:
+def _benchmark(each: RunReport) -> PageTable:
     header = ["", "", "value", "95% interval", "items"]
     return PageTable(header, [_task_row(row) for row in each.rows], f"{each.name}: {each.kind}")
 
@@ -72,43 +74,41 @@ def _interval(low: float, high: float) -> str:
     return f"{low:.3f} to {high:.3f}"
 
 
-def _task_row(row: Mapping[str, Any]) -> list[str]:
-    low, high, value = row.get("low"), row.get("high"), row.get("value")
-    interval = "" if low is None or high is None else _interval(low, high)
-    number = f"{value:.4f}" if isinstance(value, float) else str(value)
-    count = row.get("count")
-    name, level = str(row.get("name")), str(row.get("level"))
-    return [level, name, number, interval, "" if count is None else str(count)]
+def _task_row(row: TaskRow) -> list[str]:
+    interval = "" if row.low is None or row.high is None else _interval(row.low, row.high)
+    count = "" if row.count is None else str(row.count)
+    return [row.level.value, row.name, f"{row.value:.4f}", interval, count]
 
 
 def rewards(sets: Sequence[Heldout]) -> PageSection:
-    """Margins of all sets in one histogram; of each set chosen beside rejected, or each label."""
+    """Build the histograms of margins and rewards; of ratings, rewards over labels."""
     pairs = of_pairs(sets)
     drawings: list[Drawing] = []
     if pairs:
-        margins = [Histogram(key, -np.diff(judged.rewards)[:, 0]) for key, judged in pairs]
+        margins = [Histogram(each.key, -np.diff(each.predictions.rewards)[:, 0]) for each in pairs]
         drawings.append(
             histogram("margins", "Reward margin", "chosen minus rejected", margins, 0.0)
         )
     for number, each in enumerate(sets):
-        if isinstance(each.judged, JudgedPairs):
-            drawings.append(_both_sides(f"rewards-{number}", each, each.judged))
+        if each.predictions.is_rated:
+            drawings += _by_attribute(f"rewards-{number}", each)
         else:
-            drawings += _by_attribute(f"rewards-{number}", each, each.judged)
+            drawings.append(_both_sides(f"rewards-{number}", each))
     return PageSection("rewards", "Rewards and margins", drawings, nothing=_NO_RECORDS)
 
 
-def _both_sides(name: str, each: Heldout, judged: JudgedPairs) -> Drawing:
+def _both_sides(name: str, each: Heldout) -> Drawing:
     sides = [
-        Histogram(LegendKey("chosen", 0), judged.rewards[:, 0]),
-        Histogram(LegendKey("rejected", 1), judged.rewards[:, 1]),
+        Histogram(LegendKey(side, column), each.predictions.rewards[:, column])
+        for column, side in enumerate(PAIR_COLUMNS)
     ]
     return histogram(name, f"Rewards: {each.key.name}", "reward", sides)
 
 
-def _by_attribute(name: str, each: Heldout, judged: JudgedRatings) -> Iterator[Drawing]:
-    for column, attribute in enumerate(judged.attributes):
-        own, labels = judged.rewards[:, column], judged.labels[:, column]
+def _by_attribute(name: str, each: Heldout) -> Iterator[Drawing]:
+    rated = each.predictions
+    for column, attribute in enumerate(rated.attributes):
+        own, labels = rated.rewards[:, column], rated.labels[:, column]
         present = ~np.isnan(labels) & ~np.isnan(own)
         if present.any():
             title = f"{attribute}: {each.key.name}"
@@ -119,7 +119,7 @@ def _by_attribute(name: str, each: Heldout, judged: JudgedRatings) -> Iterator[D
 
 def reliability(sets: Sequence[Heldout]) -> PageSection:
     """Build the section on calibration: do larger margins mean right verdicts?"""
-    pairs = [(key, judged.as_metrics()) for key, judged in of_pairs(sets)]
+    pairs = [(each.key, each.predictions.as_metrics()) for each in of_pairs(sets)]
     rows = [
         [
             key.name,
@@ -147,7 +147,7 @@ def reward_and_length(sets: Sequence[Heldout]) -> PageSection:
         drawings.append(lengths_compared("lengths", lines))
     for number, each in enumerate(sets):
         drawings.append(reward_by_length(f"length-{number}", each.key, *_lengths_and_rewards(each)))
-    rows = [_length_row(each, each.judged) for each in sets if isinstance(each.judged, JudgedPairs)]
+    rows = [_length_row(each) for each in of_pairs(sets)]
     header = [
         "",
         "correlation of reward and length",
@@ -171,10 +171,9 @@ def reward_and_length(sets: Sequence[Heldout]) -> PageSection:
 
 
 def _lengths_and_rewards(each: Heldout) -> tuple[np.ndarray, np.ndarray]:
-    """Return the characters and the reward of every reply; of several attributes the mean."""
-    if isinstance(each.judged, JudgedPairs):
-        return each.judged.lengths.ravel(), each.judged.rewards.ravel()
-    return each.judged.lengths, each.judged.rewards.mean(axis=1)
+    """Characters and reward of every reply; the mean reward if there are several attributes."""
+    lengths, rewards = each.predictions.lengths, each.predictions.rewards
+    return lengths.ravel(), rewards.mean(axis=1) if each.predictions.is_rated else rewards.ravel()
 
 
 def _standardised(each: Heldout) -> tuple[np.ndarray, np.ndarray]:
@@ -182,8 +181,9 @@ def _standardised(each: Heldout) -> tuple[np.ndarray, np.ndarray]:
     return lengths, (found - found.mean()) / (found.std() or 1.0)
 
 
-def _length_row(each: Heldout, judged: JudgedPairs) -> list[str]:
-    pairs, is_recorded = judged.as_metrics(), each.metric("longer_reply_accuracy") is not None
+def _length_row(each: Heldout) -> list[str]:
+    pairs = each.predictions.as_metrics()
+    is_recorded = each.metric("longer_reply_accuracy") is not None
     values = (
         each.metric(function.__name__) if is_recorded else function(pairs)
         for function in (
@@ -204,8 +204,8 @@ def longer_baseline(each: Heldout) -> str:
 
 
 def mistakes(sets: Sequence[Heldout]) -> PageSection:
-    """The records that each model is surest of, and wrong."""
-    found = [(each.key.name, each.judged.mistakes(MOST_MISTAKES)) for each in sets]
+    """Build the list of the most confident mistakes of each model."""
+    found = [(each.key.name, run_report.mistakes(each.predictions, MOST_MISTAKES)) for each in sets]
     return PageSection(
         "mistakes",
         "The most confident mistakes",
@@ -229,7 +229,7 @@ _HEADER = (
 )
 
 
-def robustness(reported: Sequence[Reported]) -> PageSection:
+def robustness(reported: Sequence[RunReport]) -> PageSection:
     """Build the section on changes of style, of both replies and of the rejected one alone."""
     tables: list[PageTable] = []
     notes = []

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_aligner.evaluation.predictions import Predictions
 from nemo_aligner.evaluation.report.figures import (
     Drawing,
     Heldout,
@@ -19,7 +20,7 @@ from nemo_aligner.evaluation.report.figures import (
     of_pairs,
 )
 from nemo_aligner.evaluation.report.of_heldout import longer_baseline
-from nemo_aligner.evaluation.report.run_report import HeldoutSet, JudgedPairs, Reported
+from nemo_aligner.evaluation.report.run_report import RunReport, shares
 from nemo_aligner.metrics.table import BY_SOURCE, Better, better_values, find_metric
 from nemo_aligner.utils.console import show_bytes, show_number
 
@@ -32,8 +33,8 @@ _SPEED = ("train/tokens_per_second", "timing/train_step")
 _ALSO = ("memory", "power", "mfu")
 
 
-def learning_curves(reported: Sequence[Reported]) -> PageSection:
-    """Training and validation in one figure for each metric; below, what every validation found."""
+def learning_curves(reported: Sequence[RunReport]) -> PageSection:
+    """Build a figure of training and validation for each metric, and tables of all validations."""
     drawings = [_of_metric(name, reported) for name in (*_CURVES, *_OF_STEPS)]
     return PageSection(
         "curves",
@@ -47,13 +48,13 @@ def learning_curves(reported: Sequence[Reported]) -> PageSection:
     )
 
 
-def main_curve(reported: Sequence[Reported]) -> Drawing | None:
+def main_curve(reported: Sequence[RunReport]) -> Drawing | None:
     """Draw the metric that a run is judged by, over training steps; None without one."""
     found = (_of_metric(name, reported, "main") for name in MAIN_METRICS)
     return next((each for each in found if each is not None), None)
 
 
-def _of_metric(metric: str, reported: Sequence[Reported], prefix: str = "curve") -> Drawing | None:
+def _of_metric(metric: str, reported: Sequence[RunReport], prefix: str = "curve") -> Drawing | None:
     is_one = len(reported) == 1
     lines = [
         line
@@ -68,8 +69,8 @@ def _of_metric(metric: str, reported: Sequence[Reported], prefix: str = "curve")
     return curve(f"{prefix}-{metric}", metric, metric, lines, note)
 
 
-def _of_one(metric: str, run: Reported) -> Iterator[PlotLine]:
-    """A colour for training, and for each set of validation."""
+def _of_one(metric: str, run: RunReport) -> Iterator[PlotLine]:
+    """Yield lines: a colour for training, and one for each validation set."""
     if f"train/{metric}" in run.curves:
         key = LegendKey("train", 0, is_faint=metric in _CURVES)
         yield PlotLine(key, *run.curves[f"train/{metric}"])
@@ -77,8 +78,8 @@ def _of_one(metric: str, run: Reported) -> Iterator[PlotLine]:
         yield PlotLine(LegendKey(name, place), *run.curves[f"{name}/{metric}"], marked=True)
 
 
-def _of_several(metric: str, run: Reported, number: int) -> Iterator[PlotLine]:
-    """A colour for the run, and dashes for each set of validation."""
+def _of_several(metric: str, run: RunReport, number: int) -> Iterator[PlotLine]:
+    """Yield lines: a colour for the run, and dashes for each validation set."""
     if f"train/{metric}" in run.curves:
         key = LegendKey(f"{run.name}, train", number, is_faint=metric in _CURVES)
         yield PlotLine(key, *run.curves[f"train/{metric}"])
@@ -87,17 +88,17 @@ def _of_several(metric: str, run: Reported, number: int) -> Iterator[PlotLine]:
         yield PlotLine(key, *run.curves[f"{name}/{metric}"], marked=True)
 
 
-def _sets_with(metric: str, run: Reported) -> list[str]:
+def _sets_with(metric: str, run: RunReport) -> list[str]:
     return [name for name in validation_sets(run) if f"{name}/{metric}" in run.curves]
 
 
-def validation_sets(run: Reported) -> list[str]:
+def validation_sets(run: RunReport) -> list[str]:
     """Names of the sets that a run was validated on."""
     names = [name.partition("/")[0] for name in run.curves if name.startswith(VALIDATION)]
     return list(dict.fromkeys(names))
 
 
-def _validations(reported: Sequence[Reported]) -> Iterator[PageTable]:
+def _validations(reported: Sequence[RunReport]) -> Iterator[PageTable]:
     for run in reported:
         for name in validation_sets(run):
             metrics = [each for each in _CURVES if f"{name}/{each}" in run.curves]
@@ -112,7 +113,7 @@ def _shown(value: float | None) -> str:
     return "" if value is None else show_number(value)
 
 
-def throughput(reported: Sequence[Reported]) -> PageSection:
+def throughput(reported: Sequence[RunReport]) -> PageSection:
     """Build the section on speed and memory."""
     names = list(dict.fromkeys(name for run in reported for name in run.curves))
     of_machine = [name for name in names if any(word in name.lower() for word in _ALSO)]
@@ -129,7 +130,7 @@ def throughput(reported: Sequence[Reported]) -> PageSection:
     )
 
 
-def _of_speed(name: str, reported: Sequence[Reported]) -> Drawing | None:
+def _of_speed(name: str, reported: Sequence[RunReport]) -> Drawing | None:
     lines = [
         PlotLine(LegendKey(run.name, number), *run.curves[name])
         for number, run in enumerate(reported)
@@ -143,8 +144,8 @@ def _of_speed(name: str, reported: Sequence[Reported]) -> Drawing | None:
     return curve(f"speed-{own}", short.replace("_", " "), unit, lines)
 
 
-def _speed_rows(reported: Sequence[Reported]) -> Iterator[list[str]]:
-    """Medians, as the first step of a run and those beside a save are longer."""
+def _speed_rows(reported: Sequence[RunReport]) -> Iterator[list[str]]:
+    """Yield medians: the first step of a run, and steps during a save, take longer."""
     for what, name in (
         ("tokens per second, median", "train/tokens_per_second"),
         ("seconds per step, median", "timing/train_step"),
@@ -163,7 +164,7 @@ def _speed_rows(reported: Sequence[Reported]) -> Iterator[list[str]]:
 # Summary, data, contract, settings, versions.
 
 
-def summary(reported: Sequence[Reported], sets: Sequence[Heldout]) -> PageSection:
+def summary(reported: Sequence[RunReport], sets: Sequence[Heldout]) -> PageSection:
     """Build the summary: best validation, and the last value of every metric."""
     rows = [
         ["what it is", *(each.kind for each in reported)],
@@ -187,13 +188,13 @@ def _rows(name: str, values: Sequence[str]) -> Iterator[list[str]]:
         yield [name, *values]
 
 
-def _steps(run: Reported) -> str:
+def _steps(run: RunReport) -> str:
     steps = [steps[-1] for steps, _ in run.curves.values()]
     return str(max(steps)) if steps else ""
 
 
-def _best(run: Reported) -> str:
-    """Return the best value of each set's main metric; of equals the one with the lowest loss."""
+def _best(run: RunReport) -> str:
+    """Best value of each set's main metric; ties go to the lower loss, as for checkpoints."""
     found = []
     for name in validation_sets(run):
         main = next((each for each in MAIN_METRICS if f"{name}/{each}" in run.curves), None)
@@ -209,44 +210,43 @@ def _best(run: Reported) -> str:
     return "; ".join(found)
 
 
-def _accuracy(each: Reported, sets: Sequence[Heldout]) -> str:
+def _accuracy(each: RunReport, sets: Sequence[Heldout]) -> str:
     found = []
-    for _, judged in of_pairs([one for one in sets if one.reported is each]):
-        share = judged.shares()[0]
+    for own in of_pairs([one for one in sets if one.reported is each]):
+        share = shares(own.predictions)[0]
         interval = f"{share.low:.3f} to {share.high:.3f}"
         found.append(f"{share.accuracy:.3f} ({interval}), {share.pairs} pairs")
     return "; ".join(found)
 
 
-def _longer(each: Reported, sets: Sequence[Heldout]) -> str:
+def _longer(each: RunReport, sets: Sequence[Heldout]) -> str:
     own = (longer_baseline(one) for one in sets if one.reported is each)
     return "; ".join(filter(None, own))
 
 
-def _described(each: Reported) -> Iterator[tuple[str, str]]:
+def _described(each: RunReport) -> Iterator[tuple[str, str]]:
     """Yield what the run printed at its start, as ``model: 143.4M parameters``."""
     for line in each.facts.get("described", []):
         what, _, said = line.partition(": ")
         yield (what, said) if said else ("note", what)
 
 
-def _drawn(each: Reported, is_one_of_many: bool) -> list[str]:
+def _drawn(each: RunReport, is_one_of_many: bool) -> list[str]:
     prefix, lines = f"{each.name}: " * is_one_of_many, []
-    for name, judged in each.judged.items():
-        total, kept = each.facts.get("validation_records", {}).get(name, 0), _count(judged)
+    for name, predictions in each.predictions.items():
+        total, kept = each.facts.get("validation_records", {}).get(name, 0), _count(predictions)
         if total > kept:
             lines.append(f"{prefix}{name}: figures are of {kept} of {total} records, drawn once")
     return lines
 
 
-def _count(judged: HeldoutSet) -> int:
+def _count(predictions: Predictions) -> int:
     """Records, of which some may have several pairs."""
-    if isinstance(judged, JudgedPairs):
-        return len({each.record.partition(", pair ")[0] for each in judged.verdicts})
-    return len(judged.records)
+    records = [row.record for row in predictions.rows]
+    return len(records if predictions.is_rated else set(records))
 
 
-def _metrics(reported: Sequence[Reported]) -> PageTable:
+def _metrics(reported: Sequence[RunReport]) -> PageTable:
     columns: dict[str, dict[str, str]] = {}
     for each in reported:
         for name in validation_sets(each):
@@ -285,7 +285,7 @@ def _cell(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def data(reported: Sequence[Reported]) -> PageSection:
+def data(reported: Sequence[RunReport]) -> PageSection:
     """Build the tables of the data files."""
     tables = []
     for each in reported:
@@ -299,7 +299,7 @@ def data(reported: Sequence[Reported]) -> PageSection:
     return PageSection("data", "Data", tables=tables, nothing="Nothing is known of it here.")
 
 
-def contract(reported: Sequence[Reported]) -> PageSection:
+def contract(reported: Sequence[RunReport]) -> PageSection:
     """Build the section on the scoring contracts."""
     hashes = [_hash(each) for each in reported]
     tables = []
@@ -314,7 +314,7 @@ def contract(reported: Sequence[Reported]) -> PageSection:
     return PageSection("contract", "Scoring contract", (), tables, (), notes, nothing)
 
 
-def _hash(each: Reported) -> str:
+def _hash(each: RunReport) -> str:
     found = each.facts.get("contract_hash", each.facts.get("contract", ""))
     return found if isinstance(found, str) else ""
 
@@ -323,7 +323,7 @@ def _as_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def settings(reported: Sequence[Reported]) -> PageSection:
+def settings(reported: Sequence[RunReport]) -> PageSection:
     """Build the tables of settings; of several runs, those that differ come first."""
     having = [each for each in reported if each.settings]
     tables = []
@@ -338,7 +338,7 @@ def settings(reported: Sequence[Reported]) -> PageSection:
     return PageSection("settings", "Settings", tables=tables, nothing=nothing)
 
 
-def versions(reported: Sequence[Reported]) -> PageSection:
+def versions(reported: Sequence[RunReport]) -> PageSection:
     """Build the table of versions."""
     having = [each for each in reported if each.facts.get("versions")]
     rows = list(_side_by_side([each.facts["versions"] for each in having]))

@@ -1,7 +1,7 @@
-"""A report for people: one HTML file that asks for nothing, has no script, and can be printed.
+"""A report for people: one HTML file without scripts or requests, which can also be printed.
 
-Whatever stands in it is untrusted: the template escapes all of it, and the page forbids the browser
-to run or to load anything, in case it ever did not.
+Everything shown is untrusted. The template escapes it, and a content security policy forbids the
+browser to run or load anything, should an escape ever be missing.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from nemo_aligner.evaluation.report.figures import (
 )
 from nemo_aligner.evaluation.report.of_training import main_curve
 from nemo_aligner.evaluation.report.run_report import (
-    JudgedPairs,
-    JudgedRatings,
     Mistake,
-    Reported,
+    RunReport,
+    mistakes,
     name_apart,
-    read_reported,
+    read_report,
+    shares,
 )
 from nemo_aligner.metrics.ranking import correlation, nanmean
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 MOST_REPORTED = len(COLOURS)
-# In all mistakes together; escaped, in UTF-8, still below the 3 MB of a page.
+# For the texts of all mistakes together: escaped and in UTF-8, the page stays below 3 MB.
 _MOST_CHARACTERS = 400_000
 _MOST_OF_A_TEXT = 20_000
 # Characters that are invisible, or change the direction of the text around them.
@@ -56,7 +56,7 @@ class ShownTurn:
 
 @dataclass(frozen=True)
 class ShownMistake:
-    """A mistake as the page has it: the prompt once, and below it the replies."""
+    """Mistake as the page shows it: the prompt once, and the replies below."""
 
     mistake: Mistake
     prompt: Sequence[ShownTurn]
@@ -64,28 +64,28 @@ class ShownMistake:
 
 
 def write_page(paths: Sequence[Path], output: Path) -> Path:
-    """Write the report of runs and evaluations, which are overlaid where there are several.
+    """Write the report of runs and evaluations; several are overlaid.
 
     Raises:
         DataError: one of them is neither.
         ConfigError: there are too many, or ``output`` cannot be written.
     """
-    return save_page([read_reported(path) for path in paths], output)
+    return save_page([read_report(path) for path in paths], output)
 
 
-def save_page(reported: Sequence[Reported], output: Path) -> Path:
-    """``write_page`` of what has been read; where it is."""
+def save_page(reported: Sequence[RunReport], output: Path) -> Path:
+    """Write the page of reports in memory, and return its path."""
     content = render_page(reported)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        # A text may have half of a surrogate pair.
+        # A text may contain half of a surrogate pair, which UTF-8 cannot encode.
         output.write_bytes(content.encode("utf-8", "replace"))
     except OSError as error:
         raise ConfigError(f"output: got {output}, wanted a file to write: {error}") from error
     return output
 
 
-def render_page(reported: Sequence[Reported]) -> str:
+def render_page(reported: Sequence[RunReport]) -> str:
     """The HTML.
 
     Raises:
@@ -112,11 +112,11 @@ def render_page(reported: Sequence[Reported]) -> str:
     )
 
 
-def build_sections(reported: Sequence[Reported]) -> list[PageSection]:
+def build_sections(reported: Sequence[RunReport]) -> list[PageSection]:
     """Build all sections in order; those without content say why."""
     sets = heldout_sets(reported)
     for each in sets:
-        if len(each.judged.lengths) == 0:
+        if not each.predictions.rows:
             raise DataError(f"{each.key.name}: it has no record, wanted at least one")
     return [
         page.overview(reported, sets),
@@ -137,12 +137,12 @@ def build_sections(reported: Sequence[Reported]) -> list[PageSection]:
 
 
 def show_mistake(mistake: Mistake, how_many: int) -> ShownMistake:
-    """The texts of one of ``how_many``: each whole, unless it is very long."""
+    """Texts of one of ``how_many`` mistakes, each in full unless it is very long."""
     most = min(_MOST_OF_A_TEXT, _MOST_CHARACTERS // (4 * max(1, how_many)))
     prompts = [prompt_of(text) for _, text in mistake.texts]
     is_common = all(prompt == prompts[0] for prompt in prompts)
     prompt = [_turn(each["role"], said(each), most) for each in prompts[0] * is_common]
-    # Where there is no common prompt a text stands whole.
+    # Without a common prompt each text is shown in full.
     shown = reply_of if is_common else _whole
     replies = [_turn(side, shown(text), most) for side, text in mistake.texts]
     return ShownMistake(mistake, prompt, replies)
@@ -174,7 +174,7 @@ _WORST = 5
 _MOST_OF_A_TEXT = 90
 
 
-def overview(reported: Sequence[Reported], sets: Sequence[Heldout]) -> PageSection:
+def overview(reported: Sequence[RunReport], sets: Sequence[Heldout]) -> PageSection:
     """Build the headline of every held-out set, and the curve that a run is judged by."""
     headlines = [_headline(each, each.key.name * (len(sets) > 1)) for each in sets]
     curve = main_curve(reported)
@@ -188,15 +188,14 @@ def overview(reported: Sequence[Reported], sets: Sequence[Heldout]) -> PageSecti
 
 
 def _headline(each: Heldout, name: str) -> Headline:
-    worst = [_on_one_line(mistake) for mistake in each.judged.mistakes(_WORST)]
-    if isinstance(each.judged, JudgedPairs):
-        return Headline(name, *_of_pairs(each, each.judged), worst)
-    return Headline(name, *_of_ratings(each, each.judged), worst)
+    worst = [_on_one_line(mistake) for mistake in mistakes(each.predictions, _WORST)]
+    figures, verdict = (_of_ratings if each.predictions.is_rated else _of_pairs)(each)
+    return Headline(name, figures, verdict, worst)
 
 
-def _of_pairs(each: Heldout, judged: JudgedPairs) -> tuple[list[tuple[str, str]], str]:
+def _of_pairs(each: Heldout) -> tuple[list[tuple[str, str]], str]:
     """Compare accuracy with the length baseline; the interval is Wilson's (1927), of 95%."""
-    share, baseline = judged.shares()[0], each.longer_baseline()
+    share, baseline = shares(each.predictions)[0], each.longer_baseline()
     longer, unit = baseline or (0.5, "")
     figures = [
         (
@@ -220,18 +219,19 @@ def _of_pairs(each: Heldout, judged: JudgedPairs) -> tuple[list[tuple[str, str]]
     return figures, verdict
 
 
-def _of_ratings(each: Heldout, judged: JudgedRatings) -> tuple[list[tuple[str, str]], str]:
+def _of_ratings(each: Heldout) -> tuple[list[tuple[str, str]], str]:
     """Compare the mean Pearson correlation of rewards and labels with that of length alone."""
+    predictions = each.predictions
     found = {
-        name: _correlation(judged.rewards[:, column], judged.labels[:, column])
-        for column, name in enumerate(judged.attributes)
+        name: _correlation(predictions.rewards[:, column], predictions.labels[:, column])
+        for column, name in enumerate(predictions.attributes)
     }
     known = {name: value for name, value in found.items() if not np.isnan(value)}
     if not known:
-        return [(str(len(judged.records)), "rated replies")], "No attribute has labels that vary."
+        return [(str(len(predictions.rows)), "rated replies")], "No attribute has labels that vary."
     mean = float(np.mean(list(known.values())))
-    length, unit = _length_alone(each, judged)
-    how_many = f"{len(judged.records)} rated replies"
+    length, unit = _length_alone(each)
+    how_many = f"{len(predictions.rows)} rated replies"
     over = f", mean of {len(known)} attributes" if len(known) > 1 else ""
     figures = [(f"{mean:.3f}", f"Pearson's r of reward and label on {how_many}{over}")]
     said = []
@@ -248,13 +248,14 @@ def _of_ratings(each: Heldout, judged: JudgedRatings) -> tuple[list[tuple[str, s
     return figures, " ".join(said)
 
 
-def _length_alone(each: Heldout, judged: JudgedRatings) -> tuple[float, str]:
+def _length_alone(each: Heldout) -> tuple[float, str]:
     """Return the mean |r| of labels and length, and the unit of length: tokens where recorded."""
     recorded = each.metric("length_only_pearson_mean")
     if recorded is not None:
         return recorded, each.length_unit()
-    lengths = judged.lengths.astype(float)
-    return nanmean(abs(_correlation(lengths, own)) for own in judged.labels.T), "characters"
+    lengths = each.predictions.lengths.astype(float).ravel()
+    labels = each.predictions.labels.T
+    return nanmean(abs(_correlation(lengths, own)) for own in labels), "characters"
 
 
 def _correlation(values: np.ndarray, labels: np.ndarray) -> float:

@@ -28,7 +28,7 @@ TASKS = {
 
 
 def find_task(name: str) -> Task:
-    """The benchmark of this name.
+    """Find a benchmark by name.
 
     Raises:
         ConfigError: there is none.

@@ -11,47 +11,12 @@ import numpy as np
 
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.data.formats.base import read_conversation
+from nemo_aligner.evaluation.predictions import Item, Prediction
 from nemo_aligner.metrics.ranking import wilson_interval
 from nemo_aligner.utils.errors import DataError
 
 
-@dataclass(frozen=True)
-class TaskItem:
-    """A prompt with K texts, prompt included.
-
-    Attributes:
-        id: as the benchmark's file has it.
-        subset: the smallest part of the benchmark that it is counted in.
-        texts: K of them, those that are right first.
-        num_right: how many are right.
-        scores: of every text what people gave it, where a benchmark has that.
-        is_code: whether its replies are code, without fences around it.
-        pairs: which texts are held against each other, the better first, where it says that.
-    """
-
-    id: str
-    subset: str
-    texts: tuple[Text, ...]
-    num_right: int = 1
-    scores: tuple[float, ...] = ()
-    pairs: tuple[tuple[int, int], ...] = ()
-    is_code: bool = False
-
-
-@dataclass(frozen=True)
-class Judged:
-    """An item, the ``[K]`` rewards of its texts, and how right they are, from 0 to 1.
-
-    ``record`` is the file and line of it.
-    """
-
-    item: TaskItem
-    rewards: np.ndarray
-    right: float
-    record: str = ""
-
-
-class Level(Enum):
+class Level(str, Enum):
     subset = "subset"
     section = "section"
     overall = "overall"
@@ -59,7 +24,7 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class TaskRow:
-    """A figure of a benchmark; with its 95% interval where it is a share of ``count`` items."""
+    """Figure of a benchmark; with its 95% interval if it is a mean over ``count`` items."""
 
     level: Level
     name: str
@@ -74,26 +39,26 @@ class Task:
     """A benchmark.
 
     Attributes:
-        name: as ``task=`` has it.
-        file: what its file is called where it is published, for who has not got it.
-        read: the item of one object of the file.
-        judge: how right the rewards of an item are.
-        summarise: the figures that the benchmark gives.
+        name: value of ``task=``.
+        file: where the file is published, for error messages.
+        read: makes an item of one object of the file; None for one without a verdict.
+        judge: credit for the rewards of an item, by the benchmark's rule.
+        summarise: the benchmark's figures, in the order of its table.
         sample: an object of the file.
-        of_name: what the name of a file, without its ending, says of objects that do not.
+        of_name: keys that objects lack and the file's name (without its ending) has.
     """
 
     name: str
     file: str
-    read: Callable[[dict[str, Any]], TaskItem | None]
-    judge: Callable[[TaskItem, np.ndarray], float]
-    summarise: Callable[[Sequence[Judged]], list[TaskRow]]
+    read: Callable[[dict[str, Any]], Item | None]
+    judge: Callable[[Item, np.ndarray], float]
+    summarise: Callable[[Sequence[Prediction]], list[TaskRow]]
     sample: dict[str, Any]
     of_name: Callable[[str], dict[str, Any]] = lambda stem: {}
 
 
 def asked(prompt: Any, reply: Any, key: str) -> Text:
-    """The conversation of a prompt, a string or messages, and a reply.
+    """Conversation of a prompt (a string or messages) and a reply.
 
     Raises:
         DataError: they do not make one.
@@ -109,31 +74,29 @@ def labelled_item(
     orders: Mapping[Any, tuple[str, str] | None],
     name: str = "",
     subset: str = "",
-) -> TaskItem | None:
-    """Two replies by the fields that ``orders`` has for the label, the right one's first.
+) -> Item | None:
+    """Item of two replies; ``orders`` maps a label to their fields, the right one's first.
 
-    None for a label that ``orders`` has nothing for: there is no verdict to get right.
+    None if it maps the label to None: a human tie has no verdict to get right.
 
     Raises:
-        DataError: the label is none of ``orders``.
+        DataError: ``orders`` does not have the label.
     """
     label = value["label"]
-    if label not in [*orders]:  # not by its hash: any JSON value may stand there
+    if label not in [*orders]:  # a list: the label may be any JSON value, also an unhashable one
         *others, last = map(str, orders)
         raise DataError(f"label: got {label!r:.60}, wanted {', '.join(others)} or {last}")
     sides = orders[label]
     if sides is None:
         return None
-    return TaskItem(
-        name, subset, tuple(asked(value[prompt_key], value[side], side) for side in sides)
-    )
+    return Item(name, subset, tuple(asked(value[prompt_key], value[side], side) for side in sides))
 
 
 def listed_replies(value: dict[str, Any], count: int | None = None) -> tuple[Text, ...]:
-    """The texts of ``chosen`` and then of ``rejected``, lists of replies, each of ``count``.
+    """Texts of the lists ``chosen`` and then ``rejected``, each of ``count`` replies.
 
     Raises:
-        DataError: one is no such list.
+        DataError: one of them is not such a list.
     """
     texts: list[Text] = []
     for key in ("chosen", "rejected"):
@@ -145,35 +108,38 @@ def listed_replies(value: dict[str, Any], count: int | None = None) -> tuple[Tex
     return tuple(texts)
 
 
-def first_is_above(item: TaskItem, rewards: np.ndarray) -> float:
-    """1 where the right one of two has the higher reward; a tie is wrong, as RewardBench has it."""
+def first_is_above(item: Item, rewards: np.ndarray) -> float:
+    """1 if the right one of two replies has the higher reward.
+
+    A tie is wrong, as in RewardBench; elsewhere in this package it is half right.
+    """
     return float(rewards[0] > rewards[1])
 
 
-def share_row(level: Level, name: str, judged: Sequence[Judged]) -> TaskRow:
-    """The share that is right, and its Wilson interval."""
-    right = sum(each.right for each in judged)
-    low, high = wilson_interval(right, len(judged))
-    return TaskRow(level, name, right / len(judged), len(judged), low, high)
+def share_row(level: Level, name: str, predictions: Sequence[Prediction]) -> TaskRow:
+    """Share that is right, with its 95% Wilson interval."""
+    right = sum(each.right for each in predictions)
+    low, high = wilson_interval(right, len(predictions))
+    return TaskRow(level, name, right / len(predictions), len(predictions), low, high)
 
 
-def subset_rows(judged: Sequence[Judged]) -> list[TaskRow]:
-    """The share of every subset, by name."""
-    return [share_row(Level.subset, name, some) for name, some in by_subset(judged).items()]
+def subset_rows(predictions: Sequence[Prediction]) -> list[TaskRow]:
+    """Share of every subset, by name."""
+    return [share_row(Level.subset, name, some) for name, some in by_subset(predictions).items()]
 
 
-def by_subset(judged: Sequence[Judged]) -> dict[str, list[Judged]]:
-    """The items of every subset, by name."""
-    found: dict[str, list[Judged]] = {}
-    for each in sorted(judged, key=lambda one: one.item.subset):
-        found.setdefault(each.item.subset, []).append(each)
+def by_subset(predictions: Sequence[Prediction]) -> dict[str, list[Prediction]]:
+    """Predictions of every subset, by name."""
+    found: dict[str, list[Prediction]] = {}
+    for each in sorted(predictions, key=lambda one: one.item.source):
+        found.setdefault(each.item.source, []).append(each)
     return found
 
 
-def pair_rows(judged: Sequence[Judged]) -> list[TaskRow]:
-    """Return the rows of a benchmark of pairs without sections: its subsets, and all pairs."""
-    rows = subset_rows(judged)
-    return [*(rows if len(rows) > 1 else []), share_row(Level.overall, "all", judged)]
+def pair_rows(predictions: Sequence[Prediction]) -> list[TaskRow]:
+    """Rows of a benchmark of pairs without sections: its subsets, if several, and all pairs."""
+    rows = subset_rows(predictions)
+    return [*(rows if len(rows) > 1 else []), share_row(Level.overall, "all", predictions)]
 
 
 def mean_of(rows: Iterable[TaskRow]) -> float:

@@ -6,9 +6,9 @@ from typing import Any
 
 from nemo_aligner.data.formats.base import read_string
 from nemo_aligner.data.formats.hh import turns_of
+from nemo_aligner.evaluation.predictions import Item
 from nemo_aligner.evaluation.tasks.base import (
     Task,
-    TaskItem,
     asked,
     first_is_above,
     labelled_item,
@@ -18,8 +18,8 @@ from nemo_aligner.utils.errors import DataError
 
 # JudgeBench (Tan et al. 2024, arXiv 2410.12784): two replies, one of them objectively right.
 #
-# Its sources make four categories. A reward does not see which reply stands first, so the
-# benchmark's second order says nothing new.
+# Its sources form four categories. The benchmark asks judges in both orders against position bias;
+# rewards have no such bias, so each pair is scored once.
 
 _CATEGORIES = {
     "mmlu-pro": "knowledge",
@@ -30,7 +30,7 @@ _CATEGORIES = {
 _JUDGEBENCH_ORDERS = {"A>B": ("response_A", "response_B"), "B>A": ("response_B", "response_A")}
 
 
-def _read_judgebench(value: dict[str, Any]) -> TaskItem | None:
+def _read_judgebench(value: dict[str, Any]) -> Item | None:
     source = str(value["source"])
     category = next((name for key, name in _CATEGORIES.items() if source.startswith(key)), source)
     return labelled_item(value, "question", _JUDGEBENCH_ORDERS, str(value["pair_id"]), category)
@@ -53,12 +53,12 @@ JUDGEBENCH = Task(
 )
 
 
-# LLMBar (Zeng et al. 2023, arXiv 2310.07641): of two outputs one follows the instruction.
+# LLMBar (Zeng et al. 2023, arXiv 2310.07641): one of two outputs follows the instruction.
 
 _LLMBAR_ORDERS = {1: ("output_1", "output_2"), 2: ("output_2", "output_1")}
 
 
-def _read_llmbar(value: dict[str, Any]) -> TaskItem | None:
+def _read_llmbar(value: dict[str, Any]) -> Item | None:
     return labelled_item(value, "input", _LLMBAR_ORDERS)
 
 
@@ -74,13 +74,12 @@ LLMBAR = Task(
 
 # Auto-J's pairs (Li et al. 2023, arXiv 2310.05470): two responses in one of 58 scenarios.
 #
-# Where people found none better (label 2) there is no verdict to get right: such pairs are left
-# out.
+# Label 2 is a human tie. Such pairs have no verdict to get right and are left out.
 
 _AUTOJ_ORDERS = {0: ("response 1", "response 2"), 1: ("response 2", "response 1"), 2: None}
 
 
-def _read_autoj(value: dict[str, Any]) -> TaskItem | None:
+def _read_autoj(value: dict[str, Any]) -> Item | None:
     return labelled_item(value, "prompt", _AUTOJ_ORDERS, subset=str(value["scenario"]))
 
 
@@ -102,18 +101,19 @@ AUTOJ = Task(
 
 # HumanEvalPack (Muennighoff et al. 2023, arXiv 2308.07124): a solution against one with a bug.
 #
-# Both begin with the problem's own lines of code, as RewardBench's ``hep-*`` subsets have them.
+# Both replies begin with the problem's own code (its ``prompt``), as in RewardBench's ``hep-*``
+# subsets.
 
 _SIDES = ("canonical_solution", "buggy_solution")
 
 
-def _read_humanevalpack(value: dict[str, Any]) -> TaskItem:
+def _read_humanevalpack(value: dict[str, Any]) -> Item:
     texts = tuple(
         asked(value["instruction"], read_string(value, "prompt") + read_string(value, side), side)
         for side in _SIDES
     )
     name = str(value["task_id"])
-    return TaskItem(name, name.partition("/")[0], texts, is_code=True)
+    return Item(name, name.partition("/")[0], texts, is_code=True)
 
 
 HUMANEVALPACK = Task(
@@ -132,20 +132,20 @@ HUMANEVALPACK = Task(
 )
 
 
-# HHH (Askell et al. 2021, arXiv 2112.00861): of two replies one is more helpful, honest, harmless.
+# HHH (Askell et al. 2021, arXiv 2112.00861): one of two replies is more helpful, honest, harmless.
 #
-# The query is the user's; where it has several turns, those after the first begin with a paragraph
+# ``input`` begins with the user's turn, without a mark; later turns begin with a paragraph
 # ``Human:`` or ``Assistant:``.
 
 
-def _read_hhh(value: dict[str, Any]) -> TaskItem:
+def _read_hhh(value: dict[str, Any]) -> Item:
     prompt = turns_of(f"\n\nHuman: {read_string(value, 'input')}", "input")
     right, wrong = _ordered(value["targets"])
-    return TaskItem("", "", (asked(prompt, right, "choices"), asked(prompt, wrong, "choices")))
+    return Item("", "", (asked(prompt, right, "choices"), asked(prompt, wrong, "choices")))
 
 
 def _ordered(targets: Any) -> tuple[Any, Any]:
-    """The reply that is labelled 1, and then the other."""
+    """Choices, the one labelled 1 first."""
     try:
         choices, labels = targets["choices"], targets["labels"]
         (first, second), right = choices, labels.index(1)

@@ -1,9 +1,10 @@
-"""RM-Bench (Liu et al. 2024, arXiv 2410.16184): each right reply against each wrong one, by style.
+"""RM-Bench (Liu et al. 2024, arXiv 2410.16184): right against wrong replies in three styles.
 
-Both come concise, detailed, and detailed with markdown. Normal is style against the same style;
-hard is a plainer right reply against a fancier wrong one, easy the other way round. As in its own
-``compute_accuracy`` (THU-KEG/RM-Bench, scripts/utils.py), all items of ``safety-...`` are one
-domain, and easy, normal, hard and the total are means over the four domains.
+Each reply comes concise, detailed, and detailed with markdown. Normal compares replies of the same
+style, hard a plainer right reply with a fancier wrong one, and easy a fancier right reply with a
+plainer wrong one. As in the original ``compute_accuracy`` (THU-KEG/RM-Bench, scripts/utils.py), all
+items of ``safety-...`` form one domain, and easy, normal, hard and the total are means over the
+four domains.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from nemo_aligner.evaluation.predictions import Item, Prediction
 from nemo_aligner.evaluation.tasks.base import (
-    Judged,
     Level,
     Task,
-    TaskItem,
     TaskRow,
     by_subset,
     listed_replies,
@@ -31,9 +31,9 @@ _SAFETY = "safety"
 _DOMAINS = ("chat", "math", "code", _SAFETY)
 
 
-def _read(value: dict[str, Any]) -> TaskItem:
+def _read(value: dict[str, Any]) -> Item:
     texts = listed_replies(value, _STYLES)
-    return TaskItem(str(value["id"]), str(value["domain"]), texts, _STYLES)
+    return Item(str(value["id"]), str(value["domain"]), texts, _STYLES)
 
 
 def _domain_of(stem: str) -> dict[str, str]:
@@ -44,20 +44,20 @@ def _domain_of(stem: str) -> dict[str, str]:
 
 
 def _wins(rewards: np.ndarray) -> np.ndarray:
-    """``[3, 3]``: whether the right reply of a style is above the wrong one of another."""
+    """``[3, 3]`` bool: the right reply of the row's style beats the wrong one of the column's."""
     return rewards[:_STYLES, None] > rewards[None, _STYLES:]
 
 
-def _judge(item: TaskItem, rewards: np.ndarray) -> float:
+def _judge(item: Item, rewards: np.ndarray) -> float:
     return float(_wins(rewards).mean())
 
 
-def _summarise(judged: Sequence[Judged]) -> list[TaskRow]:
+def _summarise(predictions: Sequence[Prediction]) -> list[TaskRow]:
     rows, domains = [], dict[str, list[TaskRow]]()
-    for name, some in by_subset(judged).items():
+    for name, some in by_subset(predictions).items():
         domains[name] = [share_row(Level.subset, name, some), *_by_difficulty(name, some)]
         rows += domains[name]
-    safety = [each for each in judged if each.item.subset.startswith(_SAFETY)]
+    safety = [each for each in predictions if each.item.source.startswith(_SAFETY)]
     if safety and _SAFETY not in domains:
         whole = share_row(Level.section, _SAFETY, safety)
         domains[_SAFETY] = [whole, *_by_difficulty(_SAFETY, safety)]
@@ -73,12 +73,12 @@ def _summarise(judged: Sequence[Judged]) -> list[TaskRow]:
     return rows
 
 
-def _by_difficulty(domain: str, judged: Sequence[Judged]) -> list[TaskRow]:
-    wins = np.mean([_wins(each.rewards) for each in judged], axis=0)
+def _by_difficulty(domain: str, predictions: Sequence[Prediction]) -> list[TaskRow]:
+    wins = np.mean([_wins(each.rewards) for each in predictions], axis=0)
     plainer, fancier = np.triu_indices(_STYLES, 1)
     shares = (wins[fancier, plainer].mean(), np.diag(wins).mean(), wins[plainer, fancier].mean())
     return [
-        TaskRow(Level.subset, f"{domain}, {name}", float(share), len(judged))
+        TaskRow(Level.subset, f"{domain}, {name}", float(share), len(predictions))
         for name, share in zip(_DIFFICULTIES, shares, strict=True)
     ]
 

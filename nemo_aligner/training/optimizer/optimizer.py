@@ -113,7 +113,10 @@ class Optimizer:
         scale, self._loss_scale = self.loss_scale, None
         # Megatron's step() split up: in fp32 and bf16 it would apply a gradient that is not finite,
         # and report it afterwards.
+        # prepare_grads copies this rank's shard of the summed gradients to the fp32 weights. In
+        # fp16 it also divides by the loss scale, tells if any rank overflowed, and sets the next.
         if self._optimizer.prepare_grads():
+            # At the least scale there is no lower one to try: the gradient itself is at fault.
             skipped = scale is not None and scale > MIN_LOSS_SCALE
             self.skipped_steps += skipped
             return Update(math.nan, applied=False, skipped=skipped)
@@ -124,6 +127,8 @@ class Optimizer:
         if limit > 0:
             clip_gradients(self._optimizer.chained_optimizers, limit, norm)
         before_writing()  # a save may still be copying weights and moments
+        # Each rank updates its shard. With several, the next forward pass gathers the weights as it
+        # comes to them, bucket by bucket (see ``finish_update``).
         self._optimizer.step_with_ready_grads()
         self._scheduler.step(1)
         return Update(norm, applied=True, skipped=False)
@@ -244,6 +249,9 @@ def build_optimizer(
             _mend_torch_adamw(part)
         gather_in_reused_memory(part)
         load_own_shard(part)
+    # Megatron's schedules look for both in the model's config. The first runs after the last
+    # micro-batch: it waits for gradients to be reduced over data parallel ranks, sums those of
+    # norms over tensor parallel ones under sequence parallelism, and divides by the global count.
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
     parts = optimizer.chained_optimizers if config.cpu_offload else ()
@@ -347,6 +355,9 @@ _EPSILON = 1e-6  # as in Megatron and torch
 def gradient_norm(optimizers: Sequence[Any]) -> float:
     """L2 norm of the gradients of all ranks, each parameter counted once; collective."""
     squares = []
+    # Every rank, in the order of ``optimizers``, which is that of the parameter groups on all. One
+    # without gradients in a group takes part with 0. Shards do not overlap, and Megatron leaves out
+    # copies on other tensor parallel ranks, so the squares of all ranks add up to the whole.
     for optimizer in optimizers:
         gradients = gradients_for_norm(optimizer)
         square = torch.zeros(1, device=torch.cuda.current_device())

@@ -16,9 +16,11 @@ import pytest
 from nemo_aligner.contract.messages import reply_of
 from nemo_aligner.data.records import Comparison, Origin, Rating
 from nemo_aligner.evaluation.evaluate import evaluate_comparisons, evaluate_ratings
+from nemo_aligner.evaluation.predictions import Prediction, Predictions
 from nemo_aligner.evaluation.report.page import MOST_REPORTED, render_page, seen, write_page
-from nemo_aligner.evaluation.report.run_report import Reported, of_report, of_task
-from nemo_aligner.evaluation.robustness import ScoredPairs, check_robustness, robustness_json
+from nemo_aligner.evaluation.report.run_report import RunReport
+from nemo_aligner.evaluation.robustness import check_robustness, robustness_json
+from nemo_aligner.evaluation.run import report_evaluation
 from nemo_aligner.evaluation.run_task import run_task
 from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.utils.errors import ConfigError, DataError
@@ -208,7 +210,8 @@ def test_page_of_a_run_that_was_killed_early(tmp_path: Path) -> None:
 
 def test_page_shows_robustness_where_it_was_checked(run: Path, tmp_path: Path) -> None:
     said = [{"role": "assistant", "content": "Yes."}]
-    pairs = ScoredPairs([(said, said)] * 3, np.array([[2.0, 1.0]] * 3))
+    pair = Prediction.of_pair("x:1", "", (said, said), np.array([2.0, 1.0]))
+    pairs = Predictions([pair] * 3)
     found = check_robustness(pairs, lambda texts: np.full(len(texts), 1.5), lambda text: True, 2)
     folder, evaluated = write_run(tmp_path / "robust"), tmp_path / "evaluated.json"
     content = {"metrics": {}, "data": "x.jsonl", "robustness": robustness_json(found)}
@@ -267,7 +270,7 @@ def test_page_of_as_many_runs_as_colours_stays_below_the_limit(tmp_path: Path) -
     assert page.stat().st_size < LIMIT
     assert "The rest of it is left out here." in page.read_text(encoding="utf-8")
     with pytest.raises(ConfigError, match="got 9, wanted 1 to 8"):
-        render_page([Reported("x", "evaluation")] * 9)
+        render_page([RunReport("x", "evaluation")] * 9)
 
 
 def test_page_of_what_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -340,9 +343,14 @@ def test_page_of_evaluations_of_pairs_ratings_and_benchmarks(
         task, path = find_task(name), tmp_path / f"{name}.jsonl"
         path.write_text(3 * (json.dumps(task.sample) + "\n"))
         tasks.append(run_task(task, path, by_length))
-    of_pairs = of_report("pairs", evaluate_comparisons(by_length, pairs), ABOUT, contract)
-    rated = of_report("r", evaluate_ratings(by_length, ratings, ["helpful"]), ABOUT, contract)
-    llmbar, best = (of_task(each.task, each, ABOUT, contract) for each in tasks)
+    results = {
+        "pairs": evaluate_comparisons(by_length, pairs),
+        "r": evaluate_ratings(by_length, ratings, ["helpful"]),
+        **{each.task: each for each in tasks},
+    }
+    of_pairs, rated, llmbar, best = (
+        report_evaluation(name, result, ABOUT, contract) for name, result in results.items()
+    )
 
     page = render_page([of_pairs, rated, llmbar])
     assert contract.hash in page

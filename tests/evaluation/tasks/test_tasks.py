@@ -14,9 +14,10 @@ import pytest
 
 from nemo_aligner.contract.contract import OverlongError
 from nemo_aligner.contract.messages import Text, reply_of
-from nemo_aligner.evaluation.run_task import render_task, run_task, write_task, write_verdicts
+from nemo_aligner.evaluation.predictions import Item, Prediction
+from nemo_aligner.evaluation.run_task import run_task
 from nemo_aligner.evaluation.tasks import TASKS, find_task
-from nemo_aligner.evaluation.tasks.base import Judged, Level, TaskItem
+from nemo_aligner.evaluation.tasks.base import Level
 from nemo_aligner.evaluation.tasks.best_of_n import best_of
 from nemo_aligner.evaluation.tasks.rewardbench import PRIOR_SETS, SUBSETS, ties_score
 from nemo_aligner.utils.errors import ConfigError, DataError
@@ -44,13 +45,13 @@ def test_every_task_reads_and_scores_its_sample(tmp_path: Path) -> None:
         task = find_task(name)
         path = write(tmp_path / "sample.jsonl", [task.sample])
         report = run_task(task, path, by_length)
-        (judged,) = report.judged
+        (judged,) = report.predictions.rows
         assert len(judged.item.texts) == len(judged.rewards) >= 2, name
         assert report.rows, name
-        assert f"task          {name}" in render_task(report, {"data": str(path)})
-        write_task(tmp_path / "report.json", report, {})
+        assert f"task          {name}" in report.render({"data": str(path)})
+        report.write(tmp_path / "report.json", {})
         assert json.loads((tmp_path / "report.json").read_text())["task"] == name
-        write_verdicts(tmp_path / "verdicts.jsonl", report)
+        report.predictions.write(tmp_path / "verdicts.jsonl")
         (line,) = (tmp_path / "verdicts.jsonl").read_text().splitlines()
         verdict = json.loads(line)
         assert sum(map(len, verdict["rewards"].values())) == len(judged.rewards), name
@@ -98,7 +99,7 @@ def test_value_that_is_none_of_the_benchmarks_is_named(tmp_path: Path) -> None:
 def test_hhh_query_has_its_turns(tmp_path: Path) -> None:
     query = "Hi.\n\nAssistant:  Hello?\n\nHuman: 2+2?"
     path = write(tmp_path / "b.jsonl", [{**find_task("hhh").sample, "input": query}])
-    (judged,) = run_task(find_task("hhh"), path, by_number).judged
+    (judged,) = run_task(find_task("hhh"), path, by_number).predictions.rows
     turns = [("user", "Hi."), ("assistant", "Hello?"), ("user", "2+2?")]
     texts = [
         [{"role": role, "content": text} for role, text in (*turns, ("assistant", reply))]
@@ -112,15 +113,13 @@ def pair(subset: str, margin: float) -> dict[str, Any]:
     return {"subset": subset, "prompt": "?", "chosen": str(margin), "rejected": "0"}
 
 
-def values(report: Any) -> dict[str, float]:
-    return {row.name: row.value for row in report.rows}
-
-
 def test_rewardbench_of_a_part_has_no_overall(tmp_path: Path) -> None:
     """How subsets add up: the published figures below."""
     path = write(tmp_path / "b.jsonl", [pair("hep-cpp", 1), pair("math-prm", -1)])
-    found = values(run_task(TASKS["rewardbench"], path, by_number))
+    report = run_task(TASKS["rewardbench"], path, by_number)
+    found = report.metrics
     assert "RewardBench" not in found
+    assert (report.accuracy, report.interval) == (None, None)
     assert found["Reasoning"] == pytest.approx(164 / (164 + 984))
 
 
@@ -170,7 +169,7 @@ PUBLISHED_SECTIONS = {"Chat": 95.8, "Chat Hard": 91.4, "Safety": 91.9, "Reasonin
 def test_rewardbench_adds_up_published_subsets_to_the_published_sections() -> None:
     def added(shares: dict[str, float]) -> tuple[dict[str, float], float]:
         judged = [
-            Judged(TaskItem("", name, ()), np.zeros(2), right) for name, right in shares.items()
+            Prediction(Item("", name, ()), np.zeros(2), right) for name, right in shares.items()
         ]
         *rows, overall = TASKS["rewardbench"].summarise(judged)
         sections = {row.name: 100 * row.value for row in rows if row.level is Level.section}
@@ -194,8 +193,8 @@ def test_rewardbench_2_counts_the_best_of_four_and_shares_ties(tmp_path: Path) -
         four("Math", (3, 3, 3, 0)),
     ]
     report = run_task(TASKS["rewardbench2"], write(tmp_path / "b.jsonl", records), by_number)
-    assert [each.right for each in report.judged] == [1, 0, pytest.approx(1 / 3)]
-    assert values(report) == {"Math": pytest.approx(4 / 9)}
+    assert [each.right for each in report.predictions.rows] == [1, 0, pytest.approx(1 / 3)]
+    assert report.metrics == {"Math": pytest.approx(4 / 9)}
 
 
 def test_rewardbench_2_ties_follow_the_published_rule(tmp_path: Path) -> None:
@@ -210,7 +209,7 @@ def test_rewardbench_2_ties_follow_the_published_rule(tmp_path: Path) -> None:
     ]
     others = [four(name, (1, 0)) for name in SUBSETS[:-1]]
     path = write(tmp_path / "b.jsonl", [*records, *others])
-    found = values(run_task(TASKS["rewardbench2"], path, by_number))
+    found = run_task(TASKS["rewardbench2"], path, by_number).metrics
     # Tied and ref: 1 and 2 are right; the margin beats the spread in 1 alone, with ref's, too.
     ratios = [min(4, 3) / 1, min(1, 1) / 6, min(-1, -1) / 4]
     tanh = sum(math.tanh(ratio - 1) for ratio in ratios) / 3
@@ -223,7 +222,7 @@ def test_rm_bench_file_of_one_domain_has_it_in_its_name(tmp_path: Path) -> None:
     task = TASKS["rm_bench"]
     record = {key: value for key, value in task.sample.items() if key != "domain"}
     report = run_task(task, write(tmp_path / "safety-refuse_filtered.json", [record]), by_length)
-    assert {"safety-refuse", "safety-refuse, hard", "safety"} <= values(report).keys()
+    assert {"safety-refuse", "safety-refuse, hard", "safety"} <= report.metrics.keys()
     path = write(tmp_path / "other_filtered.json", [record])
     assert "other_filtered.json:1: missing key 'domain'" in refusal(
         DataError, run_task, task, path, by_length
@@ -254,7 +253,7 @@ def test_rm_bench_equals_its_own_rule_with_unequal_halves_of_safety() -> None:
     for _ in range(200):
         items = [(name, rng.integers(0, 4, 6).astype(float)) for name in names]
         judged = [
-            Judged(TaskItem("1", name, ("",) * 6, 3), rewards, task.judge(None, rewards))  # type: ignore[arg-type]
+            Prediction(Item("1", name, ("",) * 6, 3), rewards, task.judge(None, rewards))  # type: ignore[arg-type]
             for name, rewards in items
         ]
         rows = {row.name: row.value for row in task.summarise(judged)}
@@ -263,8 +262,8 @@ def test_rm_bench_equals_its_own_rule_with_unequal_halves_of_safety() -> None:
 
 
 def test_rewardbench2_ties_of_equal_right_replies_have_an_infinite_margin() -> None:
-    def judged(name: str, count: int, *rewards: float) -> Judged:
-        return Judged(TaskItem(name, "Ties", ("",) * len(rewards), count), np.array(rewards), 1.0)
+    def judged(name: str, count: int, *rewards: float) -> Prediction:
+        return Prediction(Item(name, "Ties", ("",) * len(rewards), count), np.array(rewards), 1.0)
 
     one = judged("ref:1", 1, 1.0, 0.0)
     for wrong, margin in ((0.0, 1.0), (2.0, -1.0), (1.0, 0.0)):
@@ -288,7 +287,7 @@ def test_ppe_counts_its_pairs_and_the_best_of_k(tmp_path: Path) -> None:
         ppe(2, {0, 1}, [[0, 31], [1, 2], [30, 1], [1, 3]], category="math"),
     ]
     report = run_task(TASKS["ppe_correctness"], write(tmp_path / "p.jsonl", records), by_number)
-    found = values(report)
+    found = report.metrics
     assert (found["law"], found["math"], found["pairs"]) == (1, 0, 2 / 6)
     assert [row.count for row in report.rows if row.name in ("law", "pairs")] == [2, 6]
     # Of the first prompt k of 32 have the last reply; of the second only both first ones do well.
@@ -301,7 +300,7 @@ def test_ppe_counts_its_pairs_and_the_best_of_k(tmp_path: Path) -> None:
     assert found["area under best of k"] == pytest.approx(area)
     best = [[k / 32, 1 - math.comb(30, k) / math.comb(32, k)] for k in range(1, 33)]
     assert found["loss of best of k"] == pytest.approx(sum(map(sum, best)) / 64 - area)
-    assert [each.right for each in report.judged] == [1, 0]
+    assert [each.right for each in report.predictions.rows] == [1, 0]
 
 
 def test_best_of_n_is_the_mean_over_every_choice_and_over_equal_rewards() -> None:
@@ -326,7 +325,7 @@ def test_best_of_n_rows_have_intervals_over_prompts(tmp_path: Path) -> None:
         for first in (5, 1)
     ]
     report = run_task(TASKS["best_of_n"], write(tmp_path / "b.jsonl", records), by_number)
-    found = values(report)
+    found = report.metrics
     # Of six pairs of the rewards 3, 2, 1, 0 three have the 3 as their best, two the 2, one the 1.
     rewards = [found.pop(f"best of {n}, its reward") for n in (1, 2, 4)]
     assert rewards == pytest.approx([1.5, (3 * 3 + 2 * 2 + 1) / 6, 3])
@@ -355,9 +354,7 @@ def test_texts_too_long_and_ties_of_people_are_left_out(tmp_path: Path) -> None:
     ]
     report = run_task(task, write(tmp_path / "b.jsonl", records), by_length, encode=encode)
     assert report.left_out == {"too long": 1, "without a verdict": 1}
-    assert "1 scored, 1 too long: left out, 1 without a verdict: left out" in render_task(
-        report, {}
-    )
+    assert "1 scored, 1 too long: left out, 1 without a verdict: left out" in report.render({})
 
 
 # Files of the published benchmarks: how many items are scored, and how many are left out.
@@ -373,6 +370,6 @@ REAL = (
 def test_real_files_are_read_whole() -> None:
     for name, file, count, left_out in REAL:
         report = run_task(find_task(name), published(f"eval/{file}"), by_length)
-        found = len(report.judged), sum(report.left_out.values())
+        found = len(report.predictions.rows), sum(report.left_out.values())
         assert found == (count, left_out), file
         assert 0 < report.rows[-1].value < 1, file

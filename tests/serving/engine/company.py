@@ -21,6 +21,7 @@ from nemo_aligner.config.model import BATCH_INVARIANT_ROWS
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
+from nemo_aligner.tools import invariance
 
 LAYOUTS: dict[str, tuple[int, int, bool]] = {
     "one": (1, 1, False),
@@ -105,14 +106,13 @@ def calls(count: int, seed: int) -> Iterator[list[int]]:
 
 def count_changed(scorers: list[RewardScorer], texts: list[list[int]], orders: int) -> int:
     """Rewards in ``orders`` random orders and packings that are not those of the text alone."""
-    alone = np.concatenate([scorers[0].score_tokens([text]) for text in texts])
+    alone = invariance.score_alone(scorers[0].score_tokens, texts)
     assert np.ptp(alone) > 1e-3
     changed = 0
     for seed in range(orders):
         scorer = scorers[seed % len(scorers)]
-        for chosen in calls(len(texts), seed):
-            got = scorer.score_tokens([texts[index] for index in chosen])
-            changed += int((got.view(np.int32) != alone[chosen].view(np.int32)).sum())
+        got = invariance.score_calls(scorer.score_tokens, texts, calls(len(texts), seed))
+        changed += invariance.count_changed(got, alone)
     return changed
 
 

@@ -15,6 +15,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed import cpu_products
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention import blocks, packed
+from nemo_aligner.tools.invariance import score_alone, score_calls
 from tests import tiny
 from tests.once import Once
 from tests.serving.engine.company import (
@@ -86,7 +87,7 @@ def test_rewards_have_the_same_bits_in_any_company_over_http(
 
     texts = draw_texts(80, LONGEST, 90, seed=1)
     scorer = scorers_of(short, layout, Precision.bf16, rows=256)[0]
-    alone = np.concatenate([scorer.score_tokens([text]) for text in texts])
+    alone = score_alone(scorer.score_tokens, texts)
     settings = (f"rm_model_file={short.archive}", "precision=bf16", "server.port=0")
     more = (f"model.micro_batch_tokens={BUDGET}", "server.prefix_cache_tokens=512")
     with (
@@ -94,9 +95,8 @@ def test_rewards_have_the_same_bits_in_any_company_over_http(
         RewardClient(server.url, timeout_s=60, wait_s=60) as client,
     ):
         for seed in range(6):
-            for chosen in calls(len(texts), seed):
-                got = client.score_tokens([texts[index] for index in chosen])
-                np.testing.assert_array_equal(got, alone[chosen])
+            got = score_calls(client.score_tokens, texts, calls(len(texts), seed))
+            np.testing.assert_array_equal(got, alone)
 
 
 def few_changed(short: Case, layout: ParallelLayout, rows: int | None = 256) -> int:
