@@ -104,7 +104,8 @@ def _has_same_bits(size: int, weight: Tensor, bias: Tensor | None, rows: int) ->
 
     Once per shape of a weight: the order of the sums depends on shapes, not on values.
     """
-    name = (size, rows, *weight.shape, weight.dtype, bias is None, torch.get_num_threads())
+    kind = (*weight.shape, weight.dtype, weight.layout)
+    name = (size, rows, *kind, bias is None, torch.get_num_threads())
     if name not in _TRIED:
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randn(rows, weight.size(1), generator=generator).to(weight.dtype)
@@ -119,6 +120,19 @@ def _any_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if rows.dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available():
         return _product(rows, weight, bias)
     return F.linear(rows, weight, bias)
+
+
+def reordered_for_products(weight: Tensor) -> Tensor:
+    """Copy ``weight [o, i]`` into the layout in which oneDNN multiplies; ``to_dense`` undoes it.
+
+    A plain weight is put into that layout again by every product, which costs as much as the
+    product of some 20 rows. The layout is the same for any number of rows, and so are the bits.
+    Returns ``weight`` itself where oneDNN does not compute its products.
+    """
+    is_multiplied_by_onednn = weight.is_cpu and torch.backends.mkldnn.is_available()
+    if not is_multiplied_by_onednn or weight.dtype not in (torch.float32, torch.bfloat16):
+        return weight
+    return torch.ops.mkldnn._reorder_linear_weight(weight, _CHUNK)
 
 
 def accumulate_weight_gradients(layers: Any) -> None:

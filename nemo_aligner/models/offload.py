@@ -40,8 +40,11 @@ class OffloadGroup:
         """Manage the storages of ``tensors``, except those that ``apart_from`` manage already."""
         others = {storage.data_ptr() for part in apart_from for storage in part._storages}  # noqa: SLF001
         # By storage, as tied weights and views of one flat buffer are several tensors on one.
+        # Weights in oneDNN's layout, which are on a CPU, have none.
         found = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
+            for tensor in tensors
+            if tensor.layout is torch.strided
         }
         # With a GPU, tensors in host memory have nothing to offload.
         kind = "cuda" if torch.cuda.is_available() else "cpu"

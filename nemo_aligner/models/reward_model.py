@@ -25,6 +25,7 @@ from nemo_aligner.batch.packed import PackedBatch, ReplyRows
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.contract.turns import reply_start
+from nemo_aligner.distributed.cpu_products import reordered_for_products
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.packed import PackedAttention, slow_attention
 from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, chains_of
@@ -475,6 +476,18 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
         layer.invariant_rows = rows
         if "forward" not in vars(layer):
             layer.forward = _in_chunks(layer)  # type: ignore[method-assign]
+
+
+def freeze_for_scoring(model: GPTRewardModel) -> None:
+    """Keep the weights of linear layers only in the layout that a CPU multiplies fastest in.
+
+    For a batch invariant model that is neither trained nor saved from here on. One layer's weight
+    is there twice at a time.
+    """
+    for layer in model.modules():
+        if isinstance(layer, ColumnLinear | RowLinear) and layer.invariant_rows is not None:
+            weight = reordered_for_products(layer.weight.detach())
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
 
 
 def _in_chunks(layer: Any) -> Any:

@@ -35,8 +35,11 @@ def test_product_has_the_same_bits_for_a_row_wherever_it_stands(dtype: torch.dty
         every = invariant_linear(x, weight, bias, 256)
         wanted = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
         torch.testing.assert_close(every.double(), wanted, atol=TOLERANCES[dtype], rtol=0)
+        reordered = cpu_products.reordered_for_products(weight)
         for rows in (slice(0, 1), slice(1, 2), slice(5, 45), slice(100, 700), slice(699, 700)):
-            assert torch.equal(invariant_linear(x[rows], weight, bias, 256), every[rows])
+            for each in (weight, reordered):
+                assert torch.equal(invariant_linear(x[rows], each, bias, 256), every[rows])
+        assert torch.equal(reordered.to_dense(), weight)
 
 
 def test_product_takes_other_numbers_of_rows_where_a_trial_finds_the_same_bits(

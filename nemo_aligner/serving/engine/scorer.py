@@ -22,7 +22,11 @@ from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.data.packing import pack_sequences
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.reward_model import GPTRewardModel, make_batch_invariant
+from nemo_aligner.models.reward_model import (
+    GPTRewardModel,
+    freeze_for_scoring,
+    make_batch_invariant,
+)
 from nemo_aligner.models.step import count_parts, gather_rewards, infer_in_parts
 from nemo_aligner.serving.engine.prefix_cache import CallPlan, PrefixCache
 from nemo_aligner.serving.protocols import ScoredRows, place_rows
@@ -282,6 +286,7 @@ def load_scorer(
     """
     loaded = load_reward_model(path, layout, precision)
     make_batch_invariant(loaded.model, invariant_rows)
+    freeze_for_scoring(loaded.model)
     return RewardScorer(
         loaded.model,
         loaded.contract,
