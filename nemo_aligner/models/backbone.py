@@ -28,6 +28,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import torch_dtype
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models import kernels
 from nemo_aligner.models.attention.packed import LastTokenAttention, PackedAttention
 from nemo_aligner.models.decoder_layer import LastLayer, PackedLayer
 from nemo_aligner.models.internals import has_weight_gradient_kernel, mlp_spec
@@ -238,6 +239,11 @@ class _Activation(MegatronModule):
 
 class _SwiGLU(_Activation):
     function = staticmethod(gated_silu)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self.training and kernels.take(hidden.unflatten(-1, (2, -1))):
+            return kernels.gated_silu(hidden)
+        return super().forward(hidden)
 
 
 class _GeGLU(_Activation):

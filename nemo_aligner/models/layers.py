@@ -13,6 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd import Function
 
+from nemo_aligner.models import kernels
+
 # Norms with megatron-core's constructor. They take a residual stream of any dtype and return the
 # model's, which is what the linear layer behind them computes in.
 
@@ -36,6 +38,8 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.float() + 1 if self._is_zero_centered else self.weight
+        if not self.training and kernels.take(x) and weight.dtype is x.dtype:
+            return kernels.rms_norm(x, weight, self._eps).to(self._dtype)
         return rms_norm(x, weight, self._eps, self._dtype)
 
 

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from nemo_aligner.models import kernels
 from nemo_aligner.models.attention import blocks, compiled
 from nemo_aligner.models.attention import cpu as cpu_attention
 from nemo_aligner.models.attention.segments import Attend, PackedSegments, Scores, attend_by_scores
@@ -71,8 +72,9 @@ class PackedAttention(MegatronModule):
             turning: ``[T, groups, repeats + 1, c]``: of each group its query heads, then its key.
             value: ``[T, groups, c]``.
         """
-        turned = rotate(turning, segments.cos, segments.sin)
-        way = compiled if compiled.can_attend(turned, self.scores) else blocks
+        has_kernel = compiled.can_attend(turning, self.scores)
+        turn, way = (kernels.rotate, compiled) if has_kernel else (rotate, blocks)
+        turned = turn(turning, segments.cos, segments.sin)
         out = way.attend(turned, value, self.layer_number, segments, self.scores)
         return self._read(out, segments)
 

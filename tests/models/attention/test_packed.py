@@ -116,6 +116,7 @@ def by_blocks(
     return blocks.attend(turned(query, key), value, 3, segments, scores)
 
 
+@torch.no_grad()
 def by_kernel(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:

@@ -1,9 +1,7 @@
-// Causal attention of packed sequences for inference on a CPU, in fp32.
+// Parts of a decoder layer for inference on a CPU, in fp32: attention, norm, rotation, activation.
 //
-// A row is a query head at a position. Each lane of a vector is a row of its own, and a row takes
-// the keys of its sequence in order, in tiles that begin at multiples of TILE, so its bits follow
-// from its position alone, whatever it is computed with. Softmax is online over the tiles
-// (FlashAttention, Dao et al. 2022).
+// No row's arithmetic depends on what else is computed. The file is compiled for the processor that
+// it runs on, and any vector width will do.
 
 #include <math.h>
 #include <stdint.h>
@@ -19,24 +17,22 @@ enum { ROWS = 96, TILE = 64, MOST_CHANNELS = 256 };
 
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t ints __attribute__((vector_size(LANES * 4)));
+typedef float unaligned __attribute__((vector_size(LANES * 4), aligned(4)));
 
-typedef struct {
-    const float *pool, *own; // keys or values: kept ones, and those of the pack
-    int64_t pool_token, pool_group, own_token, own_group; // strides in floats
-} Source;
+static inline vec load(const float *from) { return *(const unaligned *)from; }
 
-typedef struct {
-    int32_t row, count, position, keys; // first token in the pack, tokens, its position, its keys
-} Item;
+static inline void store(float *to, vec value) { *(unaligned *)to = value; }
 
 static inline vec select_(ints mask, vec yes, vec no) {
     return (vec)((mask & (ints)yes) | (~mask & (ints)no));
 }
 
-// exp(x) for x <= 0, to 1 unit in the last place: 2^n times Cephes' polynomial of the rest.
+// exp(x) to 1 unit in the last place, 0 below -87, NaN of NaN: 2^n times Cephes' polynomial of the
+// rest.
 static inline vec exponential(vec x) {
     const vec shift = (vec){} + 12582912.0f;
-    vec clamped = select_(x > -87.0f, x, (vec){} - 87.0f);
+    vec clamped = select_(x < -87.0f, (vec){} - 87.0f, x);
+    clamped = select_(clamped > 88.0f, (vec){} + 88.0f, clamped);
     vec n = clamped * 1.44269504f + shift;
     n -= shift;
     vec r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
@@ -47,8 +43,23 @@ static inline vec exponential(vec x) {
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
     vec power = (vec)((__builtin_convertvector(n, ints) + 127) << 23);
-    return select_(x > -87.0f, p * power, (vec){});
+    return select_(x < -87.0f, (vec){}, p * power);
 }
+
+// Causal attention of packed sequences.
+//
+// A row is a query head at a position. Each lane of a vector is a row of its own, and a row takes
+// the keys of its sequence in order, in tiles that begin at multiples of TILE. Softmax is online
+// over the tiles (FlashAttention, Dao et al. 2022).
+
+typedef struct {
+    const float *pool, *own; // keys or values: kept ones, and those of the pack
+    int64_t pool_token, pool_group, own_token, own_group; // strides in floats
+} Source;
+
+typedef struct {
+    int32_t row, count, position, keys; // first token in the pack, tokens, its position, its keys
+} Item;
 
 // scores[j][row] = sum over channels of keys[j][c] * query[c][row], KEYS keys at a time.
 static inline void multiply_keys(
@@ -191,4 +202,57 @@ void attend(
     for (int work = 0; work < count * groups; work++)
         attend_item(query, query_token, width, keys, values, out, groups, repeats, channels, scale,
                     window, items + work / groups, rows, work % groups);
+}
+
+// Pointwise parts of a layer; widths are multiples of 16, rows lie one after the other.
+
+// out = x / sqrt(mean(x^2) + eps) * weight.
+void rms_norm(
+    const float *x, const float *weight, float *out, int64_t rows, int width, float eps, int threads
+) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *from = x + row * width;
+        vec squares = {};
+        for (int i = 0; i < width; i += LANES) squares += load(from + i) * load(from + i);
+        float sum = 0;
+        for (int lane = 0; lane < LANES; lane++) sum += squares[lane];
+        float scale = 1.0f / sqrtf(sum / width + eps);
+        for (int i = 0; i < width; i += LANES)
+            store(out + row * width + i, load(from + i) * scale * load(weight + i));
+    }
+}
+
+// x [rows, 2 width], gate first, -> out [rows, width] = silu(gate) * linear.
+void gated_silu(const float *x, float *out, int64_t rows, int width, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *gates = x + row * 2 * width;
+        for (int i = 0; i < width; i += LANES) {
+            vec gate = load(gates + i);
+            vec silu = gate / (exponential(-gate) + 1.0f);
+            store(out + row * width + i, silu * load(gates + width + i));
+        }
+    }
+}
+
+// x [rows, groups, heads, channels] with strides in floats -> out, contiguous: channel i of the
+// first 2 half is rotated with channel i + half by cos and sin [rows, half].
+void rotate(
+    const float *x, int64_t x_row, int64_t x_group, const float *cos, const float *sin, float *out,
+    int64_t rows, int groups, int heads, int channels, int half, int threads
+) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; row++)
+        for (int head = 0; head < groups * heads; head++) {
+            const float *from = x + row * x_row + head / heads * x_group + head % heads * channels;
+            const float *c = cos + row * half, *s = sin + row * half;
+            float *to = out + (row * groups * heads + head) * channels;
+            for (int i = 0; i < half; i++) {
+                float first = from[i], second = from[i + half];
+                to[i] = first * c[i] - second * s[i];
+                to[i + half] = second * c[i] + first * s[i];
+            }
+            for (int i = 2 * half; i < channels; i++) to[i] = from[i];
+        }
 }
