@@ -30,7 +30,6 @@ from nemo_aligner.models.attention.segments import (
     Scores,
     add_attended,
     attend_by_scores,
-    in_place,
 )
 from nemo_aligner.models.internals import cpu_flash_attention
 
@@ -60,9 +59,7 @@ def attend(
         (heads, groups, scores, precise),
         lambda: plan_blocks(segments, heads, groups, scores, precise),
     )
-    key = turned[:, :, -1]
-    kept = segments.store(layer_number, key, value) or (None, None)
-    sources = tuple(zip(kept, (key, value), strict=True))
+    key, value = segments.with_cached(layer_number, turned[:, :, -1], value)
     queries = turned.view(-1, channels).index_select(0, plan.queries.view(-1)).to(precise)
     queries = queries.view(len(plan.queries), groups, -1, channels)
     outputs = _Outputs(tokens * heads + 1, channels, precise)
@@ -70,7 +67,7 @@ def attend(
     ends: list[tuple[Tensor, Tensor]] = []
     first = 0
     for step in plan.steps:
-        for part in step.parts(sources, precise):
+        for part in step.parts(key, value, precise):
             last = first + len(part.keys)
             mask = plan.mask[:, -part.keys.size(2) :] if part.is_last else None
             found, lse = _attend_part(queries[first:last], part, mask, scores)
@@ -154,59 +151,16 @@ class Part:
     is_last: bool
 
 
-_Source = tuple[Tensor | None, Tensor]
-"""A layer's keys, or its values: the pool's ``[slots, groups, c]``, and the pack's ``[T, ...]``."""
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """``shape`` rows of a source: ``slots`` of the pool, then ``own`` ones, then put in ``order``.
-
-    Each is int64 indices, or a slice where they follow one another and are read in place.
-    """
-
-    shape: tuple[int, ...]
-    slots: Tensor | slice | None
-    own: Tensor | slice | None
-    order: Tensor | None = None
-
-    @classmethod
-    def of(cls, index: np.ndarray, taken: np.ndarray) -> _Rows:
-        """Find the rows of ``index`` into the cached tokens, at the slots ``taken``, and the T."""
-        flat, cached = index.ravel(), len(taken)
-        is_cached = flat < cached
-        slots, own = taken[flat[is_cached]], flat[~is_cached] - cached
-        at, among = (
-            in_place(torch.from_numpy(rows)) if len(rows) else None for rows in (slots, own)
-        )
-        order = None
-        if (is_cached[1:] & ~is_cached[:-1]).any():
-            order = torch.from_numpy(np.argsort(np.argsort(~is_cached, kind="stable")))
-        return cls(index.shape, at, among, order)
-
-    def read(self, source: _Source) -> Tensor:
-        """``[*shape, groups, c]``."""
-        found = [
-            each[rows] if isinstance(rows, slice) else each.index_select(0, rows)
-            for each, rows in zip(source, (self.slots, self.own), strict=True)
-            if each is not None and rows is not None
-        ]
-        rows = found[0] if len(found) == 1 else torch.cat(found)
-        if self.order is not None:
-            rows = rows.index_select(0, self.order)
-        return rows.unflatten(0, self.shape)
-
-
 @dataclass(frozen=True)
 class _Span:
-    """``keys [SPAN]`` that all queries of ``blocks`` see, of any sequences."""
+    """``keys [SPAN]``, int64 rows that all queries of ``blocks`` see, of any sequences."""
 
-    keys: _Rows
+    keys: Tensor
     blocks: int
     is_first: bool
 
-    def parts(self, sources: Sequence[_Source], dtype: torch.dtype) -> Iterator[Part]:
-        seen = (self.keys.read(each).to(dtype).transpose(0, 1) for each in sources)
+    def parts(self, key: Tensor, value: Tensor, dtype: torch.dtype) -> Iterator[Part]:
+        seen = (x.index_select(0, self.keys).to(dtype).transpose(0, 1) for x in (key, value))
         keys, values = (x.expand(self.blocks, -1, -1, -1) for x in seen)
         yield Part(keys, values, self.is_first, is_last=False)
 
@@ -216,18 +170,21 @@ class _Run:
     """Segments that start in the same block, the longest first.
 
     Attributes:
-        keys: ``[n, K]`` rows of their keys behind the spans, padded.
+        keys: ``[n, K]`` int64 rows of their keys behind the spans, padded.
         blocks: for each block the number of segments that reach it (the first ones), the slice of
             keys that it sees, and whether it sees none before them.
     """
 
-    keys: _Rows
+    keys: Tensor
     blocks: tuple[tuple[int, slice, bool], ...]
 
-    def parts(self, sources: Sequence[_Source], dtype: torch.dtype) -> Iterator[Part]:
-        keys, values = (self.keys.read(each).to(dtype).transpose(1, 2) for each in sources)
-        for count, seen, is_first in self.blocks:
-            yield Part(keys[:count, :, seen], values[:count, :, seen], is_first, is_last=True)
+    def parts(self, key: Tensor, value: Tensor, dtype: torch.dtype) -> Iterator[Part]:
+        rows, shape = self.keys.flatten(), self.keys.shape
+        seen = (x.index_select(0, rows).to(dtype).unflatten(0, shape) for x in (key, value))
+        keys, values = (x.transpose(1, 2) for x in seen)
+        for count, seen_by_block, is_first in self.blocks:
+            its_keys, its_values = (x[:count, :, seen_by_block] for x in (keys, values))
+            yield Part(its_keys, its_values, is_first, is_last=True)
 
 
 @dataclass(frozen=True)
@@ -258,17 +215,16 @@ def plan_blocks(
 ) -> BlockPlan:
     """Plan a pack so that cutting a sequence into other segments changes no arithmetic."""
     own = list(own_segments(segments))
-    taken = np.zeros(0, np.int64) if segments.cached is None else segments.cached.taken.numpy()
     steps: list[_Span | _Run] = []
     rows: list[np.ndarray] = []
     for number, keys, seeing in _spans(own) if _takes_spans(scores) else ():
         blocks = np.pad(seeing, (0, -len(seeing) % BLOCK), constant_values=-1).reshape(-1, BLOCK)
         rows += list(blocks)
-        steps.append(_Span(_Rows.of(keys, taken), len(blocks), is_first=number == 0))
+        steps.append(_Span(torch.from_numpy(keys), len(blocks), is_first=number == 0))
     ends = len(rows)
     is_complete: list[bool] = []
     for members in _runs(own):
-        run, its_rows = _plan_run(members, scores, taken)
+        run, its_rows = _plan_run(members, scores)
         rows += its_rows
         steps.append(run)
         for count, _, is_first in run.blocks:
@@ -338,7 +294,7 @@ def _spans(segments: Iterable[_Segment]) -> Iterator[tuple[int, np.ndarray, np.n
             end = (number + 1) * SPAN
             found[number, each.keys[end - SPAN : end].tobytes()].append(each.rows_from(end))
     for (number, keys), rows in sorted(found.items(), key=lambda item: item[0][0]):
-        yield number, np.frombuffer(keys, np.int64), np.concatenate(rows)
+        yield number, np.frombuffer(keys, np.int64).copy(), np.concatenate(rows)
 
 
 def _runs(segments: Iterable[_Segment]) -> Iterator[list[_Segment]]:
@@ -350,9 +306,7 @@ def _runs(segments: Iterable[_Segment]) -> Iterator[list[_Segment]]:
         yield sorted(members, key=lambda each: -each.num_blocks)
 
 
-def _plan_run(
-    members: Sequence[_Segment], scores: Scores, taken: np.ndarray
-) -> tuple[_Run, list[np.ndarray]]:
+def _plan_run(members: Sequence[_Segment], scores: Scores) -> tuple[_Run, list[np.ndarray]]:
     """Plan the run of ``members``; returns it with the rows of its blocks."""
     numbers = range(members[0].first_block, members[0].num_blocks)
     start = _first_key(numbers[0], scores)
@@ -364,7 +318,7 @@ def _plan_run(
         seen = slice(first - start, (block + 1) * BLOCK - start)
         blocks.append((len(having), seen, first == 0 or not _takes_spans(scores)))
     keys = _filled([each.keys[start:] for each in members], numbers[-1] * BLOCK + BLOCK - start)
-    return _Run(_Rows.of(keys, taken), tuple(blocks)), rows
+    return _Run(torch.from_numpy(keys), tuple(blocks)), rows
 
 
 def _first_key(block: int, scores: Scores) -> int:

@@ -21,17 +21,24 @@ def can_attend(turned: Tensor, scores: Scores) -> bool:
     """Tell if the kernel computes ``turned [T, groups, repeats + 1, c]``, and can be had."""
     channels, repeats = turned.size(-1), turned.size(2) - 1
     fits = channels <= _MOST_CHANNELS and repeats <= _ROWS and scores.soft_cap is None
-    return fits and kernels.take(turned, _CHANNELS)
+    return fits and kernels.take(turned, _CHANNELS, (torch.float32, torch.bfloat16))
 
 
 def attend(
     turned: Tensor, value: Tensor, layer_number: int, segments: PackedSegments, scores: Scores
 ) -> Tensor:
-    """Attend each token to its own sequence up to itself; as ``blocks.attend``, in fp32."""
-    repeats = turned.size(2) - 1
-    items, rows = segments.remembered(("items", repeats), lambda: _plan(segments, repeats))
+    """Attend each token to its own sequence up to itself; as ``blocks.attend``."""
+    repeats, dtype = turned.size(2) - 1, turned.dtype
     key = turned[:, :, -1]
-    kept = segments.store(layer_number, key, value) or (None, None)
+    if dtype is torch.float32:
+        kept = segments.store(layer_number, key, value) or (None, None)
+    else:
+        key, value = (x.float() for x in segments.with_cached(layer_number, key, value))
+        kept, turned = (None, None), turned.float()
+    reads_pool = kept[0] is not None
+    items, rows = segments.remembered(
+        ("items", repeats, reads_pool), lambda: _plan(segments, repeats, reads_pool)
+    )
     keys, values = (_Source.of(*each) for each in zip(kept, (key, value), strict=True))
     tokens, groups, width, channels = turned.shape
     out = torch.empty(tokens, groups * repeats, channels)
@@ -53,7 +60,7 @@ def attend(
         rows.ctypes.data,
         torch.get_num_threads(),
     )
-    return out
+    return out.to(dtype)
 
 
 class _Source(ctypes.Structure):
@@ -75,16 +82,19 @@ class _Source(ctypes.Structure):
         return cls(address, own.data_ptr(), *strides, *own.stride()[:2])
 
 
-def _plan(segments: PackedSegments, repeats: int) -> tuple[np.ndarray, np.ndarray]:
+def _plan(
+    segments: PackedSegments, repeats: int, reads_pool: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """Plan what is computed together, the most expensive first.
 
     Returns:
         ``[n, 4]`` int32: an item's first row in the pack, its tokens, the position of the first,
-        and where its sequence's keys begin in the second array: ``[K]`` int32 rows of keys, of the
-        pack, or of the pool as ``-1 - slot``.
+        and where its sequence's keys begin in the second array: ``[K]`` int32 rows of keys. They
+        are of the pack, or of the pool as ``-1 - slot`` if it ``reads_pool``; if not, the cached
+        tokens precede the pack's.
     """
     use = segments.cached
-    taken = np.zeros(0, np.int64) if use is None else use.taken.numpy()
+    taken = use.taken.numpy() if use is not None and reads_pool else np.zeros(0, np.int64)
     rows, items, begin, most = [], [], 0, _ROWS // repeats
     for each in own_segments(segments):
         is_cached = each.keys < len(taken)

@@ -73,9 +73,11 @@ class PackedAttention(MegatronModule):
             value: ``[T, groups, c]``.
         """
         has_kernel = compiled.can_attend(turning, self.scores)
-        turn, way = (kernels.rotate, compiled) if has_kernel else (rotate, blocks)
+        turn = kernels.rotate if has_kernel and kernels.take(turning, 1) else rotate
         turned = turn(turning, segments.cos, segments.sin)
-        out = way.attend(turned, value, self.layer_number, segments, self.scores)
+        out = (compiled if has_kernel else blocks).attend(
+            turned, value, self.layer_number, segments, self.scores
+        )
         return self._read(out, segments)
 
     def _read(self, attended: Tensor, segments: PackedSegments) -> Tensor:

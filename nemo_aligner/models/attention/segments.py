@@ -118,7 +118,7 @@ class PackedSegments:
             return None
         use = self.cached
         stored, slots = self.remembered(
-            "stored", lambda: (in_place(use.stored), in_place(use.slots))
+            "stored", lambda: (_in_place(use.stored), _in_place(use.slots))
         )
         kept = self.pool.layer(layer_number)
         if use.stored.numel():
@@ -150,7 +150,7 @@ class PackedSegments:
         )
 
 
-def in_place(rows: Tensor) -> Tensor | slice:
+def _in_place(rows: Tensor) -> Tensor | slice:
     """``rows [n]`` as a slice if they follow one another and lie on the host; else themselves."""
     if rows.is_cpu and rows.numel() and bool((rows.diff() == 1).all()):
         return slice(int(rows[0]), int(rows[-1]) + 1)
