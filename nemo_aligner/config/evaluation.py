@@ -39,6 +39,9 @@ class SourceConfig:
     attribute_weights: dict[str, float] = setting(
         {}, "weights of a text's numbers by name; {}: there is one"
     )
+    head: str | None = setting(
+        None, "hf_model: its reward head, as convert --head takes it; null: the only one"
+    )
     tokenizer: str | None = setting(None, "/get_reward: folder with the chat template of texts")
     token_variable: str | None = setting(None, "environment variable with a bearer token")
     timeout_s: float = setting(600.0, "seconds until a request counts as lost")
