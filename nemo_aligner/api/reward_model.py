@@ -80,7 +80,7 @@ class RewardModel:
 
         Args:
             path: a ``.nemo`` archive, or the folder that it unpacks to
-            hf_model: instead, a folder or name that transformers loads as a sequence classifier
+            hf_model: instead, a folder or name of the hub, whose decoder transformers runs
             settings: those of ``nemo-aligner evaluate`` that are about the model, by their keys, as
                 ``**{"precision": "bf16", "model.tensor_model_parallel_size": 2}``
 

@@ -327,8 +327,8 @@ RERANKER = (
 ROWS: dict[str, tuple[str | None, dict[str, Any], str, Callable[[Tensor, Any], Tensor]]] = {
     # Llama-3.1-Nemotron-70B-Reward-HF's card: the first score of the first generated token
     "row 0": ("lm_head:0", {}, "llama_untied", lambda logits, token: logits[..., 0]),
-    # Qwen3-Reranker's card: log odds of the softmax of two tokens' logits; its "yes" and "no" are no
-    # tokens of the tiny vocabulary
+    # Qwen3-Reranker's card: log odds of the softmax of two tokens' logits. The tiny vocabulary has
+    # no "yes" and "no".
     "y less n": (
         "lm_head:y,n",
         {},
