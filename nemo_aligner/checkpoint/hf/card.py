@@ -157,6 +157,11 @@ def _raw(text: str, contract: ScoringContract) -> str:
         *(["tokenizer.bos_token"] if contract.add_bos else []),
         json.dumps(text),
         *(["tokenizer.eos_token"] if contract.add_eos else []),
+        *(
+            []
+            if contract.reward_token_id is None
+            else [f"tokenizer.decode([{contract.reward_token_id}])"]
+        ),
     ]
     return " + ".join(parts)
 
@@ -188,6 +193,11 @@ def _rules(contract: ScoringContract, trained_in: str) -> Iterator[str]:
             f"A text without roles gets {token} (id {token_id}), unless it {verb} with it."
             if is_added
             else f"A text without roles gets no {token}."
+        )
+    if contract.reward_token_id is not None:
+        yield (
+            f"The reward is read at the token {contract.reward_token_id}. The chat template writes "
+            "it; behind a text without roles it has to be appended."
         )
     yield f"At most {contract.seq_length} tokens. " + (
         "A longer text keeps its last tokens, and a BOS at its beginning."

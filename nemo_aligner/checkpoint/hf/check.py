@@ -198,6 +198,8 @@ def _their_ids(tokenizer: Any, contract: ScoringContract, text: Text) -> list[in
         ids = [contract.bos_id, *ids]
     if contract.add_eos and ids[-1:] != [contract.eos_id]:
         ids = [*ids, contract.eos_id]
+    if contract.reward_token_id is not None and ids[-1:] != [contract.reward_token_id]:
+        ids = [*ids, contract.reward_token_id]
     return ids
 
 

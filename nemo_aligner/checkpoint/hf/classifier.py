@@ -14,7 +14,13 @@ import numpy as np
 import torch
 
 from nemo_aligner.checkpoint.decoder_tensors import attribute_names
-from nemo_aligner.checkpoint.hf.heads import FoundHead, find_head, is_of_head, load_with_head
+from nemo_aligner.checkpoint.hf.heads import (
+    REWARD_TOKEN_KEY,
+    FoundHead,
+    find_head,
+    is_of_head,
+    load_with_head,
+)
 from nemo_aligner.checkpoint.hf.source import Source, open_source
 from nemo_aligner.checkpoint.nemo.open import CONTRACT_NAME
 from nemo_aligner.checkpoint.weights.safe_pickle import bounded_torch_load
@@ -90,7 +96,11 @@ class HfRewardModel:
         return EncodedText(ids, False)
 
     def _ids(self, text: Text) -> list[int]:
-        text = read_text(text)
+        ids = self._ids_of(read_text(text))
+        token_id: int | None = getattr(self.model.config, REWARD_TOKEN_KEY, None)
+        return ids if token_id is None or ids[-1:] == [token_id] else [*ids, token_id]
+
+    def _ids_of(self, text: str | Messages | Conversation) -> list[int]:
         if isinstance(text, str):
             return list(self.tokenizer(text).input_ids)
         if not self.tokenizer.chat_template:
@@ -378,6 +388,13 @@ def _new_contract(
         # OpenRLHF's, which it subtracts and divides by only if told to (--normalize_reward).
         mean, std = statistics
         contract = contract.with_statistics([mean], [std], "OpenRLHF's evaluation (config.json)")
+    token_id = found.config.get(REWARD_TOKEN_KEY)
+    if token_id is not None:
+        contract = dataclasses.replace(contract, reward_token_id=token_id)
+        if token_id >= tokenizer.vocab_size:
+            raise CheckpointError(
+                f"{REWARD_TOKEN_KEY}: got {token_id}, wanted a token of {tokenizer.vocab_size}"
+            )
     if options.template is not None and not contract.template:
         raise CheckpointError(
             f"template: got {options.template!r}, but the tokenizer has no chat template"

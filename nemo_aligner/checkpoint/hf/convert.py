@@ -173,7 +173,7 @@ def _convert(
         vocab_size=config["vocab_size"],
         tied=config["share_embeddings_and_output_weights"],
         zero_groups=zero_groups,
-        head=describe_head(head, left_out),
+        head=describe_head(head, left_out, None if contract is None else contract.reward_token_id),
         contract=contract,
         output=output,
     )

@@ -40,7 +40,7 @@ from nemo_aligner.checkpoint.hf.convert import (
     read_head,
 )
 from nemo_aligner.checkpoint.hf.families.base import ModelFamily
-from nemo_aligner.checkpoint.hf.heads import LINEAR, PREFIX_KEY, head_to_hf
+from nemo_aligner.checkpoint.hf.heads import LINEAR, PREFIX_KEY, REWARD_TOKEN_KEY, head_to_hf
 from nemo_aligner.checkpoint.hf.source import HF_HEAD, REWARD_SUFFIX
 from nemo_aligner.checkpoint.nemo.open import (
     CONTRACT_NAME,
@@ -342,6 +342,9 @@ def write_tokenizer(
     if tokenizer.pad_token != pad_token:
         changes["pad_token"] = pad_token
     template = with_kwargs_inside(contract.template, contract.template_kwargs)
+    if template and contract.reward_token_id is not None:
+        # For programs that do not know of it.
+        template += "{{ " + json.dumps(tokenizer.decode([contract.reward_token_id])) + " }}"
     if (tokenizer.chat_template or "") != template:
         changes["chat_template"] = None
         (folder / _TEMPLATE).unlink(missing_ok=True)
@@ -387,7 +390,8 @@ def hf_config(
 ) -> dict[str, Any]:
     """``config.json`` of a reward model; ``config`` is NeMo's, ``dtype`` the stored weights'."""
     names = dict(enumerate(contract.attributes))
-    statistics = {}
+    statistics: dict[str, Any] = {}
+    reward_token_id = contract.reward_token_id
     if contract.reward_mean and contract.reward_std and len(names) == 1:
         # For OpenRLHF, which normalizes logits by them if it is told --normalize_reward.
         mean = contract.reward_mean[0] - contract.label_means[0]
@@ -407,6 +411,7 @@ def hf_config(
         "dtype": dtype,
         "torch_dtype": dtype,
         "scoring_contract_hash": contract.hash,
+        **({} if reward_token_id is None else {REWARD_TOKEN_KEY: reward_token_id}),
         # A reward is the logit plus its attribute's mean label and the head's bias.
         "label_means": dict(zip(contract.attributes, contract.label_means, strict=True)),
         **statistics,

@@ -2,8 +2,8 @@
 
 A layout is a line of ``LAYOUTS``: the names of a head's layers. All of them read the hidden state
 behind the last norm at the last token of a text, and which token that is follows from the chat
-template, which is in the scoring contract. A reward that is read off rows of the output layer
-becomes a matrix of its own when it is imported, so no later reader has to know the rows.
+template and the ``reward_token_id`` in the scoring contract. A reward that is read off rows of the
+output layer becomes a matrix of its own when it is imported, so no later reader has to know them.
 """
 
 from __future__ import annotations
@@ -59,9 +59,12 @@ LAYOUTS = (
     HeadLayout("v_head.summary.2", "v_head.summary.0", by="GRM"),
     HeadLayout("value_head", by="OpenRLHF"),
     HeadLayout("regression_head", by="UltraRM, Eurus-RM"),
+    HeadLayout("v_head", by="InternLM2ForRewardModel"),
 )
 # Name of OpenRLHF's head in a config.json; without it, "value_head" or "score".
 PREFIX_KEY = "value_head_prefix"
+# Token at which InternLM2's reward models read, in a config.json: they append it to every text.
+REWARD_TOKEN_KEY = "reward_token_id"
 # Heads of another kind: they read each step, or each token, and not a text.
 _OTHER_READERS = ("ForTokenClassification", "ForProcessRewardModel")
 NO_HEAD, OUTPUT_LAYER_HEAD = "none", "lm_head:"
@@ -236,13 +239,18 @@ def unread_head_tensors(found: Source, head: FoundHead | None, choice: str | Non
     return sorted(name for name in found.tensors if is_of_head(name, found) and name not in used)
 
 
-def describe_head(head: FoundHead | None, left_out: Sequence[str]) -> str:
+def describe_head(
+    head: FoundHead | None, left_out: Sequence[str], reward_token_id: int | None
+) -> str:
     """Say in a line which head was found, what it reads, and whether it is kept."""
     beside = f"; left out: {', '.join(left_out)}" if left_out else ""
     if head is None:
         asked = " as asked" if left_out else " in the source"
         return f"none{asked}{beside}; training begins with a fresh one"
-    return f"{head.about}, reads the last token of a text, kept{beside}"
+    token = "the last token of a text"
+    if reward_token_id is not None:
+        token = f"token {reward_token_id}, which is appended to a text"
+    return f"{head.about}, reads {token}, kept{beside}"
 
 
 def is_of_head(name: str, found: Source | None = None) -> bool:

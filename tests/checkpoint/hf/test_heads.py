@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
@@ -396,3 +398,89 @@ def test_head_of_rows_that_are_no_logits_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError) as caught:
             convert(tmp_path / source, tmp_path / "rm.nemo", head=choice)
         assert said in str(caught.value), str(caught.value)
+
+
+def internlm_names(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """A Llama's tensors as modeling_internlm2.py of InternLM2's reward models names and fuses them.
+
+    It splits the rows of ``wqkv`` into groups of some queries, a key and a value.
+    """
+    outside = {
+        "model.embed_tokens.weight": "model.tok_embeddings.weight",
+        "model.norm.weight": "model.norm.weight",
+        "lm_head.weight": "output.weight",
+    }
+    inside = {
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    groups, width = tiny.SHAPE["num_key_value_heads"], HIDDEN // tiny.SHAPE["num_attention_heads"]
+    yield from ((name, tensors[theirs]) for theirs, name in outside.items())
+    for layer in range(tiny.SHAPE["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for theirs, name in inside.items():
+            yield f"{prefix}{name}.weight", tensors[f"{prefix}{theirs}.weight"]
+        parts = [
+            tensors[f"{prefix}self_attn.{part}_proj.weight"].view(groups, -1, width, HIDDEN)
+            for part in "qkv"
+        ]
+        yield f"{prefix}attention.wqkv.weight", torch.cat(parts, dim=1).reshape(-1, HIDDEN)
+
+
+def test_head_of_internlm2_reads_the_reward_token(tmp_path: Path) -> None:
+    """As get_score of that modeling_internlm2.py: its token is behind the rendered conversation."""
+    write_hf_checkpoint(tmp_path / "llama", "llama_untied")
+    theirs = dict(internlm_names(load_file(tmp_path / "llama/model.safetensors")))
+    head = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(5)) * 0.3
+    token_id = 0
+    shutil.copytree(tmp_path / "llama", tmp_path / "hf")
+    save_file(
+        {**theirs, "v_head.weight": head}, tmp_path / "hf/model.safetensors", {"format": "pt"}
+    )
+    edit(
+        tmp_path / "hf",
+        architectures=["InternLM2ForRewardModel"],
+        model_type="internlm2",
+        bias=False,
+        rope_scaling={"type": "dynamic", "factor": 2.0},
+        reward_token_id=token_id,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "llama")
+    body = AutoModel.from_pretrained(tmp_path / "llama").eval()
+    raw = tokenizer("the cat sings", add_special_tokens=False, return_tensors="pt").input_ids
+    lists = [*token_lists(tokenizer), raw]
+    with torch.no_grad():
+        ends = [body(F.pad(ids, (0, 1), value=token_id)).last_hidden_state[0, -1] for ids in lists]
+    wanted = (torch.stack(ends) @ head.T).numpy()
+
+    summary = convert(tmp_path / "hf", tmp_path / "rm.nemo")
+    said = "v_head (linear; as of InternLM2ForRewardModel), reads token 0, which is appended to a "
+    assert summary.head.startswith(said)
+    ours = na.RewardModel.from_pretrained(tmp_path / "rm.nemo")
+    np.testing.assert_allclose(ours.score([*TEXTS, "the cat sings"]), wanted, atol=1e-5)
+    trained = na.train(
+        tmp_path / "rm.nemo", PAIRS, validation=PAIRS, output=tmp_path / "run", **SETTINGS
+    )
+    assert trained.contract().reward_token_id == token_id
+    after = trained.score([*TEXTS, "the cat sings"])
+    assert np.abs(after - wanted).max() > 1e-3
+    trained.export(tmp_path / "exported")
+    assert config_of(tmp_path / "exported")["architectures"] == ["LlamaForSequenceClassification"]
+    with na.RewardModel.from_pretrained(hf_model=tmp_path / "exported") as exported:
+        np.testing.assert_allclose(exported.score([*TEXTS, "the cat sings"]), after, atol=1e-4)
+    written = AutoTokenizer.from_pretrained(tmp_path / "exported").apply_chat_template(
+        TEXTS[0], tokenize=False
+    )
+    assert written.endswith("<|endoftext|>")
+    again = convert(tmp_path / "exported", tmp_path / "again.nemo")
+    assert again.contract == trained.contract()
+    refused = [
+        (partial(edit, reward_token_id=400), "reward_token_id: got 400, wanted a token of"),
+        (partial(edit, reward_token_id="a"), "reward_token_id: got 'a', wanted a token's id"),
+        (partial(edit, bias=True), "bias: got True, which is not supported"),
+    ]
+    check_refused(tmp_path / "hf", refused)
