@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from nemo_aligner.serving.client import ScoredRows
 
 # Settings of an evaluation; the others are about the model, which is loaded already.
-_OF_EVALUATION = ("data", "task", "robustness_pairs", "output", "output_rewards", "report")
+_OF_EVALUATION = (
+    "data", "task", "swapped", "robustness_pairs", "output", "output_rewards", "report",
+)  # fmt: skip
 _SHARD_BYTES = 5 * 10**9
 
 

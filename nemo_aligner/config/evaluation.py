@@ -64,6 +64,9 @@ class EvaluateConfig:
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
     task: str | None = setting(None, "a benchmark; data.path is its file (docs/evaluation.md)")
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
+    swapped: bool = setting(
+        False, "exchange chosen and rejected in the data: accuracy has to become 1 less it"
+    )
     robustness_pairs: int | None = setting(
         None, "number of pairs to score again with changed style"
     )
