@@ -186,7 +186,7 @@ def test_exchanged_replies_turn_every_verdict_of_a_model_that_reads_them(tmp_pat
         {"prompt": "x", "chosen": "a" * chosen, "rejected": "b" + "a" * rejected}
         for chosen, rejected in ((2, 1), (3, 3), (1, 2), (4, 0))
     ]
-    ranks = [tiny.ranked("x", (1, "a"), (0, "aaa"), (2, ""), (1, "aa"))]
+    ranks = [tiny.ranked("x", (1, "a"), (0, "aaa"), (2, "b"), (1, "aa"))]
     for path in (write(tmp_path / "pairs.jsonl", *rows), write(tmp_path / "ranks.jsonl", *ranks)):
         scorer = of_scorer(CountingScorer())
         plain, turned = (evaluate_file(scorer, path, swapped=each) for each in (False, True))
