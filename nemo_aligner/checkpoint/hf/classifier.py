@@ -313,6 +313,8 @@ def labels_of(
 
 
 def _stated_labels(found: Source, head: FoundHead) -> list[str]:
+    if head.rows:  # what a config may say of labels is not about them
+        return ["reward"]
     names = found.config.get("id2label")
     try:
         if names is None:
@@ -384,7 +386,7 @@ def _new_contract(
     )
     contract = build_contract(settings, tokenizer, precision)
     statistics: list[Any] = [found.config.get(key) for key in ("mean", "std")]
-    if is_ranking and are_numbers(statistics):
+    if is_ranking and are_numbers(statistics) and statistics[1] > 0:
         # OpenRLHF's, which it subtracts and divides by only if told to (--normalize_reward).
         mean, std = statistics
         contract = contract.with_statistics([mean], [std], "OpenRLHF's evaluation (config.json)")

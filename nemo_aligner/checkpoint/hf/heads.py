@@ -70,6 +70,7 @@ _OTHER_READERS = ("ForTokenClassification", "ForProcessRewardModel")
 NO_HEAD, OUTPUT_LAYER_HEAD = "none", "lm_head:"
 # A tensor without columns may claim any number of rows at no cost.
 _MOST_OUTPUTS = 10_000
+_MOST_DIGITS = 10
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class FoundHead:
         return cls(names, outputs, None if shape == HeadShape() else shape, about, found.tensors)
 
     @classmethod
-    def of_rows(cls, rows: Sequence[str], found: Source) -> FoundHead:
+    def of_rows(cls, rows: Sequence[str | int], found: Source) -> FoundHead:
         """Rows of the output layer of ``found``, by their tokens or numbers.
 
         Raises:
@@ -132,9 +133,7 @@ class FoundHead:
             name = next(rule.hf[0] for rule in family.model if rule.megatron == EMBEDDING)
         if name not in found.tensors:
             raise CheckpointError(f"{name}: it is missing, wanted it for a head of its rows")
-        about = f"rows of {name}"
-        numbers = tuple(int(row) if row.isdecimal() else row for row in rows)
-        return cls({"weight": name}, 1, None, about, found.tensors, numbers)
+        return cls({"weight": name}, 1, None, f"rows of {name}", found.tensors, tuple(rows))
 
     def with_rows_of(self, tokenizer: Tokenizer) -> FoundHead:
         """The same head with numbers of rows instead of tokens.
@@ -270,11 +269,11 @@ def _layouts(found: Source) -> dict[str, HeadLayout]:
     return {prefix: HeadLayout(prefix, by="OpenRLHF"), **layouts}
 
 
-def _rows_of_choice(choice: str) -> list[str]:
+def _rows_of_choice(choice: str) -> list[str | int]:
     rows = choice.removeprefix(OUTPUT_LAYER_HEAD).split(",")
     if len(rows) > 2 or not all(rows):
         raise CheckpointError(f"head: got {shown(choice)}, wanted lm_head:ROW or lm_head:ROW,ROW")
-    return rows
+    return [int(row) if row.isdecimal() and len(row) < _MOST_DIGITS else row for row in rows]
 
 
 def _rows_of_config(found: Source) -> list[str] | None:

@@ -349,9 +349,9 @@ ROWS: dict[str, tuple[str | None, dict[str, Any], str, Callable[[Tensor, Any], T
     # vLLM: the same file, load_weights_no_post_processing
     "one token": (
         None,
-        {"classifier_from_token": ["y"], "method": "no_post_processing"},
+        {"classifier_from_token": ["1"], "method": "no_post_processing", "num_labels": 2},
         "gemma",
-        lambda logits, token: logits[..., token("y")],
+        lambda logits, token: logits[..., token("1")],
     ),
 }
 
