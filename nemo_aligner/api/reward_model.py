@@ -171,7 +171,7 @@ class RewardModel:
         counted from 1.
 
         Args:
-            settings: those of the verb that are not about the model: ``task``,
+            settings: those of the verb that are not about the model: ``task``, ``swapped``,
                 ``robustness_pairs``, ``output``, ``output_rewards``, ``report`` and ``data.*``
 
         Raises:

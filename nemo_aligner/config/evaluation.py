@@ -40,7 +40,7 @@ class SourceConfig:
         {}, "weights of a text's numbers by name; {}: there is one"
     )
     head: str | None = setting(
-        None, "hf_model: its reward head, as convert --head takes it; null: the only one"
+        None, "hf_model: its reward head, as for convert --head; null: the only one"
     )
     tokenizer: str | None = setting(None, "/get_reward: folder with the chat template of texts")
     token_variable: str | None = setting(None, "environment variable with a bearer token")
@@ -64,9 +64,7 @@ class EvaluateConfig:
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
     task: str | None = setting(None, "a benchmark; data.path is its file (docs/evaluation.md)")
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
-    swapped: bool = setting(
-        False, "exchange chosen and rejected in the data: accuracy has to become 1 less it"
-    )
+    swapped: bool = setting(False, "exchange chosen and rejected: accuracy has to become 1 less it")
     robustness_pairs: int | None = setting(
         None, "number of pairs to score again with changed style"
     )
