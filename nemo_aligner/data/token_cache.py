@@ -21,11 +21,9 @@ import torch
 
 from nemo_aligner import __version__
 from nemo_aligner.batch.packed import LabelColumns
-from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.tokenizer import Tokenizer
-from nemo_aligner.data.formats import check_lines_are_whole, choose_format
-from nemo_aligner.data.readers import Reading
+from nemo_aligner.data.readers import FileRules, Reading, open_file
 from nemo_aligner.data.record_arrays import (
     Arrays,
     ArraysInFolder,
@@ -43,10 +41,8 @@ from nemo_aligner.data.report import (
     first_of_each,
 )
 from nemo_aligner.data.tokenize import (
-    BlockFile,
-    FileRules,
-    Longer,
     TokenizedBlock,
+    TokenRules,
     tokenize_blocks,
     usable_processes,
 )
@@ -158,17 +154,14 @@ def make_index(
         DataError: the file as a whole cannot be read, or see ``tokenize_blocks``.
         OSError: the arrays cannot be written.
     """
-    file, how = BlockFile(path), rules.reading
-    chosen = choose_format(how.format, how.kind, file.objects(), path, how.pair_keys)
-    check_lines_are_whole(chosen, file.lines(), path)
-    of_file = FileRules(path, chosen.name, chosen.kind, how, rules.contract, rules.tokenizer)
+    of_file, blocks = open_file(path, rules.reading)
+    to_tokens = TokenRules(of_file, rules.contract, rules.tokenizer)
     writer = _Writer(arrays)
-    blocks = file.blocks(chosen.lines_per_record)
-    for block in tokenize_blocks(blocks, of_file, processes):
+    for block in tokenize_blocks(blocks, to_tokens, processes):
         writer.add(block)
         if told is not None:
             told(writer.records)
-    return FileIndex(writer.finish(of_file, chosen.kind), arrays)
+    return FileIndex(writer.finish(of_file, to_tokens.token_type.name), arrays)
 
 
 class _Writer:
@@ -191,8 +184,8 @@ class _Writer:
         every.counts.update(block.counts)
         every.parsed += block.parsed
         every.malformed += block.malformed[: MOST_KEPT - len(every.malformed)]
-        wins, pairs = block.longer
-        every.longer = Longer(every.longer.wins + wins, every.longer.pairs + pairs)
+        every.pairs += block.pairs
+        every.longer += block.longer
         self._add_to_digest(parts["tokens"], parts["lengths"])
         self._add_ends("offsets", parts.pop("lengths"))
         self._add_ends("bounds", parts.pop("sizes"))
@@ -220,7 +213,7 @@ class _Writer:
             add_sequence(self._digest, tokens[start : start + length])
             start += length
 
-    def finish(self, rules: FileRules, kind: RecordKind) -> IndexFacts:
+    def finish(self, rules: FileRules, token_type: str) -> IndexFacts:
         """Summary of all blocks, after the last one."""
         arrays, every = self._arrays, self._all
         lines = arrays.read("lines", _INT)
@@ -237,14 +230,14 @@ class _Writer:
         labels = _labels(arrays, self.records, rules.columns)
         summary = FileSummary(
             path=rules.path,
-            kind=kind,
+            kind=rules.kind,
             format=rules.format,
             counts={reason: count for reason, count in counts.items() if count or reason == "kept"},
             lengths=LengthSummary.of(np.diff(arrays.read("offsets", _INT))),
             reply_lengths=LengthSummary.of(arrays.read("reply_lengths", _COUNT)),
             sources=dict(zip(self._names, self._sources, strict=True)),
             labels=LabelSummary(),
-            longer_chosen=every.longer.wins / every.longer.pairs if every.longer.pairs else None,
+            longer_chosen=every.longer / every.pairs if every.pairs else None,
             prefixes=_summarize_prefixes(
                 arrays.read("prefixes", _COUNT), np.diff(arrays.read("bounds", _INT))
             ),
@@ -253,7 +246,7 @@ class _Writer:
         summary = _with_labels(summary, rules.columns, labels, lines)
         ranks, bounds = arrays.read("ranks", _COUNT), arrays.read("bounds", _INT)
         end_digest(self._digest, labels, ranks, bounds)
-        digest, token_type = self._digest.hexdigest(), rules.token_type.name
+        digest = self._digest.hexdigest()
         return IndexFacts(summary, rules.columns, every.parsed, token_type, digest)
 
 
