@@ -18,18 +18,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nemo_aligner.batch.packed import prefix_of_all
 from nemo_aligner.config.common import Overlong
 from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract
 from nemo_aligner.contract.tokenizer import TextIds, Tokenizer
 from nemo_aligner.data.files import Block
 from nemo_aligner.data.readers import EncodedRecord, FileRules, encode_record, usable_encoded
-from nemo_aligner.data.records import Comparison, MalformedRecord, Record
-from nemo_aligner.data.report import better_and_worse, prompt_hash, short_hash
+from nemo_aligner.data.records import (
+    Comparison,
+    MalformedRecord,
+    Record,
+    better_and_worse,
+    prompt_hash,
+    short_hash,
+)
 from nemo_aligner.utils.errors import AlignerError, DataError
 from nemo_aligner.utils.processes import environment
 
 # A block of a data file to arrays of token ids.
+#
+# This runs in processes of its own, which have no need of torch: it takes seconds to import, and
+# memory in each of them.
 #
 # What is dropped and counted is decided in ``readers.py``. Ties are counted here:
 #
@@ -187,6 +195,33 @@ def _fit(token_ids: list[int], contract: ScoringContract) -> EncodedText | Overl
         return contract.fit(token_ids)
     except OverlongError as error:
         return error
+
+
+# Common prefixes of token sequences.
+
+# A shorter prefix is not worth a segment of its own.
+_MIN_PREFIX = 8
+
+
+def common_prefix(first: Sequence[int] | np.ndarray, second: Sequence[int] | np.ndarray) -> int:
+    """Length of two sequences' common prefix if it is worth a segment, else 0.
+
+    It is less than the shorter one's length, as every sequence needs a last token of its own. Lists
+    are made arrays each time.
+    """
+    most = min(len(first), len(second)) - 1
+    if most < _MIN_PREFIX:
+        return 0
+    differs = np.asarray(first[:most]) != np.asarray(second[:most])
+    at = int(differs.argmax())
+    prefix = at if differs[at] else most
+    return prefix if prefix >= _MIN_PREFIX else 0
+
+
+def prefix_of_all(sequences: Sequence[Sequence[int] | np.ndarray]) -> int:
+    """Length of the common prefix of all, by the same rule; 0 for a single one."""
+    first, *others = sequences
+    return min((common_prefix(first, other) for other in others), default=0)
 
 
 # Blocks tokenized by several processes at once, and handed out in their order.
