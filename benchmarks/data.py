@@ -31,12 +31,6 @@ from typing import Any
 
 from common import machine, render, run_worker, start, write_json
 
-from nemo_aligner.config.common import Precision
-from nemo_aligner.config.model import DataConfig, DataPrefixConfig, ModelConfig
-from nemo_aligner.contract.from_settings import build_contract
-from nemo_aligner.contract.tokenizer import load_tokenizer
-from nemo_aligner.data.training_data import TrainLoader, build_training_data
-
 _SYLLABLES = [
     "ba",
     "bre",
@@ -170,6 +164,12 @@ def _parse() -> argparse.Namespace:
 
 def begin(job: dict[str, Any]) -> dict[str, Any]:
     """Start a run as far as its data goes."""
+    from nemo_aligner.config.common import Precision
+    from nemo_aligner.config.model import DataConfig, DataPrefixConfig, ModelConfig
+    from nemo_aligner.contract.from_settings import build_contract
+    from nemo_aligner.contract.tokenizer import load_tokenizer
+    from nemo_aligner.data.training_data import build_training_data
+
     tokenizer = load_tokenizer(job["tokenizer"])
     config = ModelConfig(
         data=DataConfig(
@@ -197,7 +197,9 @@ def begin(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _loader(data: Any) -> TrainLoader:
+def _loader(data: Any) -> Any:
+    from nemo_aligner.data.training_data import TrainLoader
+
     return TrainLoader(data.train, _GLOBAL_BATCH, _PACK_TOKENS, 1234, 0, 1, _QUERY_KEY_COST)
 
 

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import matmul_rate, now, peak_gib, prepare_model
-from scaling import (
+from serving_model import WORDS, export, write_reward_model, write_tiny
+from synthetic import (
     build_synthetic_learner,
     make_point,
     measure_memory,
@@ -35,7 +36,6 @@ from scaling import (
     synthetic_model,
     without_overlap,
 )
-from serving_model import WORDS, export, write_reward_model, write_tiny
 
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.config.dtypes import ELEMENT_BYTES

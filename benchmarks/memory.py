@@ -21,9 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from common import machine, prepare_model, render, run_worker, start, write_json
-from torch.utils._python_dispatch import TorchDispatchMode
 
 _SAMPLES_A_SECOND = 10
 _COUNTS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -205,25 +203,26 @@ def _counter() -> Callable[[], float]:
     return count
 
 
-class _NoProducts(TorchDispatchMode):
-    """Matrix products give a constant, in as much memory as the product would take."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        aten = torch.ops.aten
-        if func is aten.mm.default:
-            return args[0].new_full((args[0].size(0), args[1].size(1)), 0.01)
-        if func is aten.addmm.default:
-            return args[1].new_full((args[1].size(0), args[2].size(1)), 0.01)
-        if func is aten.addmm_.default:
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
 def _without_products(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Matrix products give a constant, in as much memory as the product would take."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class NoProducts(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        ) -> Any:
+            aten = torch.ops.aten
+            if func is aten.mm.default:
+                return args[0].new_full((args[0].size(0), args[1].size(1)), 0.01)
+            if func is aten.addmm.default:
+                return args[1].new_full((args[1].size(0), args[2].size(1)), 0.01)
+            if func is aten.addmm_.default:
+                return args[0]
+            return func(*args, **(kwargs or {}))
+
     def run(*args: Any) -> Any:
-        with _NoProducts():
+        with NoProducts():
             return function(*args)
 
     return run

@@ -65,19 +65,17 @@ def import_checkpoint(
 
     Builds no model: tensors are read one after the other as they are written.
 
-    NeMo-Aligner's reward models ignore the rope and embedding scaling of their settings, in
-    training as in serving. To score as they did, it is switched off unless ``keep_scaling``.
-
     Args:
         tokenizer: a folder, or a model's name on the hub; None is the checkpoint's own.
         config: a ``model_config.yaml`` that replaces the checkpoint's own.
         template: for reward models, a name as in ``model.data.template``; ``none`` takes raw texts
             only.
         attributes: names of a reward model's outputs, if there are several.
+        keep_scaling: apply the rope and embedding scaling of the settings. NeMo-Aligner's reward
+            models ignored it, in training as in serving, and by default it is switched off.
 
     Raises:
-        CheckpointError: see ``open_nemo`` and ``model_shape``; or the head cannot be written as a
-            linear map of the last token.
+        CheckpointError: see ``open_nemo``, ``model_shape`` and ``fold_head``.
         ConfigError: the template is missing or unfit, or a base model is given options of a reward
             model.
     """
@@ -94,11 +92,7 @@ def import_checkpoint(
             given = {"template": template is not None, "attributes": bool(attributes)}
             _refuse_reward_options(source, {**given, "keep_scaling": keep_scaling})
         own_tokenizer = folder.load_tokenizer()
-        settings = {key: value for key, value in folder.config.items() if key not in _HEAD_KEYS}
-        ignored: list[str] = []
-        if HEAD in folder.tensors and not keep_scaling:
-            ignored = [key for key in _IGNORED_BY_NEMO_ALIGNER if settings.get(key)]
-            settings.update(dict.fromkeys(ignored, False))
+        settings, ignored = _settings(folder, keep_scaling)
         shape = model_shape(folder, settings)
         own_tokenizer.check_fits(shape.vocab_size)
         head = _read_head(folder, shape)
@@ -106,13 +100,9 @@ def import_checkpoint(
         if head is not None:
             tensors.pop(PREFIX + OUTPUT_LAYER, None)
         precision = _precision(folder, {**tensors, **layers})
-        try:
-            contract = None
-            if head is not None:
-                contract = _contract(folder, own_tokenizer, *head, template, attributes, precision)
-        except (ConfigError, DataError) as error:
-            raise type(error)(f"{folder.source}: {error}") from error
+        contract = None
         if head is not None:
+            contract = _contract(folder, own_tokenizer, *head, template, attributes, precision)
             tensors[PREFIX + HEAD] = in_memory(head[0])
         save_lazy(tensors, layers, scratch / "weights")
         own_tokenizer.save(scratch / "tokenizer")
@@ -120,6 +110,15 @@ def import_checkpoint(
         settings = with_lora(settings, None)
         write_nemo(output, settings, scratch / "weights", scratch / "tokenizer", score_rules)
         return _summary(output, folder, ignored, contract)
+
+
+def _settings(folder: NemoFolder, keep_scaling: bool) -> tuple[dict[str, Any], list[str]]:
+    """Settings of the decoder, and which of them are switched off."""
+    settings = {key: value for key, value in folder.config.items() if key not in _HEAD_KEYS}
+    if HEAD not in folder.tensors or keep_scaling:
+        return settings, []
+    ignored = [key for key in _IGNORED_BY_NEMO_ALIGNER if settings.get(key)]
+    return settings | dict.fromkeys(ignored, False), ignored
 
 
 def _refuse_reward_options(source: str | Path, given: Mapping[str, bool]) -> None:
@@ -272,21 +271,24 @@ def _contract(
     if count > 1:
         regression = _section(folder.config, "regression")
         weights = _numbers(regression, "attribute_weights", count) or weights
-    return ScoringContract(
-        template=_template(template, tokenizer),
-        add_bos=False,
-        add_eos=False,
-        bos_id=tokenizer.bos_id,
-        eos_id=tokenizer.eos_id,
-        overlong=Overlong.drop.value,
-        seq_length=folder.config.get("encoder_seq_length") or 1024,
-        attributes=_names(attributes, count),
-        attribute_weights=tuple(weights),
-        label_means=tuple(offsets.tolist()),
-        dtype=precision.value,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        reward_model_type=kind,
-    )
+    try:
+        return ScoringContract(
+            template=_template(template, tokenizer),
+            add_bos=False,
+            add_eos=False,
+            bos_id=tokenizer.bos_id,
+            eos_id=tokenizer.eos_id,
+            overlong=Overlong.drop.value,
+            seq_length=folder.config.get("encoder_seq_length") or 1024,
+            attributes=_names(attributes, count),
+            attribute_weights=tuple(weights),
+            label_means=tuple(offsets.tolist()),
+            dtype=precision.value,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            reward_model_type=kind,
+        )
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"{folder.source}: {error}") from error
 
 
 def _template(setting: str | None, tokenizer: Tokenizer) -> str:

@@ -215,7 +215,8 @@ def read_lines(path: str | Path) -> list[AnyLine]:
         DataError: the file is missing, not UTF-8, a broken list or table, or holds something else
             than objects; the message says what.
     """
-    content = _read_content(Path(path))
+    with unpacked(path) as stream:
+        content = stream.read()
     rows = read_binary_table(content, str(path))
     if rows is not None:
         return [_line_of(row) for row in rows]
@@ -264,11 +265,6 @@ def _line_of(row: Row) -> AnyLine:
     if isinstance(value, str):
         return BadLine(number, "", value)
     return Line(number, as_json(value), value)
-
-
-def _read_content(path: Path) -> bytes:
-    with unpacked(path) as stream:
-        return stream.read()
 
 
 @contextmanager

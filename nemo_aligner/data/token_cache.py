@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +227,9 @@ class _Writer:
             "kept": self.records,
         }
         labels = _labels(arrays, self.records, rules.columns)
+        ranks, bounds = arrays.read("ranks", _COUNT), arrays.read("bounds", _INT)
+        prefixes = arrays.read("prefixes", _COUNT)
+        saved = prefixes * (np.diff(bounds) - 1)
         summary = FileSummary(
             path=rules.path,
             kind=rules.kind,
@@ -238,20 +240,13 @@ class _Writer:
             sources=dict(zip(self._names, self._sources, strict=True)),
             labels=LabelSummary(),
             longer_chosen=every.longer / every.pairs if every.pairs else None,
-            prefixes=_summarize_prefixes(
-                arrays.read("prefixes", _COUNT), np.diff(arrays.read("bounds", _INT))
-            ),
+            prefixes=PrefixSummary(int(saved.sum()), int((prefixes == 0).sum())),
             malformed=every.malformed,
         )
         summary = _with_labels(summary, rules.columns, labels, lines)
-        ranks, bounds = arrays.read("ranks", _COUNT), arrays.read("bounds", _INT)
         end_digest(self._digest, labels, ranks, bounds)
         digest = self._digest.hexdigest()
         return IndexFacts(summary, rules.columns, every.parsed, token_type, digest)
-
-
-def _summarize_prefixes(prefixes: np.ndarray, sizes: np.ndarray) -> PrefixSummary:
-    return PrefixSummary(int((prefixes * (sizes - 1)).sum()), int((prefixes == 0).sum()))
 
 
 def _with_labels(
@@ -498,7 +493,8 @@ def open_indexes(
     """
     different = list(dict.fromkeys(paths))
     large = [path for path in different if _is_indexed(path, place)]
-    folders = _prepare_on_nodes(partial(_prepare, large, rules, place)) if large else {}
+    prepare = lambda: {path: _prepare(path, rules, place) for path in large}  # noqa: E731
+    folders = _prepare_on_nodes(prepare) if large else {}
     opened = {
         path: _open(path, folders[path])
         if path in folders
@@ -539,11 +535,7 @@ def _prepare_on_nodes(prepare: Callable[[], Folders]) -> Folders:
     return found[0]
 
 
-def _prepare(paths: Sequence[str], rules: IndexRules, place: IndexPlace) -> Folders:
-    return {path: _prepare_one(path, rules, place) for path in paths}
-
-
-def _prepare_one(path: str, rules: IndexRules, place: IndexPlace) -> Path:
+def _prepare(path: str, rules: IndexRules, place: IndexPlace) -> Path:
     folder = index_folder(path, rules, place.folder)
     if open_index(folder, path) is not None:
         say(f"{path}: already tokenized, in {folder}")

@@ -9,12 +9,12 @@ import sys
 from tests.launching import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import scaling
+import synthetic
 
 
 def main(jobs: str) -> None:
     for job in json.loads(jobs):
-        found = scaling.measure_point(job)
+        found = synthetic.measure_point(job)
         if found is not None:
             print(json.dumps(found))
         gc.collect()
