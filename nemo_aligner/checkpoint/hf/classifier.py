@@ -1,8 +1,4 @@
-"""Reward models of Hugging Face: scored by transformers, or read for conversion.
-
-Scoring runs the model as its authors do (``AutoModelForSequenceClassification``), so that its
-rewards can be compared with ours. Conversion needs only the names of its outputs and a contract.
-"""
+"""Reward models of others, run by transformers (``AutoModelForSequenceClassification``)."""
 
 from __future__ import annotations
 
@@ -45,20 +41,19 @@ from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import CheckpointError, DataError, one_line, short, shown
 
-# transformers names outputs LABEL_0, LABEL_1, ... where a model's config names none.
+# transformers' name for unnamed outputs.
 _UNNAMED = "LABEL_"
-# transformers writes about 1e30 into a tokenizer's model_max_length for "no limit".
+# A tokenizer's model_max_length above this means that it has none.
 _NO_LENGTH = 10**9
 
 
 @dataclass(frozen=True)
 class HfRewardModel:
-    """A model that scores texts by its tokenizer's own rules and chat template.
+    """Scores texts by the tokenizer's own rules and chat template.
 
     Attributes:
-        seq_length: most tokens of a text, by the stricter of model and tokenizer; None: any number.
+        seq_length: most tokens of a text, by the stricter of model and tokenizer; None: any.
         batch_tokens: most tokens in a batch, padding included.
-        watch: progress callback, called with the texts that are done and their total.
     """
 
     tokenizer: Any
@@ -96,10 +91,8 @@ class HfRewardModel:
             return list(self.tokenizer(text).input_ids)
         if not self.tokenizer.chat_template:
             raise NoTemplateError("this text is a conversation, and the tokenizer has no template")
-        # A message with the template's own markers could pose as another turn, and be scored so.
         self._turn_marks.check(text)
         written = self._write(self._reading.adapt(text))
-        # The template writes BOS and the like itself.
         return list(self.tokenizer(written, add_special_tokens=False).input_ids)
 
     def _write(self, conversation: Messages | Conversation) -> str:
@@ -162,12 +155,7 @@ class HfRewardModel:
             raise DataError(f"text {number}: {error}") from error
 
     def _batches(self, token_lists: Sequence[list[int]]) -> Iterator[list[int]]:
-        """Yield rows of similar length, so that little is padded; the longest come first.
-
-        If memory is short, the first batch shows it.
-        """
-        # transformers refuses batches of a model without a pad token: it could not tell where a
-        # text ends.
+        """Yield rows of similar length, the longest first, so that little is padded."""
         is_alone = self.model.config.get_text_config().pad_token_id is None
         rows: list[int] = []
         for row in sorted(range(len(token_lists)), key=lambda row: -len(token_lists[row])):
@@ -235,18 +223,30 @@ def _length(tokenizer: Any, model: Any) -> int | None:
     return min((int(each) for each in lengths if each < _NO_LENGTH), default=None)
 
 
-# For conversion: the names of a reward model's outputs, and its scoring contract.
+# Names of a Hugging Face reward model's outputs, and its scoring contract.
 
 MAX_DEFAULT_SEQ_LENGTH = 4096
-# A damaged file's tensor without columns may claim billions of rows, each of which gets a name.
+# A tensor without columns may claim any number of rows at no cost.
 _MOST_LABELS = 10_000
 
 
-def labels_of(found: Source, attributes: Sequence[str] | None) -> list[str] | None:
-    """Names of a reward model's outputs, in order; None for a base model.
+@dataclass(frozen=True)
+class ContractOptions:
+    """Settings that a reward model's folder leaves open.
 
-    Args:
-        attributes: names to use instead of ``id2label``.
+    Attributes:
+        template: as ``model.data.template``; None is the tokenizer's.
+        seq_length: None is the model's longest text, but at most 4096 tokens.
+        attributes: names of the outputs; None are those of ``id2label``.
+    """
+
+    template: str | None = None
+    seq_length: int | None = None
+    attributes: tuple[str, ...] | None = None
+
+
+def labels_of(found: Source, options: ContractOptions | None) -> list[str] | None:
+    """Names of a reward model's outputs, in order; None for a base model.
 
     Raises:
         CheckpointError: the head is not one linear map without a bias, or its outputs are not
@@ -276,8 +276,8 @@ def labels_of(found: Source, attributes: Sequence[str] | None) -> list[str] | No
             f"problem_type: got {shown(problem)}, wanted 'regression': the outputs of a classifier "
             "are no rewards"
         )
-    if attributes is not None:
-        return list(attribute_names(attributes, _rows_of_head(found)))
+    if options is not None and options.attributes is not None:
+        return list(attribute_names(options.attributes, _rows_of_head(found)))
     return _stated_labels(found)
 
 
@@ -317,20 +317,18 @@ def contract_of(
     labels: list[str] | None,
     tokenizer: Tokenizer,
     precision: Precision,
-    template: str | None,
-    seq_length: int | None,
+    options: ContractOptions | None,
 ) -> ScoringContract | None:
     """Contract of a reward model: its own if this package exported it, else a new one.
 
-    Args:
-        labels: as ``labels_of`` gives them.
-        template: as ``model.data.template``; None is the tokenizer's.
-        seq_length: None is the model's longest text, but at most 4096 tokens.
-
     Raises:
-        CheckpointError: its own contract is of another model.
+        CheckpointError: there are options but nothing for them to decide; or its own contract is of
+            another model.
         ConfigError: the template is not found, or unfit.
     """
+    if options is not None and (labels is None or found.contract is not None):
+        why = "a base model has none" if labels is None else f"it brings its own, {CONTRACT_NAME}"
+        raise CheckpointError(f"got options for a scoring contract, but {why}")
     if labels is None:
         return None
     if found.contract is not None:
@@ -338,6 +336,16 @@ def contract_of(
         contract.check_template_ends(tokenizer)
         _check_own(contract, labels, tokenizer.fingerprint)
         return contract.with_dtype(precision)
+    return _new_contract(found, labels, tokenizer, precision, options or ContractOptions())
+
+
+def _new_contract(
+    found: Source,
+    labels: list[str],
+    tokenizer: Tokenizer,
+    precision: Precision,
+    options: ContractOptions,
+) -> ScoringContract:
     longest = int(found.config["max_position_embeddings"])
     is_ranking = len(labels) == 1
     settings = ModelConfig(
@@ -346,13 +354,15 @@ def contract_of(
         else RewardModelType.regression,
         regression=RegressionConfig(attributes=labels),
         data=DataConfig(
-            template=template,
-            seq_length=seq_length or min(longest, MAX_DEFAULT_SEQ_LENGTH),
+            template=options.template,
+            seq_length=options.seq_length or min(longest, MAX_DEFAULT_SEQ_LENGTH),
         ),
     )
     contract = build_contract(settings, tokenizer, precision)
-    if template is not None and not contract.template:
-        raise CheckpointError(f"template: got {template!r}, but the tokenizer has no chat template")
+    if options.template is not None and not contract.template:
+        raise CheckpointError(
+            f"template: got {options.template!r}, but the tokenizer has no chat template"
+        )
     return dataclasses.replace(contract, attributes=tuple(labels))
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING, HEAD, LAYERS, PREFIX
-from nemo_aligner.checkpoint.hf.classifier import contract_of, labels_of
+from nemo_aligner.checkpoint.hf.classifier import ContractOptions, contract_of, labels_of
 from nemo_aligner.checkpoint.hf.families import family_of, find_family
 from nemo_aligner.checkpoint.hf.families.base import (
     ModelFamily,
@@ -39,7 +39,7 @@ from nemo_aligner.checkpoint.hf.source import (
     model_rules,
     open_source,
 )
-from nemo_aligner.checkpoint.nemo.open import CONTRACT_NAME, NemoFolder, scratch_beside, write_nemo
+from nemo_aligner.checkpoint.nemo.open import NemoFolder, scratch_beside, write_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices, save_lazy
 from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
 from nemo_aligner.config.dtypes import format_of
@@ -96,10 +96,7 @@ def convert_hf_to_nemo(
     output: str | Path,
     dtype: torch.dtype | None = None,
     tensor_parallel: int = 1,
-    *,
-    template: str | None = None,
-    seq_length: int | None = None,
-    attributes: Sequence[str] | None = None,
+    options: ContractOptions | None = None,
 ) -> ConversionSummary:
     """Write the model in ``source`` as the archive ``output``; one process calls it.
 
@@ -109,22 +106,16 @@ def convert_hf_to_nemo(
         dtype: None keeps the stored one (GGUF: fp32). A reward head is fp32.
         tensor_parallel: if it does not divide the model's query groups, groups of zeros are added,
             which change no output and never train.
-        template: of a reward model, as ``model.data.template``; None is its tokenizer's.
-        seq_length: of a reward model, tokens of the longest text; None is the model's own limit,
-            but at most 4096.
-        attributes: of a reward model, names of its outputs; None are those of ``id2label``.
 
     Raises:
         CheckpointError: an unknown family, an unsupported setting, a missing or surplus tensor, or
-            one whose shape contradicts the config; or a reward model without a valid contract;
-            or options of a contract where there is none to make.
+            one whose shape contradicts the config; or a reward model without a valid contract.
     """
     try:
         if tensor_parallel < 1:
             raise CheckpointError(f"tensor_parallel: got {tensor_parallel}, wanted 1 or more")
         with single_process():
-            found, rules = open_source(source), (template, seq_length, attributes)
-            return _convert(found, Path(output), dtype, tensor_parallel, *rules)
+            return _convert(open_source(source), Path(output), dtype, tensor_parallel, options)
     except AlignerError as error:
         named = str(error).startswith((str(source), str(output)))
         raise CheckpointError(str(error) if named else f"{source}: {error}") from error
@@ -135,18 +126,11 @@ def _convert(
     output: Path,
     dtype: torch.dtype | None,
     tensor_parallel: int,
-    template: str | None,
-    seq_length: int | None,
-    attributes: Sequence[str] | None,
+    options: ContractOptions | None,
 ) -> ConversionSummary:
     family = find_family(found.config.get("model_type"))
     config = family.to_nemo(found.config)
-    labels = labels_of(found, attributes)
-    given = (template, seq_length, attributes)
-    makes_contract = labels is not None and found.contract is None
-    if not makes_contract and any(each is not None for each in given):
-        why = "a base model has none" if labels is None else f"it brings its own, {CONTRACT_NAME}"
-        raise CheckpointError(f"got options for a scoring contract, but {why}")
+    labels = labels_of(found, options)
     rules = model_rules(family, config, labels is not None)
     wanted = hf_shapes(rules, config)
     if labels is not None:
@@ -159,7 +143,7 @@ def _convert(
     archived = _with_zero_groups({**config, "precision": stored.nemo}, zero_groups)
     with scratch_beside(output) as scratch:
         tokenizer = _save_tokenizer(found, scratch / "tokenizer", config["vocab_size"])
-        contract = contract_of(found, labels, tokenizer, stored.precision, template, seq_length)
+        contract = contract_of(found, labels, tokenizer, stored.precision, options)
         if contract is not None:
             tensors[HEAD_KEY] = _as_fp32(found.tensors[HF_HEAD])
             archived["reward_model_type"] = contract.reward_model_type
