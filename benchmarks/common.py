@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -98,37 +99,48 @@ def lacking(*modules: str, python: str = sys.executable) -> list[str]:
     return done.stdout.split()
 
 
-def run_worker(python: str, script: str, job: Mapping[str, Any], threads: int) -> dict[str, Any]:
-    """Run ``script`` with the job on stdin in a process of its own; its last line is JSON.
-
-    Raises:
-        WorkerFailed: it ended in another way.
-    """
-    command = [python, str(ROOT / "benchmarks" / script)]
-    return _last_line(command, threads, json.dumps(job))
-
-
-def run_ranks(script: str, job: Mapping[str, Any], threads: int, ranks: int) -> dict[str, Any]:
-    """Run ``script`` with the job as its argument, by torchrun if there are several ranks.
+def run_worker(
+    script: str,
+    role: str,
+    job: Mapping[str, Any],
+    threads: int,
+    *,
+    python: str = sys.executable,
+    ranks: int = 1,
+) -> dict[str, Any]:
+    """Run ``script`` as its worker ``role`` (see ``start``); torchrun starts several ranks.
 
     Raises:
         WorkerFailed: it ended without a result.
     """
-    command = [sys.executable]
+    command = [python]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return _last_line([*command, str(ROOT / "benchmarks" / script), json.dumps(job)], threads)
-
-
-def _last_line(command: Sequence[str], threads: int, text: str = "") -> dict[str, Any]:
-    """Run a command with ``text`` on stdin; the last line that it prints is JSON."""
+    command += [str(ROOT / "benchmarks" / script), role, json.dumps(job)]
     done = subprocess.run(
-        command, input=text, capture_output=True, text=True, env=environment(threads), check=False
+        command, capture_output=True, text=True, env=environment(threads), check=False
     )
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         raise WorkerFailed(f"{how_it_ended(done.returncode)}\n{done.stderr[-4000:]}".strip())
     return json.loads(lines[-1])
+
+
+def start(main: Callable[[], None], **workers: Callable[[Any], object]) -> None:
+    """Run a benchmark or, in a process that ``run_worker`` started, its worker.
+
+    A worker gets the job, and returns the result: None on all ranks but one.
+    """
+    role, job = [*sys.argv[1:3], "", ""][:2]
+    if role in workers:
+        found = workers[role](json.loads(job))
+        if found is not None:
+            print(json.dumps(found))
+        return
+    try:
+        main()
+    except WorkerFailed as error:
+        sys.exit(f"nemo_aligner: {error}")
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -242,6 +254,24 @@ def processor() -> str:
         if line.startswith("model name")
     )
     return f"{model}, {os.cpu_count()} cores"
+
+
+def now() -> float:
+    """Seconds on a clock, once a GPU has done what it was given."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def peak_gib() -> float:
+    """The most memory so far: of the allocator on a GPU, else of this process."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def matmul_rate() -> float:

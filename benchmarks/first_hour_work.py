@@ -1,31 +1,43 @@
-"""Worker of gpu_first_hour.py: one part that needs nothing but this package, on random weights.
+"""Worker of gpu_first_hour.py: a part that needs nothing but this package; its rows go to OUTPUT.
 
     python benchmarks/first_hour_work.py PART JOB OUTPUT
 
-JOB is JSON: the points of the part, each a job of scaling.py, and what is assumed of the machine.
-OUTPUT gets the rows that are there so far, after each: a part that is stopped leaves them.
+JOB is JSON: device, precision, the peak that is assumed, the folder ``work``, and the model and
+pairs that were given. OUTPUT gets the rows that are there so far, after each: a part that is
+stopped leaves them.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import random
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import matmul_rate
-from scaling import plan_of
-from scaling_point import build_synthetic_learner, measure_memory, now, without_overlap
+from common import matmul_rate, now, peak_gib, prepare_model
+from serving_model import WORDS, export, write_reward_model, write_tiny
+from synthetic import (
+    build_synthetic_learner,
+    make_point,
+    measure_memory,
+    plan_of,
+    synthetic_model,
+    without_overlap,
+)
 
+from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
@@ -33,25 +45,213 @@ from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.planning.cost import FP32_BYTES, Machine, Plan, step_flops, step_time, traffic
 from nemo_aligner.planning.memory import fullest_stage
 from nemo_aligner.planning.planner import GIB, PlanRequest
+from nemo_aligner.tools.doctor import examine
 from nemo_aligner.training.learner import RewardLearner
 
 Job = Mapping[str, Any]
 Row = dict[str, Any]
+Point = dict[str, Any]
 Measure = Callable[[RewardLearner], dict[str, Any]]
 _SEED = 1234
 _USUAL, _CALL = "a step, nothing being written", "the call of save"
 _DURING, _WRITTEN = "a step while it is written", "from the call until it is on disk"
+_OTHERS = ("flash_attn", "triton", "trl", "vllm")
+_COPIED = 2**30
+_PRODUCTS = "a large product, in bf16 on a GPU and in fp32 on a CPU"
+_FP32 = "torch's own choice, before the package makes it highest"
+_COPIES = "of a GiB from host memory"
+# What the comparisons take where no model is given: for a GPU of 80 GiB, and in miniature.
+_MODELS: dict[str, dict[str, Any]] = {
+    "cuda": {
+        "shape": {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "initializer_range": 0.02,
+            "dtype": "bfloat16",
+        },
+        "pairs": 256,
+    },
+    # vLLM takes heads of 32.
+    "cpu": {"shape": {"hidden_size": 128, "intermediate_size": 256}, "pairs": 8},
+}
+_SIZE = ("sequence_length", "pairs", "micro_batch_tokens", "steps")
+_PROMPT, _REPLY = (10, 200), (10, 300)  # words
 
 
 def main() -> None:
     name, job, output = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
-    rows: list[Row] = []
+    if name in ALONE:
+        _write(ALONE[name](job), output)
+        return
     with launch() as world:
         layout = initialize_layout(seed=_SEED)
-        for row in PARTS[name](job, layout):
-            rows.append(row)
-            if world.is_main:
-                output.write_text(json.dumps(rows))
+        points = points_of(job["device"], job["precision"], _given_shape(job["model"]))[name]
+        _write(PARTS[name]({**job, "points": points}, layout), output if world.is_main else None)
+
+
+def _write(rows: Iterator[Row], output: Path | None) -> None:
+    found: list[Row] = []
+    for row in rows:
+        found.append(row)
+        if output is not None:
+            output.write_text(json.dumps(found))
+
+
+def _given_shape(model: str | None) -> dict[str, Any] | None:
+    """The model_config of a ``.nemo``; other checkpoints leave the synthetic points as they are."""
+    if model is None or not model.endswith(".nemo"):
+        return None
+    with open_nemo(Path(model), with_weights=False) as folder:
+        return folder.config
+
+
+def points_of(
+    device: str, precision: str, given: dict[str, Any] | None = None
+) -> dict[str, list[Point]]:
+    """The points of each part on random weights, for a GPU of 80 GiB or in miniature.
+
+    ``given`` is a model_config to take instead of a synthetic one.
+    """
+    if device == "cuda":
+        model, size = given or synthetic_model(16, 2048), (1024, 32, 8192, 5)
+    else:
+        model, size = given or synthetic_model(2, 128, vocabulary=512), (64, 4, 256, 1)
+    sizes = dict(
+        zip(("sequence_length", "pairs", "micro_batch_tokens", "steps"), size, strict=True)
+    )
+    base = make_point(model, precision, **sizes)
+    if device != "cuda":
+        memory = [{**base, "label": "nothing recomputed"}]
+        memory.append({**base, "label": "recompute full", "recompute": "full"})
+        mfu, steps = [base, {**base, "sequence_length": 32, "pairs": 8}], 2
+    else:
+        memory, mfu, steps = list(_memory_points(base)), list(_mfu_points(base)), 8
+    offload = [{**base, "steps": steps}]
+    return {"mfu": mfu, "memory": memory, "offload": offload, "save": [base], "overlap": [base]}
+
+
+def _mfu_points(base: Point) -> Iterator[Point]:
+    longest = base["model"].get("max_position_embeddings", 8192)
+    for length in (512, 1024, 2048, 4096, 8192):
+        if length <= longest:
+            # A pack holds a pair at least.
+            pack = max(8192, 2 * length)
+            sizes = {"sequence_length": length, "pairs": 2**15 // length}
+            yield {**base, **sizes, "micro_batch_tokens": pack}
+    for layers, hidden in ((24, 1024), (8, 4096), (3, 8192)):
+        yield {**base, "model": synthetic_model(layers, hidden)}
+
+
+def _memory_points(base: Point) -> Iterator[Point]:
+    layers = base["model"]["num_layers"]
+    half = base["sequence_length"] // 2
+    yield {**base, "label": "nothing recomputed"}
+    yield {**base, "label": "twice the tokens of a pack", "micro_batch_tokens": 16384}
+    yield {**base, "label": "half of a text in common", "prefix": half}
+    for recompute in ("selective", "full"):
+        yield {**base, "label": f"recompute {recompute}", "recompute": recompute}
+    yield {**base, "label": "half of the layers frozen", "freeze_layers": layers // 2}
+    yield {**base, "label": "moments in host memory", "cpu_offload": True}
+
+
+def machine(job: Job) -> Iterator[Row]:
+    """What the machine is and has, and its rates."""
+    for finding in examine():
+        yield {"what": finding.name, "found": finding.value, "note": finding.advice or ""}
+    yield from ({"what": name, "found": _version(name), "note": ""} for name in _OTHERS)
+    rate = f"{matmul_rate() / 1e12:.3g} TFLOP/s"
+    yield {"what": "products", "found": rate, "note": _PRODUCTS}
+    precision = torch.get_float32_matmul_precision()
+    yield {"what": "fp32 products", "found": precision, "note": _FP32}
+    if torch.cuda.is_available():
+        for name, pinned in (("pageable", False), ("pinned", True)):
+            rate = f"{_copy_rate(pinned) / 1e9:.3g} GB/s"
+            yield {"what": f"copies, {name}", "found": rate, "note": _COPIES}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _copy_rate(pinned: bool) -> float:
+    """Bytes a second, the best of three."""
+    host = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=pinned).zero_()
+    device = torch.empty(_COPIED, dtype=torch.uint8, device="cuda")
+    best = float("inf")
+    for _ in range(3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        device.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return _COPIED / best
+
+
+def model(job: Job) -> Iterator[Row]:
+    """The model and the pairs that the comparisons take, in ``work``.
+
+    ``hf`` and ``base.nemo`` are the same weights: of the GGUF, ``.nemo`` or Hugging Face folder of
+    the job, or random. ``pairs.jsonl`` is the job's data, or pairs of random words whose lengths
+    are spread as those of chats.
+    """
+    work, size = Path(job["work"]), _MODELS[job["device"]]
+    source = None if job["model"] is None else Path(job["model"])
+    hf = _prepare(source, work, size["shape"])
+    if job["data"] is not None:
+        shutil.copy(job["data"], work / "pairs.jsonl")
+    else:
+        _write_pairs(work / "pairs.jsonl", size["pairs"])
+    weights = sum(path.stat().st_size for path in hf.glob("*.safetensors"))
+    yield {"what": "model", "found": str(source or "random weights")}
+    yield {"what": "shape", "found": _shape_of(hf)}
+    yield {"what": "its weights", "found": f"{weights / 2**30:.3g} GiB"}
+    yield {"what": "pairs", "found": str(job["data"] or f"{size['pairs']} of random words")}
+
+
+def _prepare(source: Path | None, work: Path, shape: dict[str, Any]) -> Path:
+    """``work / "hf"`` and ``work / "base.nemo"``; the former is returned."""
+    hf, nemo = work / "hf", work / "base.nemo"
+    if source is not None and source.suffix == ".nemo":
+        nemo.symlink_to(source.resolve())
+        write_reward_model(nemo, work / "reward.nemo")
+        return export(work / "reward.nemo", hf)
+    if source is None:
+        source = write_tiny(hf, **shape)
+    found, _ = prepare_model(source, work)
+    if found != hf:
+        hf.symlink_to(found.resolve())
+    return hf
+
+
+def _write_pairs(path: Path, count: int) -> None:
+    """Pairs that share their prompt; a reply is as likely short as long."""
+    rng = random.Random(0)
+    words = WORDS.split()
+
+    def text(least: int, most: int) -> str:
+        length = round(least * (most / least) ** rng.random())
+        return " ".join(rng.choices(words, k=length))
+
+    with path.open("w") as lines:
+        for index in range(count):
+            pair = {
+                "prompt": f"{text(*_PROMPT)} {index}",
+                "chosen": text(*_REPLY),
+                "rejected": text(*_REPLY),
+            }
+            lines.write(json.dumps(pair) + "\n")
+
+
+def _shape_of(hf: Path) -> str:
+    config = json.loads((hf / "config.json").read_text())
+    keys = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
+    return ", ".join(f"{key} {config.get(key)}" for key in keys)
 
 
 def mfu(job: Job, layout: ParallelLayout) -> Iterator[Row]:
@@ -122,7 +322,7 @@ def offload(job: Job, layout: ParallelLayout) -> Iterator[Row]:
             "largest |difference|": _largest_difference(*losses) if len(losses) == 2 else None,
             "s/step": found.get("seconds"),
             "planned s for copies": step_time(shape, plan, machine).host,
-            "peak GiB": _per(found.get("peak"), GIB),
+            "peak GiB": found.get("peak"),
             "planned GiB": fullest_stage(shape, plan).total / GIB,
             "note": _note(found.get("seconds")),
         }
@@ -132,7 +332,7 @@ def save(job: Job, layout: ParallelLayout) -> Iterator[Row]:
     """Steps without a save, the call that begins one, and steps while it is written."""
     (point,) = job["points"]
     shape, plan = _shape_and_plan(point)
-    measure = partial(_train_and_save, steps=point["steps"], folder=job["folder"])
+    measure = partial(_train_and_save, steps=point["steps"], folder=job["work"])
     found = _measured(point, layout, measure)
     # Weights, and in the optimizer fp32 weights where they are not, and two moments.
     size = ELEMENT_BYTES[plan.precision]
@@ -177,6 +377,7 @@ PARTS: dict[str, Callable[[Job, ParallelLayout], Iterator[Row]]] = {
     "save": save,
     "overlap": overlap,
 }
+ALONE: dict[str, Callable[[Job], Iterator[Row]]] = {"machine": machine, "model": model}
 
 
 def _machine(job: Job) -> Machine:
@@ -246,9 +447,7 @@ def _train(learner: RewardLearner, steps: int) -> dict[str, Any]:
     start = now()
     losses += [learner.train_step(step)["loss"] for step in range(1, steps + 1)]
     found = {"losses": losses, "seconds": (now() - start) / steps}
-    if not torch.cuda.is_available():
-        return found
-    return {**found, "peak": torch.cuda.max_memory_allocated()}
+    return {**found, "peak": peak_gib()} if torch.cuda.is_available() else found
 
 
 def _largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:

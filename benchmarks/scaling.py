@@ -18,37 +18,32 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from common import (
-    WorkerFailed,
     add_device_option,
     choose_device,
     machine,
     render,
-    run_ranks,
+    run_worker,
+    start,
     write_json,
 )
 
+# torch and the package are imported where they are used: --help does not wait for them, and they
+# look for a GPU, which ``choose_device`` may hide.
+
 MIB = 2**20
 PARTS = ("data", "forward", "backward", "reduce", "optimizer", "other", "save", "written")
-PLANNED = ("tp", "pp", "dp", "sequence_parallel", "recompute_layers", "freeze_layers")
-
-
-@dataclass(frozen=True)
-class Size:
-    """The point that all tables have in common, by device."""
-
-    layers: int
-    hidden: int
-    seq_length: int
-    pairs: int
-    micro_batch_tokens: int
-
-
-SIZES = {"cpu": Size(4, 256, 256, 8, 2048), "cuda": Size(16, 2048, 1024, 32, 8192)}
+# The point that all tables have in common, by device.
+SIZES = {
+    "layers": {"cpu": 4, "cuda": 16},
+    "hidden": {"cpu": 256, "cuda": 2048},
+    "seq_length": {"cpu": 256, "cuda": 1024},
+    "pairs": {"cpu": 8, "cuda": 32},
+    "micro_batch_tokens": {"cpu": 2048, "cuda": 8192},
+}
 
 
 def main() -> None:
@@ -67,16 +62,17 @@ def main() -> None:
         if arguments.tables and name.split()[0] not in arguments.tables:
             continue
         rows[name] = _measure(name, jobs, arguments.threads)
-        print(f"\n{_times(rows[name])}\n\n{_memories(rows[name])}", flush=True)
+        for columns in (_times, _memories):
+            table = [{name: row[name], **columns(row)} for row in rows[name]]
+            print(f"\n{render(table)}", flush=True)
     about = {
         "machine": machine(),
         "device": device,
         "precision": base["precision"],
         "threads": arguments.threads,
-        "model": base["model"],
     }
-    print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items() if key != "model"))
-    write_json(arguments.output, {**about, "tables": rows})
+    print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items()))
+    write_json(arguments.output, {**about, "model": base["model"], "tables": rows})
 
 
 def _default_ranks(device: str) -> int:
@@ -101,16 +97,13 @@ def _lengths(base: dict[str, Any]) -> Jobs:
 
 def _layers(base: dict[str, Any]) -> Jobs:
     layers = base["model"]["num_layers"]
-    for count in (layers // 2, layers, 2 * layers):
-        if count >= 1:
-            yield str(count), {**base, "model": {**base["model"], "num_layers": count}}
+    for count in filter(None, (layers // 2, layers, 2 * layers)):
+        yield str(count), {**base, "model": {**base["model"], "num_layers": count}}
 
 
 def _pairs(base: dict[str, Any]) -> Jobs:
-    for factor in (0.5, 2, 4):
-        pairs = int(base["pairs"] * factor)
-        if pairs >= 1:
-            yield str(pairs), {**base, "pairs": pairs}
+    for pairs in filter(None, (base["pairs"] // 2, 2 * base["pairs"], 4 * base["pairs"])):
+        yield str(pairs), {**base, "pairs": pairs}
 
 
 def _layouts(base: dict[str, Any], most: int) -> Jobs:
@@ -139,6 +132,8 @@ def _layouts(base: dict[str, Any], most: int) -> Jobs:
 
 
 def _measure(name: str, jobs: Callable[[], Jobs], threads: int) -> list[dict[str, Any]]:
+    from synthetic import plan_of
+
     from nemo_aligner.models.shape import ModelShape
     from nemo_aligner.planning.cost import step_flops
     from nemo_aligner.planning.memory import fullest_stage
@@ -147,7 +142,7 @@ def _measure(name: str, jobs: Callable[[], Jobs], threads: int) -> list[dict[str
     for label, job in jobs():
         print(f"{name}: {label}", file=sys.stderr, flush=True)
         plan, shape = plan_of(job), ModelShape.from_config(job["model"])
-        found = run_ranks("scaling_point.py", job, threads, plan.num_ranks)
+        found = run_worker("synthetic.py", "point", job, threads, ranks=plan.num_ranks)
         expected = fullest_stage(shape, plan)
         rows.append(
             {
@@ -163,109 +158,53 @@ def _measure(name: str, jobs: Callable[[], Jobs], threads: int) -> list[dict[str
     return rows
 
 
-def plan_of(job: Mapping[str, Any]) -> Any:
-    """The job in the cost model's terms."""
-    import torch
-
-    from nemo_aligner.config.common import Precision
-    from nemo_aligner.config.model import Recompute
-    from nemo_aligner.planning.cost import Plan, even_packs
-
-    mine = -(-job["pairs"] // job["dp"])
-    budget = job["micro_batch_tokens"]
-    packs = even_packs(mine, job["sequence_length"], budget, job["prefix"])
-    if not torch.cuda.is_available():
-        packs = replace(packs, kept_keys=1.0)  # a CPU's attention copies no keys
-    return Plan(
-        packs,
-        precision=Precision(job["precision"]),
-        recompute=Recompute(job["recompute"]),
-        cpu_offload=job.get("cpu_offload", False),
-        **{key: job[key] for key in PLANNED},
-    )
-
-
-def _times(rows: list[dict[str, Any]]) -> str:
+def _times(row: Mapping[str, Any]) -> dict[str, Any]:
     """Seconds of a step and of its parts."""
-    first = next(iter(rows[0]))
-    return render(
-        [
-            {
-                first: row[first],
-                "tokens/s": row["tokens"] / row["seconds"]["step"],
-                "GFLOP/s a rank": row["flops"] / row["processes"] / row["seconds"]["step"] / 1e9,
-                "s/step": row["seconds"]["step"],
-                **{part: row["seconds"][part] for part in PARTS},
-            }
-            for row in rows
-        ]
-    )
-
-
-def _memories(rows: list[dict[str, Any]]) -> str:
-    """MiB of the fullest rank, as measured and as expected."""
-    first = next(iter(rows[0]))
-    return render(
-        [
-            {
-                first: row[first],
-                **{
-                    part: row["measured"][part] / MIB
-                    for part in ("weights", "gradients", "optimizer", "step")
-                },
-                "MiB in all": row["measured"]["total"] / MIB,
-                "expected": row["expected"]["total"] / MIB,
-                "expected/measured": row["expected"]["total"] / row["measured"]["total"],
-                "resident": row["measured"]["resident"] / MIB,
-            }
-            for row in rows
-        ]
-    )
-
-
-def _base_job(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
-    size = SIZES[device]
+    seconds = row["seconds"]
     return {
-        "model": _model(arguments, size),
-        "tp": 1,
-        "pp": 1,
-        "dp": 1,
-        "sequence_parallel": False,
-        "precision": "bf16" if device == "cuda" else "fp32",
-        "recompute": arguments.recompute,
-        "recompute_layers": arguments.recompute_layers,
-        "freeze_layers": arguments.freeze_layers,
-        "sequence_length": arguments.seq_length or size.seq_length,
-        "prefix": 0,
-        "pairs": arguments.pairs or size.pairs,
-        "micro_batch_tokens": arguments.micro_batch_tokens or size.micro_batch_tokens,
-        "steps": arguments.steps,
-        "save": True,
+        "tokens/s": row["tokens"] / seconds["step"],
+        "GFLOP/s a rank": row["flops"] / row["processes"] / seconds["step"] / 1e9,
+        "s/step": seconds["step"],
+        **{part: seconds[part] for part in PARTS},
     }
 
 
-def _model(arguments: argparse.Namespace, size: Size) -> dict[str, Any]:
-    """A model_config: the given one, or a Llama of the size asked for."""
+def _memories(row: Mapping[str, Any]) -> dict[str, Any]:
+    """MiB of the fullest rank, as measured and as expected."""
+    measured, expected = row["measured"], row["expected"]["total"]
+    parts = ("weights", "gradients", "optimizer", "step")
+    return {
+        **{part: measured[part] / MIB for part in parts},
+        "MiB in all": measured["total"] / MIB,
+        "expected": expected / MIB,
+        "expected/measured": expected / measured["total"],
+        "resident": measured["resident"] / MIB,
+    }
+
+
+def _base_job(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
+    from synthetic import make_point, synthetic_model
+
+    size = {key: getattr(arguments, key) or usual[device] for key, usual in SIZES.items()}
     if arguments.config is not None:
         from nemo_aligner.checkpoint.nemo.open import open_nemo
 
         with open_nemo(arguments.config, with_weights=False) as folder:
-            return folder.config
-    return synthetic_model(arguments.layers or size.layers, arguments.hidden or size.hidden)
-
-
-def synthetic_model(layers: int, hidden: int, vocabulary: int = 32000) -> dict[str, Any]:
-    """The model_config of a Llama; ``hidden`` is a multiple of 128."""
-    return {
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "ffn_hidden_size": 3 * hidden,
-        "num_attention_heads": hidden // 64,
-        "num_query_groups": max(2, hidden // 256),
-        "kv_channels": 64,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 32768,
-    }
+            model = folder.config
+    else:
+        model = synthetic_model(size["layers"], size["hidden"])
+    return make_point(
+        model,
+        "bf16" if device == "cuda" else "fp32",
+        recompute=arguments.recompute,
+        recompute_layers=arguments.recompute_layers,
+        freeze_layers=arguments.freeze_layers,
+        sequence_length=size["seq_length"],
+        pairs=size["pairs"],
+        micro_batch_tokens=size["micro_batch_tokens"],
+        steps=arguments.steps,
+        save=True,
+    )
 
 
 def _parse() -> argparse.Namespace:
@@ -293,7 +232,4 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except WorkerFailed as error:
-        sys.exit(f"nemo_aligner: {error}")
+    start(main)

@@ -15,6 +15,8 @@ real token, against the rate of a large matrix product measured here.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -30,10 +32,13 @@ from common import (
     machine,
     matmul_rate,
     median_of_ratios,
+    now,
+    peak_gib,
     prepare_model,
     render,
     require,
     run_worker,
+    start,
     write_json,
 )
 
@@ -106,13 +111,15 @@ def _compare(arguments: argparse.Namespace, ours: dict[str, Any], theirs: dict[s
     failure: str | None = None
     for turn in range(arguments.turns):
         print(f"turn {turn + 1} of {arguments.turns}: ours", end="", flush=True)
-        runs.append(run_worker(sys.executable, "train_ours.py", ours, arguments.threads))
+        runs.append(run_worker("training.py", "ours", ours, arguments.threads))
         # What has failed once is not asked again.
         if failure is None:
             print(", TRL", end="", flush=True)
             try:
                 python = arguments.trl_python
-                trl.append(run_worker(python, "train_trl.py", theirs, arguments.threads))
+                trl.append(
+                    run_worker("training.py", "trl", theirs, arguments.threads, python=python)
+                )
             except WorkerFailed as error:
                 failure = str(error)
         print(flush=True)
@@ -191,8 +198,129 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+# The workers.
+
+
+def train_ours(job: dict[str, Any]) -> dict[str, Any]:
+    """Train some steps of nemo_aligner, timed."""
+    import torch
+
+    from nemo_aligner.config.load import load_config
+    from nemo_aligner.config.training import TrainConfig
+    from nemo_aligner.data.training_data import TrainLoader
+    from nemo_aligner.distributed.launch import launch
+    from nemo_aligner.distributed.layout import initialize_layout
+    from nemo_aligner.training.build import build_data, build_learner
+
+    config = load_config(TrainConfig, job["settings"])
+    size, options = job["global_batch_size"], config.model
+    with launch():
+        layout = initialize_layout()
+        data = build_data(config)
+        loader = TrainLoader(data.train, size, options.micro_batch_tokens, options.seed, 0, 1)
+        warm_up = job["warm_up"]
+        batches = [loader.global_batch(step) for step in range(warm_up + job["steps"])]
+        records = [record for batch in batches for record in batch]
+        if "ids" in job:
+            texts = map(data.train.record, records)
+            pairs = [[np.asarray(text).tolist() for text in pair] for pair in texts]
+            Path(job["ids"]).write_text(json.dumps(pairs))
+        learner, _, _ = build_learner(config, data, layout)
+        head = learner.model.rm_head.weight
+        with torch.no_grad():
+            head.copy_(torch.from_numpy(np.load(job["head"])))
+        learner.optimizer._optimizer.reload_model_params()
+        seconds, losses = [], []
+        for step in range(len(batches)):
+            begun = now()
+            losses.append(learner.train_step(step)["loss"])
+            seconds.append(now() - begun)
+    timed = [record for batch in batches[warm_up:] for record in batch]
+    return {
+        "seconds": seconds[warm_up:],
+        "losses": losses,
+        "tokens": sum(data.train.num_tokens(record) for record in timed),
+        "peak_gib": peak_gib(),
+    }
+
+
+def train_trl(job: dict[str, Any]) -> dict[str, Any]:
+    """Train the same steps by TRL's RewardTrainer, timed; its environment needs no more."""
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    from datasets import Dataset
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from trl import RewardConfig, RewardTrainer
+
+    gpu = torch.cuda.is_available()
+    tokenizer = AutoTokenizer.from_pretrained(job["hf"])
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model = AutoModelForSequenceClassification.from_pretrained(
+        job["hf"], num_labels=1, dtype=torch.bfloat16 if gpu else torch.float32
+    )
+    model.config.pad_token_id = tokenizer.pad_token_id
+    with torch.no_grad():
+        model.score.weight.copy_(torch.from_numpy(np.load(job["head"])))
+    pairs = json.loads(Path(job["ids"]).read_text())
+    rows = [{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in pairs]
+    clock = _Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = RewardConfig(
+            output_dir=folder,
+            per_device_train_batch_size=job["batch_size"],
+            gradient_accumulation_steps=job["global_batch_size"] // job["batch_size"],
+            max_steps=job["warm_up"] + job["steps"],
+            learning_rate=job["lr"],
+            lr_scheduler_type="constant",
+            train_sampling_strategy="sequential",
+            max_length=None,
+            gradient_checkpointing=False,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            bf16=gpu,
+            use_cpu=not gpu,
+            disable_tqdm=True,
+        )
+        trainer = RewardTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[clock.callback()],
+        )
+        trainer.train()
+    seconds = clock.seconds[job["warm_up"] :]
+    return {"seconds": seconds, "losses": clock.losses, "peak_gib": peak_gib()}
+
+
+class _Clock:
+    """Seconds and loss of every optimizer step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        self._start = 0.0
+
+    def callback(self) -> Any:
+        from transformers import TrainerCallback
+
+        clock = self
+
+        class Callback(TrainerCallback):
+            def on_step_begin(self, *unused: Any, **kwargs: Any) -> None:
+                clock._start = now()
+
+            def on_step_end(self, *unused: Any, **kwargs: Any) -> None:
+                clock.seconds.append(now() - clock._start)
+
+            def on_log(self, *unused: Any, **kwargs: Any) -> None:
+                if "loss" in kwargs["logs"]:
+                    clock.losses.append(float(kwargs["logs"]["loss"]))
+
+        return Callback()
+
+
 if __name__ == "__main__":
-    try:
-        main()
-    except WorkerFailed as error:
-        sys.exit(f"nemo_aligner: {error}")
+    start(main, ours=train_ours, trl=train_trl)

@@ -13,7 +13,6 @@ from nemo_aligner.batch.packed import (
     PairRows,
     Records,
     Stored,
-    common_prefix,
 )
 
 
@@ -115,24 +114,6 @@ def test_batch_moves_what_the_model_and_the_loss_compute_with() -> None:
     planned_by = (moved.cu_seqlens, moved.prefixes, moved.rows, moved.records.bounds)
     for tensor in (*planned_by, moved.records.ids):
         assert tensor.device.type == "cpu"
-
-
-def test_common_prefix_is_worth_a_segment_and_leaves_a_last_token() -> None:
-    begin, eight = list(range(10)), list(range(8))
-    cases: list[tuple[list[int], list[int], int]] = [
-        ([*begin, 1], [*begin, 2, 3], 10),
-        (begin, [*begin, 2], 9),
-        (begin, begin, 9),
-        ([*begin[:7], 1], [*begin[:7], 2], 0),
-        ([1], begin, 0),
-        ([*eight, 1], [*eight, 2], 8),
-        ([*eight, 1], [*eight, 1], 8),
-        (eight, [*eight, 1], 0),
-        ([*eight, 5, 1], [*eight, 6, 1, 1], 8),
-    ]
-    for one, other, wanted in cases:
-        assert common_prefix(one, other) == wanted, (one, other)
-    assert common_prefix(torch.tensor([*begin, 1], dtype=torch.int32), [*begin, 2]) == 10
 
 
 def test_records_own_any_number_of_rewards() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -94,36 +93,6 @@ def _pairs_of_size(starts: Tensor, size: int) -> Tensor:
     """``[n * size * (size - 1) / 2, 2]`` rows of all pairs of records that start there."""
     pairs = torch.combinations(torch.arange(size), 2)
     return (starts[:, None, None] + pairs).view(-1, 2)
-
-
-# Common prefixes of token sequences.
-
-# A shorter prefix is not worth a segment of its own.
-_MIN_PREFIX = 8
-
-
-TokenIds: TypeAlias = "Sequence[int] | np.ndarray | Tensor"
-
-
-def common_prefix(first: TokenIds, second: TokenIds) -> int:
-    """Length of two sequences' common prefix if it is worth a segment, else 0.
-
-    It is less than the shorter one's length, as every sequence needs a last token of its own. Lists
-    are made arrays each time.
-    """
-    most = min(len(first), len(second)) - 1
-    if most < _MIN_PREFIX:
-        return 0
-    differs = np.asarray(first[:most]) != np.asarray(second[:most])
-    at = int(differs.argmax())
-    prefix = at if differs[at] else most
-    return prefix if prefix >= _MIN_PREFIX else 0
-
-
-def prefix_of_all(sequences: Sequence[TokenIds]) -> int:
-    """Length of the common prefix of all, by the same rule; 0 for a single one."""
-    first, *others = sequences
-    return min((common_prefix(first, other) for other in others), default=0)
 
 
 # Sequences and packs that use a pool of keys and values computed before.

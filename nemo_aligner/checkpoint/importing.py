@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,92 +51,77 @@ _HEAD_KEYS = (
 _IGNORED_BY_NEMO_ALIGNER = ("scale_positional_embedding", "apply_embedding_scaling")
 
 
-@dataclass(frozen=True)
-class ImportOptions:
-    """Facts that a checkpoint does not state itself.
-
-    Attributes:
-        tokenizer: a folder, or a model's name on the hub.
-        template: for reward models, a name as in ``model.data.template``; ``none`` takes raw texts
-            only.
-        attributes: names of the outputs, if there are several.
-        keep_scaling: see ``import_checkpoint``.
-    """
-
-    tokenizer: str | Path | None = None
-    config: Path | None = None
-    template: str | None = None
-    attributes: tuple[str, ...] = ()
-    keep_scaling: bool = False
-
-
-@dataclass(frozen=True)
-class Head:
-    """``score = weight [A, hidden] h + offsets [A]``, fp32."""
-
-    weight: Tensor
-    offsets: Tensor
-
-
-def import_checkpoint(source: str | Path, output: str | Path, options: ImportOptions) -> str:
+def import_checkpoint(
+    source: str | Path,
+    output: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    config: Path | None = None,
+    template: str | None = None,
+    attributes: tuple[str, ...] = (),
+    keep_scaling: bool = False,
+) -> str:
     """Write ``source`` as the archive ``output``; returns a summary. One process calls it.
 
     Builds no model: tensors are read one after the other as they are written.
 
-    NeMo-Aligner's reward models ignore the rope and embedding scaling of their settings, in
-    training as in serving. To score as they did, it is switched off unless ``keep_scaling``.
+    Args:
+        tokenizer: a folder, or a model's name on the hub; None is the checkpoint's own.
+        config: a ``model_config.yaml`` that replaces the checkpoint's own.
+        template: for reward models, a name as in ``model.data.template``; ``none`` takes raw texts
+            only.
+        attributes: names of a reward model's outputs, if there are several.
+        keep_scaling: apply the rope and embedding scaling of the settings. NeMo-Aligner's reward
+            models ignored it, in training as in serving, and by default it is switched off.
 
     Raises:
-        CheckpointError: see ``open_nemo`` and ``model_shape``; or the head cannot be written as a
-            linear map of the last token.
+        CheckpointError: see ``open_nemo``, ``model_shape`` and ``fold_head``.
         ConfigError: the template is missing or unfit, or a base model is given options of a reward
             model.
     """
     output = Path(output)
-    given = None if options.tokenizer is None else tokenizer_folder(options.tokenizer)
+    folder_of_tokenizer = None if tokenizer is None else tokenizer_folder(tokenizer)
     with (
         single_process(),
         scratch_beside(output) as scratch,
-        open_nemo(source, tokenizer=given, config=options.config) as folder,
+        open_nemo(source, tokenizer=folder_of_tokenizer, config=config) as folder,
     ):
         if folder.contract is not None:
             raise CheckpointError(f"{source}: it is an archive of this package already")
         if HEAD not in folder.tensors:
-            _refuse_reward_options(source, options)
-        tokenizer = folder.load_tokenizer()
-        config = {key: value for key, value in folder.config.items() if key not in _HEAD_KEYS}
-        ignored: list[str] = []
-        if HEAD in folder.tensors and not options.keep_scaling:
-            ignored = [key for key in _IGNORED_BY_NEMO_ALIGNER if config.get(key)]
-            config.update(dict.fromkeys(ignored, False))
-        shape = model_shape(folder, config)
-        tokenizer.check_fits(shape.vocab_size)
+            given = {"template": template is not None, "attributes": bool(attributes)}
+            _refuse_reward_options(source, {**given, "keep_scaling": keep_scaling})
+        own_tokenizer = folder.load_tokenizer()
+        settings, ignored = _settings(folder, keep_scaling)
+        shape = model_shape(folder, settings)
+        own_tokenizer.check_fits(shape.vocab_size)
         head = _read_head(folder, shape)
         tensors, layers = unread_decoder(folder, shape)
         if head is not None:
             tensors.pop(PREFIX + OUTPUT_LAYER, None)
         precision = _precision(folder, {**tensors, **layers})
-        try:
-            contract = _contract(folder, tokenizer, head, options, precision) if head else None
-        except (ConfigError, DataError) as error:
-            raise type(error)(f"{folder.source}: {error}") from error
+        contract = None
         if head is not None:
-            tensors[PREFIX + HEAD] = in_memory(head.weight)
+            contract = _contract(folder, own_tokenizer, *head, template, attributes, precision)
+            tensors[PREFIX + HEAD] = in_memory(head[0])
         save_lazy(tensors, layers, scratch / "weights")
-        tokenizer.save(scratch / "tokenizer")
-        rules = None if contract is None else contract.to_dict()
-        write_nemo(
-            output, with_lora(config, None), scratch / "weights", scratch / "tokenizer", rules
-        )
+        own_tokenizer.save(scratch / "tokenizer")
+        score_rules = None if contract is None else contract.to_dict()
+        settings = with_lora(settings, None)
+        write_nemo(output, settings, scratch / "weights", scratch / "tokenizer", score_rules)
         return _summary(output, folder, ignored, contract)
 
 
-def _refuse_reward_options(source: str | Path, options: ImportOptions) -> None:
-    given = {
-        "template": options.template is not None,
-        "attributes": bool(options.attributes),
-        "keep_scaling": options.keep_scaling,
-    }
+def _settings(folder: NemoFolder, keep_scaling: bool) -> tuple[dict[str, Any], list[str]]:
+    """Settings of the decoder, and which of them are switched off."""
+    settings = {key: value for key, value in folder.config.items() if key not in _HEAD_KEYS}
+    if HEAD not in folder.tensors or keep_scaling:
+        return settings, []
+    ignored = [key for key in _IGNORED_BY_NEMO_ALIGNER if settings.get(key)]
+    return settings | dict.fromkeys(ignored, False), ignored
+
+
+def _refuse_reward_options(source: str | Path, given: Mapping[str, bool]) -> None:
     names = [name for name, is_given in given.items() if is_given]
     if names:
         raise ConfigError(
@@ -180,8 +164,12 @@ def _about_values(config: Mapping[str, Any], contract: ScoringContract) -> list[
     ]
 
 
-def fold_head(weight: Tensor, bias: Tensor | None, config: Mapping[str, Any]) -> Head:
-    """Fold NeMo-Aligner's head into a linear map, from ``weight [A, hidden]`` and ``bias [A]``.
+def fold_head(
+    weight: Tensor, bias: Tensor | None, config: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Fold NeMo-Aligner's head, of ``weight [A, hidden]`` and ``bias [A]``, into a linear map.
+
+    That is a weight ``[A, hidden]`` and offsets ``[A]``, both fp32.
 
     Raises:
         CheckpointError: the head reads every token or their mean, or has unfit settings.
@@ -205,7 +193,7 @@ def fold_head(weight: Tensor, bias: Tensor | None, config: Mapping[str, Any]) ->
         spread = torch.tensor(std, dtype=torch.float64)
         offsets = (offsets - torch.tensor(mean, dtype=torch.float64)) / spread
         weight = weight / spread[:, None]
-    return Head(weight.float(), offsets.float())
+    return weight.float(), offsets.float()
 
 
 def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -226,7 +214,7 @@ def _numbers(section: Mapping[str, Any], key: str, count: int) -> list[float] | 
     return [float(value) for value in values]
 
 
-def _read_head(folder: NemoFolder, shape: ModelShape) -> Head | None:
+def _read_head(folder: NemoFolder, shape: ModelShape) -> tuple[Tensor, Tensor] | None:
     stored = folder.tensors
     if HEAD not in stored:
         return None
@@ -267,35 +255,40 @@ def _format_of(dtype: torch.dtype, where: object) -> NumberFormat:
 def _contract(
     folder: NemoFolder,
     tokenizer: Tokenizer,
-    head: Head,
-    options: ImportOptions,
+    weight: Tensor,
+    offsets: Tensor,
+    template: str | None,
+    attributes: tuple[str, ...],
     precision: Precision,
 ) -> ScoringContract:
     """Build the contract: NeMo-Aligner scores a text's last token, and adds no BOS or EOS."""
     kind = folder.config.get("reward_model_type") or RewardModelType.binary_ranking.value
     if kind not in [member.value for member in RewardModelType]:
         raise CheckpointError(f"{folder.source}: reward_model_type: got {shown(kind)}")
-    count = len(head.weight)
+    count = len(weight)
     # Without weights in its settings, NeMo-Aligner merges attributes by their mean.
     weights = [1 / count] * count
     if count > 1:
         regression = _section(folder.config, "regression")
         weights = _numbers(regression, "attribute_weights", count) or weights
-    return ScoringContract(
-        template=_template(options.template, tokenizer),
-        add_bos=False,
-        add_eos=False,
-        bos_id=tokenizer.bos_id,
-        eos_id=tokenizer.eos_id,
-        overlong=Overlong.drop.value,
-        seq_length=folder.config.get("encoder_seq_length") or 1024,
-        attributes=_names(options.attributes, count),
-        attribute_weights=tuple(weights),
-        label_means=tuple(head.offsets.tolist()),
-        dtype=precision.value,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        reward_model_type=kind,
-    )
+    try:
+        return ScoringContract(
+            template=_template(template, tokenizer),
+            add_bos=False,
+            add_eos=False,
+            bos_id=tokenizer.bos_id,
+            eos_id=tokenizer.eos_id,
+            overlong=Overlong.drop.value,
+            seq_length=folder.config.get("encoder_seq_length") or 1024,
+            attributes=_names(attributes, count),
+            attribute_weights=tuple(weights),
+            label_means=tuple(offsets.tolist()),
+            dtype=precision.value,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            reward_model_type=kind,
+        )
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"{folder.source}: {error}") from error
 
 
 def _template(setting: str | None, tokenizer: Tokenizer) -> str:

@@ -114,16 +114,18 @@ def import_parser() -> Parser:
 
 def run_import(options: argparse.Namespace) -> int:
     """Write the archive, and print a summary."""
-    from nemo_aligner.checkpoint.importing import ImportOptions, import_checkpoint
+    from nemo_aligner.checkpoint.importing import import_checkpoint
 
-    how = ImportOptions(
+    summary = import_checkpoint(
+        options.input,
+        options.output,
         tokenizer=options.tokenizer,
         config=options.config,
         template=options.template,
         attributes=options.attributes,
         keep_scaling=options.keep_scaling,
     )
-    print(import_checkpoint(options.input, options.output, how))
+    print(summary)
     return 0
 
 

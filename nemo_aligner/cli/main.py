@@ -141,14 +141,13 @@ VERBS = {
 }
 # The module of a verb has ``VERB_parser`` and ``run_VERB``, by the verb's last word.
 _MODULES = {
-    "main": ("quickstart", "doctor"),
+    "main": ("quickstart", "doctor", "completion"),
     "train": ("train", "probe"),
     "evaluate": ("evaluate", "compare", "report", "check"),
     "serve": ("serve", "serve-critic", "gateway", "score"),
     "checkpoint": ("convert", "import", "export", "merge"),
     "data": ("data fetch", "data inspect", "data split", "data demo"),
     "plan": ("plan",),
-    "completion": ("completion",),
 }
 
 
@@ -163,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb that the command line begins with; its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "_ARGCOMPLETE" in os.environ:
-        importlib.import_module("nemo_aligner.cli.completion").complete()
+        _complete()
     if arguments[:1] == ["--version"]:
         print(f"{PROGRAM} {nemo_aligner.__version__}")
         return 0
@@ -200,6 +199,21 @@ def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
     return None, arguments
 
 
+def _complete() -> None:
+    """Answer the shell, which has put the line so far into the environment; ends the process."""
+    import argcomplete
+
+    root = argparse.ArgumentParser(PROGRAM)
+    groups = {"": root.add_subparsers()}
+    for verb in VERBS:
+        group, _, name = verb.rpartition(" ")
+        if group not in groups:
+            groups[group] = groups[""].add_parser(group).add_subparsers()
+        own = load(verb).new_parser()
+        groups[group].add_parser(name, parents=[own], add_help=False)
+    argcomplete.autocomplete(root)
+
+
 def _usage(arguments: list[str]) -> int:
     """Print all verbs if help was asked for, else what a wrong verb may have been."""
     asked, first = " ".join(arguments[:2]), arguments[0] if arguments else "--help"
@@ -213,6 +227,8 @@ def _usage(arguments: list[str]) -> int:
     print(f"{PROGRAM} --help lists them", file=sys.stderr)
     return 2
 
+
+# The verbs of this module.
 
 _DOCTOR = """\
 Check this machine: what it has, what is missing, and the command that installs it."""
@@ -270,4 +286,29 @@ def run_quickstart(options: argparse.Namespace) -> int:
             settings=tuple(options.settings),
         )
     )
+    return 0
+
+
+_COMPLETION = """\
+Complete verbs, flags and settings with the Tab key.
+
+In ~/.bashrc: eval "$(nemo-aligner completion bash)"; in ~/.zshrc the same with zsh; for fish:
+
+  nemo-aligner completion fish | source
+"""
+
+
+def completion_parser() -> Parser:
+    """The options of ``nemo-aligner completion``."""
+    parser = Parser("completion", _COMPLETION)
+    parser.add_argument("shell", choices=["bash", "zsh", "fish"], help="yours")
+    return parser
+
+
+def run_completion(options: argparse.Namespace) -> int:
+    """Print the script that the shell runs once."""
+    import argcomplete
+
+    shell = "bash" if options.shell == "zsh" else options.shell
+    print(argcomplete.shellcode([PROGRAM], shell=shell))
     return 0

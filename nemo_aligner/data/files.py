@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
@@ -214,7 +215,8 @@ def read_lines(path: str | Path) -> list[AnyLine]:
         DataError: the file is missing, not UTF-8, a broken list or table, or holds something else
             than objects; the message says what.
     """
-    content = _read_content(Path(path))
+    with unpacked(path) as stream:
+        content = stream.read()
     rows = read_binary_table(content, str(path))
     if rows is not None:
         return [_line_of(row) for row in rows]
@@ -263,11 +265,6 @@ def _line_of(row: Row) -> AnyLine:
     if isinstance(value, str):
         return BadLine(number, "", value)
     return Line(number, as_json(value), value)
-
-
-def _read_content(path: Path) -> bytes:
-    with unpacked(path) as stream:
-        return stream.read()
 
 
 @contextmanager
@@ -397,6 +394,100 @@ def _told_apart(items: list[_Value]) -> list[_Value]:
 def _after_space(text: str, position: int) -> int:
     found = _SPACE.match(text, position)
     return found.end() if found else position
+
+
+# A data file in blocks of whole records, so that memory does not grow with it.
+#
+# JSON lines are streamed; a JSON list or a table is read whole, and its rows handed out in blocks.
+
+BLOCK_BYTES = 1 << 20
+_BLOCK_ROWS = 512
+_HEAD_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Block:
+    """Whole records of a file: bytes of JSON lines, the first of which is number ``first``.
+
+    Or what was read of them before.
+    """
+
+    first: int
+    content: bytes | list[AnyLine]
+
+    def lines(self, path: str) -> list[AnyLine]:
+        """Raises DataError, with the line, where they are not UTF-8."""
+        if isinstance(self.content, list):
+            return self.content
+        return list(json_lines(decode_utf8(self.content, path, self.first), self.first))
+
+
+class BlockFile:
+    """A file whose lines can be gone through as often as it takes.
+
+    Raises:
+        DataError: as ``read_lines``; what is wrong with JSON lines only as it is come to.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = str(path)
+        self._rows = None if _has_json_lines(self._path) else read_lines(path)
+
+    def lines(self) -> Iterator[AnyLine]:
+        """One after the other."""
+        if self._rows is not None:
+            yield from self._rows
+            return
+        for block in _stream(self._path, 1, BLOCK_BYTES):
+            yield from block.lines(self._path)
+
+    def objects(self) -> Iterator[Line]:
+        """Lines that are a JSON object."""
+        return (line for line in self.lines() if isinstance(line, Line))
+
+    def blocks(self, lines_per_record: int) -> Iterator[Block]:
+        """The whole file in blocks; a record lies in one block."""
+        if self._rows is None:
+            return _stream(self._path, lines_per_record, BLOCK_BYTES)
+        return _in_blocks(self._rows, lines_per_record * _BLOCK_ROWS)
+
+
+def _in_blocks(rows: Iterable[AnyLine], size: int) -> Iterator[Block]:
+    rest = iter(rows)
+    while block := list(islice(rest, size)):
+        yield Block(block[0].number, block)
+
+
+def _has_json_lines(path: str) -> bool:
+    """True if each line is a JSON object by itself: no JSON list, no table."""
+    with unpacked(path) as stream:
+        head = stream.read(_HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
+    if head.lstrip().startswith(b"[") or describe_binary(head, path) is not None:
+        return False
+    return are_json_lines(
+        line for block in _stream(path, 1, BLOCK_BYTES) for line in block.lines(path)
+    )
+
+
+def _stream(path: str, lines_per_record: int, size: int) -> Iterator[Block]:
+    first, number, in_block, whole = 1, 1, 0, 0
+    block: list[bytes] = []
+    for number, raw in enumerate(_raw_lines(path), start=1):
+        block.append(raw)
+        in_block += len(raw)
+        # Empty lines are no part of a record.
+        whole += lines_per_record > 1 and bool(raw.decode(errors="replace").strip())
+        if in_block >= size and whole % lines_per_record == 0:
+            yield Block(first, b"".join(block))
+            first, in_block, block = number + 1, 0, []
+    if block:
+        yield Block(first, b"".join(block))
+
+
+def _raw_lines(path: str) -> Iterator[bytes]:
+    with unpacked(path) as stream:
+        for number, raw in enumerate(stream):
+            yield raw if number else raw.removeprefix(codecs.BOM_UTF8)
 
 
 # A data set of the Hugging Face hub as a file of JSON lines, which everything here reads.

@@ -21,9 +21,9 @@ from nemo_aligner.batch.packed import (
     Records,
     Stored,
     Tokens,
-    common_prefix,
 )
 from nemo_aligner.data.dataset import TokenizedDataset
+from nemo_aligner.data.tokenize import common_prefix
 from nemo_aligner.utils.errors import DataError
 
 # Records into PackedBatches under a token budget; a record is never split.

@@ -19,22 +19,32 @@ chosen and rejected answer different prompts (``different_prompts``)           k
 a cell of a table has lines that look like rows (``rows_in_cells``)            kept and counted
 =============================================================================  ====================
 
+Tokens can show more, in training and in evaluation alike:
+
+=============================================================================  ====================
+a text that the contract refuses, as one with the template's own markers       malformed, as above
+a text is longer than ``seq_length`` (``overlong``)                            dropped and counted,
+                                                                               cut and counted as
+                                                                               ``truncated``, or
+                                                                               DataError
+all texts have the same tokens (``same_tokens``)                               dropped and counted
+=============================================================================  ====================
+
 Which of the two a malformed record is, ``MalformedRule`` decides; with an error, all files are read
-before it. Empty lines are skipped. A dropped record is never replaced by another one. What only
-tokens can show (too long, refused by the chat template, the same tokens on both sides) is told by
-``dataset.py``.
+before it. Empty lines are skipped. A dropped record is never replaced by another one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from nemo_aligner.config.common import Malformed, RecordKind
 from nemo_aligner.config.model import DataConfig
+from nemo_aligner.contract.contract import EncodedText, NoTemplateError, OverlongError
 from nemo_aligner.contract.messages import (
     Conversation,
     Messages,
@@ -45,11 +55,18 @@ from nemo_aligner.contract.messages import (
     said,
     with_messages,
 )
-from nemo_aligner.data.files import Line, count_swallowed, read_lines
-from nemo_aligner.data.formats import check_lines_are_whole, choose_format, parse_lines
+from nemo_aligner.data.files import AnyLine, Block, BlockFile, count_swallowed
+from nemo_aligner.data.formats import (
+    check_lines_are_whole,
+    choose_format,
+    format_named,
+    parse_lines,
+)
 from nemo_aligner.data.formats.base import PairKeys, WantedLabels
-from nemo_aligner.data.records import Comparison, MalformedRecord, Rating, Record
+from nemo_aligner.data.records import Comparison, MalformedRecord, Rating, Record, text_names
 from nemo_aligner.utils.errors import ConfigError, DataError
+
+Item = TypeVar("Item")
 
 # Malformed records: the one place that decides whether a run goes on.
 
@@ -356,6 +373,62 @@ def read_records(path: str | Path, how: Reading) -> RecordFile:
     return read_files([path], how)[0]
 
 
+@dataclass(frozen=True)
+class FileRules:
+    """Rules by which the lines of one file, of which the format is known, become records."""
+
+    path: str
+    format: str
+    kind: RecordKind
+    reading: Reading
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the label columns; a label that a record lacks is missing."""
+        return self.reading.set_columns_of(self.kind)
+
+    def records(
+        self, lines: Sequence[AnyLine], counts: Counter[str], malformed: list[MalformedRecord]
+    ) -> Iterator[Record]:
+        """Yield the records of a block that are not dropped for what their texts say.
+
+        The others are counted, or put into ``malformed``.
+        """
+        how = self.reading
+        columns = how.columns_of(self.kind)
+        counts["rows_in_cells"] += count_swallowed(lines)
+        chosen = format_named(self.format, how.pair_keys)
+        parsed = parse_lines(chosen, lines, self.path, WantedLabels(columns, how.loss_mask_val))
+        for each in parsed:
+            record = _with_prompts(each, how.prompts)
+            counts["read"] += 1
+            if isinstance(record, MalformedRecord):
+                counts["malformed"] += 1
+                malformed.append(record)
+                continue
+            reason = _why_drop(record, bool(columns), how.ties)
+            if reason is not None:
+                counts[reason] += 1
+                continue
+            if isinstance(record, Comparison) and _have_different_prompts(record):
+                counts["different_prompts"] += 1
+            yield record
+
+
+def open_file(path: str | Path, how: Reading) -> tuple[FileRules, Iterator[Block]]:
+    """Find out a file's format; return the rules that make records of it, and its blocks.
+
+    Raises:
+        ConfigError: there is no format of that name.
+        DataError: the file as a whole cannot be read; see the table above.
+    """
+    file = BlockFile(path)
+    chosen = choose_format(how.format, how.kind, file.objects(), str(path), how.pair_keys)
+    check_lines_are_whole(chosen, file.lines(), str(path))
+    rules = FileRules(str(path), chosen.name, chosen.kind, how)
+    return rules, file.blocks(chosen.lines_per_record)
+
+
 def parse_file(path: str | Path, how: Reading) -> RecordFile:
     """Read one file, whatever number of its records is malformed, or left to use.
 
@@ -363,42 +436,13 @@ def parse_file(path: str | Path, how: Reading) -> RecordFile:
         ConfigError: there is no format of that name.
         DataError: the file as a whole cannot be read; see the table above.
     """
-    lines = read_lines(path)
-    objects = [line for line in lines if isinstance(line, Line)]
-    chosen_format = choose_format(how.format, how.kind, objects, str(path), how.pair_keys)
-    check_lines_are_whole(chosen_format, lines, str(path))
-    columns = how.columns_of(chosen_format.kind)
-    of_set = how.set_columns_of(chosen_format.kind)
-    file = RecordFile(str(path), chosen_format.kind, chosen_format.name, [], of_set)
-    parsed = parse_lines(chosen_format, lines, str(path), WantedLabels(columns, how.loss_mask_val))
-    counts = Counter({"rows_in_cells": count_swallowed(lines)})
-    file.records.extend(usable_records(parsed, how, bool(columns), counts, file.malformed))
+    rules, blocks = open_file(path, how)
+    counts: Counter[str] = Counter()
+    file = RecordFile(rules.path, rules.kind, rules.format, [], rules.columns)
+    for block in blocks:
+        file.records.extend(rules.records(block.lines(rules.path), counts, file.malformed))
     file.counts.update(+counts, kept=len(file.records))
     return file
-
-
-def usable_records(
-    parsed: Iterable[Record | MalformedRecord],
-    how: Reading,
-    labelled: bool,
-    counts: Counter[str],
-    malformed: list[MalformedRecord],
-) -> Iterator[Record]:
-    """The records that are not dropped; the others are counted, or put into ``malformed``."""
-    for each in parsed:
-        record = _with_prompts(each, how.prompts)
-        counts["read"] += 1
-        if isinstance(record, MalformedRecord):
-            counts["malformed"] += 1
-            malformed.append(record)
-            continue
-        reason = _why_drop(record, labelled, how.ties)
-        if reason is not None:
-            counts[reason] += 1
-            continue
-        if isinstance(record, Comparison) and _have_different_prompts(record):
-            counts["different_prompts"] += 1
-        yield record
 
 
 def _with_prompts(
@@ -441,3 +485,74 @@ def _why_drop(record: Record, labelled: bool, ties: bool) -> str | None:
     if labelled and all(label is None for label in record.labels):
         return "no_label"
     return None
+
+
+# What the tokens of a record show.
+
+
+class EncodedRecord(NamedTuple):
+    """A record with the tokens of its texts; for one that is too long, the error that says so.
+
+    ``reply_tokens`` are the lengths of all replies, where somebody needs them.
+    """
+
+    record: Record
+    texts: Sequence[EncodedText | OverlongError]
+    reply_tokens: Sequence[int] = ()
+
+
+def encode_record(
+    record: Record, encode: Callable[[Sequence[Text]], list[Item]]
+) -> list[Item] | MalformedRecord:
+    """Encode a record's texts; where one of them is refused, the reason names it and says why.
+
+    Raises:
+        DataError: there is no chat template, which is no fault of this record.
+    """
+    try:
+        return encode(record.texts)
+    except NoTemplateError as error:
+        raise DataError(f"{record.origin}: {error}") from error
+    except DataError as error:
+        for name, text in zip(text_names(record), record.texts, strict=True):
+            try:
+                encode([text])
+            except DataError as why:
+                return MalformedRecord(record.origin, f"{name}: {why}")
+        return MalformedRecord(record.origin, str(error))
+
+
+def usable_encoded(
+    encoded: Iterable[EncodedRecord | MalformedRecord],
+    counts: Counter[str],
+    malformed: list[MalformedRecord],
+    overlong_error: str | None,
+) -> Iterator[tuple[EncodedRecord, list[EncodedText]]]:
+    """Yield the records that are not dropped for what their tokens show, with their tokens.
+
+    The others are counted, or put into ``malformed``.
+
+    Raises:
+        DataError: a text is too long, and ``overlong_error``, which ends the message, is not None.
+    """
+    for each in encoded:
+        if isinstance(each, MalformedRecord):
+            malformed.append(each)
+            counts["malformed"] += 1
+            continue
+        texts = [text for text in each.texts if isinstance(text, EncodedText)]
+        if len(texts) < len(each.texts):
+            if overlong_error is not None:
+                first = next(text for text in each.texts if isinstance(text, OverlongError))
+                raise DataError(f"{each.record.origin}: {first}{overlong_error}") from first
+            counts["overlong"] += 1
+        elif _are_same_tokens(texts):
+            counts["same_tokens"] += 1
+        else:
+            counts["truncated"] += any(text.truncated for text in texts)
+            yield each, texts
+
+
+def _are_same_tokens(encoded: Sequence[EncodedText]) -> bool:
+    first, *others = (text.token_ids for text in encoded)
+    return bool(others) and all(other == first for other in others)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from filecmp import cmp
+from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -141,6 +143,36 @@ def _common_start(record: Record) -> str:
 
 def _normal(text: str) -> str:
     return " ".join(text.casefold().split())
+
+
+def short_hash(*parts: bytes) -> int:
+    """64 bits that are the same in every process."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def prompt_hash(record: Record) -> int:
+    """64 bits that records of the same prompt share, by ``prompt_key``."""
+    return short_hash(prompt_key(record).encode(errors="surrogatepass"))
+
+
+def better_and_worse(records: Sequence[Record], lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """The lengths of the better and of the worse one of any two completions; ties are left out.
+
+    ``lengths`` are of the replies of all texts of ``records``.
+    """
+    rest = iter(lengths)
+    pairs = []
+    for record in records:
+        ranked = sorted(zip(record.ranks, rest, strict=False))
+        pairs += [
+            (better, worse)
+            for (rank, better), (other, worse) in combinations(ranked, 2)
+            if rank < other
+        ]
+    return pairs
 
 
 # Rewards of held-out records as lines of JSON, as training and evaluation write them.

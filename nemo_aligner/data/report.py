@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,8 @@ from nemo_aligner.data.records import (
     Origin,
     Rating,
     Record,
-    prompt_key,
+    better_and_worse,
+    prompt_hash,
 )
 from nemo_aligner.metrics.table import MAX_SOURCES
 from nemo_aligner.utils.console import fit_row
@@ -36,19 +35,6 @@ from nemo_aligner.utils.errors import DataError
 
 # Keys looked up at once, so that memory does not grow with the data.
 _AT_ONCE = 1 << 18
-
-
-def short_hash(*parts: bytes) -> int:
-    """64 bits that are the same in every process."""
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        digest.update(part)
-    return int.from_bytes(digest.digest(), "little")
-
-
-def prompt_hash(record: Record) -> int:
-    """64 bits that records of the same prompt share, by ``records.prompt_key``."""
-    return short_hash(prompt_key(record).encode(errors="surrogatepass"))
 
 
 @dataclass(frozen=True)
@@ -154,23 +140,6 @@ def longer_chosen(records: Sequence[Record], lengths: Sequence[int]) -> float | 
     """
     pairs = better_and_worse(records, lengths)
     return longer_wins(pairs) if pairs else None
-
-
-def better_and_worse(records: Sequence[Record], lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """The lengths of the better and of the worse one of any two completions; ties are left out.
-
-    ``lengths`` are as in ``longer_chosen``.
-    """
-    rest = iter(lengths)
-    pairs = []
-    for record in records:
-        ranked = sorted(zip(record.ranks, rest, strict=False))
-        pairs += [
-            (better, worse)
-            for (rank, better), (other, worse) in combinations(ranked, 2)
-            if rank < other
-        ]
-    return pairs
 
 
 def longer_wins(lengths: Sequence[tuple[int, ...]]) -> float:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,9 @@ import torch
 
 from nemo_aligner import __version__
 from nemo_aligner.batch.packed import LabelColumns
-from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.tokenizer import Tokenizer
-from nemo_aligner.data.formats import check_lines_are_whole, choose_format
-from nemo_aligner.data.readers import Reading
+from nemo_aligner.data.readers import FileRules, Reading, open_file
 from nemo_aligner.data.record_arrays import (
     Arrays,
     ArraysInFolder,
@@ -43,10 +40,8 @@ from nemo_aligner.data.report import (
     first_of_each,
 )
 from nemo_aligner.data.tokenize import (
-    BlockFile,
-    FileRules,
-    Longer,
     TokenizedBlock,
+    TokenRules,
     tokenize_blocks,
     usable_processes,
 )
@@ -158,17 +153,14 @@ def make_index(
         DataError: the file as a whole cannot be read, or see ``tokenize_blocks``.
         OSError: the arrays cannot be written.
     """
-    file, how = BlockFile(path), rules.reading
-    chosen = choose_format(how.format, how.kind, file.objects(), path, how.pair_keys)
-    check_lines_are_whole(chosen, file.lines(), path)
-    of_file = FileRules(path, chosen.name, chosen.kind, how, rules.contract, rules.tokenizer)
+    of_file, blocks = open_file(path, rules.reading)
+    to_tokens = TokenRules(of_file, rules.contract, rules.tokenizer)
     writer = _Writer(arrays)
-    blocks = file.blocks(chosen.lines_per_record)
-    for block in tokenize_blocks(blocks, of_file, processes):
+    for block in tokenize_blocks(blocks, to_tokens, processes):
         writer.add(block)
         if told is not None:
             told(writer.records)
-    return FileIndex(writer.finish(of_file, chosen.kind), arrays)
+    return FileIndex(writer.finish(of_file, to_tokens.token_type.name), arrays)
 
 
 class _Writer:
@@ -191,8 +183,8 @@ class _Writer:
         every.counts.update(block.counts)
         every.parsed += block.parsed
         every.malformed += block.malformed[: MOST_KEPT - len(every.malformed)]
-        wins, pairs = block.longer
-        every.longer = Longer(every.longer.wins + wins, every.longer.pairs + pairs)
+        every.pairs += block.pairs
+        every.longer += block.longer
         self._add_to_digest(parts["tokens"], parts["lengths"])
         self._add_ends("offsets", parts.pop("lengths"))
         self._add_ends("bounds", parts.pop("sizes"))
@@ -220,7 +212,7 @@ class _Writer:
             add_sequence(self._digest, tokens[start : start + length])
             start += length
 
-    def finish(self, rules: FileRules, kind: RecordKind) -> IndexFacts:
+    def finish(self, rules: FileRules, token_type: str) -> IndexFacts:
         """Summary of all blocks, after the last one."""
         arrays, every = self._arrays, self._all
         lines = arrays.read("lines", _INT)
@@ -235,30 +227,26 @@ class _Writer:
             "kept": self.records,
         }
         labels = _labels(arrays, self.records, rules.columns)
+        ranks, bounds = arrays.read("ranks", _COUNT), arrays.read("bounds", _INT)
+        prefixes = arrays.read("prefixes", _COUNT)
+        saved = prefixes * (np.diff(bounds) - 1)
         summary = FileSummary(
             path=rules.path,
-            kind=kind,
+            kind=rules.kind,
             format=rules.format,
             counts={reason: count for reason, count in counts.items() if count or reason == "kept"},
             lengths=LengthSummary.of(np.diff(arrays.read("offsets", _INT))),
             reply_lengths=LengthSummary.of(arrays.read("reply_lengths", _COUNT)),
             sources=dict(zip(self._names, self._sources, strict=True)),
             labels=LabelSummary(),
-            longer_chosen=every.longer.wins / every.longer.pairs if every.longer.pairs else None,
-            prefixes=_summarize_prefixes(
-                arrays.read("prefixes", _COUNT), np.diff(arrays.read("bounds", _INT))
-            ),
+            longer_chosen=every.longer / every.pairs if every.pairs else None,
+            prefixes=PrefixSummary(int(saved.sum()), int((prefixes == 0).sum())),
             malformed=every.malformed,
         )
         summary = _with_labels(summary, rules.columns, labels, lines)
-        ranks, bounds = arrays.read("ranks", _COUNT), arrays.read("bounds", _INT)
         end_digest(self._digest, labels, ranks, bounds)
-        digest, token_type = self._digest.hexdigest(), rules.token_type.name
+        digest = self._digest.hexdigest()
         return IndexFacts(summary, rules.columns, every.parsed, token_type, digest)
-
-
-def _summarize_prefixes(prefixes: np.ndarray, sizes: np.ndarray) -> PrefixSummary:
-    return PrefixSummary(int((prefixes * (sizes - 1)).sum()), int((prefixes == 0).sum()))
 
 
 def _with_labels(
@@ -506,7 +494,8 @@ def open_indexes(
     """
     different = list(dict.fromkeys(paths))
     large = [path for path in different if _is_indexed(path, place)]
-    folders = _prepare_on_nodes(partial(_prepare, large, rules, place)) if large else {}
+    prepare = lambda: {path: _prepare(path, rules, place) for path in large}  # noqa: E731
+    folders = _prepare_on_nodes(prepare) if large else {}
     opened = {
         path: _open(path, folders[path])
         if path in folders
@@ -547,11 +536,7 @@ def _prepare_on_nodes(prepare: Callable[[], Folders]) -> Folders:
     return found[0]
 
 
-def _prepare(paths: Sequence[str], rules: IndexRules, place: IndexPlace) -> Folders:
-    return {path: _prepare_one(path, rules, place) for path in paths}
-
-
-def _prepare_one(path: str, rules: IndexRules, place: IndexPlace) -> Path:
+def _prepare(path: str, rules: IndexRules, place: IndexPlace) -> Path:
     folder = index_folder(path, rules, place.folder)
     if open_index(folder, path) is not None:
         say(f"{path}: already tokenized, in {folder}")

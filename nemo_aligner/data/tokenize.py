@@ -2,64 +2,46 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
-from nemo_aligner.batch.packed import prefix_of_all
-from nemo_aligner.config.common import Overlong, RecordKind
-from nemo_aligner.contract.contract import (
-    EncodedText,
-    NoTemplateError,
-    OverlongError,
-    ScoringContract,
-)
-from nemo_aligner.contract.messages import Text
+from nemo_aligner.config.common import Overlong
+from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract
 from nemo_aligner.contract.tokenizer import TextIds, Tokenizer
-from nemo_aligner.data.files import (
-    AnyLine,
-    Line,
-    are_json_lines,
-    count_swallowed,
-    decode_utf8,
-    describe_binary,
-    json_lines,
-    read_lines,
-    unpacked,
+from nemo_aligner.data.files import Block
+from nemo_aligner.data.readers import EncodedRecord, FileRules, encode_record, usable_encoded
+from nemo_aligner.data.records import (
+    Comparison,
+    MalformedRecord,
+    Record,
+    better_and_worse,
+    prompt_hash,
+    short_hash,
 )
-from nemo_aligner.data.formats import format_named, parse_lines
-from nemo_aligner.data.formats.base import WantedLabels
-from nemo_aligner.data.readers import Reading, usable_records
-from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Record, text_names
-from nemo_aligner.data.report import better_and_worse, prompt_hash, short_hash
-from nemo_aligner.utils.errors import DataError
+from nemo_aligner.utils.errors import AlignerError, DataError
 from nemo_aligner.utils.processes import environment
 
 # A block of a data file to arrays of token ids.
 #
-# This runs in processes of its own, so nothing here imports torch.
+# This runs in processes of its own, which have no need of torch: it takes seconds to import, and
+# memory in each of them.
 #
-# Reasons that need tokens are counted, besides those of ``readers.py``; a record whose text
-# the contract refuses is malformed:
+# What is dropped and counted is decided in ``readers.py``. Ties are counted here:
 #
 # ================  ===============================================================================
-# ``overlong``      dropped: a sequence is longer than ``seq_length`` and the rule is ``drop`` (a
-#                   comparison goes as a whole; with ``error`` it is a DataError with file:line)
-# ``same_tokens``   dropped: chosen and rejected differ as texts and not as tokens
-# ``truncated``     kept: ``truncate_left`` cut a sequence of it
 # ``all_tied``      kept, as the objective learns from ties: no completion is better than another
 # ``some_tied``     kept: some of three or more completions are tied
 # ================  ===============================================================================
@@ -67,38 +49,21 @@ from nemo_aligner.utils.processes import environment
 _RECORDS_AT_ONCE = 256
 # The largest id that 16 bits hold.
 _MOST_IN_16_BITS = 65535
-# The token ids of a record's texts, unless the contract refuses one of them.
-_Tokenized: TypeAlias = list[TextIds] | MalformedRecord
 
 
 @dataclass(frozen=True)
-class FileRules:
-    """Rules by which blocks of one file, with records of ``kind``, become tokens."""
+class TokenRules:
+    """Rules by which blocks of one file become tokens."""
 
-    path: str
-    format: str
-    kind: RecordKind
-    reading: Reading
+    file: FileRules
     contract: ScoringContract
     tokenizer: Tokenizer
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Names of the label columns; a label that a record lacks is NaN."""
-        return self.reading.set_columns_of(self.kind)
 
     @property
     def token_type(self) -> np.dtype:
         """Type of the ids: 16 bits where the vocabulary allows."""
         small = self.tokenizer.vocab_size - 1 <= _MOST_IN_16_BITS
         return np.dtype(np.uint16 if small else np.int32)
-
-
-class Longer(NamedTuple):
-    """Number of ``pairs`` whose better completion is the longer; a tie is one half."""
-
-    wins: float = 0.0
-    pairs: int = 0
 
 
 @dataclass
@@ -112,6 +77,8 @@ class TokenizedBlock:
             ``sizes [N]`` (sequences of a record), ``prefixes [N]``, ``lines [N]``,
             ``labels [N, C]``, ``record_keys [N]``, ``prompt_keys [N]``.
         sources: source of every record.
+        pairs, longer: pairs of completions of which one is better, and how many of these are the
+            longer ones; equal lengths are one half.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -119,16 +86,17 @@ class TokenizedBlock:
     malformed: list[MalformedRecord] = field(default_factory=list)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     sources: list[str] = field(default_factory=list)
-    longer: Longer = field(default_factory=Longer)
+    pairs: int = 0
+    longer: float = 0.0
 
 
 class _Kept(NamedTuple):
     record: Record
     sequences: list[np.ndarray]
-    reply_lengths: list[int]
+    reply_lengths: Sequence[int]
 
 
-def tokenize_block(block: Block, rules: FileRules) -> TokenizedBlock:
+def tokenize_block(block: Block, rules: TokenRules) -> TokenizedBlock:
     """The arrays of a block.
 
     Raises:
@@ -136,12 +104,8 @@ def tokenize_block(block: Block, rules: FileRules) -> TokenizedBlock:
             there is no chat template.
     """
     done = TokenizedBlock()
-    how = rules.reading
-    columns, lines = how.columns_of(rules.kind), block.lines(rules.path)
-    done.counts["rows_in_cells"] = count_swallowed(lines)
-    wanted = WantedLabels(columns, how.loss_mask_val)
-    parsed = parse_lines(format_named(rules.format, how.pair_keys), lines, rules.path, wanted)
-    records = list(usable_records(parsed, how, bool(columns), done.counts, done.malformed))
+    lines = block.lines(rules.file.path)
+    records = list(rules.file.records(lines, done.counts, done.malformed))
     done.parsed = len(records)
     kept = list(_kept(records, rules, done))
     done.sources = [each.record.source for each in kept]
@@ -149,36 +113,27 @@ def tokenize_block(block: Block, rules: FileRules) -> TokenizedBlock:
     pairs = better_and_worse(
         [each.record for each in kept], [n for each in kept for n in each.reply_lengths]
     )
-    done.longer = Longer(sum((a > b) + 0.5 * (a == b) for a, b in pairs), len(pairs))
+    done.pairs, done.longer = len(pairs), sum((a > b) + 0.5 * (a == b) for a, b in pairs)
     done.arrays = _arrays(kept, rules)
     return done
 
 
-def _kept(records: Sequence[Record], rules: FileRules, done: TokenizedBlock) -> Iterator[_Kept]:
-    contract, counts = rules.contract, done.counts
-    for record, texts in _tokenize_all(records, contract, rules.tokenizer):
-        if isinstance(texts, MalformedRecord):
-            done.malformed.append(texts)
-            counts["malformed"] += 1
-            continue
-        encoded = [_fit(text.token_ids, contract, record.origin) for text in texts]
-        whole = [text for text in encoded if text is not None]
-        if len(whole) < len(encoded):
-            counts["overlong"] += 1
-            continue
-        if are_same_tokens(whole):
-            counts["same_tokens"] += 1
-            continue
-        counts["truncated"] += any(text.truncated for text in whole)
+def _kept(records: Sequence[Record], rules: TokenRules, done: TokenizedBlock) -> Iterator[_Kept]:
+    stops = rules.contract.overlong == Overlong.error.value
+    error = " (model.data.overlong is 'error')" if stops else None
+    encoded = _encode_all(records, rules.contract, rules.tokenizer)
+    for each, texts in usable_encoded(encoded, done.counts, done.malformed, error):
+        record = each.record
         if isinstance(record, Comparison) and record.has_ties:
-            counts["all_tied" if record.is_tied else "some_tied"] += 1
-        sequences = [np.array(text.token_ids, dtype=np.int32) for text in whole]
-        yield _Kept(record, sequences, [text.reply_tokens for text in texts])
+            done.counts["all_tied" if record.is_tied else "some_tied"] += 1
+        sequences = [np.array(text.token_ids, dtype=np.int32) for text in texts]
+        yield _Kept(record, sequences, each.reply_tokens)
 
 
-def _arrays(kept: Sequence[_Kept], rules: FileRules) -> dict[str, np.ndarray]:
+def _arrays(kept: Sequence[_Kept], rules: TokenRules) -> dict[str, np.ndarray]:
     sequences = [sequence for each in kept for sequence in each.sequences]
-    none = (None,) * len(rules.columns)
+    columns = rules.file.columns
+    none = (None,) * len(columns)
     labels = [
         [float("nan") if n is None else n for n in each.record.labels or none] for each in kept
     ]
@@ -191,7 +146,7 @@ def _arrays(kept: Sequence[_Kept], rules: FileRules) -> dict[str, np.ndarray]:
         "sizes": _integers([len(each.sequences) for each in kept]),
         "prefixes": _counts([prefix_of_all(each.sequences) for each in kept]),
         "lines": _integers([each.record.origin.line for each in kept]),
-        "labels": np.array(labels, dtype=np.float32).reshape(len(kept), len(rules.columns)),
+        "labels": np.array(labels, dtype=np.float32).reshape(len(kept), len(columns)),
         "record_keys": np.array([_record_key(each) for each in kept], dtype=np.uint64),
         "prompt_keys": np.array([prompt_hash(each.record) for each in kept], dtype=np.uint64),
     }
@@ -211,63 +166,62 @@ def _record_key(kept: _Kept) -> int:
     return short_hash(said.encode(), *(ids.tobytes() for ids in kept.sequences))
 
 
-def _tokenize_all(
+def _encode_all(
     records: Sequence[Record], contract: ScoringContract, tokenizer: Tokenizer
-) -> Iterator[tuple[Record, _Tokenized]]:
+) -> Iterator[EncodedRecord | MalformedRecord]:
     for start in range(0, len(records), _RECORDS_AT_ONCE):
         some = records[start : start + _RECORDS_AT_ONCE]
-        yield from zip(some, _tokenize(some, contract, tokenizer), strict=True)
+        for record, texts in zip(some, _tokenize(some, contract, tokenizer), strict=True):
+            if isinstance(texts, MalformedRecord):
+                yield texts
+                continue
+            fitted = [_fit(text.token_ids, contract) for text in texts]
+            yield EncodedRecord(record, fitted, [text.reply_tokens for text in texts])
 
 
 def _tokenize(
     records: Sequence[Record], contract: ScoringContract, tokenizer: Tokenizer
-) -> Sequence[_Tokenized]:
+) -> Sequence[list[TextIds] | MalformedRecord]:
     try:
         return contract.tokenize_records(tokenizer, [record.texts for record in records])
     except DataError:
         # Once more, one by one, to see which records it is.
-        return [_tokenize_alone(record, contract, tokenizer) for record in records]
+        encode = lambda texts: contract.tokenize_records(tokenizer, [texts])[0]  # noqa: E731
+        return [encode_record(record, encode) for record in records]
 
 
-def _tokenize_alone(record: Record, contract: ScoringContract, tokenizer: Tokenizer) -> _Tokenized:
-    try:
-        return contract.tokenize_records(tokenizer, [record.texts])[0]
-    except NoTemplateError as error:
-        # It is no fault of this record.
-        raise DataError(f"{record.origin}: {error}") from error
-    except DataError as error:
-        encode = lambda text: contract.tokenize_records(tokenizer, [[text]])  # noqa: E731
-        return refused_record(record, encode, error)
-
-
-def refused_record(
-    record: Record, encode: Callable[[Text], object], error: DataError
-) -> MalformedRecord:
-    """A record with a text that ``encode`` refuses; the reason names that text and says why.
-
-    ``error`` is the reason where ``encode`` refuses none of the texts by itself.
-    """
-    for name, text in zip(text_names(record), record.texts, strict=True):
-        try:
-            encode(text)
-        except DataError as why:
-            return MalformedRecord(record.origin, f"{name}: {why}")
-    return MalformedRecord(record.origin, str(error))
-
-
-def _fit(token_ids: list[int], contract: ScoringContract, origin: Origin) -> EncodedText | None:
+def _fit(token_ids: list[int], contract: ScoringContract) -> EncodedText | OverlongError:
     try:
         return contract.fit(token_ids)
     except OverlongError as error:
-        if contract.overlong == Overlong.error.value:
-            raise DataError(f"{origin}: {error} (model.data.overlong is 'error')") from error
-        return None
+        return error
 
 
-def are_same_tokens(encoded: Sequence[EncodedText | None]) -> bool:
-    """True if all of several completions are the same, token for token."""
-    first, *others = (None if text is None else text.token_ids for text in encoded)
-    return bool(others) and all(other == first for other in others)
+# Common prefixes of token sequences.
+
+# A shorter prefix is not worth a segment of its own.
+_MIN_PREFIX = 8
+
+
+def common_prefix(first: Sequence[int] | np.ndarray, second: Sequence[int] | np.ndarray) -> int:
+    """Length of two sequences' common prefix if it is worth a segment, else 0.
+
+    It is less than the shorter one's length, as every sequence needs a last token of its own. Lists
+    are made arrays each time.
+    """
+    most = min(len(first), len(second)) - 1
+    if most < _MIN_PREFIX:
+        return 0
+    differs = np.asarray(first[:most]) != np.asarray(second[:most])
+    at = int(differs.argmax())
+    prefix = at if differs[at] else most
+    return prefix if prefix >= _MIN_PREFIX else 0
+
+
+def prefix_of_all(sequences: Sequence[Sequence[int] | np.ndarray]) -> int:
+    """Length of the common prefix of all, by the same rule; 0 for a single one."""
+    first, *others = sequences
+    return min((common_prefix(first, other) for other in others), default=0)
 
 
 # Blocks tokenized by several processes at once, and handed out in their order.
@@ -278,7 +232,7 @@ _END_S = 10.0
 
 
 def tokenize_blocks(
-    blocks: Iterable[Block], rules: FileRules, processes: int
+    blocks: Iterable[Block], rules: TokenRules, processes: int
 ) -> Iterator[TokenizedBlock]:
     """``tokenize_block`` of each, in order; with fewer than two ``processes`` in this one.
 
@@ -322,19 +276,24 @@ def _share_out(blocks: Iterable[Block], workers: list[_Worker]) -> Iterator[Toke
 
 
 class _Worker:
-    """One process, and its two pipes."""
+    """One process, and its two pipes.
 
-    def __init__(self, rules: FileRules) -> None:
+    A child of multiprocessing would run the caller's main script again, or share what torch has
+    open.
+    """
+
+    def __init__(self, rules: TokenRules) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "nemo_aligner.data.tokenize_worker"],
+            # Not -m: what it sends back would be of classes of __main__.
+            [sys.executable, "-c", f"from {__name__} import answer_blocks; answer_blocks()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # The processes are many already: threads of each would only stand in their way.
             env={**environment(), "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"},
         )
         # Sent with the first block: a process that is still starting would hold up the others.
-        self._rules: FileRules | None = rules
-        self._path = rules.path
+        self._rules: TokenRules | None = rules
+        self._path = rules.file.path
 
     def tokenize(self, block: Block) -> TokenizedBlock:
         assert self._process.stdout is not None
@@ -372,100 +331,32 @@ class _Worker:
         self._process.communicate()
 
 
+def answer_blocks() -> None:
+    """Answer as a worker: rules on stdin, then block after block; results on stdout, as pickles.
+
+    It ends with its input, and so with the process that started it.
+    """
+    # Who asks the processes of a terminal to stop asks the one that started this, too.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever is printed is no answer
+    rules: TokenRules = pickle.load(requests)
+    while True:
+        answer: TokenizedBlock | Exception
+        try:
+            block = pickle.load(requests)
+        except EOFError:
+            return
+        try:
+            answer = tokenize_block(block, rules)
+        except Exception as error:
+            if not isinstance(error, AlignerError):
+                traceback.print_exc()
+            answer = error
+        pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)
+        answers.flush()
+
+
 def usable_processes() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-# A data file in blocks of whole records, so that memory does not grow with it.
-#
-# JSON lines are streamed; a JSON list or a table is read whole, and its rows handed out in blocks.
-
-BLOCK_BYTES = 1 << 20
-_BLOCK_ROWS = 512
-_HEAD_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class Block:
-    """Whole records of a file: bytes of JSON lines, the first of which is number ``first``.
-
-    Or what was read of them before.
-    """
-
-    first: int
-    content: bytes | list[AnyLine]
-
-    def lines(self, path: str) -> list[AnyLine]:
-        """Raises DataError, with the line, where they are not UTF-8."""
-        if isinstance(self.content, list):
-            return self.content
-        return list(json_lines(decode_utf8(self.content, path, self.first), self.first))
-
-
-class BlockFile:
-    """A file whose lines can be gone through as often as it takes.
-
-    Raises:
-        DataError: as ``read_lines``; what is wrong with JSON lines only as it is come to.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self._path = str(path)
-        self._rows = None if _has_json_lines(self._path) else read_lines(path)
-
-    def lines(self) -> Iterator[AnyLine]:
-        """One after the other."""
-        if self._rows is not None:
-            yield from self._rows
-            return
-        for block in _stream(self._path, 1, BLOCK_BYTES):
-            yield from block.lines(self._path)
-
-    def objects(self) -> Iterator[Line]:
-        """Lines that are a JSON object."""
-        return (line for line in self.lines() if isinstance(line, Line))
-
-    def blocks(self, lines_per_record: int) -> Iterator[Block]:
-        """The whole file in blocks; a record lies in one block."""
-        if self._rows is None:
-            return _stream(self._path, lines_per_record, BLOCK_BYTES)
-        return _in_blocks(self._rows, lines_per_record * _BLOCK_ROWS)
-
-
-def _in_blocks(rows: Iterable[AnyLine], size: int) -> Iterator[Block]:
-    rest = iter(rows)
-    while block := list(islice(rest, size)):
-        yield Block(block[0].number, block)
-
-
-def _has_json_lines(path: str) -> bool:
-    """True if each line is a JSON object by itself: no JSON list, no table."""
-    with unpacked(path) as stream:
-        head = stream.read(_HEAD_BYTES).removeprefix(codecs.BOM_UTF8)
-    if head.lstrip().startswith(b"[") or describe_binary(head, path) is not None:
-        return False
-    return are_json_lines(
-        line for block in _stream(path, 1, BLOCK_BYTES) for line in block.lines(path)
-    )
-
-
-def _stream(path: str, lines_per_record: int, size: int) -> Iterator[Block]:
-    first, number, in_block, whole = 1, 1, 0, 0
-    block: list[bytes] = []
-    for number, raw in enumerate(_raw_lines(path), start=1):
-        block.append(raw)
-        in_block += len(raw)
-        # Empty lines are no part of a record.
-        whole += lines_per_record > 1 and bool(raw.decode(errors="replace").strip())
-        if in_block >= size and whole % lines_per_record == 0:
-            yield Block(first, b"".join(block))
-            first, in_block, block = number + 1, 0, []
-    if block:
-        yield Block(first, b"".join(block))
-
-
-def _raw_lines(path: str) -> Iterator[bytes]:
-    with unpacked(path) as stream:
-        for number, raw in enumerate(stream):
-            yield raw if number else raw.removeprefix(codecs.BOM_UTF8)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from pathlib import Path
@@ -20,16 +20,19 @@ import numpy as np
 import torch
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.contract.contract import EncodedText, NoTemplateError, OverlongError, one_reward
+from nemo_aligner.contract.contract import EncodedText, OverlongError, one_reward
 from nemo_aligner.contract.messages import Text, reply_of
 from nemo_aligner.data.dataset import as_records, label_columns
 from nemo_aligner.data.readers import (
+    EncodedRecord,
     MalformedRule,
     Reading,
     RecordFile,
     check_malformed,
+    encode_record,
     list_malformed,
     read_records,
+    usable_encoded,
 )
 from nemo_aligner.data.records import (
     Comparison,
@@ -37,7 +40,6 @@ from nemo_aligner.data.records import (
     Rating,
     write_lines,
 )
-from nemo_aligner.data.tokenize import are_same_tokens, refused_record
 from nemo_aligner.evaluation.predictions import Item, Prediction, Predictions
 from nemo_aligner.evaluation.sources import Measure, RewardSource, Score
 from nemo_aligner.losses import default_objective
@@ -302,20 +304,11 @@ def keep_scorable(file: RecordFile, source: RewardSource, rule: MalformedRule) -
         DataError: see ``evaluate_file``.
     """
     counts: Counter[str] = Counter(file.counts)
-    kept: list[Comparison | Rating] = []
-    malformed = list(file.malformed)
-    for record in file.records:
-        encoded = _encode(record, source)
-        if isinstance(encoded, MalformedRecord):
-            malformed.append(encoded)
-            counts["malformed"] += 1
-        elif encoded is None:
-            counts["overlong"] += 1
-        elif encoded and are_same_tokens(encoded):
-            counts["same_tokens"] += 1
-        else:
-            counts["truncated"] += any(text.truncated for text in encoded)
-            kept.append(record)
+    kept, malformed = file.records, list(file.malformed)
+    if source.encode is not None:
+        encoded = (_encode(record, source.encode) for record in file.records)
+        error = "" if source.stops_at_overlong else None
+        kept = [each.record for each, _ in usable_encoded(encoded, counts, malformed, error)]
     malformed.sort(key=lambda record: record.origin.line)
     check_malformed([replace(file, counts=counts, malformed=malformed)], rule)
     return _with_kept(replace(file, malformed=malformed), kept, counts)
@@ -332,22 +325,16 @@ def _with_kept(
 
 
 def _encode(
-    record: Comparison | Rating, source: RewardSource
-) -> list[EncodedText] | MalformedRecord | None:
-    """Encode a record's texts; an empty list without ``encode``, None for an overlong record."""
-    if source.encode is None:
-        return []
-    try:
-        return [source.encode(text) for text in record.texts]
-    except OverlongError as error:
-        if source.stops_at_overlong:
-            raise DataError(f"{record.origin}: {error}") from error
-        return None
-    except NoTemplateError as error:
-        # The model has no chat template: every conversation would fail, not this record alone.
-        raise DataError(f"{record.origin}: {error}") from error
-    except DataError as error:
-        return refused_record(record, source.encode, error)
+    record: Comparison | Rating, encode: Callable[[Text], EncodedText]
+) -> EncodedRecord | MalformedRecord:
+    def fit(text: Text) -> EncodedText | OverlongError:
+        try:
+            return encode(text)
+        except OverlongError as error:
+            return error
+
+    texts = encode_record(record, lambda texts: [fit(text) for text in texts])
+    return texts if isinstance(texts, MalformedRecord) else EncodedRecord(record, texts)
 
 
 def _checked(

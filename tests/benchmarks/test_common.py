@@ -45,7 +45,7 @@ def test_how_a_worker_ended_is_said(common: ModuleType, tmp_path: Path) -> None:
         ("", "it ended with exit status 0"),
     ):
         with pytest.raises(common.WorkerFailed, match=f"^{said}$"):
-            common.run_worker(sys.executable, script(tmp_path, text), {}, 1)
+            common.run_worker(script(tmp_path, text), "role", {}, 1)
 
 
 def test_a_worker_answers_until_it_ends(common: ModuleType, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -22,17 +23,10 @@ SCRIPT = ["bash", str(tiny.ROOT / "scripts/gpu_first_hour.sh"), "--device", "cpu
 
 
 @pytest.fixture
-def hour(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The benchmark's modules, which import each other by their bare names."""
+def hour(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The benchmark, whose modules import each other by their bare names."""
     monkeypatch.syspath_prepend(str(tiny.ROOT / "benchmarks"))
-    import first_hour_page
-    import first_hour_parts
-    import first_hour_sizes
-    import gpu_first_hour
-
-    return SimpleNamespace(
-        main=gpu_first_hour, page=first_hour_page, parts=first_hour_parts, sizes=first_hour_sizes
-    )
+    return importlib.import_module("gpu_first_hour")
 
 
 def content_of(folder: Path) -> dict[str, dict[str, Any]]:
@@ -86,7 +80,7 @@ def test_the_whole_hour_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
 STOPPED = """
 import sys
 import gpu_first_hour
-from first_hour_parts import Part, read_rows
+from gpu_first_hour import Part, read_rows
 
 write = "open(sys.argv[1], 'w').write('[{}]')"
 gpu_first_hour.PARTS = [
@@ -132,20 +126,20 @@ WRITES = "open(out, 'w').write('[{\"a\": 1}]')"
 
 
 @pytest.fixture
-def run(hour: SimpleNamespace, tmp_path: Path) -> Callable[..., dict[str, dict[str, Any]]]:
+def run(hour: ModuleType, tmp_path: Path) -> Callable[..., dict[str, dict[str, Any]]]:
     """What became of parts, by name; their programs find the file for their rows in ``out``."""
 
     def run_parts(
         seconds: float = 60.0, limit: float = 20, **parts: str | tuple[str, dict[str, Any]]
     ) -> dict[str, dict[str, Any]]:
-        context = hour.parts.Hour("cpu", 0, tmp_path, None, None, None, 0.1, "", "")
+        context = hour.Hour("cpu", 0, "fp32", tmp_path, None, None, 0.1, "", "")
         results: list[dict[str, Any]] = []
         for name, given in parts.items():
             program, more = (given, {}) if isinstance(given, str) else given
             words = [sys.executable, "-c", f"out = {str(context.output(name))!r}\n{program}"]
-            kind, read = hour.parts.Part, hour.parts.read_rows
+            kind, read = hour.Part, hour.read_rows
             part = kind(name, "a part", limit, lambda _, words=words: words, read, **more)
-            results.append(hour.main._run(part, context, results, time.monotonic() + seconds, 1))
+            results.append(hour._run(part, context, results, time.monotonic() + seconds, 1))
         return {result["part"]: result for result in results}
 
     return run_parts
@@ -196,39 +190,40 @@ def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(
 
 
 def test_files_that_are_not_there_are_an_error_at_once(
-    hour: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hour: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("model", "data"):
         monkeypatch.setattr(sys, "argv", ["gpu_first_hour.py", f"--{name}", "no/file"])
         with pytest.raises(SystemExit):
-            hour.main.main()
+            hour.main()
         assert f"--{name}: there is no no/file" in capsys.readouterr().err
 
 
 def test_parts_fit_into_half_an_hour_and_80_gib_and_have_what_they_need_before(
-    hour: SimpleNamespace,
+    hour: ModuleType,
 ) -> None:
-    from scaling import plan_of
+    from first_hour_work import points_of
+    from synthetic import plan_of
 
     from nemo_aligner.models.shape import ModelShape
     from nemo_aligner.planning.memory import fullest_stage
 
-    assert [part.name for part in hour.main._with_needs(["scoring"])] == ["model", "scoring"]
-    assert sum(part.limit for part in hour.parts.PARTS) <= 30 * 60
-    points = hour.sizes.sizes_of("cuda", "bf16").points
-    assert {part.name for part in hour.parts.PARTS} >= {*points}
+    assert [part.name for part in hour._with_needs(["scoring"])] == ["model", "scoring"]
+    assert sum(part.limit for part in hour.PARTS) <= 30 * 60
+    points = points_of("cuda", "bf16")
+    assert {part.name for part in hour.PARTS} >= {*points}
     for point in (each for part in points.values() for each in part):
         held = fullest_stage(ModelShape.from_config(point["model"]), plan_of(point)).total
         assert held < 76 * 2**30, point
 
 
-def test_outcomes_of_tests_are_read(hour: SimpleNamespace, tmp_path: Path) -> None:
+def test_outcomes_of_tests_are_read(hour: ModuleType, tmp_path: Path) -> None:
     tests = tmp_path / "test_some.py"
     tests.write_text("def test_good(): pass\ndef test_bad(): assert 1 == 2, 'no'\n")
     xml = tmp_path / "out.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
     subprocess.run([*command, str(tests), f"--junitxml={xml}"], capture_output=True, cwd=tmp_path)
-    rows, _ = hour.parts.read_tests(xml)
+    rows, _ = hour.read_tests(xml)
     assert [(row["test"], row["outcome"]) for row in rows] == [
         ("test_good", "passed"),
         ("test_bad", "failure"),
@@ -236,9 +231,9 @@ def test_outcomes_of_tests_are_read(hour: SimpleNamespace, tmp_path: Path) -> No
     assert "no" in rows[1]["said"]
 
 
-def test_a_column_without_content_is_no_column(hour: SimpleNamespace) -> None:
+def test_a_column_without_content_is_no_column(hour: ModuleType) -> None:
     rows = [{"a|b": "x|y", "n": 1.23456, "none": None}, {"a|b": "", "n": None, "none": ""}]
-    assert hour.page.table(rows).splitlines() == [
+    assert hour.table(rows).splitlines() == [
         "| a\\|b | n |",
         "| --- | ---: |",
         "| x\\|y | 1.23 |",

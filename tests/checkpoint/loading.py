@@ -70,12 +70,6 @@ def check(model: Any, tensors: Tensors) -> None:
     assert seen == wanted.keys() - {"output_layer.weight", "rm_head.weight", "rm_head.bias"}
 
 
-def import_nemo(source: Path, output: Path, **options: Any) -> str:
-    from nemo_aligner.checkpoint.importing import ImportOptions, import_checkpoint
-
-    return import_checkpoint(source, output, ImportOptions(**options))
-
-
 def head_of(attributes: int) -> Tensors:
     generator = torch.Generator().manual_seed(5)
     return {

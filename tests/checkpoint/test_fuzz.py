@@ -23,6 +23,7 @@ import pytest
 import torch
 import yaml
 
+from nemo_aligner.checkpoint.importing import import_checkpoint as import_nemo
 from tests.checkpoint import foreign
 from tests.checkpoint.fuzzing import (
     ALL,
@@ -40,7 +41,7 @@ from tests.checkpoint.fuzzing import (
     two_files,
     with_nasty_value,
 )
-from tests.checkpoint.loading import Bomb, Theirs, head_of, import_nemo
+from tests.checkpoint.loading import Bomb, Theirs, head_of
 
 ARCHIVE = "base.nemo"
 CONFIG = "model_config.yaml"

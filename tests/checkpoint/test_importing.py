@@ -18,13 +18,14 @@ from torch import Tensor
 
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.checkpoint.decoder_tensors import attribute_names
+from nemo_aligner.checkpoint.importing import import_checkpoint as import_nemo
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests import tiny
 from tests.checkpoint import foreign
 from tests.checkpoint.foreign import Writer, bridge_run, megatron_lm, nemo1, nemo1_tar_gz, nemo2
-from tests.checkpoint.loading import Tensors, Theirs, check, head_of, import_nemo, load, scores
+from tests.checkpoint.loading import Tensors, Theirs, check, head_of, load, scores
 from tests.checkpoint.refusals import refusals
 from tests.environments import package
 from tests.training import critic_steps

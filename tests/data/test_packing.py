@@ -15,7 +15,6 @@ from nemo_aligner.batch.packed import (
     LabelColumns,
     PackedBatch,
     Records,
-    prefix_of_all,
 )
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.dataset import TokenizedDataset
@@ -32,6 +31,7 @@ from nemo_aligner.data.packing import (
 )
 from nemo_aligner.data.record_arrays import TokenSequences
 from nemo_aligner.data.records import Origin
+from nemo_aligner.data.tokenize import common_prefix, prefix_of_all
 from nemo_aligner.utils.errors import DataError
 
 
@@ -333,3 +333,21 @@ def test_token_packs_have_every_token_as_a_record_with_its_labels() -> None:
     for query_key_cost, wanted in ((1 / 120, [[0, 3], [1, 2]]), (1 / 80, [[0], [1, 2, 3]])):
         packing = TokenPacking(micro_batch_tokens=100, query_key_cost=query_key_cost)
         assert packing.share([21, 11, 11, 1], 2) == wanted
+
+
+def test_common_prefix_is_worth_a_segment_and_leaves_a_last_token() -> None:
+    begin, eight = list(range(10)), list(range(8))
+    cases: list[tuple[list[int], list[int], int]] = [
+        ([*begin, 1], [*begin, 2, 3], 10),
+        (begin, [*begin, 2], 9),
+        (begin, begin, 9),
+        ([*begin[:7], 1], [*begin[:7], 2], 0),
+        ([1], begin, 0),
+        ([*eight, 1], [*eight, 2], 8),
+        ([*eight, 1], [*eight, 1], 8),
+        (eight, [*eight, 1], 0),
+        ([*eight, 5, 1], [*eight, 6, 1, 1], 8),
+    ]
+    for one, other, wanted in cases:
+        assert common_prefix(one, other) == wanted, (one, other)
+    assert common_prefix(torch.tensor([*begin, 1], dtype=torch.int32), [*begin, 2]) == 10

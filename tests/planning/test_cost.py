@@ -245,7 +245,7 @@ def test_memory_is_what_a_step_is_measured_to_hold(ranks: int) -> None:
             **{"sequence_parallel": False, "precision": "fp32", "freeze_layers": 0},
             **{"recompute": "none", "recompute_layers": None},
             **{"sequence_length": 64, "prefix": 0, "pairs": 8, "micro_batch_tokens": 512},
-            **{"steps": 0, "save": False},
+            **{"steps": 0, "save": False, "cpu_offload": False},
             **{**ALONE, **TWO}.get(name, {}),
         }
         for name in names

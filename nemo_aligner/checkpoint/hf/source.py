@@ -40,17 +40,25 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
 )  # fmt: skip
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# Files in subfolders, and Mistral's second copy of its weights, are not read.
+# Not downloaded: files in subfolders, which some repositories use for other formats, and Mistral's
+# second copy of its weights.
 _TOKENIZER = ["*.json", "*.jinja"]
 _DOWNLOADED = ["*.safetensors", *_TOKENIZER]
 _NOT_DOWNLOADED = ["*/*", "consolidated*"]
-_LONGEST_NAME = 255
+_LONGEST_NAME = 255  # of a file on the usual file systems; a longer one is an OSError to open
 _DTYPES = safetensors_dtypes()
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint to convert: config, lazy tensors by name, and the files beside them."""
+    """A checkpoint to convert.
+
+    Attributes:
+        config: ``config.json``.
+        tensors: lazy, by their Hugging Face names.
+        save_tokenizer: writes the tokenizer's files into a new folder.
+        contract: the scoring contract, in a folder that this package exported.
+    """
 
     config: Mapping[str, Any]
     tensors: Mapping[str, LazyTensor]
@@ -162,7 +170,10 @@ def _safetensors(folder: Path) -> dict[str, LazyTensor]:
 
 
 def _files_of_index(index: Path) -> dict[str, set[str]]:
-    """Map each file name to the tensors that the index assigns to it."""
+    """Map each file name to the tensors that the index assigns to it.
+
+    Only names in the same folder are taken: an index from the hub must not point at other files.
+    """
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: got no weight_map, wanted tensor and file names")
@@ -184,6 +195,7 @@ def _files_without_index(folder: Path) -> dict[str, set[str]]:
         raise CheckpointError(
             f"{folder}: got no *.safetensors, wanted some; pickled weights (.bin) are not read"
         )
+    # Without an index, a file that is named as whole is; any others beside it are copies.
     return {name: set() for name in ([_WHOLE_NAME] if _WHOLE_NAME in files else files)}
 
 
@@ -253,6 +265,7 @@ def hf_shapes(rules: list[tuple[Rule, int | None]], config: Config) -> dict[str,
     for rule, layer in rules:
         size = (of_model if layer is None else of_layer)[rule.megatron]
         try:
+            # Tensors without data: a rule's split says the shapes, whatever the model's size.
             parts = rule.split(torch.empty(size, device="meta"), config)
         except (RuntimeError, TypeError) as error:  # sizes that overflow torch's counts
             raise CheckpointError(

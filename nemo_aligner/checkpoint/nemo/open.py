@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import torch.distributed as dist
 import yaml
@@ -380,7 +380,7 @@ def open_nemo(
     prepared, root = _once_per_host(path, lambda: _prepare(path, with_weights, opened))
     has_peers = dist.is_initialized() and dist.get_world_size() > 1
     try:
-        yield opened(root) if prepared is None else prepared.folder
+        yield opened(root) if prepared is None else prepared[1]
     except BaseException:
         if not has_peers:  # a failing rank's peers may still be reading
             _remove(root, path)
@@ -390,12 +390,8 @@ def open_nemo(
     _remove(root, path)
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A checked checkpoint, and the folder that it was unpacked to."""
-
-    root: Path
-    folder: NemoFolder
+# The folder that a checkpoint was unpacked to, and the checkpoint, which was checked.
+_Prepared: TypeAlias = tuple[Path, NemoFolder]
 
 
 def _remove(root: Path, path: Path) -> None:
@@ -422,23 +418,23 @@ def _prepare(path: Path, with_weights: bool, opened: Callable[[Path], NemoFolder
     except BaseException:
         _remove(root, path)
         raise
-    return _Prepared(root, folder)
+    return root, folder
 
 
 def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepared | None, Path]:
     """Call ``prepare`` on one rank of each host; returns its result there, the folder on all."""
     if not dist.is_initialized():
         prepared = prepare()
-        return prepared, prepared.root
+        return prepared, prepared[0]
     hosts = gather_objects(socket.gethostname())
     owner = hosts.index(hosts[dist.get_rank()])
     is_owner = owner == dist.get_rank()
     mine, problem = _outcome(prepare) if is_owner else (None, None)
-    outcomes: list[Any] = gather_objects((None if mine is None else mine.root, problem))
+    outcomes: list[Any] = gather_objects((None if mine is None else mine[0], problem))
     for _, found in outcomes:
         if found is not None:
             if mine is not None:
-                _remove(mine.root, path)
+                _remove(mine[0], path)
             raise CheckpointError(found)
     return mine, Path(outcomes[owner][0])
 

@@ -11,11 +11,12 @@ import torch
 import yaml
 
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+from nemo_aligner.checkpoint.importing import import_checkpoint as import_nemo
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint import foreign
 from tests.checkpoint.foreign import ITERATION, megatron_lm
-from tests.checkpoint.loading import Bomb, Tensors, Theirs, check, edit, import_nemo, load, refuse
+from tests.checkpoint.loading import Bomb, Tensors, Theirs, check, edit, load, refuse
 from tests.checkpoint.refusals import refusals
 from tests.checkpoint.weights.test_index import edited_index
 

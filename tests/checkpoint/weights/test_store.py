@@ -13,6 +13,7 @@ import torch
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint import FileSystemWriter
 
+from nemo_aligner.checkpoint.importing import import_checkpoint as import_nemo
 from nemo_aligner.checkpoint.weights.save import (
     copy_tensors,
     frozen_digest,
@@ -27,7 +28,7 @@ from nemo_aligner.models.shape import HeadShape, is_of_adapter
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint import foreign
 from tests.checkpoint.foreign import zarr_folder
-from tests.checkpoint.loading import Tensors, Theirs, check, import_nemo, refuse
+from tests.checkpoint.loading import Tensors, Theirs, check, refuse
 from tests.checkpoint.loading import load as load_model
 from tests.checkpoint.refusals import check_damages, refusals
 from tests.checkpoint.weights.tensors import check_loaded, load, request, sharded

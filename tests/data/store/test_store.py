@@ -84,7 +84,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenize, "BLOCK_BYTES", 700)
+    monkeypatch.setattr("nemo_aligner.data.files.BLOCK_BYTES", 700)
 
 
 def files_of(name: str, folder: Path) -> tuple[list[Path], dict[str, Any]]:

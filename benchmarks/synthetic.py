@@ -1,48 +1,113 @@
-"""Worker of scaling.py: some training steps of a synthetic model, timed by part, and their memory.
+"""A training step of a synthetic model: what the planner says of it, and what it costs.
 
-python benchmarks/scaling_point.py JOB      (or under torchrun; JOB is JSON, see scaling.py)
+    python benchmarks/synthetic.py point JOB        (or under torchrun; ``make_point`` makes a job)
+
+For scaling.py, the first hour and the planner's tests. Weights and tokens are random.
 """
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 import tempfile
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from common import now, start
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nemo_aligner.config.common import Precision
+from nemo_aligner.batch.packed import Records
+from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
+from nemo_aligner.config.common import Precision, RecordKind
 from nemo_aligner.config.model import OptimConfig, Recompute
+from nemo_aligner.data.dataset import TokenizedDataset
+from nemo_aligner.data.record_arrays import TokenSequences
+from nemo_aligner.data.records import Origin
+from nemo_aligner.data.training_data import TrainingData, TrainLoader
+from nemo_aligner.distributed.collectives import gather_objects
+from nemo_aligner.distributed.cpu_products import resident_bytes
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
+from nemo_aligner.losses.pairwise import BradleyTerry
+from nemo_aligner.models import reward_model
 from nemo_aligner.models.lora import train_adapters_alone
-from nemo_aligner.models.reward_model import (
-    build_reward_model,
-    freeze_lower_layers,
-    wrap_for_training,
-)
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.planning.cost import Plan, even_packs
 from nemo_aligner.training.learner import RewardLearner
+from nemo_aligner.training.optimizer.optimizer import build_optimizer
 
+TIMED = ("data", "forward", "backward", "reduce", "optimizer")
+PLANNED = ("tp", "pp", "dp", "sequence_parallel", "recompute_layers", "freeze_layers")
 _SEED = 1234
 
 
-def main() -> None:
-    job = json.loads(sys.argv[1])
+def make_point(model: dict[str, Any], precision: str, **changes: Any) -> dict[str, Any]:
+    """The job of a worker: one rank and nothing recomputed, but for ``changes``."""
+    return {
+        "model": model,
+        "precision": precision,
+        "tp": 1,
+        "pp": 1,
+        "dp": 1,
+        "sequence_parallel": False,
+        "recompute": "none",
+        "recompute_layers": None,
+        "freeze_layers": 0,
+        "cpu_offload": False,
+        "prefix": 0,
+        "save": False,
+        **changes,
+    }
+
+
+def synthetic_model(layers: int, hidden: int, vocabulary: int = 32000) -> dict[str, Any]:
+    """The model_config of a Llama; ``hidden`` is a multiple of 128."""
+    return {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "ffn_hidden_size": 3 * hidden,
+        "num_attention_heads": hidden // 64,
+        "num_query_groups": max(2, hidden // 256),
+        "kv_channels": 64,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 32768,
+    }
+
+
+def plan_of(job: Mapping[str, Any]) -> Any:
+    """The job in the cost model's terms."""
+    mine = -(-job["pairs"] // job["dp"])
+    budget = job["micro_batch_tokens"]
+    packs = even_packs(mine, job["sequence_length"], budget, job["prefix"])
+    if not torch.cuda.is_available():
+        packs = replace(packs, kept_keys=1.0)  # a CPU's attention copies no keys
+    return Plan(
+        packs,
+        precision=Precision(job["precision"]),
+        recompute=Recompute(job["recompute"]),
+        cpu_offload=job["cpu_offload"],
+        **{key: job[key] for key in PLANNED},
+    )
+
+
+def measure_point(job: dict[str, Any]) -> dict[str, Any] | None:
+    """Train some steps of a synthetic model, timed by part; every rank calls it.
+
+    The main one returns the tokens of a step over all ranks, the times of the slowest rank and the
+    memory of the fullest.
+    """
+
     with launch() as world:
         layout = initialize_layout(job["tp"], job["pp"], job["sequence_parallel"], _SEED)
         shape = ModelShape.from_config(job["model"])
-        before = _resident_bytes()
+        before = resident_bytes()
         learner = build_synthetic_learner(shape, layout, job)
         measured = measure_memory(learner, before)
         parts = _time_steps(learner, job["steps"]) if job["steps"] else {"step": 0.0}
@@ -55,19 +120,13 @@ def main() -> None:
         }
         everyone = [None] * world.world_size
         dist.all_gather_object(everyone, found)
-        if world.is_main:
-            print(json.dumps(_summary(cast(Any, everyone), layout)))
-
-
-def _summary(ranks: list[dict[str, Any]], layout: ParallelLayout) -> dict[str, Any]:
-    """Times of the slowest rank, memory of the fullest; ``tokens`` of a step over all ranks."""
-    each = len(ranks) // layout.dp
-    fullest = max(ranks, key=lambda rank: rank["memory"]["total"])
-    slowest = max(ranks, key=lambda rank: rank["seconds"]["step"])
+        if not world.is_main:
+            return None
+    ranks = cast("list[dict[str, Any]]", everyone)
     return {
-        "tokens": sum(rank["tokens"] for rank in ranks) // each,
-        "seconds": slowest["seconds"],
-        "memory": fullest["memory"],
+        "tokens": sum(rank["tokens"] for rank in ranks) // (len(ranks) // layout.dp),
+        "seconds": max((rank["seconds"] for rank in ranks), key=lambda seconds: seconds["step"]),
+        "memory": max((rank["memory"] for rank in ranks), key=lambda memory: memory["total"]),
     }
 
 
@@ -75,11 +134,7 @@ def build_synthetic_learner(
     shape: ModelShape, layout: ParallelLayout, job: dict[str, Any]
 ) -> RewardLearner:
     """A learner with random weights, on pairs of random tokens."""
-    from nemo_aligner.data.training_data import TrainingData, TrainLoader
-    from nemo_aligner.losses.pairwise import BradleyTerry
-    from nemo_aligner.training.optimizer.optimizer import build_optimizer
-
-    model = build_reward_model(
+    model = reward_model.build_reward_model(
         shape,
         layout,
         num_attributes=1,
@@ -94,11 +149,11 @@ def build_synthetic_learner(
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(std=0.02)
-    freeze_lower_layers(model, job["freeze_layers"], shape.num_layers)
+    reward_model.freeze_lower_layers(model, job["freeze_layers"], shape.num_layers)
     if shape.lora is not None:
         train_adapters_alone(model)
-    wrapped = wrap_for_training(model)
-    optim = OptimConfig(cpu_offload=job.get("cpu_offload", False))
+    wrapped = reward_model.wrap_for_training(model)
+    optim = OptimConfig(cpu_offload=job["cpu_offload"])
     optimizer = build_optimizer(wrapped, optim, 1.0, 1000)
     train = _random_pairs(job["pairs"], job["sequence_length"], job["prefix"], shape.vocab_size)
     budget = job["micro_batch_tokens"]
@@ -110,11 +165,6 @@ def build_synthetic_learner(
 
 
 def _random_pairs(count: int, length: int, prefix: int, vocabulary: int) -> Any:
-    from nemo_aligner.batch.packed import Records
-    from nemo_aligner.config.common import RecordKind
-    from nemo_aligner.data.dataset import TokenizedDataset
-    from nemo_aligner.data.record_arrays import TokenSequences
-    from nemo_aligner.data.records import Origin
 
     generator = torch.Generator().manual_seed(_SEED)
     sequences = torch.randint(1, vocabulary, (count, 2, length), generator=generator)
@@ -141,14 +191,14 @@ def measure_memory(learner: RewardLearner, resident: int) -> dict[str, float]:
     """
     standing = _standing_bytes(learner)
     growth = _peak_growth(lambda: learner.train_step(0))
-    resident = _most_resident_bytes() - resident
-    saved = _SavedBytes({t.data_ptr() for t in _storages(learner.model.parameters())})
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - resident
+    saved = [0]
     # In a step of its own: what a hook has seen lives longer.
-    with saved.watch(learner.model), without_overlap(learner._ddp.ddp_config):
+    with _watching_saved(learner.model, saved), without_overlap(learner._ddp.ddp_config):
         learner.train_step(1)
     return {
         **standing,
-        "saved": float(saved.largest),
+        "saved": float(max(saved)),
         "step": float(growth),
         "total": sum(standing.values()) + growth,
         "resident": float(resident),
@@ -163,19 +213,18 @@ def without_overlap(config: Any) -> Iterator[None]:
     config.overlap_grad_reduce = overlap
 
 
-def _storages(tensors: Any) -> list[torch.UntypedStorage]:
-    """The storages of ``tensors``, each once."""
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-    return list(found.values())
+def _storages(tensors: Any) -> dict[int, torch.UntypedStorage]:
+    """The storages of ``tensors``, each once, by address."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
 
 
 def _bytes(tensors: Any) -> float:
-    return float(sum(storage.nbytes() for storage in _storages(tensors)))
+    return float(sum(storage.nbytes() for storage in _storages(tensors).values()))
 
 
 def _standing_bytes(learner: RewardLearner) -> dict[str, float]:
     parameters = list(learner.model.parameters())
-    weights = {storage.data_ptr() for storage in _storages(parameters)}
+    weights = _storages(parameters)
     inner = [part.optimizer for part in learner.optimizer._optimizer.chained_optimizers]
     held = [value for part in inner for state in part.state.values() for value in state.values()]
     held += [p for part in inner for group in part.param_groups for p in group["params"]]
@@ -192,34 +241,29 @@ def _standing_bytes(learner: RewardLearner) -> dict[str, float]:
     }
 
 
-class _SavedBytes:
-    """What autograd keeps of one forward pass: the storages of all saved tensors, each once."""
+@contextmanager
+def _watching_saved(model: torch.nn.Module, sizes: list[int]) -> Iterator[None]:
+    """Add to ``sizes`` the bytes that autograd keeps of each forward pass, weights apart."""
+    weights = _storages(model.parameters())
+    forward = model.forward
 
-    def __init__(self, weights: set[int]) -> None:
-        self._weights = weights
-        self.largest = 0
+    def watched(*arguments: Any, **options: Any) -> Any:
+        stores: dict[int, torch.UntypedStorage] = {}
 
-    @contextmanager
-    def watch(self, model: torch.nn.Module) -> Iterator[None]:
-        forward = model.forward
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                stores[storage.data_ptr()] = storage
+            return tensor
 
-        def watched(*arguments: Any, **options: Any) -> Any:
-            stores: dict[int, torch.UntypedStorage] = {}
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            output = forward(*arguments, **options)
+        sizes.append(sum(store.nbytes() for store in stores.values()))
+        return output
 
-            def note(tensor: torch.Tensor) -> torch.Tensor:
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self._weights:
-                    stores[storage.data_ptr()] = storage
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                output = forward(*arguments, **options)
-            self.largest = max(self.largest, sum(store.nbytes() for store in stores.values()))
-            return output
-
-        model.forward = watched  # type: ignore[method-assign]
-        yield
-        del model.forward
+    model.forward = watched  # type: ignore[method-assign]
+    yield
+    del model.forward
 
 
 def _peak_growth(step: Callable[[], object]) -> int:
@@ -274,43 +318,24 @@ class _LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self._level)
 
 
-def _resident_bytes() -> int:
-    """What this process holds of the machine's memory."""
-    pages = Path("/proc/self/statm").read_text().split()[1]
-    return int(pages) * resource.getpagesize()
+def _stopwatch(seconds: dict[str, float]) -> Callable[..., Any]:
+    """Wrap what a step calls, to add up seconds by part; a GPU finishes each part first."""
+    inside: list[str] = []
 
-
-def _most_resident_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-_PARTS = ("data", "forward", "backward", "reduce", "optimizer")
-
-
-class _Stopwatch:
-    """Seconds by part, taken by wrapping what the step calls; a GPU finishes each part first."""
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(_PARTS, 0.0)
-        self._is_inside = False
-
-    def wrap(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **options: Any) -> Any:
-            if self._is_inside:  # a recomputed layer has a backward pass inside the backward pass
+            if inside:  # a recomputed layer has a backward pass inside the backward pass
                 return function(*arguments, **options)
-            start, self._is_inside = now(), True
+            begun = now()
+            inside.append(part)
             result = function(*arguments, **options)
-            self._is_inside = False
-            self.seconds[part] += now() - start
+            inside.pop()
+            seconds[part] += now() - begun
             return result
 
         return timed
 
-
-def now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+    return wrap
 
 
 def _time_steps(learner: RewardLearner, steps: int) -> dict[str, float]:
@@ -319,43 +344,39 @@ def _time_steps(learner: RewardLearner, steps: int) -> dict[str, float]:
     Of the other ranks' time, ``other`` has the wait for the adjacent pipeline stages, and
     ``reduce`` the wait for the slowest.
     """
-    watch = _Stopwatch()
+    spent = dict.fromkeys(TIMED, 0.0)
+    wrap = _stopwatch(spent)
     model, backward = learner.model, torch.autograd.backward
-    learner._loader.plan = watch.wrap("data", learner._loader.plan)  # type: ignore[method-assign]
-    learner.optimizer.step = watch.wrap("optimizer", learner.optimizer.step)  # type: ignore[method-assign]
-    model.forward = watch.wrap("forward", model.forward)
-    model.config.finalize_model_grads_func = watch.wrap(
-        "reduce", model.config.finalize_model_grads_func
-    )
-    torch.autograd.backward = watch.wrap("backward", backward)
-    start = now()
+    learner._loader.plan = wrap("data", learner._loader.plan)  # type: ignore[method-assign]
+    learner.optimizer.step = wrap("optimizer", learner.optimizer.step)  # type: ignore[method-assign]
+    model.forward = wrap("forward", model.forward)
+    model.config.finalize_model_grads_func = wrap("reduce", model.config.finalize_model_grads_func)
+    torch.autograd.backward = wrap("backward", backward)
+    begun = now()
     try:
         for step in range(2, steps + 2):
             learner.train_step(step)
     finally:
         torch.autograd.backward = backward
-    total = now() - start
-    seconds = {part: spent / steps for part, spent in watch.seconds.items()}
-    step_seconds = total / steps
-    return {"step": step_seconds, **seconds, "other": step_seconds - sum(seconds.values())}
+    total = (now() - begun) / steps
+    seconds = {part: spent[part] / steps for part in TIMED}
+    return {"step": total, **seconds, "other": total - sum(seconds.values())}
 
 
 def _time_checkpoint(learner: RewardLearner) -> dict[str, float]:
     """Seconds that a save holds training up, and until it is written, in a folder all ranks see."""
-    from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
-    from nemo_aligner.distributed.collectives import gather_objects
 
     with tempfile.TemporaryDirectory() as own:
         checkpoints = RunCheckpoints(Path(gather_objects(own)[0]))
         checkpoints.reserve(learner.model, learner.optimizer)
-        start = now()
+        begun = now()
         checkpoints.save(RunState(1, 1), learner.model, learner.optimizer)
-        held = now() - start
+        held = now() - begun
         checkpoints.publish()
-        written = now() - start
+        written = now() - begun
         dist.barrier()
     return {"save": held, "written": written}
 
 
 if __name__ == "__main__":
-    main()
+    start(lambda: sys.exit(__doc__), point=measure_point)
