@@ -30,19 +30,11 @@ import nemo_aligner
 from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client import RewardClient
-from nemo_aligner.serving.protocols import (
-    Failure,
-    FailureKind,
-    ScoredRows,
-    ScoreRequest,
-    gym,
-    openrlhf,
-    rewards,
-    vllm,
-)
+from nemo_aligner.serving.failures import FailureKind, RequestError, failure_of
+from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, gym, openrlhf, rewards, vllm
 from nemo_aligner.serving.protocols.base import HttpAnswer, PlainRoute, Route, Served
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
-from nemo_aligner.serving.reward import TurnCompletion, UpstreamService
+from nemo_aligner.serving.reward import TurnCompletion, UpstreamService, unreachable
 from nemo_aligner.serving.tokens import has_token
 from nemo_aligner.serving.triton import ready_file
 from nemo_aligner.utils.errors import ServingError, one_line
@@ -135,39 +127,36 @@ class _Endpoint:
         self._metrics.answered(self._route.path, answer.status, seconds)
         return respond(answer, retry_after_s)
 
-    async def _answer(self, request: Request) -> tuple[HttpAnswer, int | None]:
+    async def _answer(self, request: Request) -> tuple[HttpAnswer, float | None]:
         route, body = self._route, None
         try:
             content = await _read(request, self._config.max_request_bytes)
             body = route.parse(content)
-            asked = route.read(body)
-            found = await self._scored(asked)
-            if isinstance(found, Failure) and found.row is not None and route.with_other_reply:
-                found = await self._whose_fault(found, route.with_other_reply(body))
-            if not isinstance(found, Failure):
-                self._metrics.scored(route.path, found)
-                return HttpAnswer(200, route.answer(body, found, self._served(found))), None
-            failure = found
-        except _TooLargeBodyError as error:
-            failure = Failure(str(error), FailureKind.too_large)
+            scored = await self._score(body)
+            self._metrics.scored(route.path, scored)
+            return HttpAnswer(200, route.answer(body, scored, self._served(scored))), None
         except ServingError as error:
-            failure = Failure(one_line(error), FailureKind.bad_request)
+            failure = failure_of(error)
         return route.refuse(failure, body), failure.retry_after_s
 
-    async def _scored(self, asked: ScoreRequest) -> ScoredRows | Failure:
+    async def _score(self, body: Any) -> ScoredRows:
+        route, asked = self._route, self._route.read(body)
         if self._completion is not None:
             try:
                 asked, completed = await self._completion.complete(asked)
             except ServingError as error:
-                return Failure(one_line(error), FailureKind.unreachable, 1)
-            self._metrics.completed(self._route.path, completed)
-        return await self._relay.answer(asked, self._route.sets_rows_aside)
+                raise unreachable(error) from error
+            self._metrics.completed(route.path, completed)
+        try:
+            return await self._relay.answer(asked, route.sets_rows_aside)
+        except RequestError as refusal:
+            if refusal.row is None or route.with_other_reply is None:
+                raise
+            return await self._whose_fault(refusal, route.with_other_reply(body))
 
-    async def _whose_fault(self, refusal: Failure, other: ScoreRequest) -> ScoredRows | Failure:
+    async def _whose_fault(self, refusal: RequestError, other: ScoreRequest) -> ScoredRows:
         """Ask with another reply: the refusal becomes a row's error, or the prompt's failure."""
         found = await self._relay.answer(other, False, is_probe=True)
-        if isinstance(found, Failure):
-            return found
         reason = refusal.message.removeprefix(f"row {refusal.row}: ")
         nothing = np.full_like(found.rewards, np.nan)
         return ScoredRows(nothing, {0: reason}, np.zeros(1, dtype=bool))
@@ -181,19 +170,16 @@ class _Endpoint:
         return Served(MODEL_NAME, names, None, threshold)
 
 
-class _TooLargeBodyError(Exception):
-    """More bytes than a body may have."""
-
-
 async def _read(request: Request, most: int) -> bytes:
     """Read the body, and no more of it than is allowed.
 
     Raises:
-        _TooLargeBodyError: it has more bytes than ``most``.
+        RequestError: it has more bytes than ``most``.
     """
     said = request.headers.get("content-length", "")
-    too_large = _TooLargeBodyError(
-        f"got a body of more than {most} bytes (gateway.max_request_bytes); send less at once"
+    too_large = RequestError(
+        f"got a body of more than {most} bytes (gateway.max_request_bytes); send less at once",
+        FailureKind.too_large,
     )
     if said.isdecimal() and int(said) > most:
         raise too_large
@@ -206,7 +192,7 @@ async def _read(request: Request, most: int) -> bytes:
     return b"".join(parts)
 
 
-def respond(answer: HttpAnswer, retry_after_s: int | None = None) -> Response:
+def respond(answer: HttpAnswer, retry_after_s: float | None = None) -> Response:
     """Make a JSON response; a 503 gets ``Retry-After``."""
     headers = {}
     if retry_after_s is not None and answer.status == 503:
@@ -243,10 +229,10 @@ class _Guarded:
         if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or self._has_token(scope):
             await self._app(scope, receive, send)
             return
-        failure = Failure("the bearer token is missing or wrong", FailureKind.unauthorized)
+        failure = RequestError("the bearer token is missing or wrong", FailureKind.unauthorized)
         route = self._routes.get(scope["path"])
         if route is None:
-            answer = HttpAnswer(401, {"detail": failure.message})
+            answer = _plain_answer(failure)
         else:
             answer = route.refuse(failure, None)
             self._metrics.answered(route.path, answer.status, 0.0)
@@ -257,14 +243,17 @@ class _Guarded:
         return has_token(sent, self._token)
 
 
+def _plain_answer(failure: RequestError) -> HttpAnswer:
+    """The answer of paths that belong to no protocol, in FastAPI's own shape."""
+    return HttpAnswer(failure.kind.status, {"detail": failure.message})
+
+
 def _add_plain_route(app: FastAPI, route: PlainRoute, max_request_bytes: int) -> None:
     async def handle(request: Request) -> Response:
         try:
             return respond(route.answer(await _read(request, max_request_bytes)))
-        except _TooLargeBodyError as error:
-            return respond(HttpAnswer(413, {"detail": str(error)}))
         except ServingError as error:
-            return respond(HttpAnswer(400, {"detail": one_line(error)}))
+            return respond(_plain_answer(failure_of(error)))
 
     about, method = route.about, route.method
     app.add_api_route(route.path, handle, methods=[method], summary=about, response_model=None)
@@ -287,7 +276,8 @@ def _add_own_routes(
         try:
             return respond(HttpAnswer(200, (await relay.ask_contract()).to_dict()))
         except ServingError as error:
-            return respond(HttpAnswer(503, {"detail": one_line(error)}), 1)
+            failure = unreachable(error)
+            return respond(_plain_answer(failure), failure.retry_after_s)
 
     async def scrape() -> Response:
         text, kind = metrics.render(relay, await client.statistics_async())

@@ -19,22 +19,15 @@ from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.contract.contract import EncodedText, ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.client import RefusedError
 from nemo_aligner.serving.client.calls import OnError
-from nemo_aligner.serving.engine.batcher import BackpressureLimit, Batcher, BusyError
+from nemo_aligner.serving.engine.batcher import BackpressureLimit, Batcher
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation
 from nemo_aligner.serving.engine.scorer import TokenCounts
 from nemo_aligner.serving.engine.shaping import RewardShaper
+from nemo_aligner.serving.failures import FailureKind, RefusedError, RequestError
 from nemo_aligner.serving.metrics import Meter, RecentRewards
-from nemo_aligner.serving.protocols import (
-    Failure,
-    FailureKind,
-    ScoredRows,
-    ScoreRequest,
-    kserve,
-    place_rows,
-)
-from nemo_aligner.serving.service import Endpoint, Tensors, answer_of, check_size, failure_of
+from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, kserve, place_rows
+from nemo_aligner.serving.service import Endpoint, Tensors, answer_of, check_size
 from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
 
 # Threads that encode texts beside the model: with one, a long text would hold up all others.
@@ -149,8 +142,12 @@ class RewardService:
 
     async def answer(
         self, rows: int, num_bytes: int, read: Callable[[], ScoreRequest]
-    ) -> ScoredRows | Failure:
-        """The reply to a request of so many rows and bytes, which ``read`` takes apart."""
+    ) -> ScoredRows:
+        """The reply to a request of so many rows and bytes, which ``read`` takes apart.
+
+        Raises:
+            Exception: of any class; see ``failure_of``.
+        """
         begun = time.monotonic()
         try:
             check_size(num_bytes, self._max_bytes)
@@ -158,14 +155,12 @@ class RewardService:
                 # A short request is sooner tokenized than handed to another thread.
                 is_short = num_bytes <= _SHORT
                 encoded = self._encode(read()) if is_short else await self._in_encoder(read)
-                answer = await self._score(encoded)
-        except Exception as error:
-            answer = failure_of(error)
-        if isinstance(answer, Failure):
+                scored = await self._score(encoded)
+        except Exception:
             self._meter.refused()
-        else:
-            self._meter.answered(time.monotonic() - begun, rows, encoded.num_tokens)
-        return answer
+            raise
+        self._meter.answered(time.monotonic() - begun, rows, encoded.num_tokens)
+        return scored
 
     def close(self) -> None:
         """End the threads; nothing may be in flight."""
@@ -177,7 +172,7 @@ class RewardService:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._encoders, lambda: self._encode(read()))
 
-    async def _score(self, encoded: _Encoded) -> ScoredRows | Failure:
+    async def _score(self, encoded: _Encoded) -> ScoredRows:
         rewards = await answer_of(self._batcher.submit(encoded.token_lists))
         outputs = spread = None
         if self._read_outputs is not None:
@@ -186,7 +181,7 @@ class RewardService:
         wrong = np.flatnonzero(~np.isfinite(rewards).all(axis=1))
         if wrong.size:
             what = f"row {wrong[0]}: the model's reward is not a finite number"
-            return Failure(what, FailureKind.internal)
+            raise RequestError(what, FailureKind.internal)
         exceeded = np.array(encoded.exceeded, dtype=bool)
         scored = ScoredRows(
             rewards, {}, exceeded, self._contract_hash, spread=spread, outputs=outputs
@@ -333,9 +328,8 @@ class RewardModel:
             lines.append(f"Prefix cache: {kept:,} tokens, {size:,.0f} MiB on each rank")
         return lines
 
-    async def _answer(self, inputs: Tensors) -> Tensors | Failure:
-        scored = await answer_request(self._service, inputs)
-        return scored if isinstance(scored, Failure) else kserve.encode_rewards(scored)
+    async def _answer(self, inputs: Tensors) -> Tensors:
+        return kserve.encode_rewards(await answer_request(self._service, inputs))
 
     def statistics(self) -> dict[str, float]:
         """Counts since the start, and the queue now; see ``Meter.statistics``."""
@@ -371,7 +365,7 @@ def _shown(rule: Any) -> str:
     return f"{rule:.4g}" if isinstance(rule, float) else str(rule)[:12]
 
 
-async def answer_request(service: RewardService, inputs: Tensors) -> ScoredRows | Failure:
+async def answer_request(service: RewardService, inputs: Tensors) -> ScoredRows:
     """Answer one request's tensors."""
     return await service.answer(
         *kserve.size_of_request(inputs), lambda: kserve.decode_request(inputs)
@@ -405,7 +399,6 @@ def contract_endpoint(
 
 logger = logging.getLogger(__name__)
 
-_KINDS = {413: FailureKind.too_large, 422: FailureKind.bad_request, 400: FailureKind.bad_request}
 # When a backend comes back is unknown, so clients are asked to retry soon.
 _AGAIN_IN_S = 1
 
@@ -441,27 +434,33 @@ class UpstreamService:
 
     async def answer(
         self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool = False
-    ) -> ScoredRows | Failure:
+    ) -> ScoredRows:
         """The rewards of a request's rows, and why some have none (NaN).
 
         Unless ``sets_rows_aside``, a row that is refused is a failure of the whole request. The
         rewards of a probe are nobody's, and not among the recent ones.
+
+        Raises:
+            RequestError: in a backend's words, if one has answered.
         """
         try:
             with self._limit.admit(len(request.texts or request.token_lists or ())):
                 scored = await self._score(request, "nan" if sets_rows_aside else "raise")
                 await self._know_contract(scored.contract_hash)
-        except BusyError as error:
-            return Failure(str(error), FailureKind.busy, error.retry_after_s)
         except RefusedError as error:
-            kind = _KINDS.get(error.status, FailureKind.internal)
+            # A backend's other refusals, such as of the gateway's own token, are not the sender's.
+            kind = error.kind if error.kind.reaction == "skip" else FailureKind.internal
             row = error.row if kind is FailureKind.bad_request else None
-            return Failure(one_line(error.text), kind, row=row)
+            raise RequestError(one_line(error.message), kind, row=row) from error
+        except RequestError:  # too many rows are in flight
+            raise
         except ServingError as error:
-            return Failure(one_line(error), FailureKind.unreachable, _AGAIN_IN_S)
+            raise unreachable(error) from error
         except Exception as error:
             logger.exception("a request could not be answered")
-            return Failure(f"internal error: {type(error).__name__}", FailureKind.internal)
+            # Without its words: who is at the gateway need not learn of the code behind it.
+            text = f"internal error: {type(error).__name__}"
+            raise RequestError(text, FailureKind.internal) from error
         if not is_probe:
             self.recent.add(scored.rewards)
         return _with_refused(scored, request.refused)
@@ -491,6 +490,11 @@ class UpstreamService:
             await self.ask_contract()
         except RefusedError:
             self._has_none = True
+
+
+def unreachable(error: ServingError) -> RequestError:
+    """The failure of a request that no backend has answered."""
+    return RequestError(one_line(error), FailureKind.unreachable, _AGAIN_IN_S)
 
 
 def _with_refused(scored: ScoredRows, refused: Mapping[int, str]) -> ScoredRows:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.serving.engine.executor import ModelRanks
-from nemo_aligner.serving.protocols import Failure, FailureKind, kserve
+from nemo_aligner.serving.failures import NO_TOKEN, FailureKind, RequestError, failure_of
 from nemo_aligner.serving.service import Endpoint, Servable, Service, Tensors, in_order
 from nemo_aligner.serving.tokens import find_token, has_token, say_who_may_ask
 from nemo_aligner.serving.triton_internals import (
@@ -256,15 +256,6 @@ def _die(failure: str) -> NoReturn:
 # Endpoints as models of Triton.
 
 _TOKEN_HEADER = "authorization"
-# Triton maps these codes to HTTP 400, 503 and 500; it has none for 401 and 413.
-_TRITON_CODES = {
-    FailureKind.bad_request: "INVALID_ARG",
-    FailureKind.unauthorized: "INVALID_ARG",
-    FailureKind.too_large: "INVALID_ARG",
-    FailureKind.busy: "UNAVAILABLE",
-    FailureKind.unreachable: "UNAVAILABLE",
-    FailureKind.internal: "INTERNAL",
-}
 
 
 def build_triton(
@@ -317,14 +308,17 @@ def _bind(triton: Any, endpoint: Endpoint, token: str | None) -> None:
 
 
 def _infer_function(endpoint: Endpoint, token: str | None) -> Callable[[list[Any]], Any]:
-    async def answer(request: Any) -> Tensors | Failure:
-        if token is not None and not has_token(_sent_tokens(request), token):
-            return Failure(kserve.NO_TOKEN, FailureKind.unauthorized)
-        return await endpoint.answer(dict(request.items()))
+    async def answer(request: Any) -> Tensors:
+        try:
+            if token is not None and not has_token(_sent_tokens(request), token):
+                raise RequestError(NO_TOKEN, FailureKind.unauthorized)
+            return await endpoint.answer(dict(request.items()))
+        except Exception as error:
+            # The others of the batch have answers of their own, which PyTriton would not give them.
+            return _encode_failure(failure_of(error))
 
     async def infer(requests: list[Any]) -> list[Tensors]:
-        answers = await asyncio.gather(*map(answer, requests))
-        return [_to_outputs(each) for each in answers]
+        return await asyncio.gather(*map(answer, requests))
 
     return infer
 
@@ -337,11 +331,10 @@ def _sent_tokens(request: Any) -> list[bytes]:
     ]
 
 
-def _to_outputs(answer: Tensors | Failure) -> Tensors:
-    if not isinstance(answer, Failure):
-        return answer
-    code = _TRITON_CODES[answer.kind]
-    return {"error": np.array([f"{code} {answer.message}".encode()], dtype=np.object_)}
+def _encode_failure(failure: RequestError) -> Tensors:
+    """Encode a failure as ``CODE message``, of which ``triton_proxy.py`` makes Triton's error."""
+    text = f"{failure.kind.triton_code} {failure.message}"
+    return {"error": np.array([text.encode()], dtype=np.object_)}
 
 
 # Triton's processes, log and port on this machine.

@@ -18,7 +18,8 @@ import numpy as np
 
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.serving.client.pool import Background, Connections, ServerPool, TooManyRowsError
-from nemo_aligner.serving.client.server import RefusedError, Tensors
+from nemo_aligner.serving.client.server import Tensors
+from nemo_aligner.serving.failures import RefusedError
 from nemo_aligner.serving.protocols import ScoredRows, kserve, place_rows
 from nemo_aligner.serving.tokens import is_token
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError, shown
@@ -243,7 +244,6 @@ Split = Callable[[int], list[PartialRequest]]
 
 _MOST_ROWS = 128  # of a request: what is refused or lost is sent again as a whole
 _OPTIONAL = [spec.name for spec in kserve.OPTIONAL_OUTPUTS]
-_AT_FAULT = (400, 413, 422)  # statuses of a request that its sender can mend
 
 
 def check_on_error(on_error: str) -> None:
@@ -338,7 +338,7 @@ class RowCollector:
     def _without(self, part: PartialRequest, place: int, refusal: RefusedError) -> PartialRequest:
         row = part.rows[place]
         # A reward that is not finite names a row, too, and is the model's fault, not the text's.
-        if not self._sets_aside or refusal.status not in _AT_FAULT:
+        if not self._sets_aside or refusal.kind.reaction != "skip":
             raise refusal.of_row(row) from refusal
         self._errors[row] = refusal.reason
         return part.only([other for other in part.rows if other != row])
@@ -346,7 +346,7 @@ class RowCollector:
     async def _score_apart(self, part: PartialRequest, refusal: RefusedError) -> None:
         """Find the rows of a refusal without a row's number, by halves."""
         is_too_large = refusal.is_too_large and len(part.rows) > 1
-        if not is_too_large and not (self._sets_aside and refusal.status in _AT_FAULT):
+        if not is_too_large and not (self._sets_aside and refusal.kind.reaction == "skip"):
             raise refusal
         if len(part.rows) == 1:
             self._errors[part.rows[0]] = refusal.reason

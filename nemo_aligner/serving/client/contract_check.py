@@ -71,8 +71,8 @@ class ContractCheck:
         if contract is not None:
             self.columns = len(contract.attributes)
 
-    def check_reward(self, server: str, contract_hash: str | None) -> None:
-        """Check the contract of a reward; the first one binds those that follow.
+    def check_reward(self, server: str, contract_hash: str | None, columns: int) -> None:
+        """Check the contract of a reward of ``columns`` attributes; the first one binds the others.
 
         Raises:
             OtherContractError: it is another contract.
@@ -83,6 +83,7 @@ class ContractCheck:
         if self._wanted is None:
             self._wanted = mine
         _compare(server, mine, self._wanted)
+        self.columns = columns
 
     def withdraw(self, server: str) -> None:
         """Drop what this server published, as another may have taken its place."""

@@ -23,7 +23,8 @@ from nemo_aligner.serving.client.calls import (
 )
 from nemo_aligner.serving.client.contract_check import ContractCheck
 from nemo_aligner.serving.client.pool import ServerPool
-from nemo_aligner.serving.client.server import RefusedError, Tensors
+from nemo_aligner.serving.client.server import Tensors
+from nemo_aligner.serving.failures import RefusedError
 from nemo_aligner.serving.protocols import critic as wire
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.protocols.critic import Valued

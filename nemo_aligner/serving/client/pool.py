@@ -16,19 +16,18 @@ from typing import Any, Generic, Protocol, TypeVar
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client.contract_check import ContractCheck, OtherContractError
-from nemo_aligner.serving.client.server import (
-    NoKServeError,
-    RemoteServer,
-    Tensors,
-    UnavailableError,
-    new_session,
-)
+from nemo_aligner.serving.client.server import RemoteServer, Tensors, new_session
+from nemo_aligner.serving.failures import FailureKind, UnavailableError
 from nemo_aligner.serving.protocols import ScoredRows, kserve
 from nemo_aligner.utils.errors import ServingError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class NoKServeError(ServingError):
+    """Every URL is answered by another protocol."""
 
 
 class TooManyRowsError(Exception):
@@ -106,8 +105,8 @@ class ServerPool:
 
         def read(outputs: Tensors, server: str) -> ScoredRows:
             scored = _decoded(outputs, rows, server)
-            self._contract_check.check_reward(server, scored.contract_hash)
-            self._contract_check.columns = scored.rewards.shape[1]
+            columns = scored.rewards.shape[1]
+            self._contract_check.check_reward(server, scored.contract_hash, columns)
             return scored
 
         return await self.ask_for(inputs, rows, read)
@@ -190,11 +189,12 @@ class ServerPool:
                 answer = await question(server)
             except UnavailableError as error:
                 # A proxy's 502 or 504 may also say when to come again: it may have been done.
-                if not again and (error.is_lost or error.again_in_s is None):
+                is_lost = error.kind is FailureKind.unreachable
+                if not again and (is_lost or error.retry_after_s is None):
                     raise ServingError(
                         f"{server.name}: {error}; it is not sent again, as it may have been done"
                     ) from error
-                if error.again_in_s is None:
+                if error.retry_after_s is None:
                     search.note_trouble(time.monotonic())
                 else:  # it is there, and says when: only the deadline ends that
                     search.trouble_since = None

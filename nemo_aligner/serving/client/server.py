@@ -22,6 +22,14 @@ import numpy as np
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client.contract_check import ContractCheck, OtherContractError
+from nemo_aligner.serving.failures import (
+    NO_TOKEN,
+    FailureKind,
+    RefusedError,
+    RequestError,
+    UnavailableError,
+    retry_after,
+)
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.utils.errors import CheckpointError, ServingError, short, shown
 
@@ -31,72 +39,13 @@ _CONNECT_S = 3.0
 _MEET_S = 10.0  # for a question that costs a server nothing
 _PROBE_S = 2.0  # for one that somebody waits for who wants to know whether it is there
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
-_UNAVAILABLE = (429, 502, 503, 504)
-_UNAUTHORIZED = 401  # Triton says it with a 400
 _FOREIGN_STATUSES = (401, 403, 404)
 _FOREIGN = (
     "this is no KServe server, or it asks for a token "
     "(vLLM and a gateway have clients of their own: docs/gateway.md)"
 )
-_AGAIN_IN = re.compile(r"retry after (\d+(?:\.\d+)?) ?s")
-# Triton has no 413.
-_TOO_LARGE = re.compile(r"\d+ bytes, wanted at most \d+ \(server\.max_request_bytes\)")
 # Triton answers it with a 500, before the model's server sees the request.
 _UNPARSED = re.compile(r"^(failed to parse the request JSON|Unable to parse ')")
-_ROW = re.compile(r"^(?:\w+, )?row (\d+): ")
-
-
-class RefusedError(ServingError):
-    """A server's answer to a request that it does not score, with its HTTP status.
-
-    ``status`` is 400 where the request is at fault, 401 where it has not the server's bearer token,
-    500 where the model failed.
-    """
-
-    def __init__(self, server: str, status: int, text: str) -> None:
-        super().__init__(f"{server}: {text}")
-        self.server, self.status, self.text = server, status, text
-
-    @property
-    def row(self) -> int | None:
-        """The row of the request that it is about, if it says one."""
-        found = _ROW.match(self.text)
-        return int(found[1]) if found else None
-
-    @property
-    def is_too_large(self) -> bool:
-        """True if the request has too many bytes, so that parts of it may be accepted."""
-        return self.status == 413 or (self.status == 400 and bool(_TOO_LARGE.search(self.text)))
-
-    @property
-    def reason(self) -> str:
-        """The reason without the row's number."""
-        return _ROW.sub("", self.text)
-
-    def of_row(self, row: int) -> RefusedError:
-        """The same refusal, with the caller's number of the row."""
-        text = self.text.replace(f"row {self.row}: ", f"row {row}: ", 1)
-        return RefusedError(self.server, self.status, text)
-
-
-class NoKServeError(ServingError):
-    """Every URL is answered by another protocol."""
-
-
-class ForeignError(RefusedError):
-    """A refusal that is not KServe's: by another kind of server, or by a proxy."""
-
-
-class UnavailableError(Exception):
-    """No answer for now; ``again_in_s`` is the pause that the server asks for."""
-
-    def __init__(self, reason: str, is_lost: bool = True, again_in_s: float | None = None) -> None:
-        super().__init__(reason)
-        self.is_lost, self.again_in_s = is_lost, again_in_s
-
-
-class BadAddressError(UnavailableError):
-    """A wrong URL or certificate, where waiting does not help."""
 
 
 def new_session(token: str | None) -> aiohttp.ClientSession:
@@ -173,7 +122,7 @@ class RemoteServer:
                 return await self._infer(self._model_name, inputs, None)
             except RefusedError as error:
                 if error.status == 404:  # a server in place of it, which is still loading its model
-                    raise UnavailableError(error.text) from error
+                    raise UnavailableError(error.message) from error
                 raise
 
     async def contract(self) -> ScoringContract:
@@ -184,7 +133,7 @@ class RemoteServer:
             UnavailableError: it gave no answer, and is left out for a while.
         """
         with self._asked():
-            return await self._contract()
+            return await self._contract(_MEET_S)
 
     async def turn_end(self) -> TurnEnd | None:
         """Text that its chat template writes after a reply; None if it writes nothing.
@@ -192,13 +141,13 @@ class RemoteServer:
         Raises:
             UnavailableError: it gave no answer, and is left out for a while.
         """
-        asked = {"dummy_var": np.zeros(1, dtype=np.int64)}
         with self._asked():
             try:
-                outputs = await self._infer(kserve.CONTRACT_MODEL_NAME, asked, _MEET_S)
-                return kserve.decode_turn_end(outputs)
+                return kserve.decode_turn_end(await self._publication(_MEET_S))
+            except UnavailableError:
+                raise
             except ServingError as error:  # another's server, or an older one
-                if isinstance(error, RefusedError) and error.status == _UNAUTHORIZED:
+                if _is_unauthorized(error):
                     raise
                 logger.warning(
                     "%s: it does not say how its chat template ends (%s); a text that ends before "
@@ -226,10 +175,9 @@ class RemoteServer:
 
     async def statistics(self) -> dict[str, float] | None:
         """Counts since its start; empty if it publishes none, None without an answer."""
-        asked = {"dummy_var": np.zeros(1, dtype=np.int64)}
         try:
             with self._asked():
-                outputs = await self._infer(kserve.CONTRACT_MODEL_NAME, asked, _PROBE_S)
+                outputs = await self._publication(_PROBE_S)
             return kserve.decode_statistics(outputs)
         except UnavailableError:
             return None
@@ -251,9 +199,13 @@ class RemoteServer:
         if self.limit is not None:
             self.trouble = ""
 
-    async def _contract(self, timeout_s: float = _MEET_S) -> ScoringContract:
+    async def _publication(self, timeout_s: float) -> Tensors:
+        """Ask for all that it publishes: its contract, turn end and statistics."""
         asked = {"dummy_var": np.zeros(1, dtype=np.int64)}
-        outputs = await self._infer(kserve.CONTRACT_MODEL_NAME, asked, timeout_s)
+        return await self._infer(kserve.CONTRACT_MODEL_NAME, asked, timeout_s)
+
+    async def _contract(self, timeout_s: float) -> ScoringContract:
+        outputs = await self._publication(timeout_s)
         try:
             return kserve.decode_contract(outputs)
         except (CheckpointError, KeyError, ValueError, IndexError) as error:
@@ -267,19 +219,13 @@ class RemoteServer:
             limit = max(1, int(json.loads(answer)["max_batch_size"]))
             await self._check_contract(_MEET_S)
             self.limit, self.fault, self.trouble, self.again_at = limit, None, "", 0.0
-        except ForeignError as error:
-            self.is_foreign = True
-            self._leave_out(UnavailableError(f"HTTP {error.status}: {error.text}; {_FOREIGN}"))
         except RefusedError as error:
-            if error.status == _UNAUTHORIZED:
-                self._refuse(error)
-                return
-            # A model that is still being loaded.
-            self._leave_out(UnavailableError(f"{self._model_name} is not ready: {error.text}"))
-        except BadAddressError as error:
-            self._refuse(ServingError(f"{self.name}: {error}"))
+            self._meet_refusal(error)
         except UnavailableError as error:
-            self._leave_out(error)
+            if error.waiting_helps:
+                self._leave_out(error)
+            else:
+                self._refuse(ServingError(f"{self.name}: {error}"))
         except ServingError as error:
             self._refuse(error)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
@@ -288,14 +234,23 @@ class RemoteServer:
             self.tried_at = time.monotonic()
             self.meeting = None
 
+    def _meet_refusal(self, error: RefusedError) -> None:
+        self.is_foreign = error.is_foreign
+        if error.is_foreign:
+            self._leave_out(UnavailableError(f"HTTP {error.status}: {error.message}; {_FOREIGN}"))
+        elif _is_unauthorized(error):
+            self._refuse(error)
+        else:  # its model is still being loaded
+            self._leave_out(UnavailableError(f"{self._model_name} is not ready: {error.message}"))
+
     async def _check_contract(self, timeout_s: float) -> None:
         """Raise OtherContractError; a lone server shows its contract by its first reward."""
         if not self._reads_contract and not self._contract_check.is_bound:
             return
         try:
             published = await self._published(timeout_s)
-        except ServingError:
-            if self._reads_contract:
+        except ServingError as error:
+            if self._reads_contract or isinstance(error, UnavailableError):
                 raise
             return  # what cannot be read may be newer; its rewards have their contract's hash
         self._contract_check.check_published(self.name, published)
@@ -304,10 +259,10 @@ class RemoteServer:
         try:
             return await self._contract(timeout_s)
         except RefusedError as error:  # a server of NeMo-Aligner has none
-            if error.status == _UNAUTHORIZED:
+            if _is_unauthorized(error):
                 raise
             if self._contract_check.wants_contract:  # it may still be loaded
-                text = f"got the scoring contract (none), wanted one: {error.text}"
+                text = f"got the scoring contract (none), wanted one: {error.message}"
                 raise UnavailableError(text) from error
             return None
 
@@ -321,13 +276,13 @@ class RemoteServer:
     def _leave_out(self, error: UnavailableError) -> None:
         pause = min(_FIRST_PAUSE_S * 2**self._failures, _LONGEST_PAUSE_S)
         self._failures = min(self._failures + 1, 10)
-        self._has_said_when = error.again_in_s is not None
-        if error.again_in_s is not None:
-            pause = max(pause, error.again_in_s)
+        self._has_said_when = error.retry_after_s is not None
+        if error.retry_after_s is not None:
+            pause = max(pause, error.retry_after_s)
         # Clients that failed together do not come back together.
         self.again_at = time.monotonic() + pause * random.uniform(1.0, 1.5)
         self.trouble, self.fault = str(error), None
-        if error.is_lost:
+        if error.kind is FailureKind.unreachable:
             self.limit = None
             self._contract_check.withdraw(self.name)
 
@@ -358,30 +313,33 @@ class RemoteServer:
             ) as response:
                 answer = await response.read()
         except (aiohttp.ClientSSLError, aiohttp.InvalidURL) as error:
-            raise BadAddressError(short(error)) from error
+            raise UnavailableError(short(error), waiting_helps=False) from error
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise UnavailableError(_cause(error)) from error
         if response.status == 200:
             return answer, response.headers
-        raise self._not_scored(response.status, answer, response.headers)
+        raise self._failure(response.status, answer, response.headers)
 
-    def _not_scored(self, status: int, answer: bytes, headers: Mapping[str, str]) -> Exception:
-        said = _error_of(answer)
+    def _failure(self, status: int, answer: bytes, headers: Mapping[str, str]) -> RequestError:
+        said, kind = _error_of(answer), FailureKind.of_status(status)
         text = short(" ".join(answer.decode("utf-8", errors="replace").split()))
         text = text if said is None else said
-        if status in _UNAVAILABLE:
-            asked = _AGAIN_IN.search(text)
-            wish = asked[1] if asked else headers.get("Retry-After", "")
-            again_in_s = float(wish) if wish.replace(".", "", 1).isdigit() else None
-            return UnavailableError(f"HTTP {status}: {text}", status in (502, 504), again_in_s)
-        if said == kserve.NO_TOKEN:
-            return RefusedError(self.name, _UNAUTHORIZED, text)
+        if kind.reaction == "retry":
+            seconds = retry_after(text, headers.get("Retry-After", ""))
+            return UnavailableError(f"HTTP {status}: {text}", kind, seconds)
+        if said == NO_TOKEN:
+            return RefusedError(self.name, FailureKind.unauthorized.status, text)
         if said is None and answer and status in _FOREIGN_STATUSES:
-            return ForeignError(self.name, status, text)
+            return RefusedError(self.name, status, text, is_foreign=True)
         if said is not None and _UNPARSED.match(said):
             # What this client sends is whole: something between has changed it.
             text = f"Triton could not read the request as it arrived, behind any proxy: {text}"
         return RefusedError(self.name, status, text or f"HTTP {status}")
+
+
+def _is_unauthorized(error: ServingError) -> bool:
+    """Tell whether the token is missing or wrong, which is no reason to wait or to ask others."""
+    return isinstance(error, RefusedError) and error.kind is FailureKind.unauthorized
 
 
 def _error_of(answer: bytes) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from nemo_aligner.data.packing import take_oldest
+from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.metrics import Meter
 from nemo_aligner.utils.errors import ServingError
 
@@ -213,14 +214,6 @@ def _fail(request: _Request, error: BaseException) -> None:
 _FIRST_GUESS = 100.0  # rows/s, before any was scored
 
 
-class BusyError(ServingError):
-    """More rows wait than may; ``retry_after_s`` is a guess at when there is room."""
-
-    def __init__(self, message: str, retry_after_s: int) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
 class BackpressureLimit:
     """A limit of the rows in flight (the setting ``key``); for one event loop."""
 
@@ -234,13 +227,14 @@ class BackpressureLimit:
         """Count these rows as in flight for a block; a lone request is always admitted.
 
         Raises:
-            BusyError: too many are in flight.
+            RequestError: too many are in flight; when to come again is a guess.
         """
         if self.rows_in_flight and self.rows_in_flight + rows > self._most:
             seconds = max(1, round(self.rows_in_flight / self._rows_per_second))
-            raise BusyError(
+            raise RequestError(
                 f"the queue is full ({self.rows_in_flight} rows wait of {self._most}, "
                 f"{self._key}); retry after {seconds} s",
+                FailureKind.busy,
                 seconds,
             )
         ahead, begun = self.rows_in_flight, time.monotonic()

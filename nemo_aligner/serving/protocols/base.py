@@ -19,7 +19,8 @@ from pydantic_core import ErrorDetails
 from nemo_aligner.config.describe import suggestion
 from nemo_aligner.contract.contract import one_reward
 from nemo_aligner.contract.messages import Text, read_text
-from nemo_aligner.serving.protocols import Failure, FailureKind, ScoredRows, ScoreRequest
+from nemo_aligner.serving.failures import RequestError
+from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.utils.errors import DataError, ServingError, short, shown
 
 _SHOWN_PROBLEMS = 3
@@ -35,15 +36,6 @@ _WORDS = {
     "model_type": "got {got}, wanted an object",
     "dict_type": "got {got}, wanted an object",
     "literal_error": "got {got}, wanted {expected}",
-}
-# HTTP status of each cause of a failure.
-STATUSES = {
-    FailureKind.bad_request: 400,
-    FailureKind.unauthorized: 401,
-    FailureKind.too_large: 413,
-    FailureKind.internal: 500,
-    FailureKind.busy: 503,
-    FailureKind.unreachable: 503,
 }
 
 
@@ -121,7 +113,7 @@ class Route(Generic[T]):
     response: type[Body]
     read: Callable[[T], ScoreRequest]
     answer: Callable[[T, ScoredRows, Served], Any]
-    refuse: Callable[[Failure, T | None], HttpAnswer]
+    refuse: Callable[[RequestError, T | None], HttpAnswer]
     sets_rows_aside: bool = False
     completes_turns: bool = False
     with_other_reply: Callable[[T], ScoreRequest] | None = None

@@ -26,9 +26,9 @@ import numpy as np
 from pydantic import ConfigDict, Field, ValidationError
 
 from nemo_aligner.contract.messages import Message, Messages, Text
-from nemo_aligner.serving.protocols import Failure, FailureKind, ScoredRows, ScoreRequest
+from nemo_aligner.serving.failures import RequestError
+from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
-    STATUSES,
     Body,
     HttpAnswer,
     PlainRoute,
@@ -41,14 +41,7 @@ from nemo_aligner.serving.protocols.base import (
 )
 from nemo_aligner.utils.errors import ServingError
 
-# From Gym's failure_kinds.py; a server's own kinds have its name as a prefix.
-_KINDS = {
-    FailureKind.busy: "transport_unreachable",
-    FailureKind.unreachable: "transport_unreachable",
-    FailureKind.internal: "verifier_error",
-    FailureKind.bad_request: "verifier_error",
-    FailureKind.too_large: "verifier_error",
-}
+# A failure kind that is not in Gym's failure_kinds.py, so it begins with the server's name.
 _REFUSED = "reward_model:refused_text"
 _NO_REPLY = "response.output: got no message of the assistant at its end, wanted its reply"
 _ROLES = {"developer": "system"}
@@ -216,11 +209,11 @@ def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str,
     }
 
 
-def refuse(failure: Failure, body: VerifyRequest | None) -> HttpAnswer:
+def refuse(failure: RequestError, body: VerifyRequest | None) -> HttpAnswer:
     """A rollout without a reward; an error where the body is none, or its sender unknown."""
-    kind = _KINDS.get(failure.kind)
+    kind = failure.kind.gym_kind
     if body is None or kind is None:
-        return HttpAnswer(STATUSES[failure.kind], {"detail": failure.message})
+        return HttpAnswer(failure.kind.status, {"detail": failure.message})
     unmeasured = _unmeasured(kind, failure.message, is_masked=True)
     return HttpAnswer(200, {**_echo(body), **unmeasured})
 

@@ -55,8 +55,6 @@ from nemo_aligner.utils.errors import DataError, ServingError, shown
 MODEL_NAME = "reward_model"
 CONTRACT_MODEL_NAME = "contract"
 DEFAULT_URL = "http://127.0.0.1:5555"
-# Triton has no 401: the client knows a 400 with these words as one.
-NO_TOKEN = "the bearer token is missing or wrong (server.token_file, server.token_variable)"
 
 INPUTS = (
     TensorSpec("sentences", bytes, (1,), optional=True),

@@ -22,9 +22,9 @@ import numpy as np
 from pydantic import Field, WithJsonSchema
 
 from nemo_aligner.contract.messages import Text
-from nemo_aligner.serving.protocols import Failure, FailureKind, ScoredRows, ScoreRequest
+from nemo_aligner.serving.failures import RequestError
+from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
-    STATUSES,
     Body,
     HttpAnswer,
     Items,
@@ -35,14 +35,6 @@ from nemo_aligner.serving.protocols.base import (
 )
 from nemo_aligner.utils.errors import ServingError
 
-_ERROR_TYPES = {
-    FailureKind.bad_request: "BadRequestError",
-    FailureKind.unauthorized: "AuthenticationError",
-    FailureKind.too_large: "BadRequestError",
-    FailureKind.internal: "InternalServerError",
-    FailureKind.busy: "ServiceUnavailableError",
-    FailureKind.unreachable: "ServiceUnavailableError",
-}
 # Fields by which a client asks for another score, or another form, than there is here; with the
 # values that ask for none.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -275,16 +267,16 @@ def _usage(body: PoolingRequest | PairsRequest) -> dict[str, int]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-def refuse(failure: Failure, body: Body | None) -> HttpAnswer:
+def refuse(failure: RequestError, body: Body | None) -> HttpAnswer:
     """``{"error": {"message", "type", "param", "code"}}``"""
-    status = STATUSES[failure.kind]
+    kind = failure.kind
     error = {
         "message": failure.message,
-        "type": _ERROR_TYPES[failure.kind],
+        "type": kind.openai_type,
         "param": None,
-        "code": status,
+        "code": kind.status,
     }
-    return HttpAnswer(status, {"error": error})
+    return HttpAnswer(kind.status, {"error": error})
 
 
 ROUTES: list[Route[Any]] = [
