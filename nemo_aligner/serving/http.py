@@ -43,14 +43,17 @@ from nemo_aligner.utils.errors import ServingError, one_line
 ROUTES: list[Route[Any]] = [*rewards.ROUTES, *openrlhf.ROUTES, *vllm.ROUTES, *gym.ROUTES]
 PLAIN_ROUTES: list[PlainRoute] = [*gym.PLAIN_ROUTES]
 
-# Probes send no token.
+# Probes of Kubernetes and load balancers send no token.
 _OPEN_PATHS = ("/health", "/ready")
 _SCHEMAS = "#/components/schemas/"
+# For the OpenAPI page; 500 is not on it, as no client should expect one.
 _ERRORS = {
-    "400": "A body that cannot be read, or a text that cannot be scored",
-    "401": "The bearer token is missing or wrong",
-    "413": "A body of more than gateway.max_request_bytes",
-    "503": "No backend answers, or the queue is full; Retry-After says when to come again",
+    FailureKind.bad_request: "A body that cannot be read, or a text that cannot be scored",
+    FailureKind.unauthorized: "The bearer token is missing or wrong",
+    FailureKind.too_large: "A body of more than gateway.max_request_bytes",
+    FailureKind.busy: (
+        "No backend answers, or the queue is full; Retry-After says when to come again"
+    ),
 }
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -105,7 +108,7 @@ def build_app(
 
 
 class _Endpoint:
-    """Handler of one route."""
+    """Handler of one route: body, request, rewards and answer, or the route's own failure."""
 
     def __init__(
         self,
@@ -120,7 +123,7 @@ class _Endpoint:
         self._completion = completion if route.completes_turns else None
 
     async def handle(self, request: Request) -> Response:
-        """The answer by the route's protocol, whatever happens."""
+        """Answer by the route's protocol, and count the answer."""
         begun = time.monotonic()
         answer, retry_after_s = await self._answer(request)
         seconds = time.monotonic() - begun
@@ -140,6 +143,11 @@ class _Endpoint:
         return route.refuse(failure, body), failure.retry_after_s
 
     async def _score(self, body: Any) -> ScoredRows:
+        """Have the backends score a body.
+
+        Raises:
+            ServingError: any failure of it; see ``failure_of``.
+        """
         route, asked = self._route, self._route.read(body)
         if self._completion is not None:
             try:
@@ -165,6 +173,7 @@ class _Endpoint:
         contract, threshold = self._relay.contract, self._config.reward_threshold
         if contract is not None:
             return Served(MODEL_NAME, contract.attributes, contract.attribute_weights, threshold)
+        # A backend of NeMo-Aligner, which publishes no contract with the names of its attributes.
         columns = scored.rewards.shape[1]
         names = ["reward"] if columns == 1 else [f"reward_{column}" for column in range(columns)]
         return Served(MODEL_NAME, names, None, threshold)
@@ -176,6 +185,7 @@ async def _read(request: Request, most: int) -> bytes:
     Raises:
         RequestError: it has more bytes than ``most``.
     """
+    # The header spares reading a body that says its size; one in chunks has none, or may lie.
     said = request.headers.get("content-length", "")
     too_large = RequestError(
         f"got a body of more than {most} bytes (gateway.max_request_bytes); send less at once",
@@ -204,7 +214,7 @@ def respond(answer: HttpAnswer, retry_after_s: float | None = None) -> Response:
 
 
 class _Plain:
-    """The application, also for the paths of NeMo Gym's observed rollouts."""
+    """Middleware that removes the prefix of NeMo Gym's observed rollouts from paths."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -217,7 +227,7 @@ class _Plain:
 
 
 class _Guarded:
-    """The application behind a bearer token."""
+    """Middleware that asks for a bearer token before anything of a request is read."""
 
     def __init__(
         self, app: ASGIApp, token: str, routes: dict[str, Route[Any]], metrics: GatewayMetrics
@@ -303,7 +313,7 @@ def _described(route: Route[Any]) -> dict[str, Any]:
         "requestBody": {"required": True, "content": content(route.request.__name__)},
         "responses": {
             "200": {"description": "Scored", "content": content(route.response.__name__)},
-            **{status: {"description": about} for status, about in _ERRORS.items()},
+            **{str(kind.status): {"description": about} for kind, about in _ERRORS.items()},
         },
     }
 
@@ -394,7 +404,7 @@ class _Gateway(uvicorn.Server):
 
 @contextmanager
 def _ends_quietly() -> Iterator[None]:
-    """Have the signal that uvicorn raises again after it has drained end nothing."""
+    """Ignore the signal that uvicorn raises again once it has drained; the exit code is 0."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     try:
@@ -406,6 +416,7 @@ def _ends_quietly() -> Iterator[None]:
 
 # Prometheus metrics of the gateway and its backends.
 
+# Upper bounds of latencies, from those of a short text on a GPU to those behind a full queue.
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 _GATEWAY, _SERVER = "nemo_aligner_gateway", "nemo_aligner_server"
 # Counters that a backend publishes (``RewardModel.statistics``), with their help texts.

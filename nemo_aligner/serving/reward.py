@@ -32,7 +32,8 @@ from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
 
 # Threads that encode texts beside the model: with one, a long text would hold up all others.
 _ENCODERS = 2
-_SHORT = 2000  # bytes
+# Bytes of a request that is sooner tokenized in the event loop than handed to another thread.
+_SHORT = 2000
 
 
 ReadOutputs = Callable[[np.ndarray], "tuple[np.ndarray, np.ndarray | None]"]
@@ -152,7 +153,6 @@ class RewardService:
         try:
             check_size(num_bytes, self._max_bytes)
             with self._limit.admit(rows):
-                # A short request is sooner tokenized than handed to another thread.
                 is_short = num_bytes <= _SHORT
                 encoded = self._encode(read()) if is_short else await self._in_encoder(read)
                 scored = await self._score(encoded)
@@ -178,6 +178,8 @@ class RewardService:
         if self._read_outputs is not None:
             outputs = rewards
             rewards, spread = self._read_outputs(outputs)
+        # An answer with NaN would reach a trainer's loss; the whole request fails, as its other
+        # rewards come from the same model.
         wrong = np.flatnonzero(~np.isfinite(rewards).all(axis=1))
         if wrong.size:
             what = f"row {wrong[0]}: the model's reward is not a finite number"
@@ -215,6 +217,10 @@ class RewardService:
         return [len(token_list) for token_list in request.token_lists or ()]
 
     def _check_add_eos(self, request: ScoreRequest) -> None:
+        """Refuse a client of NeMo-Aligner that expects another EOS rule than the contract's.
+
+        Scored by the contract all the same, its rewards would mean something else than it thinks.
+        """
         raw_text = request.texts is not None and isinstance(request.texts[0], str)
         wanted = self._scorer.contract.add_eos and raw_text
         for row, flag in enumerate(request.add_eos or ()):
@@ -266,13 +272,14 @@ class RewardModelServable:
     def start(self, ranks: ModelRanks) -> RewardModel:
         if self._shaper is not None:
             self._shaper.check_file()
-        # The first forward pass is slow, and may show that the model cannot run.
+        # Before the server says that it is ready: the first forward pass is slow, and may show that
+        # the model cannot run.
         ranks.execute(_SCORE, [[0]])
         return RewardModel(self._scorer, self._config, self._shaper, ranks, self._turn_end)
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> object:
         self._prepare()
-        # Where a head has several outputs for an attribute, the answer has them, too.
+        # With several outputs for an attribute, rank 0 makes rewards and spreads of them.
         if self._scorer.contract.readout is not None:
             return self._scorer.score_outputs(sequences)
         return self._scorer.score_token_lists(sequences)
@@ -418,7 +425,11 @@ class AsyncRewardClient(Protocol):
 
 
 class UpstreamService:
-    """Forwards requests to the backends of a client; for one event loop."""
+    """Forwards requests to the backends of a client; for one event loop.
+
+    ``contract`` is the backends', by which the newest rewards were made; None before any, and for
+    backends that publish none. ``recent`` has the last rewards, for their drift.
+    """
 
     def __init__(self, client: AsyncRewardClient, max_queue_rows: int, drift_rows: int) -> None:
         self.contract: ScoringContract | None = None
@@ -481,10 +492,13 @@ class UpstreamService:
         return await self._client.score_token_rows_async(token_lists, on_error=on_error)
 
     async def _know_contract(self, contract_hash: str | None) -> None:
-        """For the names and weights of attributes; a server of NeMo-Aligner has no contract."""
+        """Ask for the contract of new rewards, which names and weighs their attributes.
+
+        Only where its hash is new: one more request for each would double them.
+        """
         if self.contract is not None and contract_hash in (None, self.contract.hash):
             return
-        if self._has_none and contract_hash is None:
+        if self._has_none and contract_hash is None:  # of NeMo-Aligner, as known from before
             return
         try:
             await self.ask_contract()

@@ -41,7 +41,7 @@ class Endpoint:
 
 
 class Service(Protocol):
-    """An answerer of requests, on rank 0."""
+    """Endpoints with their queues and threads, on rank 0 while it serves."""
 
     @property
     def endpoints(self) -> Sequence[Endpoint]: ...
@@ -64,7 +64,7 @@ def in_order(services: Sequence[Service]) -> list[Endpoint]:
 
 
 class Servable(Protocol):
-    """A service before it has a server; every rank has one."""
+    """A backend: the model's part of a service, which every rank has."""
 
     @property
     def operations(self) -> Mapping[str, Operation]:
@@ -92,7 +92,7 @@ def check_size(num_bytes: int, most: int) -> None:
 
 
 async def answer_of(ranks: Future[T]) -> T:
-    """Wait for what all ranks compute.
+    """Wait for a result of all ranks, and say what kind of failure it is if there is none.
 
     Raises:
         RequestError: they are gone, so that another server has to answer; or the model failed.

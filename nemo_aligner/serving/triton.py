@@ -39,7 +39,7 @@ from nemo_aligner.serving.triton_internals import (
 from nemo_aligner.utils.errors import AlignerError, ConfigError, ServingError
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
 
-_WATCH_SECS = 0.2
+_WATCH_SECS = 0.2  # a dead rank or Triton is noticed this late at most
 _LAST_WORDS_SECS = 1.0  # for the requests at hand to get their error, when the server has to die
 
 
@@ -98,7 +98,7 @@ def serve(servables: Sequence[Servable], config: ServerConfig) -> int:
         config.worker_timeout_secs,
     )
     if ranks.rank != 0:
-        # The launcher signals every rank; rank 0 decides, after it has drained.
+        # The launcher signals every rank; rank 0 drains first, and the others compute for it.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         ranks.run_worker()
@@ -281,6 +281,7 @@ def build_triton(
             http_address=config.host,
             http_port=port,
             http_header_forward_pattern=None if token is None else f"(?i){_TOKEN_HEADER}",
+            # Ports that no client of ours asks.
             allow_grpc=False,
             allow_metrics=False,
             exit_timeout_secs=config.exit_timeout_secs,
@@ -324,7 +325,7 @@ def _infer_function(endpoint: Endpoint, token: str | None) -> Callable[[list[Any
 
 
 def _sent_tokens(request: Any) -> list[bytes]:
-    """Triton hands headers on among a request's parameters, by the names that they were sent by."""
+    """Authorization headers of a request, which Triton adds to its parameters as they were sent."""
     parameters = request.parameters or {}
     return [
         str(value).encode() for name, value in parameters.items() if name.lower() == _TOKEN_HEADER
@@ -495,6 +496,7 @@ def ready_file(path: str | None, url: str) -> Iterator[None]:
         yield
         return
     target = Path(path)
+    # Renamed once it is whole: who waits for the file reads it as soon as it is there.
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     partial.write_text(url + "\n")
     partial.replace(target)

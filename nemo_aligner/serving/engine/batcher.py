@@ -31,6 +31,7 @@ Join = Callable[[list[np.ndarray]], np.ndarray]
 _MOST_CALLS = 2
 # Common prefixes count once, so more rows may fit than their lengths say.
 _LOOK_AHEAD = 8
+# Share of the last call's time for which the next one waits for its senders to come back.
 _GATHER = 0.05
 
 
@@ -179,6 +180,7 @@ class Batcher:
             self._last_seconds = self._last_end - begun
             queued = sum(started - request.came for request, _ in call)
             self._meter.called(queued, self._last_end - started)
+            # One bad request must not fail those that happened to be in its call.
             if error is not None and len(requests) > 1:
                 logger.error("a call of %d requests failed: %s", len(requests), error)
                 self._again.extend([row for row in call if row[0] is each] for each in requests)

@@ -46,7 +46,8 @@ _REFUSED = "reward_model:refused_text"
 _NO_REPLY = "response.output: got no message of the assistant at its end, wanted its reply"
 _ROLES = {"developer": "system"}
 _OF_FUNCTION = ("name", "description", "parameters", "strict")
-_OTHER_REPLY = "."  # that nobody refuses
+# A reply that no contract refuses: where a rollout is refused with it too, its prompt is at fault.
+_OTHER_REPLY = "."
 
 
 class ResponseParams(Body):
