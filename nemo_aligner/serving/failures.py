@@ -100,15 +100,16 @@ class RequestError(ServingError):
 
 def failure_of(error: Exception) -> RequestError:
     """Turn the error of a request into the failure that its sender is told of."""
-    if isinstance(error, RequestError):
-        return error
     text = one_line(error)
     # Errors of this package say what was wanted; any other one is a fault of the code.
-    if isinstance(error, AlignerError):
-        return RequestError(text, FailureKind.bad_request)
-    logger.error("a request could not be answered", exc_info=error)
-    text = f"internal error: {type(error).__name__}: {text}"
-    return RequestError(text, FailureKind.internal)
+    if not isinstance(error, AlignerError):
+        logger.error("a request could not be answered", exc_info=error)
+        text = f"internal error: {type(error).__name__}: {text}"
+        return RequestError(text, FailureKind.internal)
+    logger.debug("a request was refused", exc_info=error)  # where in the code: ``--debug``
+    if isinstance(error, RequestError):
+        return error
+    return RequestError(text, FailureKind.bad_request)
 
 
 # In a client. Triton sends neither the row, nor a 401, a 413 or Retry-After: they are in the words.
