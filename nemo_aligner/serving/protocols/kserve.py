@@ -68,7 +68,8 @@ OUTPUTS = (
     TensorSpec("exceeded", np.int32, (1,)),
     TensorSpec("contract_hash", bytes, (1,)),
 )
-# Only if rewards are shaped, or a head has several outputs for an attribute.
+# Only if rewards are shaped, or a head has several outputs for an attribute. Each is the field of
+# ``ScoredRows`` of the same name, which is ``[B]`` where the tensor has one number a row.
 OPTIONAL_OUTPUTS = (
     TensorSpec("raw_rewards", np.float32, (-1,)),
     TensorSpec("deviation", np.float32, (-1,)),
@@ -131,8 +132,10 @@ def decode_rewards(outputs: Mapping[str, np.ndarray]) -> ScoredRows:
     exceeded = outputs.get("exceeded", np.zeros(len(rewards)))
     hashes = outputs.get("contract_hash", np.array([b""]))
     optional = {spec.name: outputs.get(spec.name) for spec in OPTIONAL_OUTPUTS}
-    if optional["passed"] is not None:
-        optional["passed"] = optional["passed"].reshape(-1).astype(bool)
+    for spec in OPTIONAL_OUTPUTS:
+        values = optional[spec.name]
+        if values is not None and spec.shape == (1,):  # one number a row: [B, 1] on the wire
+            optional[spec.name] = values.reshape(-1)
     return ScoredRows(
         rewards,
         {},
