@@ -57,6 +57,8 @@ class CriticService:
         self._contract = run.contract
         values = partial(ranks.submit, VALUES)
         self._batcher = Batcher(values, run.learner.tokens_per_call, self._meter, wire.join_rows)
+        # Requests for values are checked, encoded and limited as those for rewards are; what its
+        # queue answers are values.
         self._intake = RewardService(
             TextEncoder(run.contract, run.tokenizer),
             _Shared(self._batcher, self._lock),
@@ -98,6 +100,7 @@ class CriticService:
         refuses = self._config.trainer.ppo.infer_while_training is WhileTraining.refuse
         if refuses and self._lock.is_exclusive:
             self._meter.refused()
+            # A client reads the seconds from the words, as Triton sends no Retry-After.
             raise RequestError("the critic is training; retry after 1 s", FailureKind.busy)
         reply = await answer_request(self._intake, inputs)
         return wire.encode_values(inputs, reply.rewards, reply.exceeded, self._has_rewards)
@@ -105,6 +108,7 @@ class CriticService:
     async def _train(self, inputs: Tensors) -> Tensors:
         _, num_bytes = kserve.size_of_request(inputs)
         check_size(num_bytes, self._config.server.max_request_bytes)
+        # All of it here, and not on the ranks: what is unfit must not have trained some of them.
         rollout = wire.decode_rollout(inputs)
         rollout.check(
             self._contract.seq_length,
@@ -115,6 +119,7 @@ class CriticService:
         steps = await answer_of(self._lock.submit(submit, exclusive=True))
         for step in steps:
             print(_shown(step), flush=True)
+        # The mean over values, and not over updates, which differ in how many they learn from.
         total = sum(step.loss * step.num_tokens for step in steps)
         loss = total / sum(step.num_tokens for step in steps)
         return {"loss_mean": np.array([loss], dtype=np.float32)}

@@ -86,6 +86,7 @@ def build_app(
         version=nemo_aligner.__version__,
         description="Rewards of a reward model, by several protocols.",
     )
+    # One for all routes: the limit of rows in flight, and the drift, are of all protocols together.
     relay = UpstreamService(client, config.max_queue_rows, config.drift_rows)
     metrics = GatewayMetrics()
     completion = None if turn_end is None else TurnCompletion(turn_end)
@@ -166,6 +167,7 @@ class _Endpoint:
         """Ask with another reply: the refusal becomes a row's error, or the prompt's failure."""
         found = await self._relay.answer(other, False, is_probe=True)
         reason = refusal.message.removeprefix(f"row {refusal.row}: ")
+        # The reward of the other reply says how many attributes there are, and is not used.
         nothing = np.full_like(found.rewards, np.nan)
         return ScoredRows(nothing, {0: reason}, np.zeros(1, dtype=bool))
 
@@ -220,6 +222,7 @@ class _Plain:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Before the token is asked for: routes, and the paths that need none, are known without it.
         path = gym.without_rollout(scope["path"]) if scope["type"] == "http" else None
         if path is not None and path != scope["path"]:
             scope = {**scope, "path": path, "raw_path": path.encode()}
@@ -283,6 +286,7 @@ def _add_own_routes(
         return respond(HttpAnswer(status, content), 1)
 
     async def contract() -> Response:
+        # Asked anew each time, as a backend may have been replaced since the last reward.
         try:
             return respond(HttpAnswer(200, (await relay.ask_contract()).to_dict()))
         except ServingError as error:
@@ -290,6 +294,7 @@ def _add_own_routes(
             return respond(_plain_answer(failure), failure.retry_after_s)
 
     async def scrape() -> Response:
+        # The backends' own counts come with the gateway's: Triton's metrics have none of ours.
         text, kind = metrics.render(relay, await client.statistics_async())
         return Response(text, media_type=kind)
 
@@ -333,7 +338,7 @@ def _openapi(app: FastAPI, routes: Sequence[Route[Any]]) -> dict[str, Any]:
 
 # uvicorn: socket, TLS and shutdown.
 
-_WAITING_CONNECTIONS = 2048
+_WAITING_CONNECTIONS = 2048  # as uvicorn's own sockets have it
 
 
 def open_socket(config: GatewayConfig) -> socket.socket:
@@ -369,7 +374,7 @@ def run_app(app: ASGIApp, listening: socket.socket, config: GatewayConfig) -> in
             timeout_graceful_shutdown=config.exit_timeout_secs,
             server_header=False,
         )
-        settings.load()
+        settings.load()  # here a certificate that cannot be used ends the start
     except OSError as error:  # ssl's errors are among them
         files = f"{config.certificate_file}, {config.key_file}"
         raise ServingError(f"gateway.certificate_file, key_file: {files}: {error}") from error

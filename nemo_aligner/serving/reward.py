@@ -196,6 +196,7 @@ class RewardService:
     def _encode(self, request: ScoreRequest) -> _Encoded:
         self._check_add_eos(request)
         encoded = _Encoded()
+        # The first row that cannot be scored fails the request, before any row is in the queue.
         for row, token_list in enumerate(request.token_lists or ()):
             with _naming(row):
                 self._scorer.check_tokens(token_list)
@@ -233,7 +234,7 @@ class RewardService:
 
 @contextmanager
 def _naming(row: int) -> Iterator[None]:
-    """Prefix the scorer's error with the row's number."""
+    """Prefix an error with the row's number, which clients read from it (``RefusedError.row``)."""
     try:
         yield
     except AlignerError as error:
@@ -513,6 +514,7 @@ def unreachable(error: ServingError) -> RequestError:
 
 def _with_refused(scored: ScoredRows, refused: Mapping[int, str]) -> ScoredRows:
     """Put the rows that were refused before they were sent among those that were."""
+    # The backends have numbered the rows that they got from 0.
     total = len(scored.rewards) + len(refused)
     rows = [row for row in range(total) if row not in refused]
     arrays: dict[str, Any] = {
@@ -541,6 +543,8 @@ class TurnCompletion:
         Raises:
             ServingError: no backend says what its template writes.
         """
+        # Once for all: it follows from the chat template, which the contract's hash covers. An
+        # error leaves it to be asked with the next request.
         if not self._has_asked:
             self._turn_end = await self._ask()
             self._has_asked = True

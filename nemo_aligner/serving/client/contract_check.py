@@ -65,6 +65,7 @@ class ContractCheck:
         """
         mine = _Known(contract.hash if contract is not None else None, contract, server)
         self.withdraw(server)
+        # Before any reward nobody knows which server is right: each is compared with all others.
         for other in [self._wanted] if self._wanted is not None else self._published.values():
             _compare(server, mine, other)
         self._published[server] = mine
@@ -77,6 +78,7 @@ class ContractCheck:
         Raises:
             OtherContractError: it is another contract.
         """
+        # If the server has published this contract, an error can say in what it differs.
         known = self._published.get(server)
         is_published = known is not None and known.hash == contract_hash
         mine = known if is_published and known else _Known(contract_hash, None, server)

@@ -75,6 +75,8 @@ class ServerPool:
         token: str | None = None,
     ) -> None:
         self._session = new_session(token)
+        # A lone server without an expected contract needs no request for it: its first reward has
+        # the hash, and binds the client to it.
         reads_contract = contract_check.is_bound or len(urls) > 1
         self._servers = [
             RemoteServer(self._session, url, model_name, contract_check, reads_contract)
@@ -96,7 +98,7 @@ class ServerPool:
         Raises:
             ServingError: no server is there.
         """
-        await self._choose(1, _Search())
+        await self._choose(1, _Search())  # one is ready from here on
         limits = [server.limit for server in self._servers if server.limit is not None]
         return min(limits), len(limits)
 
@@ -159,7 +161,9 @@ class ServerPool:
 
     async def probe(self) -> dict[str, str | None]:
         """State of each server by its URL: why it gives no rewards now, None if it does."""
-        if not self._contract_check.is_bound:  # what they say now counts
+        # What servers said before is not compared with what they say now: the probe's answer has to
+        # become good when the last of them was replaced.
+        if not self._contract_check.is_bound:
             for server in self._servers:
                 self._contract_check.withdraw(server.name)
         found = await asyncio.gather(*(server.probe() for server in self._servers))
@@ -234,6 +238,7 @@ class ServerPool:
                 if not fitting:
                     raise TooManyRowsError(max(each.limit or 1 for each in ready))
                 return min(fitting, key=lambda each: each.in_flight)
+            # A full server comes back by itself, so nobody loses patience with it.
             if not any(each.is_full(now) for each in self._servers):
                 self._give_up_if_hopeless(search)
                 search.note_trouble(now)
@@ -261,6 +266,7 @@ class ServerPool:
         await asyncio.wait([server.start_handshake() for server in self._servers])
         clash = self._clash()
         if clash is not None:
+            # None of them can be said to be right, so the next request compares them anew.
             for server in self._servers:
                 server.forget()
             raise clash
@@ -305,6 +311,8 @@ class ServerPool:
         return ends if was_patient else search.began
 
     def _give_up_if_over(self, search: _Search, now: float) -> None:
+        # Every server was asked once more after the patience has ended: one that came back in its
+        # last moment still gets the request.
         asked = all(
             server.limit is not None
             or (server.handshake is None and server.tried_at >= self._last_try(search, now))
@@ -319,7 +327,7 @@ class ServerPool:
         else:
             advice = "wait_s=60 waits for one to come up"
         trouble = self.trouble() or search.last_trouble
-        if all(server.is_foreign for server in self._servers):
+        if all(server.is_foreign for server in self._servers):  # to evaluate, another client fits
             raise NoKServeError(trouble)
         raise ServingError(f"{trouble}; {advice}")
 
@@ -438,6 +446,7 @@ class Background(Generic[C]):
             return
         begun.set_result(None)
         await self._leaving.wait()
+        # Requests first, as they use the connections that are closed then.
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()

@@ -42,6 +42,7 @@ _WORDS = {
 class Body(BaseModel):
     """Base of requests and answers; unknown names of a request are kept."""
 
+    # Strict: otherwise pydantic takes "1" for a number and a number for a text.
     model_config = ConfigDict(extra="allow", strict=True)
 
 

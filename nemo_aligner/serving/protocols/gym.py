@@ -44,7 +44,7 @@ from nemo_aligner.utils.errors import ServingError
 # A failure kind that is not in Gym's failure_kinds.py, so it begins with the server's name.
 _REFUSED = "reward_model:refused_text"
 _NO_REPLY = "response.output: got no message of the assistant at its end, wanted its reply"
-_ROLES = {"developer": "system"}
+_ROLES = {"developer": "system"}  # the Responses API's name for what chat templates call system
 _OF_FUNCTION = ("name", "description", "parameters", "strict")
 # A reply that no contract refuses: where a rollout is refused with it too, its prompt is at fault.
 _OTHER_REPLY = "."

@@ -92,6 +92,7 @@ def encode_sentences(texts: Sequence[str]) -> dict[str, np.ndarray]:
 
 def encode_conversations(conversations: Sequence[Messages | Conversation]) -> dict[str, np.ndarray]:
     """The inputs of a request for conversations."""
+    # In UTF-8: escaped, a text in most scripts would be two to three times as long.
     rows = (json.dumps(as_json(each), ensure_ascii=False).encode() for each in conversations)
     return {"conversations": _bytes_column(rows)}
 
@@ -208,6 +209,7 @@ def decode_request(inputs: Mapping[str, np.ndarray]) -> ScoreRequest:
         ServingError: the tensors contradict each other or the contract above, in one line.
     """
     forms = [name for name in ("sentences", "conversations", "tokens") if name in inputs]
+    # One form, so that all rows of a request have the same rule: with a template, or without.
     if len(forms) != 1:
         raise ServingError(
             f"got {_listing(inputs)}, wanted exactly one of sentences, conversations, "
@@ -236,6 +238,7 @@ def size_of_request(inputs: Mapping[str, np.ndarray]) -> tuple[int, int]:
 
 
 def _num_bytes(array: np.ndarray) -> int:
+    # Of an array of bytes numpy would count the pointers.
     return sum(map(len, array.reshape(-1))) if array.dtype == np.object_ else array.nbytes
 
 
@@ -267,7 +270,7 @@ def _column(inputs: Mapping[str, np.ndarray], name: str, rows: int) -> list[Any]
 
 
 def _text(form: str, row: int, raw: Any) -> str:
-    """One that is not UTF-8 would be scored as another text."""
+    """Decode a text; bytes that are not UTF-8 would be scored as another one."""
     try:
         return raw.decode("utf-8") if isinstance(raw, bytes) else str(raw)
     except UnicodeDecodeError as error:

@@ -75,6 +75,7 @@ _REASONS = {
     "encoding_format": _ONE_FORM,
 }
 _BESIDE = ("tools", "documents")
+# Prompt and reply, by each of vLLM's names.
 _PAIRS = (
     ("queries", "documents"),
     ("queries", "items"),
