@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.openapi.utils import get_openapi
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
@@ -80,7 +79,8 @@ def build_app(
         if at_end is not None:
             await at_end()
 
-    app = FastAPI(
+    app = _App(
+        routes,
         lifespan=lifespan,
         title="nemo_aligner gateway",
         version=nemo_aligner.__version__,
@@ -103,9 +103,26 @@ def build_app(
     for plain in plain_routes:
         _add_plain_route(app, plain, config.max_request_bytes)
     _add_own_routes(app, relay, client, metrics)
-    app.openapi = lambda: _openapi(app, routes)  # type: ignore[method-assign]
     refusals = {route.path: route for route in routes}
     return _Plain(app if token is None else _Guarded(app, token, refusals, metrics))
+
+
+class _App(FastAPI):
+    """FastAPI whose OpenAPI page has the protocols' bodies, which it neither reads nor knows."""
+
+    def __init__(self, protocols: Sequence[Route[Any]], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._bodies = {model for each in protocols for model in (each.request, each.response)}
+
+    def openapi(self) -> dict[str, Any]:
+        """The page, made at the first request for it."""
+        if self.openapi_schema is None:
+            page = super().openapi()
+            schemas = page.setdefault("components", {}).setdefault("schemas", {})
+            for model in self._bodies:
+                schema = model.model_json_schema(ref_template=f"{_SCHEMAS}{{model}}")
+                schemas.update({**schema.pop("$defs", {}), model.__name__: schema})
+        return self.openapi_schema or {}
 
 
 class _Endpoint:
@@ -309,7 +326,7 @@ def _add_own_routes(
 
 
 def _described(route: Route[Any]) -> dict[str, Any]:
-    """For the OpenAPI page: FastAPI does not see the models, as it does not read the bodies."""
+    """Body and answers of a route for the OpenAPI page (``_App``)."""
 
     def content(name: str) -> dict[str, Any]:
         return {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{name}"}}}
@@ -321,19 +338,6 @@ def _described(route: Route[Any]) -> dict[str, Any]:
             **{str(kind.status): {"description": about} for kind, about in _ERRORS.items()},
         },
     }
-
-
-def _openapi(app: FastAPI, routes: Sequence[Route[Any]]) -> dict[str, Any]:
-    if app.openapi_schema is None:
-        page = get_openapi(
-            title=app.title, version=app.version, description=app.description, routes=app.routes
-        )
-        schemas = page.setdefault("components", {}).setdefault("schemas", {})
-        for model in {model for route in routes for model in (route.request, route.response)}:
-            schema = model.model_json_schema(ref_template=f"{_SCHEMAS}{{model}}")
-            schemas.update({**schema.pop("$defs", {}), model.__name__: schema})
-        app.openapi_schema = page
-    return app.openapi_schema
 
 
 # uvicorn: socket, TLS and shutdown.
