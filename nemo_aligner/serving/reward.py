@@ -123,6 +123,7 @@ class RewardService:
         self._read_outputs = read_outputs
         self._batcher = batcher
         self._max_bytes = config.max_request_bytes
+        # More rows would only wait, while their senders could ask another server.
         self._limit = BackpressureLimit(config.max_queue_rows, "server.max_queue_rows")
         self._meter = meter
         self._encoders = ThreadPoolExecutor(_ENCODERS, "encoder")
@@ -222,6 +223,7 @@ class RewardService:
 
         Scored by the contract all the same, its rewards would mean something else than it thinks.
         """
+        # A template writes its own end, and token ids stand as they were sent.
         raw_text = request.texts is not None and isinstance(request.texts[0], str)
         wanted = self._scorer.contract.add_eos and raw_text
         for row, flag in enumerate(request.add_eos or ()):

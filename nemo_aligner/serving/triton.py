@@ -104,6 +104,7 @@ def serve(servables: Sequence[Servable], config: ServerConfig) -> int:
         ranks.run_worker()
         ranks.stop()
         return 0
+    # An error at the start, such as a model that cannot run, must not leave workers waiting.
     try:
         return _run_leader(servables, ranks, config)
     except AlignerError:
@@ -134,6 +135,7 @@ def _answer(
     shall_stop: Callable[[], bool],
 ) -> None:
     """Run Triton until asked to stop; the model computes in the main thread."""
+    # Again: the port may have been taken while the model was loaded.
     port = free_port(config.host, config.port)
     services = [each.start(ranks) for each in servables]
     endpoints = in_order(services)
@@ -142,6 +144,7 @@ def _answer(
     log = TritonLog(config.triton_log_file)
     print(f"Starting Triton, whose log is {log.path}", flush=True)
     guard = _start(triton, log)
+    # Every endpoint needs both of Triton's processes, the server and its Python stub.
     processes = triton_processes(os.getpid())
     url = f"http://{config.host}:{port}"
     report = _Report(services, config.report_every_secs)
@@ -158,7 +161,7 @@ def _answer(
         stop.start()
         # Where a rank dies its launcher stops the others: what is in flight has no answer then.
         watch.until(lambda: not stop.is_alive(), triton_may_end=True)
-    guard.dismiss()
+    guard.dismiss()  # only now: while Triton drains this process may still be killed
     report.say()
     for each in services:
         each.close()

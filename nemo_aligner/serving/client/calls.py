@@ -57,7 +57,7 @@ class ServerClient(Generic[C]):
         self._name = name
         self._timeout_s = timeout_s
         self._connect = connect
-        self._lock = Lock()
+        self._lock = Lock()  # callers of several threads start one background
         self._background: Background[C] | None = None
         self._in_callers_loop = in_callers_loop
         self._here: C | None = None
@@ -203,6 +203,7 @@ class PartialRequest:
 
 def split_texts(texts: Sequence[Text], limit: int) -> list[PartialRequest]:
     """Requests of at most ``limit`` texts each, of raw texts or of conversations."""
+    # A request has one form, so texts and conversations of a call travel apart.
     sentences = [row for row, text in enumerate(texts) if isinstance(text, str)]
     conversations = [row for row, text in enumerate(texts) if not isinstance(text, str)]
     return [
@@ -291,6 +292,7 @@ class RowCollector:
             size = min(limit, _MOST_ROWS, -(-total // servers))
             await _all_of(self._score(part) for part in split(size))
         self._tell(total)
+        # Where every row was refused, no answer says how many attributes there are.
         rewards = self._gathered("rewards", total)
         if rewards is None:
             rewards = np.full((total, columns or 1), np.nan, dtype=np.float32)
@@ -350,7 +352,7 @@ class RowCollector:
         self._contract_hash = scored.contract_hash
 
     def _without(self, part: PartialRequest, place: int, refusal: RefusedError) -> PartialRequest:
-        row = part.rows[place]
+        row = part.rows[place]  # the caller's number; the server's is the place in the request
         # A reward that is not finite names a row, too, and is the model's fault, not the text's.
         if not self._sets_aside or refusal.kind.reaction != "skip":
             raise refusal.of_row(row) from refusal
@@ -359,6 +361,7 @@ class RowCollector:
 
     async def _score_apart(self, part: PartialRequest, refusal: RefusedError) -> None:
         """Find the rows of a refusal that names none, by sending halves."""
+        # A request that is too large is not at fault while it can be divided.
         is_too_large = refusal.is_too_large and len(part.rows) > 1
         if not is_too_large and not (self._sets_aside and refusal.kind.reaction == "skip"):
             raise refusal
@@ -381,7 +384,7 @@ def encoded(part: PartialRequest) -> Tensors:
         return part.inputs
     except DataError as error:  # which says what row
         raise RefusedError("client", 400, str(error)) from error
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # such as a lone surrogate: which row has it is yet to be found
         for place, row in enumerate(part.rows):
             try:
                 _ = part.only([row]).inputs

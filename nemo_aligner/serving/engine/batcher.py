@@ -144,6 +144,7 @@ class Batcher:
         oldest, tokens = [], 0
         with self._changed:
             rows = list(self._waiting)
+        # Only the first few calls' worth is looked at: the queue may have millions of tokens.
         for row in rows:
             oldest.append(row)
             tokens += len(_sequence(row))
@@ -231,6 +232,7 @@ class BackpressureLimit:
         Raises:
             RequestError: too many are in flight; when to come again is a guess.
         """
+        # Else a request of more rows than may wait would be refused forever.
         if self.rows_in_flight and self.rows_in_flight + rows > self._most:
             seconds = max(1, round(self.rows_in_flight / self._rows_per_second))
             raise RequestError(
@@ -239,6 +241,7 @@ class BackpressureLimit:
                 FailureKind.busy,
                 seconds,
             )
+        # These rows and those before them are done when the block ends, which gives the rate.
         ahead, begun = self.rows_in_flight, time.monotonic()
         self.rows_in_flight += rows
         try:

@@ -23,7 +23,7 @@ from nemo_aligner.serving.failures import RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.utils.errors import DataError, ServingError, short, shown
 
-_SHOWN_PROBLEMS = 3
+_SHOWN_PROBLEMS = 3  # of a body; a union's branches have one each, most of which say the same
 # Characters of a bad value, so that the line has room for what was wanted.
 _SHOWN_VALUE = 60
 # By pydantic's error types; others keep pydantic's words.
@@ -201,6 +201,7 @@ def _refuse_content(content: Any, where: str) -> NoReturn:
 
 def problems_of(error: ValidationError, request: type[BaseModel]) -> str:
     """Describe what is wrong with a body, in one line."""
+    # Without pydantic's links to its own pages, which nobody follows from an answer.
     problems = error.errors(include_url=False)
     found = [
         f"{'.'.join(map(str, each['loc'])) or 'body'}: {_problem(each, request)}"

@@ -97,6 +97,7 @@ def read(body: RewardsRequest) -> ScoreRequest:
         return ScoreRequest(token_lists=body.tokens)
     if body.texts:
         return ScoreRequest(texts=[*body.texts])
+    # What cannot be read is an error of its row: the others are sent on without it.
     texts, refused = [], {}
     for row, given in enumerate(body.conversations or ()):
         try:

@@ -144,6 +144,7 @@ def read_input(body: PoolingRequest) -> ScoreRequest:
     """Read a request; raise ServingError for one without texts, or for another score."""
     if (body.input is None) == (body.messages is None):
         raise ServingError("wanted one of input and messages")
+    # vLLM's default for special tokens: off for messages, whose template writes them, on for texts.
     if body.messages is not None:
         _check_fixed(body, special_tokens=False)
         asked = {name: getattr(body, name) for name in ("messages", *_BESIDE)}
@@ -260,7 +261,7 @@ def _listed(
 
 
 def _usage(body: PoolingRequest | PairsRequest) -> dict[str, int]:
-    """Known for token ids alone."""
+    """Tokens of a request of token ids; the gateway has no tokenizer to count a text's."""
     token_lists = _token_lists(body.input) if isinstance(body, PoolingRequest) else None
     if token_lists is None:
         return {}
