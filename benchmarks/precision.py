@@ -41,14 +41,12 @@ def main() -> None:
     from nemo_aligner.config.common import Precision
     from nemo_aligner.distributed.launch import launch
     from nemo_aligner.distributed.layout import initialize_layout
-    from nemo_aligner.serving.engine.scorer import load_scorer
 
     torch.set_num_threads(1)
     with launch():
         layout = initialize_layout()
         exact, rounded = (
-            load_scorer(arguments.model, layout, precision=each)
-            for each in (Precision.fp32, Precision.bf16)
+            _scorer(arguments.model, layout, each) for each in (Precision.fp32, Precision.bf16)
         )
         if arguments.draws > 1 and any("post_" in name for name in _weights(exact)):
             sys.exit("--draws: got more than 1, wanted 1: this model norms what its layers add")
@@ -65,6 +63,19 @@ def main() -> None:
     }
     print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items()))
     write_json(arguments.output, {**about, "rows": rows})
+
+
+def _scorer(path: Path, layout: Any, precision: Any) -> Any:
+    """As a server's, but with weights that can be overwritten."""
+    from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
+    from nemo_aligner.config.model import BATCH_INVARIANT_ROWS
+    from nemo_aligner.models.reward_model import make_batch_invariant
+    from nemo_aligner.serving.engine.scorer import RewardScorer
+
+    loaded = load_reward_model(path, layout, precision)
+    make_batch_invariant(loaded.model, BATCH_INVARIANT_ROWS)
+    tokens = max(8192, loaded.contract.seq_length)
+    return RewardScorer(loaded.model, loaded.contract, loaded.tokenizer, layout, tokens)
 
 
 def _measure(

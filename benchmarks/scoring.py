@@ -7,8 +7,10 @@ Three kinds of work: both replies of pairs from ``--data``; single replies in th
 they come; and a group of 16 replies of about 200 tokens to one prompt of 1,024, as GRPO asks for
 it. transformers gets padded batches of ``--batch`` texts, sorted by length or as they come. Both
 run in fp32 on the CPU, in bf16 on a GPU. Real tokens are those of the texts, each time they are
-asked for. transformers has a process of its own: where it dies, as on a machine whose memory is too
-small for its batch, a dash stands instead of its figures.
+asked for. ``products alone`` is the speed of nothing but the matrix products of the tokens that we
+compute (what texts begin with in common is computed once). transformers has a process of its own:
+where it dies, as on a machine whose memory is too small for its batch, a dash stands instead of its
+figures.
 
 With ``--vllm-python`` the other side is vLLM in that environment, called without a server, and
 every turn finds its prefix cache empty.
@@ -37,7 +39,7 @@ from common import (
     require,
     write_json,
 )
-from scoring_work import Score, Work, add_work_options, our_scorer, works_of
+from scoring_work import Ours, Products, Work, add_work_options, our_scorer, works_of
 
 
 def main() -> None:
@@ -60,14 +62,15 @@ def main() -> None:
     gpu = device == "cuda"
     precision = Precision.bf16 if gpu else Precision.fp32
     with launch():
-        ours = our_scorer(nemo, precision, initialize_layout())
+        ours = our_scorer(nemo, precision, initialize_layout(), freeze=True)
+        products = None if gpu else Products(ours.model)
         head = work / "head.npy"
         np.save(head, ours.head)
         job = {"hf": str(hf), "head": str(head), "batch": arguments.batch}
         peer = _Peer(peer_python, script, job, arguments.threads)
         rows = []
         for each in works_of(arguments.data, arguments.pairs, ours):
-            rows += _compare(each, ours.score, peer, arguments.turns)
+            rows += _compare(each, ours, products, peer, arguments.turns)
             print(f"\n{render(rows)}", flush=True)
             if peer.failure is not None:
                 print(f"\n{peer.name}: {peer.failure}", flush=True)
@@ -101,13 +104,16 @@ class _Peer:
         self._worker.close()
 
 
-def _compare(work: Work, ours: Score, peer: _Peer, turns: int) -> list[dict[str, Any]]:
+def _compare(
+    work: Work, ours: Ours, products: Products | None, peer: _Peer, turns: int
+) -> list[dict[str, Any]]:
     our_seconds: list[float] = []
     their_seconds: list[float] = []
     difference = 0.0
+    before = ours.computed()
     for _ in range(turns):
         start = time.perf_counter()
-        rewards = ours(work.token_lists)
+        rewards = ours.score(work.token_lists)
         our_seconds.append(time.perf_counter() - start)
         found = peer.score(work)
         if found is not None:
@@ -118,9 +124,20 @@ def _compare(work: Work, ours: Score, peer: _Peer, turns: int) -> list[dict[str,
         "largest |difference|": difference if is_whole else None,
         "ours is faster by": median_of_ratios(our_seconds, their_seconds) if is_whole else None,
     }
+    alone = None
+    if products is not None:
+        alone = len(work.token_lists) / products.seconds((ours.computed() - before) // turns)
     return [
-        {**_speed(work, "nemo_aligner", our_seconds), **dict.fromkeys(compared, "")},
-        {**_speed(work, peer.name, their_seconds if is_whole else []), **compared},
+        {
+            **_speed(work, "nemo_aligner", our_seconds),
+            "products alone": alone,
+            **dict.fromkeys(compared, ""),
+        },
+        {
+            **_speed(work, peer.name, their_seconds if is_whole else []),
+            "products alone": "",
+            **compared,
+        },
     ]
 
 

@@ -1,8 +1,9 @@
-"""What scoring.py and invariance.py score, and our scorer of it."""
+"""What scoring.py and invariance.py score, our scorer of it, and its products alone."""
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 Score = Callable[[list[list[int]]], np.ndarray]
 SMALLEST_BUDGET = 8192
+_ROWS = 16  # of products are a multiple of it
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Ours:
     score: Score
     encode: Callable[[Any], list[int]]
     vocabulary: int
+    computed: Callable[[], int]
+    """Tokens that went through the model, in all calls."""
 
     @property
     def head(self) -> np.ndarray:
@@ -42,19 +46,55 @@ class Ours:
         return self.model.rm_head.weight.detach().cpu().numpy()
 
 
-def our_scorer(nemo: Path, precision: Any, layout: Any) -> Ours:
-    """Of texts that are cut to 2,048 tokens."""
+class Products:
+    """Times of a model's matrix products alone, in the layout and with the threads of scoring."""
+
+    def __init__(self, model: Any) -> None:
+        import torch
+
+        from nemo_aligner.distributed.cpu_products import linear_in_chunks, reordered_for_products
+        from nemo_aligner.models.linear import ColumnLinear, RowLinear
+
+        linear = (ColumnLinear, RowLinear)
+        shapes = [tuple(each.weight.shape) for each in model.modules() if isinstance(each, linear)]
+        # As many as the model has: a weight that is used again lies in the processor's caches.
+        self._weights = [reordered_for_products(torch.randn(shape)) for shape in shapes]
+        self._widths = {width for _, width in shapes}
+        self._multiply = linear_in_chunks
+        self._seconds: dict[int, float] = {}
+
+    def seconds(self, tokens: int) -> float:
+        """Best of five, for so many tokens in one call."""
+        rows = tokens + -tokens % _ROWS
+        if rows not in self._seconds:
+            self._seconds[rows] = min(self._measure(rows) for _ in range(5))
+        return self._seconds[rows]
+
+    def _measure(self, rows: int) -> float:
+        import torch
+
+        inputs = {width: torch.randn(rows, width) for width in self._widths}
+        start = time.perf_counter()
+        for weight in self._weights:
+            self._multiply(inputs[weight.size(1)], weight)
+        return time.perf_counter() - start
+
+
+def our_scorer(nemo: Path, precision: Any, layout: Any, freeze: bool = False) -> Ours:
+    """Of texts that are cut to 2,048 tokens; with ``freeze`` as fast as a server's."""
     from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
     from nemo_aligner.config.common import Overlong
     from nemo_aligner.config.model import DataConfig, ModelConfig
     from nemo_aligner.contract.from_settings import build_contract
-    from nemo_aligner.models.reward_model import make_batch_invariant
+    from nemo_aligner.models.reward_model import freeze_for_scoring, make_batch_invariant
     from nemo_aligner.serving.engine.scorer import RewardScorer
 
     config = ModelConfig(data=DataConfig(seq_length=2048, overlong=Overlong.truncate_left))
     pretrained = load_pretrained(nemo, layout, num_attributes=1, precision=precision)
     model, tokenizer = pretrained.model.eval(), pretrained.tokenizer
     make_batch_invariant(model, config.invariant_rows)
+    if freeze:
+        freeze_for_scoring(model)
     contract = build_contract(config, tokenizer, precision)
     scorer = RewardScorer(model, contract, tokenizer, layout, SMALLEST_BUDGET)
 
@@ -64,7 +104,7 @@ def our_scorer(nemo: Path, precision: Any, layout: Any) -> Ours:
     def encode(text: Any) -> list[int]:
         return scorer.encode(text).token_ids
 
-    return Ours(model, score, encode, tokenizer.vocab_size)
+    return Ours(model, score, encode, tokenizer.vocab_size, lambda: scorer.counts.computed)
 
 
 def encode_pairs(data: Path, pairs: int, encode: Callable[[Any], list[int]]) -> list[list[int]]:

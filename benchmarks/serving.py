@@ -9,9 +9,10 @@ Both score one text a request, in fp32 on the CPU, with a random head; vLLM serv
 once it has its answer. ``uniform`` and ``lognormal`` are lengths of texts that have nothing in
 common (224 tokens in the mean); ``pairs`` has both sides of pairs from ``--data`` one after the
 other; ``shared`` is replies of 100 tokens, one by one, to a prompt of 512 that was seen before. No
-turn asks for texts of another. vLLM runs without its prefix cache, with it in ``shared``, and both
-ways in ``pairs``. A vLLM that is not given, does not start or fails leaves dashes, and what it said
-last stands below the table.
+turn asks for texts of another. ``products alone`` is the speed of nothing but the matrix products
+of the tokens that no text before had, one text at a time, with as many threads. vLLM runs without
+its prefix cache, with it in ``shared``, and both ways in ``pairs``. A vLLM that is not given, does
+not start or fails leaves dashes, and what it said last stands below the table.
 
 With ``--tiny`` a tiny model shows what the server itself costs (see serving_tiny.py).
 """
@@ -37,6 +38,7 @@ from common import (
     require,
     write_json,
 )
+from scoring_work import Products
 from serving_model import export, prepare_reward_model
 from serving_servers import Clients, Load, Recipe, percentile
 from serving_work import Contestants, Draw, Pairs, Requests, Work
@@ -68,6 +70,7 @@ def main() -> None:
 def _compare_servers(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     reward_model = prepare_reward_model(arguments.model, work)
     pairs, vocabulary = _texts(arguments.data, reward_model)
+    products = _products(reward_model, arguments.threads)
     clients = Clients()
     contestants = Contestants(_recipes(arguments, reward_model, work), work, clients)
     if arguments.vllm_python is None:
@@ -79,7 +82,7 @@ def _compare_servers(arguments: argparse.Namespace, work: Path) -> dict[str, Any
         names = list(dict.fromkeys(name for each in works for name in each.servers))
         difference = _largest_difference(contestants, names, pairs.take(CHECKED), arguments.limit)
         for each in works:
-            rows += _compare(each, contestants, arguments.turns, arguments.limit)
+            rows += _compare(each, contestants, products, arguments.turns, arguments.limit)
             print(f"\n{render(rows)}", flush=True)
     finally:
         contestants.close()
@@ -98,6 +101,20 @@ def _texts(data: Path, reward_model: Path) -> tuple[Pairs, int]:
     assert contract is not None
     rule = contract
     return Pairs(data, lambda text: rule.encode(tokenizer, text).token_ids), tokenizer.vocab_size
+
+
+def _products(reward_model: Path, threads: int) -> Products:
+    import torch
+
+    from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
+    from nemo_aligner.distributed.launch import launch
+    from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
+
+    torch.set_num_threads(threads)
+    with launch():
+        products = Products(load_reward_model(reward_model, initialize_layout()).model)
+        destroy_layout()
+    return products
 
 
 def _recipes(arguments: argparse.Namespace, reward_model: Path, work: Path) -> list[Recipe]:
@@ -162,7 +179,7 @@ def _largest_difference(
 
 
 def _compare(
-    work: Work, contestants: Contestants, turns: int, limit: float
+    work: Work, contestants: Contestants, products: Products, turns: int, limit: float
 ) -> list[dict[str, Any]]:
     loads: dict[str, list[Load]] = {name: [] for name in work.servers}
     asked = []
@@ -175,11 +192,14 @@ def _compare(
             load = contestants.ask(name, requests.token_lists, work.clients, limit)
             if load is not None:
                 loads[name].append(load)
-    return rows_of(work, asked, loads)
+    alone = median(
+        len(each.token_lists) / sum(map(products.seconds, each.new_tokens)) for each in asked
+    )
+    return rows_of(work, asked, loads, alone)
 
 
 def rows_of(
-    work: Work, asked: Sequence[Requests], loads: Mapping[str, Sequence[Load]]
+    work: Work, asked: Sequence[Requests], loads: Mapping[str, Sequence[Load]], alone: float
 ) -> list[dict[str, Any]]:
     """A row for each server; one that has not answered every turn has dashes."""
     ours = [load.seconds for load in loads[OURS]]
@@ -194,6 +214,7 @@ def rows_of(
                 "clients": work.clients,
                 "server": name,
                 **_speed(asked, answered),
+                "products alone": alone if name == OURS else "",
                 "ours is faster by": "" if name == OURS else ratio,
             }
         )

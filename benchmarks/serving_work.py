@@ -29,6 +29,21 @@ class Requests:
     def tokens(self) -> int:
         return sum(map(len, self.token_lists))
 
+    @property
+    def new_tokens(self) -> list[int]:
+        """Of each text, those behind the longest beginning that a text before it has, too."""
+        counts = []
+        for number, text in enumerate(self.token_lists):
+            before = [*self.seen, *self.token_lists[:number]]
+            known = max((_in_common(text, each) for each in before), default=0)
+            counts.append(max(1, len(text) - known))
+        return counts
+
+
+def _in_common(text: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(text), len(other)))
+
 
 @dataclass(frozen=True)
 class Work:

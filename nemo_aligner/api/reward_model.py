@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from nemo_aligner.serving.client import ScoredRows
 
 # Settings of an evaluation; the others are about the model, which is loaded already.
-_OF_EVALUATION = ("data", "task", "robustness_pairs", "output", "output_rewards", "report")
+_OF_EVALUATION = (
+    "data", "task", "swapped", "robustness_pairs", "output", "output_rewards", "report",
+)  # fmt: skip
 _SHARD_BYTES = 5 * 10**9
 
 
@@ -80,7 +82,7 @@ class RewardModel:
 
         Args:
             path: a ``.nemo`` archive, or the folder that it unpacks to
-            hf_model: instead, a folder or name that transformers loads as a sequence classifier
+            hf_model: instead, a folder or name of the hub, whose decoder transformers runs
             settings: those of ``nemo-aligner evaluate`` that are about the model, by their keys, as
                 ``**{"precision": "bf16", "model.tensor_model_parallel_size": 2}``
 
@@ -169,7 +171,7 @@ class RewardModel:
         counted from 1.
 
         Args:
-            settings: those of the verb that are not about the model: ``task``,
+            settings: those of the verb that are not about the model: ``task``, ``swapped``,
                 ``robustness_pairs``, ``output``, ``output_rewards``, ``report`` and ``data.*``
 
         Raises:

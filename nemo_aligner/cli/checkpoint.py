@@ -14,7 +14,7 @@ Convert a Hugging Face model or a .gguf file into a .nemo archive.
 
   nemo-aligner convert --input path/to/hf_folder --output base.nemo
 
-A *ForSequenceClassification becomes a reward model, any other model a base to train one from.
+A model with a reward head becomes a reward model, any other model a base to train one from.
 """
 
 
@@ -32,6 +32,11 @@ def convert_parser() -> Parser:
     parser.add_argument(
         "--tensor-parallel", type=positive, default=1, metavar="N",
         help="add query groups of zeros until N divides their number; outputs stay the same",
+    )  # fmt: skip
+    parser.add_argument(
+        "--head", metavar="NAME",
+        help="reward head to take, as docs/checkpoints.md names them; none: the body alone, as a "
+        "base model; default: the only one there is",
     )  # fmt: skip
     rules = parser.add_argument_group("of a reward model")
     rules.add_argument(
@@ -57,9 +62,8 @@ def run_convert(options: argparse.Namespace) -> int:
     dtype = None if options.dtype is None else torch_dtype(Precision(options.dtype))
     given = options.template, options.seq_length, options.attributes
     contract = ContractOptions(*given) if any(value is not None for value in given) else None
-    print(
-        convert_hf_to_nemo(options.input, options.output, dtype, options.tensor_parallel, contract)
-    )
+    paths = options.input, options.output
+    print(convert_hf_to_nemo(*paths, dtype, options.tensor_parallel, contract, options.head))
     return 0
 
 

@@ -39,6 +39,9 @@ class SourceConfig:
     attribute_weights: dict[str, float] = setting(
         {}, "weights of a text's numbers by name; {}: there is one"
     )
+    head: str | None = setting(
+        None, "hf_model: its reward head, as for convert --head; null: the only one"
+    )
     tokenizer: str | None = setting(None, "/get_reward: folder with the chat template of texts")
     token_variable: str | None = setting(None, "environment variable with a bearer token")
     timeout_s: float = setting(600.0, "seconds until a request counts as lost")
@@ -61,6 +64,7 @@ class EvaluateConfig:
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
     task: str | None = setting(None, "a benchmark; data.path is its file (docs/evaluation.md)")
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
+    swapped: bool = setting(False, "exchange chosen and rejected: accuracy has to become 1 less it")
     robustness_pairs: int | None = setting(
         None, "number of pairs to score again with changed style"
     )

@@ -99,6 +99,7 @@ _RULES: Mapping[type, tuple[Rule, ...]] = {
         _ANY_ROWS,
         ({"data.malformed": Malformed.error}, ("data.max_malformed",)),
         ({"robustness_pairs": _ANY}, ("data.loss_mask_val",)),
+        ({"swapped": True}, ("data.loss_mask_val",)),
     ),
 }
 

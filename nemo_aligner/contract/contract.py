@@ -15,6 +15,9 @@ begins with it, ``add_eos`` puts EOS at the end unless it already ends with it. 
 ``model.data.add_bos`` and ``add_eos`` are null, the tokenizer's own habit with a bare text
 decides.
 
+A model that reads its reward at a token of its own (``reward_token_id``) gets it behind every text
+that does not end with it.
+
 Too long (more than ``seq_length`` tokens in one sequence): ``truncate_left`` keeps the last tokens,
 and a BOS that the sequence begins with; ``drop`` and ``error`` raise OverlongError, which training
 turns into a counted drop or an error.
@@ -44,7 +47,7 @@ VERSION = 1
 # For people, and for trainers that normalize rewards; no score depends on them.
 _NOT_HASHED = ("reward_mean", "reward_std", "measured_on")
 # Left out where None, so that contracts from before these fields keep their hash.
-_LATER = ("shaping", "readout", "reply_marker", "chat_template_kwargs")
+_LATER = ("shaping", "readout", "reply_marker", "chat_template_kwargs", "reward_token_id")
 
 
 class OverlongError(DataError):
@@ -72,7 +75,8 @@ class ScoringContract:
     ``shaping`` says as JSON what a server makes of the model's rewards; no model's archive has any.
     ``readout`` says as JSON how a head with several outputs for each attribute is read;
     ``reply_marker`` are the ids that come before a reply, where its mean is scored;
-    ``chat_template_kwargs`` says as JSON what else the template is given.
+    ``chat_template_kwargs`` says as JSON what else the template is given;
+    ``reward_token_id`` is a token that is appended to every text, conversations included.
     """
 
     template: str
@@ -96,6 +100,7 @@ class ScoringContract:
     readout: str | None = None
     reply_marker: tuple[int, ...] | None = None
     chat_template_kwargs: str | None = None
+    reward_token_id: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -354,6 +359,8 @@ class ScoringContract:
                 ids = [*ids, self.eos_id]
         if not ids:
             raise DataError("the text has no tokens: it is empty")
+        if self.reward_token_id is not None and ids[-1] != self.reward_token_id:
+            ids = [*ids, self.reward_token_id]
         if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
             raise DataError("the text begins with BOS twice; write it once, or not at all")
         return ids

@@ -123,6 +123,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or _is_json_object(value),
         "a JSON object that is not empty, or null",
     ),
+    "reward_token_id": _ID,
     "reply_marker": (
         lambda value: value is None or (_are_ids(value) and len(value) > 0),
         "ids of tokens, or null",

@@ -61,6 +61,7 @@ def build_contract(
         scored_position=reads.value,
         reply_marker=make_reply_marker(template, tokenizer, kwargs) if is_mean else None,
         chat_template_kwargs=kwargs or None,
+        reward_token_id=None if start is None else start.reward_token_id,
     )
     if contract.template:
         check_template(contract.template, data.template or "tokenizer", tokenizer, kwargs)

@@ -220,6 +220,23 @@ class Tokenizer:
         """The text of ``token_ids``, special tokens included."""
         return self._backend.decode(list(token_ids), skip_special_tokens=False)
 
+    def token_id(self, text: str) -> int:
+        """The id of the token that is ``text``.
+
+        Raises:
+            DataError: there is none, or the text alone is encoded as another token.
+        """
+        named, written = self._backend.token_to_id(text), self.encode(text)
+        ids = {each for each in (named, *written[: len(written) == 1]) if each is not None}
+        if not ids:
+            raise DataError(f"token {shown(text)}: got {len(written)} tokens for it, wanted one")
+        if len(ids) > 1:
+            raise DataError(
+                f"token {shown(text)}: its id is {named}, but a text of it alone is token "
+                f"{written[0]}; wanted one of the two numbers"
+            )
+        return ids.pop()
+
     def save(self, folder: str | Path) -> None:
         """Write the files it was loaded from, byte for byte, into ``folder``."""
         target = Path(folder)

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from filecmp import cmp
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -74,6 +74,12 @@ class Comparison:
     ) -> Comparison:
         """One chosen and one rejected text."""
         return cls((chosen, rejected), (0, 1), origin, labels=labels)
+
+    def swapped(self) -> Comparison:
+        """The same texts in the opposite order: the best becomes the worst, and stands last."""
+        ends = min(self.ranks) + max(self.ranks)
+        ranks = tuple(ends - rank for rank in reversed(self.ranks))
+        return replace(self, texts=self.texts[::-1], ranks=ranks)
 
 
 @dataclass(frozen=True)

@@ -301,6 +301,7 @@ _DECIDE_IDS = (
     "overlong",
     "seq_length",
     "tokenizer_fingerprint",
+    "reward_token_id",
 )
 # A file may be written to twice within one tick of its clock (coarse: two seconds on FAT).
 _TICK_NS = 2_000_000_000

@@ -25,7 +25,7 @@ from torch.autograd import Function
 # Rows, and FLOPs, from which oneDNN is faster.
 _FEWEST, _LARGE = 8, 2**22
 # Rows of a chunk, at most and in steps; the second pair for products that sum over rows.
-_CHUNK, _STEP = 512, 32
+_CHUNK, _STEP = 512, 16
 _SUMMED_CHUNK, _SUMMED_STEP = 1024, 64
 
 
@@ -94,6 +94,16 @@ def invariant_linear_on_cpu(
         ]
     whole = found[0] if len(found) == 1 else torch.cat(found)
     return whole.view(*input.shape[:-1], weight.size(0))
+
+
+def try_all_sizes(weight: Tensor, bias: Tensor | None, rows: int) -> None:
+    """Try all sizes of ``invariant_linear_on_cpu``'s chunks, so that no later call has to.
+
+    oneDNN keeps the kernels that it makes for them.
+    """
+    if weight.is_cpu:
+        for size in range(_STEP, _CHUNK + 1, _STEP):
+            _has_same_bits(size, weight, bias, rows)
 
 
 _TRIED: dict[tuple[Any, ...], bool] = {}

@@ -226,12 +226,15 @@ def evaluate_file(
     source: RewardSource,
     path: str | Path,
     how: Reading = _HOW,
+    *,
+    swapped: bool = False,
 ) -> EvalResult:
     """Evaluate a source on a file, by the rules of its contract if it has one.
 
     A ranking model takes comparisons. A regression model, or one without a contract, takes ratings
     and also comparisons, by its weighted sum; ``how.kind`` may ask for one of the two. The source's
-    attributes name the label columns. Every rank calls it.
+    attributes name the label columns. ``swapped`` turns every comparison round before anything
+    reads it, which has to turn every verdict. Every rank calls it.
 
     Raises:
         DataError: the file cannot be read, or is of the wrong kind; more of its records are
@@ -242,7 +245,11 @@ def evaluate_file(
         kind=how.kind if source.takes_ratings else RecordKind.comparison,
         attributes=source.attributes if source.takes_ratings else (),
     )
-    file = keep_scorable(read_records(path, how), source, how.rule)
+    file = read_records(path, how)
+    if swapped:
+        turned = [each.swapped() for each in file.records if isinstance(each, Comparison)]
+        file = replace(file, records=turned)
+    file = keep_scorable(file, source, how.rule)
     if source.encode is None:
         file, source = drop_refused(file, source)
     if file.kind is RecordKind.rating:

@@ -105,6 +105,7 @@ class _Asked:
     task: Task | None
     how: Reading
     robustness_pairs: int | None
+    swapped: bool
 
     @classmethod
     def of(cls, config: EvaluateConfig) -> _Asked:
@@ -116,7 +117,9 @@ class _Asked:
             _check_unread(config)
         if task is not None and most is not None:
             check_pairwise(task)
-        return cls(data_file, task, _reading(config), most)
+        if task is not None and config.swapped:
+            raise ConfigError(f"swapped: got true with task={config.task}, wanted a file of pairs")
+        return cls(data_file, task, _reading(config), most, config.swapped)
 
 
 def _check_unread(config: EvaluateConfig) -> None:
@@ -138,7 +141,7 @@ def _check_unread(config: EvaluateConfig) -> None:
 def _reading(config: EvaluateConfig) -> Reading:
     data = config.data
     return Reading(
-        kind=None if config.robustness_pairs is None else RecordKind.comparison,
+        kind=RecordKind.comparison if config.robustness_pairs or config.swapped else None,
         format=data.format,
         loss_mask_val=data.loss_mask_val,
         pair_keys=PairKeys.of(data.prompt_key, data.chosen_key, data.rejected_key),
@@ -187,9 +190,11 @@ class _Measured:
 def _measure(asked: _Asked, source: RewardSource) -> _Measured:
     task, path = asked.task, asked.data_file
     about = {"checkpoint": source.name, "contract": source.about_contract, "data": path}
+    if asked.swapped:
+        about["data"] += ", chosen and rejected exchanged"
     result: EvalResult | TaskResult
     if task is None:
-        result = evaluate_file(source, path, asked.how)
+        result = evaluate_file(source, path, asked.how, swapped=asked.swapped)
     else:
         result = run_task(task, path, source.score, source.attribute_weights, source.encode)
     robustness, most = None, asked.robustness_pairs

@@ -141,7 +141,7 @@ _OF_POSTS = ("attribute_weights", "token_variable", "timeout_s")
 # The keys of ``source`` that each kind of source reads, by the setting that selects it (for servers
 # by the path of the URL). Any other key that is set is refused, as it would silently do nothing.
 _USED = {
-    "hf_model": ("attribute_weights",),
+    "hf_model": ("attribute_weights", "head"),
     "": ("token_variable", "timeout_s"),
     "/classify": _OF_POSTS,
     "/get_reward": (*_OF_POSTS, "tokenizer"),
@@ -227,7 +227,8 @@ def _archive(config: EvaluateConfig, name: str, layout: ParallelLayout) -> Rewar
 
 def _hugging_face(config: EvaluateConfig, name: str, layout: ParallelLayout) -> RewardSource:
     watch = Counter("scoring", "texts").show
-    model = load_hf_reward_model(name, config.precision, config.model.micro_batch_tokens, watch)
+    batch_tokens, head = config.model.micro_batch_tokens, config.source.head
+    model = load_hf_reward_model(name, config.precision, batch_tokens, watch, head)
     weights = config.source.attribute_weights or dict.fromkeys(model.attributes, 1.0)
     if set(weights) != set(model.attributes):
         raise ConfigError(

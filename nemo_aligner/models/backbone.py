@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -22,15 +21,16 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import torch_dtype
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.attention.packed import PackedAttention
-from nemo_aligner.models.attention.segments import PackedSegments
+from nemo_aligner.models import kernels
+from nemo_aligner.models.attention.packed import LastTokenAttention, PackedAttention
+from nemo_aligner.models.decoder_layer import LastLayer, PackedLayer
 from nemo_aligner.models.internals import has_weight_gradient_kernel, mlp_spec
 from nemo_aligner.models.layers import NORMS, by_whole_rows, gated_gelu, gated_silu, squared_relu
 from nemo_aligner.models.linear import ColumnLinear, RowLinear
@@ -219,7 +219,7 @@ def layer_spec(
     """Spec of the decoder layers of this rank's pipeline stage."""
     has_engine = use_transformer_engine(shape, config.params_dtype)
     parts = _transformer_engine_parts() if has_engine else _torch_parts(config, shape)
-    spec = _layer(parts, shape, TransformerLayer, PackedAttention)
+    spec = _layer(parts, shape, PackedLayer, PackedAttention)
     specs = [spec] * get_num_layers_to_build(config)
     if is_last_stage:
         specs[-1] = _layer(parts, shape, LastLayer, LastTokenAttention)
@@ -239,6 +239,11 @@ class _Activation(MegatronModule):
 
 class _SwiGLU(_Activation):
     function = staticmethod(gated_silu)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self.training and kernels.take(hidden.unflatten(-1, (2, -1))):
+            return kernels.gated_silu(hidden)
+        return super().forward(hidden)
 
 
 class _GeGLU(_Activation):
@@ -293,55 +298,3 @@ def _layer(parts: _Parts, shape: ModelShape, layer: type, core_attention: type) 
         sharded_state_dict_keys_map=parts.key_map,
     )
     return ModuleSpec(module=layer, submodules=submodules)
-
-
-# The last layer computes, past attention, only the rows that the reward head reads.
-
-
-class LastTokenAttention(PackedAttention):
-    """PackedAttention that returns the rows ``[R, 1, heads * c]`` at ``segments.last_token``."""
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        packed_seq_params: PackedSegments | None = None,
-        **unused: Any,
-    ) -> Tensor:
-        every = super().forward(query, key, value, attention_mask, packed_seq_params)
-        assert packed_seq_params is not None  # super().forward has checked it
-        return every[packed_seq_params.last_token]
-
-
-class LastLayer(TransformerLayer):
-    """``[T, 1, hidden] -> [R, 1, hidden]``; sequence parallelism splits both T and R over TP.
-
-    Its core attention is a ``LastTokenAttention``; everything behind it works row by row.
-    """
-
-    def _forward_attention(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        packed_seq_params: PackedSegments | None = None,
-        **unused: Any,
-    ) -> tuple[Tensor, None]:
-        assert packed_seq_params is not None
-        attended, _ = self.self_attention(
-            self.input_layernorm(hidden_states),
-            attention_mask=attention_mask,
-            packed_seq_params=packed_seq_params,
-        )
-        return attended + self._rows(hidden_states, packed_seq_params.last_token), None
-
-    def _rows(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        if not self.config.sequence_parallel:
-            return hidden[rows]
-        group = self.pg_collection.tp
-        local = rows - group.rank() * hidden.size(0)
-        mine = (local >= 0) & (local < hidden.size(0))
-        # Masked fill rather than a product with 0, which would keep another record's NaN.
-        found = hidden[local.clamp(0, hidden.size(0) - 1)].masked_fill(~mine[:, None, None], 0.0)
-        return tensor_parallel.reduce_scatter_to_sequence_parallel_region(found, group=group)

@@ -25,7 +25,7 @@ from nemo_aligner.batch.packed import PackedBatch, ReplyRows
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.contract.turns import reply_start
-from nemo_aligner.distributed.cpu_products import reordered_for_products
+from nemo_aligner.distributed.cpu_products import reordered_for_products, try_all_sizes
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.packed import PackedAttention, slow_attention
 from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, chains_of
@@ -45,7 +45,7 @@ from nemo_aligner.utils.processes import is_main
 
 logger = logging.getLogger(__name__)
 
-_EVALUATED_ROWS = 32
+_EVALUATED_ROWS = 16
 
 
 class GPTRewardModel(GPTModel):
@@ -484,10 +484,21 @@ def freeze_for_scoring(model: GPTRewardModel) -> None:
     For a batch invariant model that is neither trained nor saved from here on. One layer's weight
     is there twice at a time.
     """
-    for layer in model.modules():
-        if isinstance(layer, ColumnLinear | RowLinear) and layer.invariant_rows is not None:
-            weight = reordered_for_products(layer.weight.detach())
-            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    for layer in _invariant_layers(model):
+        weight = reordered_for_products(layer.weight.detach())
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+
+def try_all_products(model: GPTRewardModel) -> None:
+    """Meet all sizes of a batch invariant model's products on a CPU now, not at the first texts."""
+    for layer in _invariant_layers(model):
+        try_all_sizes(layer.weight, getattr(layer, "bias", None), layer.invariant_rows)
+
+
+def _invariant_layers(model: GPTRewardModel) -> list[Any]:
+    """Linear layers of the decoder whose products have a fixed number of rows."""
+    layers = [each for each in model.modules() if isinstance(each, ColumnLinear | RowLinear)]
+    return [each for each in layers if each.invariant_rows is not None]
 
 
 def _in_chunks(layer: Any) -> Any:

@@ -358,13 +358,21 @@ def with_head_shape(config: Mapping[str, Any], head: HeadShape | None) -> dict[s
     return others if head is None else {**others, _KEY: asdict(head)}
 
 
+def head_to_train(
+    stored: HeadShape | None, settings: HeadConfig, *, is_new: bool
+) -> HeadShape | None:
+    """Head of a model to train: what the settings ask for, or else the one that it comes with."""
+    asked = HeadShape.from_settings(settings)
+    return stored if asked is None and not is_new else asked
+
+
 def check_is_linear(head: HeadShape | None, where: str, who: str) -> None:
-    """Raise unless the head is one matrix.
+    """Raise unless the head is one matrix, with a bias or without.
 
     Raises:
         CheckpointError: it names the file ``where``, and ``who`` cannot represent the head.
     """
-    if head is not None:
+    if head is not None and head.mlp_size is not None:
         raise CheckpointError(
             f"{where}: its head is {head}, wanted one matrix: {who} stores only that"
         )

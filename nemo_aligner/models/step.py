@@ -59,8 +59,14 @@ def infer(
     They are the head's raw output, without the offsets of a scoring contract. Returns None without
     ``batches`` and on all pipeline stages but the last. Leaves the model in evaluation mode.
     """
-    model.eval()
+    _stop_training(model)
     return _run(model, batches, layout, None) if batches else None
+
+
+def _stop_training(model: torch.nn.Module) -> None:
+    # Module.eval takes a millisecond, which a short text's call would notice.
+    if model.training:
+        model.eval()
 
 
 def infer_in_parts(
@@ -103,7 +109,7 @@ def infer_values(
     Raw, as from ``infer``. Returns None on all pipeline stages but the last. Leaves the model in
     evaluation mode.
     """
-    model.eval()
+    _stop_training(model)
     if not batches:
         return []
     values = _run_schedule(model, batches, layout, _value_step, forward_only=True)

@@ -68,7 +68,7 @@ def run_server(config: ServeConfig) -> int:
 
 def _load(file: str, config: ServeConfig, layout: ParallelLayout) -> RewardScorer:
     say(f"loading {file} ...")
-    return load_scorer(
+    scorer = load_scorer(
         file,
         layout,
         precision=config.precision,
@@ -76,6 +76,8 @@ def _load(file: str, config: ServeConfig, layout: ParallelLayout) -> RewardScore
         invariant_rows=config.model.invariant_rows,
         prefix_cache_tokens=config.server.prefix_cache_tokens,
     )
+    scorer.warm_up()
+    return scorer
 
 
 # The critic's server.

@@ -32,10 +32,11 @@ from nemo_aligner.models.reward_model import (
     wrap_for_training,
 )
 from nemo_aligner.models.shape import (
-    HeadShape,
     LoraShape,
     ModelShape,
     check_lora,
+    head_to_train,
+    read_head_shape,
     read_lora,
     with_head_shape,
     with_lora,
@@ -159,7 +160,9 @@ def trained_model_config(config: TrainConfig) -> dict[str, Any]:
     path = Path(str(config.pretrained_checkpoint.restore_from_path))
     stored, wanted = read_model_config(path), LoraShape.from_settings(config.model.lora)
     check_lora(read_lora(stored), wanted, path)
-    return with_lora(with_head_shape(stored, HeadShape.from_settings(config.model.head)), wanted)
+    is_new = config.pretrained_checkpoint.new_head
+    head = head_to_train(read_head_shape(stored), config.model.head, is_new=is_new)
+    return with_lora(with_head_shape(stored, head), wanted)
 
 
 def _flops_counter(config: TrainConfig, shape: ModelShape) -> Callable[[Packs], float] | None:

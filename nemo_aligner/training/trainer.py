@@ -37,6 +37,10 @@ from nemo_aligner.training.signals import SignalHandler, StopReason
 from nemo_aligner.utils.console import Counter, Watch, say, waiting_for
 from nemo_aligner.utils.errors import AlignerError, TrainingError
 
+_NO_PROOF = (
+    "note: an accuracy is no proof that replies are told apart by what they say\n"
+    "  with the finished model, `nemo-aligner evaluate ... swapped=true` has to give 1 less it"
+)
 _SHOWN = [f"train/{metric.name}" for metric in all_metrics() if Shown.step in metric.shown]
 
 
@@ -103,6 +107,7 @@ class SupervisedTrainer:
         self._saving_since = 0.0
         self._progress = StepProgress(total_steps, start.step, self._loop.val_check_interval)
         self._validating = Counter("validation", "records")
+        self._has_validated = False
         self._gauges = Gauges.of(device, config.trainer.precision)
         self._best: str | None = None
         due = self._is_due(self._loop.val_check_interval)
@@ -213,6 +218,9 @@ class SupervisedTrainer:
         if metrics:
             self._logger.log({**metrics, **self._timers.take()}, self._step)
             self._progress.say(render_validation(self._step, metrics))
+            if not self._has_validated and any(name.endswith("/accuracy") for name in metrics):
+                self._progress.say(_NO_PROOF)
+            self._has_validated = True
             self._patience.see(metrics)
         return metrics
 

@@ -198,18 +198,24 @@ def test_the_table_has_medians_of_turns_and_dashes() -> None:
     asked = [work.Requests([[1] * 10, [2] * 30], [])] * 3
     both = work.Work("uniform", 8, lambda turn: asked[turn], (serving.OURS, serving.COLD))
     rows = serving.rows_of(
-        both, asked, {serving.OURS: loads(1, 2, 1), serving.COLD: loads(2, 2, 3)}
+        both, asked, {serving.OURS: loads(1, 2, 1), serving.COLD: loads(2, 2, 3)}, 4.0
     )
-    names = ("server", "rewards/s", "tokens/s", "p50 s", "p99 s", "ours is faster by")
-    assert [[row[name] for name in names] for row in rows] == [
-        ["nemo_aligner", 2.0, 40, 0.5, pytest.approx(1.0, abs=0.1), ""],
-        ["vLLM", 1.0, 20, 1.0, pytest.approx(1.5, abs=0.1), 2.0],
+    names = ("server", "rewards/s", "tokens/s", "p50 s", "p99 s", "products alone")
+    assert [[row[name] for name in (*names, "ours is faster by")] for row in rows] == [
+        ["nemo_aligner", 2.0, 40, 0.5, pytest.approx(1.0, abs=0.1), 4.0, ""],
+        ["vLLM", 1.0, 20, 1.0, pytest.approx(1.5, abs=0.1), "", 2.0],
     ]
     assert {(row["work"], row["clients"]) for row in rows} == {("uniform", 8)}
     # One that failed in the last turn has no figures at all.
-    rows = serving.rows_of(both, asked, {serving.OURS: loads(1, 2, 1), serving.COLD: loads(2, 2)})
+    answered = {serving.OURS: loads(1, 2, 1), serving.COLD: loads(2, 2)}
+    rows = serving.rows_of(both, asked, answered, 4.0)
     shown = module("common").render(rows).splitlines()
     assert shown[-1].split() == ["uniform", "8", "vLLM", "-", "-", "-", "-", "-"]
+
+
+def test_tokens_that_a_text_before_has_are_not_new() -> None:
+    requests = module("serving_work").Requests([[1, 2, 3], [1, 2, 4, 5], [1, 2, 3], [6]], [[1]])
+    assert requests.new_tokens == [2, 2, 1, 1]
 
 
 def test_a_peer_that_does_not_start_is_left_out_with_its_last_words(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def test_contract_hash_is_of_every_field_that_changes_a_score() -> None:
         "attribute_weights": (1.0, 1.0), "label_means": (0.1, 3.3333333333333), "dtype": "bf16",
         "tokenizer_fingerprint": "c", "reward_model_type": "binary_ranking", "shaping": "{}",
         "readout": READ, "chat_template_kwargs": "{\"a\": 1}",
+        "reward_token_id": 3,
     }  # fmt: skip
     told: dict[str, Any] = {"reward_mean": (1.0,), "reward_std": (1.0,), "measured_on": "x"}
     together = {"scored_position": "reply_mean", "reply_marker": (0, 2)}
@@ -82,7 +83,7 @@ def test_contract_survives_json_and_cannot_be_changed_in_place() -> None:
     assert measured.differences(FIXED) == {}
     shaped = changed(shaping='{"clip": [-1.0, 1.0]}')
     # Contracts of before there were any have no such fields.
-    later = {"shaping", "readout", "reply_marker", "chat_template_kwargs"}
+    later = {"shaping", "readout", "reply_marker", "chat_template_kwargs", "reward_token_id"}
     assert not later & set(FIXED.to_dict())
     assert FIXED.differences(shaped) == {"shaping": (None, shaped.shaping)}
     assert shaped.differences(FIXED) == {"shaping": (shaped.shaping, None)}
@@ -168,6 +169,7 @@ BAD_VALUES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "measured_on": ("a text or null", (1, HALF_A_PAIR, ["x"])),
     "shaping": ("a text or null", (1, HALF_A_PAIR, {"clip": [0, 1]})),
     "readout": ("a text or null", (1, HALF_A_PAIR, {"kind": "bins"})),
+    "reward_token_id": ("a token's id or null", (-1, 2**31, 1.0, "3", True)),
     "chat_template_kwargs": (
         "a JSON object that is not empty, or null",
         (1, "", "{}", "[1]", "{", '{"a b": 1}', {"a": 1}, HALF_A_PAIR),

@@ -181,6 +181,32 @@ def test_evaluated_file_is_read_by_the_contract(tmp_path: Path) -> None:
         evaluate_comparisons(CountingScorer().score, [])
 
 
+def test_exchanged_replies_turn_every_verdict_of_a_model_that_reads_them(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "x", "chosen": "a" * chosen, "rejected": "b" + "a" * rejected}
+        for chosen, rejected in ((2, 1), (3, 3), (1, 2), (4, 0))
+    ]
+    ranks = [tiny.ranked("x", (1, "a"), (0, "aaa"), (2, "b"), (1, "aa"))]
+    for path in (write(tmp_path / "pairs.jsonl", *rows), write(tmp_path / "ranks.jsonl", *ranks)):
+        scorer = of_scorer(CountingScorer())
+        plain, turned = (evaluate_file(scorer, path, swapped=each) for each in (False, True))
+        right, wrong = (each.predictions.rewards for each in (plain, turned))
+        assert turned.accuracy == 1 - (plain.accuracy or 0)
+        np.testing.assert_array_equal(sorted(wrong[:, ::-1].tolist()), sorted(right.tolist()))
+        margin = plain.metrics["reward_margin"]
+        assert turned.metrics["reward_margin"] == -margin != 0
+
+    class ByPlace(CountingScorer):
+        """Takes the first of two texts for the better one."""
+
+        def score(self, texts: Sequence[Text]) -> np.ndarray:
+            return np.array([[1.0], [0.0]] * (len(texts) // 2), dtype=np.float32)
+
+    for swapped in (False, True):
+        cheated = evaluate_file(of_scorer(ByPlace()), tmp_path / "pairs.jsonl", swapped=swapped)
+        assert cheated.accuracy == 1
+
+
 def test_regression_model_takes_ratings_and_pairs_and_a_ranking_model_pairs(tmp_path: Path) -> None:
     scorer = CountingScorer(TWO)
     rated = [

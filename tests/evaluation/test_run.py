@@ -135,6 +135,8 @@ def test_evaluation_settings_that_contradict_each_other_are_refused() -> None:
     assert refused(model, "hf_model=b") == one.format("rm_model_file and hf_model")
     said = refused(model, "task=rewardbench", "data.chosen_key=good")
     assert "data.chosen_key: got 'good', which has no effect" in said
+    said = refused(model, "task=rewardbench", "swapped=true")
+    assert said == "swapped: got true with task=rewardbench, wanted a file of pairs"
     said = refused(model, "task=best_of_n", "robustness_pairs=10")
     assert "robustness_pairs: got task=best_of_n" in said
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.batch.packed import CachedPrefix, CacheUse, Group, PackedBatch
+from nemo_aligner.batch.packed import CachedPrefix, Group, PackedBatch
 from nemo_aligner.models.attention.packed import _attend_one_by_one
 from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, Scores
 from nemo_aligner.models.attention.varlen import varlen_kernel
@@ -61,12 +61,11 @@ def test_varlen_kernel_sees_cached_beginnings(window: int | None) -> None:
     packed = [Group(2, 129, cached), Group(1, 128, cached), Group(1, 0)]
     batch = PackedBatch.pack(sequences, groups=packed).to("cuda")
     unused = torch.zeros(0, device="cuda")
-    none, every = torch.zeros(0, dtype=torch.int64), torch.arange(256)
-    stored = CacheUse((), none, every, every).to("cuda")
     for groups in (2, 8):
         pool = KeyValuePool([1], 256, groups, 64, torch.bfloat16, "cuda")
         segments = PackedSegments.of(batch, unused, unused, unused, pool)
-        pool.exchange(1, draw(256, groups), draw(256, groups), stored)
+        for kept in pool.layer(1):
+            kept.copy_(draw(256, groups))
         tokens = batch.num_tokens
         key, value = segments.with_cached(1, draw(tokens, groups), draw(tokens, groups))
         assert len(key) == 128 + tokens

@@ -33,7 +33,6 @@ from nemo_aligner.planning.cost import Packs, Plan, head_size
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError
 from tests import tiny
-from tests.checkpoint.hf.exporting import export
 from tests.once import Once
 
 TWO_LAYERS = HeadShape(bias=True, mlp_size=24)
@@ -119,23 +118,19 @@ def test_head_that_is_trained_on_is_the_same_or_a_new_one(archive: Path, layout:
         given = {"num_attributes": 2, "precision": Precision.fp32, **options}
         return load_pretrained(archive, layout, **given)
 
-    message = r"rm_head\.: got bias, hidden.bias, .* wanted weight"
+    kept = load(head=HeadConfig())
+    assert (kept.head_is_new, read_head_shape(kept.config)) == (False, TWO_LAYERS)
+    message = r"rm_head\.: got bias, hidden.bias, .* wanted bias, weight"
     with pytest.raises(CheckpointError, match=message) as caught:
-        load(head=HeadConfig())
+        load(head=HeadConfig(bias=True))
     assert "pretrained_checkpoint.new_head=true" in str(caught.value)
+    assert read_head_shape(load(head=HeadConfig(), new_head=True).config) is None
     with pytest.raises(CheckpointError, match=r"got shape \[24, 64\], wanted \[25, 64\]|\[2, 24\]"):
         load(head=HeadConfig(bias=True, mlp_size=25))
     with pytest.raises(CheckpointError, match="got 2 outputs, wanted 6"):
         load(head=HeadConfig(bias=True, mlp_size=24), outputs_per_attribute=3)
     new = load(head=HeadConfig(bias=True), new_head=True)
     assert (new.head_is_new, read_head_shape(new.config)) == (True, HeadShape(bias=True))
-
-
-def test_head_of_two_layers_has_no_place_in_hugging_face(
-    archive: Path, layout: Any, tmp_path: Path
-) -> None:
-    with pytest.raises(CheckpointError, match="two layers of 24 with bias, wanted one matrix"):
-        export(archive, tmp_path / "out", layout)
 
 
 def test_head_is_merged_whole(archive: Path, tmp_path: Path) -> None:

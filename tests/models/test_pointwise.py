@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_aligner.models import kernels
 from nemo_aligner.models.layers import (
     by_whole_rows,
     gated_gelu,
@@ -124,3 +126,39 @@ def test_by_whole_rows_a_row_has_the_same_bits_however_many_threads_and_rows(
                     assert torch.equal(got, alone[rows]), (width, threads, rows)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@torch.no_grad()
+def test_kernels_compute_the_formulas_row_by_row_and_pass_a_nan_on() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(7, 1, 96) * 4
+    x[2, 0, :3] = torch.tensor([-200.0, 200.0, -88.5])
+    x[5, 0, 1] = torch.nan
+    weight = torch.randn(96)
+    heads = torch.randn(7, 3, 5, 32)[:, :, 1:4]  # as keys and queries lie beside values
+    cos, sin = (each.float() for each in rotation(7, 12))
+    assert kernels.take(x)
+    assert not kernels.take(x.double())
+    for ours, plain, arguments in (
+        (kernels.rms_norm, plain_rms_norm, (x, weight, 1e-5)),
+        (kernels.gated_silu, plain_gated_silu, (x,)),
+        (kernels.rotate, plain_rotate, (heads, cos, sin)),
+    ):
+        found = ours(*arguments)
+        exact = [each.double() if isinstance(each, Tensor) else each for each in arguments]
+        wanted = plain(*exact).float()
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=2e-6, equal_nan=True)
+        first, *others = arguments
+        part = [each[3:4] if ours is kernels.rotate else each for each in others]
+        assert torch.equal(ours(first[3:4], *part), found[3:4])
+
+
+def test_without_a_compiler_torch_computes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    kernels._library.cache_clear()
+    try:
+        with torch.no_grad():
+            assert not kernels.take(torch.zeros(4, 16))
+    finally:
+        kernels._library.cache_clear()

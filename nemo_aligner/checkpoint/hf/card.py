@@ -57,6 +57,18 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 model = AutoModelForSequenceClassification.from_pretrained("{name}", dtype=torch.float32).eval()
 """
 
+_TWO_LAYERS = """from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+body = AutoModel.from_pretrained("{name}", dtype=torch.float32).eval()
+files = [load_file(path) for path in Path("{name}").glob("*.safetensors")]
+head = {{key: file[key] for file in files for key in file if key.startswith("score.")}}
+"""
+
 _ADAPTED = """import torch
 from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -75,6 +87,16 @@ with torch.no_grad():
     logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
 rewards = logits{plus_means}  # [texts, {count}]"""
 
+_SCORED_BY_TWO_LAYERS = """{texts}
+batch = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
+mask = batch["attention_mask"]
+with torch.no_grad():
+    hidden = body(batch["input_ids"], attention_mask=mask).last_hidden_state
+    last = hidden[torch.arange(len(hidden)), mask.sum(dim=1) - 1]
+    inner = (last @ head["score.0.weight"].T + head["score.0.bias"]).relu()
+    logits = inner @ head["score.2.weight"].T + head["score.2.bias"]
+rewards = logits{plus_means}  # [texts, {count}]"""
+
 _CONVERSATION = """conversation = [
     {"role": "user", "content": "2+2?"},
     {"role": "assistant", "content": "4"},
@@ -90,11 +112,13 @@ def model_card(
     base_license: str,
     trained_in: str,
     base: str | None = None,
+    *,
+    is_linear: bool = True,
 ) -> str:
     """Render ``README.md`` of the folder ``name``; the run is looked up beside ``archive``.
 
     ``trained_in`` is the dtype before the export, by the contract's names. With a ``base`` the
-    folder is an adapter of that model.
+    folder is an adapter of that model. Unless ``is_linear`` the head has two layers.
     """
     return _CARD.format(
         name=name,
@@ -103,7 +127,7 @@ def model_card(
         attributes=", ".join(contract.attributes),
         kind={"binary_ranking": "ranking of pairs"}.get(contract.reward_model_type, "regression"),
         source=archive.name,
-        snippet=_snippet(name, contract, base),
+        snippet=_snippet(name, contract, base, is_linear=is_linear),
         offsets=_offsets(contract),
         pad_token=f"`{pad_token}`",
         hash=contract.hash,
@@ -114,9 +138,12 @@ def model_card(
     )
 
 
-def _snippet(name: str, contract: ScoringContract, base: str | None) -> str:
+def _snippet(name: str, contract: ScoringContract, base: str | None, *, is_linear: bool) -> str:
     means = list(contract.label_means)
-    return ((_LOADED if base is None else _ADAPTED) + _SCORED).format(
+    code = (_LOADED if base is None else _ADAPTED) + _SCORED
+    if not is_linear:
+        code = _TWO_LAYERS + _SCORED_BY_TWO_LAYERS
+    return code.format(
         name=name,
         base=base,
         texts=_CONVERSATION if contract.template else f"texts = [{_raw('a text', contract)}]",
@@ -130,6 +157,11 @@ def _raw(text: str, contract: ScoringContract) -> str:
         *(["tokenizer.bos_token"] if contract.add_bos else []),
         json.dumps(text),
         *(["tokenizer.eos_token"] if contract.add_eos else []),
+        *(
+            []
+            if contract.reward_token_id is None
+            else [f"tokenizer.decode([{contract.reward_token_id}])"]
+        ),
     ]
     return " + ".join(parts)
 
@@ -138,8 +170,8 @@ def _offsets(contract: ScoringContract) -> str:
     if not any(contract.label_means):
         return "The logits are the rewards: add nothing to them, and apply no sigmoid."
     return (
-        "**The logits alone are not the rewards.** The contract adds a constant to each, the mean "
-        "of its labels, and the head of a `ForSequenceClassification` has no bias to hold it. Add "
+        "**The logits alone are not the rewards.** The contract adds a constant to each (the mean "
+        "of its labels, the bias of the head), and a `ForSequenceClassification` has none. Add "
         "them as above; they are `label_means` in `scoring_contract.json`. The difference between "
         "two replies is right without them."
     )
@@ -161,6 +193,11 @@ def _rules(contract: ScoringContract, trained_in: str) -> Iterator[str]:
             f"A text without roles gets {token} (id {token_id}), unless it {verb} with it."
             if is_added
             else f"A text without roles gets no {token}."
+        )
+    if contract.reward_token_id is not None:
+        yield (
+            f"The reward is read at the token {contract.reward_token_id}. The chat template writes "
+            "it; behind a text without roles it has to be appended."
         )
     yield f"At most {contract.seq_length} tokens. " + (
         "A longer text keeps its last tokens, and a BOS at its beginning."

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import LAYERS
+from nemo_aligner.checkpoint.hf.heads import find_head, load_with_head
 from nemo_aligner.checkpoint.hf.source import HF_HEAD, open_source
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
@@ -27,6 +28,8 @@ from nemo_aligner.utils.errors import CheckpointError, DataError
 TOLERANCE = 1e-4
 _RELATIVE_TOLERANCE = 1e-5  # for rewards so large that fp32 is no more precise
 _LONGEST = 512
+# End of the name of a class whose head has two layers, as vLLM's Qwen2ForRewardModel.
+TWO_LAYERS_SUFFIX = "ForRewardModel"
 
 
 def _turns(*contents: str) -> Text:
@@ -139,6 +142,13 @@ def _load(folder: Path) -> tuple[Any, Any]:
 
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    found = open_source(folder)
+    if str(found.config["architectures"][0]).endswith(TWO_LAYERS_SUFFIX):
+        head = find_head(found)
+        assert head is not None  # it was just written
+        model = load_with_head(str(folder), found, head, "auto").to(current_device()).eval()
+        compute_in_fp32(model)
+        return tokenizer, model
     # In the dtype of the files, which are then mapped instead of copied.
     model, report = AutoModelForSequenceClassification.from_pretrained(
         folder, dtype="auto", local_files_only=True, output_loading_info=True
@@ -148,7 +158,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
         raise CheckpointError(f"tensors do not match: {', '.join(map(str, lost))}")
     model = model.to(current_device()).eval()
     # The files have the head in fp32; transformers has cast it to the body's dtype.
-    model.score.weight.data = open_source(folder).tensors[HF_HEAD].read().to(model.device)
+    model.score.weight.data = found.tensors[HF_HEAD].read().to(model.device)
     compute_in_fp32(model)
     return tokenizer, model
 
@@ -188,6 +198,8 @@ def _their_ids(tokenizer: Any, contract: ScoringContract, text: Text) -> list[in
         ids = [contract.bos_id, *ids]
     if contract.add_eos and ids[-1:] != [contract.eos_id]:
         ids = [*ids, contract.eos_id]
+    if contract.reward_token_id is not None and ids[-1:] != [contract.reward_token_id]:
+        ids = [*ids, contract.reward_token_id]
     return ids
 
 

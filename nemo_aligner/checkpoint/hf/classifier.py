@@ -6,13 +6,22 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 
 from nemo_aligner.checkpoint.decoder_tensors import attribute_names
-from nemo_aligner.checkpoint.hf.source import HF_HEAD, REWARD_SUFFIX, Source
+from nemo_aligner.checkpoint.hf.heads import (
+    REWARD_TOKEN_KEY,
+    FoundHead,
+    find_head,
+    is_of_head,
+    load_with_head,
+)
+from nemo_aligner.checkpoint.hf.source import Source, open_source
 from nemo_aligner.checkpoint.nemo.open import CONTRACT_NAME
 from nemo_aligner.checkpoint.weights.safe_pickle import bounded_torch_load
 from nemo_aligner.config.common import Precision, RewardModelType
@@ -24,6 +33,7 @@ from nemo_aligner.contract.contract import (
     OverlongError,
     ScoringContract,
 )
+from nemo_aligner.contract.fields import are_numbers
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.contract.messages import (
     Conversation,
@@ -35,11 +45,11 @@ from nemo_aligner.contract.messages import (
 )
 from nemo_aligner.contract.template_probe import TemplateReading
 from nemo_aligner.contract.templates import names_in
-from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.contract.turns import TurnMarks
 from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.utils.console import Watch, unwatched
-from nemo_aligner.utils.errors import CheckpointError, DataError, one_line, short, shown
+from nemo_aligner.utils.errors import CheckpointError, DataError, one_line, shown
 
 # transformers' name for unnamed outputs.
 _UNNAMED = "LABEL_"
@@ -86,7 +96,11 @@ class HfRewardModel:
         return EncodedText(ids, False)
 
     def _ids(self, text: Text) -> list[int]:
-        text = read_text(text)
+        ids = self._ids_of(read_text(text))
+        token_id: int | None = getattr(self.model.config, REWARD_TOKEN_KEY, None)
+        return ids if token_id is None or ids[-1:] == [token_id] else [*ids, token_id]
+
+    def _ids_of(self, text: str | Messages | Conversation) -> list[int]:
         if isinstance(text, str):
             return list(self.tokenizer(text).input_ids)
         if not self.tokenizer.chat_template:
@@ -182,39 +196,72 @@ class HfRewardModel:
 
 
 def load_hf_reward_model(
-    name: str, precision: Precision | None, batch_tokens: int, watch: Watch = unwatched
+    name: str,
+    precision: Precision | None,
+    batch_tokens: int,
+    watch: Watch = unwatched,
+    head: str | None = None,
 ) -> HfRewardModel:
     """Load a folder or a model of the hub onto this rank's device; runs no code from it.
 
     Args:
         precision: None is fp32.
+        head: see ``find_head``; None is that of transformers' class, if it is whole.
 
     Raises:
         CheckpointError: transformers cannot load it, or it has no head of its own.
     """
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     dtype = torch_dtype(precision or Precision.fp32)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # third-party code on files that may be wrong
+        raise CheckpointError(f"{name}: {_NOT_LOADED}{one_line(error)}") from error
+    model = _with_own_head(name, dtype, head) if head else _load(name, dtype)
+    model = model.to(current_device()).eval()
+    return HfRewardModel(tokenizer, model, _length(tokenizer, model), batch_tokens, watch)
+
+
+_NOT_LOADED = "transformers loads no reward model from it: "
+
+
+def _load(name: str, dtype: torch.dtype) -> Any:
+    """Load transformers' class, or its decoder with another head if the class has not all of it."""
+    from transformers import AutoModelForSequenceClassification
+
+    try:
         with bounded_torch_load():  # its weights may be pickles
             model, report = AutoModelForSequenceClassification.from_pretrained(
                 name, dtype=dtype, output_loading_info=True
             )
     except Exception as error:  # third-party code on files that may be wrong
-        raise CheckpointError(
-            f"{name}: transformers loads no reward model from it: {one_line(error)}"
-        ) from error
-    if report["missing_keys"]:
+        lost = _NOT_LOADED + one_line(error)
+    else:
         missing = ", ".join(sorted(map(str, report["missing_keys"]))[:3])
-        raise CheckpointError(
-            f"{name}: got no weights for {missing}, wanted a trained reward model: transformers "
-            "would draw these at random"
-        )
-    model = model.to(current_device()).eval()
-    return HfRewardModel(tokenizer, model, _length(tokenizer, model), batch_tokens, watch)
+        # transformers draws at random what is missing, and leaves out what its class does not have.
+        if not missing and not any(map(is_of_head, map(str, report["unexpected_keys"]))):
+            return model
+        lost = f"got no weights for {missing}, wanted a trained reward model"
+    try:
+        return _with_own_head(name, dtype)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {lost} ({error})") from error
+
+
+def _with_own_head(name: str, dtype: torch.dtype, choice: str | None = None) -> Any:
+    """Load a model whose head transformers' class does not have, by its layout."""
+    with TemporaryDirectory() as scratch:
+        found = open_source(name)
+        head = find_head(found, choice)
+        if head is None:
+            raise CheckpointError("it has no reward head")
+        if head.rows:
+            found.save_tokenizer(Path(scratch) / "tokenizer")
+            head = head.with_rows_of(load_tokenizer(Path(scratch) / "tokenizer"))
+        return load_with_head(name, found, head, dtype)
 
 
 def _length(tokenizer: Any, model: Any) -> int | None:
@@ -226,8 +273,6 @@ def _length(tokenizer: Any, model: Any) -> int | None:
 # Names of a Hugging Face reward model's outputs, and its scoring contract.
 
 MAX_DEFAULT_SEQ_LENGTH = 4096
-# A tensor without columns may claim any number of rows at no cost.
-_MOST_LABELS = 10_000
 
 
 @dataclass(frozen=True)
@@ -245,31 +290,17 @@ class ContractOptions:
     attributes: tuple[str, ...] | None = None
 
 
-def labels_of(found: Source, options: ContractOptions | None) -> list[str] | None:
+def labels_of(
+    found: Source, head: FoundHead | None, options: ContractOptions | None
+) -> list[str] | None:
     """Names of a reward model's outputs, in order; None for a base model.
 
     Raises:
-        CheckpointError: the head is not one linear map without a bias, or its outputs are not
-            rewards, or have no fitting names.
+        CheckpointError: its outputs are not rewards, or have no fitting names.
         ConfigError: the given names do not fit.
     """
-    architectures = found.config.get("architectures") or [""]
-    if not isinstance(architectures, list):
-        raise CheckpointError(f"architectures: got {shown(architectures)}, wanted a list of names")
-    architecture = str(architectures[0])
-    if not architecture.endswith(REWARD_SUFFIX):
-        if HF_HEAD in found.tensors:
-            raise CheckpointError(
-                f"architectures: got {shown(architectures)} beside {HF_HEAD}, wanted the name of a "
-                f"...{REWARD_SUFFIX}"
-            )
+    if head is None:
         return None
-    if "score.bias" in found.tensors:
-        raise CheckpointError("score.bias: got a head with a bias, wanted one without")
-    if HF_HEAD not in found.tensors:
-        raise CheckpointError(
-            f"got a {short(architecture)} without {HF_HEAD}, wanted it as its head"
-        )
     problem = found.config.get("problem_type")
     if problem not in (None, "regression"):
         raise CheckpointError(
@@ -277,15 +308,17 @@ def labels_of(found: Source, options: ContractOptions | None) -> list[str] | Non
             "are no rewards"
         )
     if options is not None and options.attributes is not None:
-        return list(attribute_names(options.attributes, _rows_of_head(found)))
-    return _stated_labels(found)
+        return list(attribute_names(options.attributes, head.outputs))
+    return _stated_labels(found, head)
 
 
-def _stated_labels(found: Source) -> list[str]:
+def _stated_labels(found: Source, head: FoundHead) -> list[str]:
+    if head.rows:  # what a config may say of labels is not about them
+        return ["reward"]
     names = found.config.get("id2label")
     try:
         if names is None:
-            names = {number: f"LABEL_{number}" for number in range(_num_labels(found))}
+            names = {number: f"LABEL_{number}" for number in range(_num_labels(found, head))}
         by_number = {int(key): str(names[key]) for key in names}
         labels = [by_number[number] for number in range(len(names))]
     except (TypeError, ValueError, KeyError) as error:
@@ -295,21 +328,14 @@ def _stated_labels(found: Source) -> list[str]:
     return ["reward"] if labels == ["LABEL_0"] else labels
 
 
-def _num_labels(found: Source) -> int:
-    rows = _rows_of_head(found)
-    count = found.config.get("num_labels", rows)
-    if count != rows:
+def _num_labels(found: Source, head: FoundHead) -> int:
+    count = found.config.get("num_labels", head.outputs)
+    if count != head.outputs:
         raise CheckpointError(
-            f"num_labels: got {shown(count)} and {rows} rows of {HF_HEAD}, wanted as many"
+            f"num_labels: got {shown(count)} and {head.outputs} rows of {head.names['weight']}, "
+            "wanted as many"
         )
-    return rows
-
-
-def _rows_of_head(found: Source) -> int:
-    rows = next(iter(found.tensors[HF_HEAD].shape), 0)
-    if rows > _MOST_LABELS:
-        raise CheckpointError(f"{HF_HEAD}: got {rows} rows, wanted at most {_MOST_LABELS}")
-    return rows
+    return head.outputs
 
 
 def contract_of(
@@ -359,6 +385,18 @@ def _new_contract(
         ),
     )
     contract = build_contract(settings, tokenizer, precision)
+    statistics: list[Any] = [found.config.get(key) for key in ("mean", "std")]
+    if is_ranking and are_numbers(statistics) and statistics[1] > 0:
+        # OpenRLHF's, which it subtracts and divides by only if told to (--normalize_reward).
+        mean, std = statistics
+        contract = contract.with_statistics([mean], [std], "OpenRLHF's evaluation (config.json)")
+    token_id = found.config.get(REWARD_TOKEN_KEY)
+    if token_id is not None:
+        contract = dataclasses.replace(contract, reward_token_id=token_id)
+        if token_id >= tokenizer.vocab_size:
+            raise CheckpointError(
+                f"{REWARD_TOKEN_KEY}: got {token_id}, wanted a token of {tokenizer.vocab_size}"
+            )
     if options.template is not None and not contract.template:
         raise CheckpointError(
             f"template: got {options.template!r}, but the tokenizer has no chat template"

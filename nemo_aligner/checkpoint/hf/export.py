@@ -6,11 +6,10 @@ and must give the archive's token ids, and its rewards within 1e-4 in fp32.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.card import model_card
 from nemo_aligner.checkpoint.hf.check import (
+    TWO_LAYERS_SUFFIX,
     architecture_of,
     check_folder,
     compare,
@@ -33,9 +33,15 @@ from nemo_aligner.checkpoint.hf.check import (
     our_logits,
     read_as_it_runs,
 )
-from nemo_aligner.checkpoint.hf.convert import RewardArchive, check_head
+from nemo_aligner.checkpoint.hf.convert import (
+    RewardArchive,
+    check_head,
+    exported_contract,
+    read_head,
+)
 from nemo_aligner.checkpoint.hf.families.base import ModelFamily
-from nemo_aligner.checkpoint.hf.source import HEAD_KEY, HF_HEAD
+from nemo_aligner.checkpoint.hf.heads import LINEAR, PREFIX_KEY, REWARD_TOKEN_KEY, head_to_hf
+from nemo_aligner.checkpoint.hf.source import HF_HEAD, REWARD_SUFFIX
 from nemo_aligner.checkpoint.nemo.open import (
     CONTRACT_NAME,
     NemoFolder,
@@ -53,7 +59,7 @@ from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.lora import folded
-from nemo_aligner.models.shape import LoraShape
+from nemo_aligner.models.shape import LoraShape, ModelShape, check_is_linear
 from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import CheckpointError
 
@@ -138,7 +144,8 @@ def _export(
     contract, tokenizer = ScoringContract.from_dict(folder.contract or {}), loaded.tokenizer
     check_head(folder, contract)
     archive = RewardArchive.of(folder)
-    exported = exported_contract(contract, merge=options.merge, dtype=options.dtype)
+    head, offset = head_to_hf(read_head(archive, contract, merge=options.merge))
+    exported = exported_contract(contract, offset, merge=options.merge, dtype=options.dtype)
     stored = format_of(options.dtype or archive.embedding_dtype)
     texts = encode_texts(contract, tokenizer)
     read_as_it_runs(loaded.model, partial(archive.read_as_exported, dtype=options.dtype))
@@ -147,20 +154,27 @@ def _export(
         logits = our_logits(loaded.model, token_lists, layout)
     del loaded
     gc.collect()  # the modules form reference cycles
-    if options.merge:
-        logits = logits @ torch.tensor(contract.attribute_weights)[:, None]
+    logits = _as_exported(logits, contract, offset, merge=options.merge)
     pad_token, pad_id = choose_pad(tokenizer, {ids[-1] for _, ids in texts})
     architecture = architecture_of(archive.family.to_hf(archive.config)["model_type"])
+    if HF_HEAD not in head:
+        architecture = architecture.removesuffix(REWARD_SUFFIX) + TWO_LAYERS_SUFFIX
     config = hf_config(
         archive.family, archive.config, exported, architecture, pad_id, stored.torch_name
     )
     say(f"writing {output} ...")
-    shards = _write_weights(archive, staging, contract, config["vocab_size"], options)
+    shards = _write_weights(archive, head, staging, config["vocab_size"], options)
     write_json(staging / "config.json", config)
     write_json(staging / CONTRACT_NAME, exported.to_dict())
     write_tokenizer(staging, tokenizer, exported, pad_token)
     card = model_card(
-        output.name, exported, pad_token, folder.source, options.base_license, contract.dtype
+        output.name,
+        exported,
+        pad_token,
+        folder.source,
+        options.base_license,
+        contract.dtype,
+        is_linear=HF_HEAD in head,
     )
     (staging / "README.md").write_text(card, encoding="utf-8")
     say("scoring the same texts with transformers ...")
@@ -180,49 +194,28 @@ def _export(
     )
 
 
-def exported_contract(
-    contract: ScoringContract, *, merge: bool, dtype: torch.dtype | None = None
-) -> ScoringContract:
-    """Contract of the exported model: of another dtype, or with all attributes merged."""
-    if dtype is not None:
-        contract = contract.with_dtype(format_of(dtype).precision)
-    if not merge:
-        return contract
-
-    def merged(values: Sequence[float]) -> tuple[float]:
-        pairs = zip(contract.attribute_weights, values, strict=True)
-        return (sum(weight * value for weight, value in pairs),)
-
-    return dataclasses.replace(
-        contract,
-        attributes=("reward",),
-        attribute_weights=(1.0,),
-        label_means=merged(contract.label_means),
-        # The uncertainty of a sum does not follow from those of its parts.
-        reward_mean=None,
-        reward_std=None,
-        measured_on=None,
-    )
+def _as_exported(
+    logits: Tensor, contract: ScoringContract, offset: Tensor | None, *, merge: bool
+) -> Tensor:
+    """Logits ``[N, A]`` of the exported head, from those of the archive's."""
+    if merge:
+        logits = logits @ torch.tensor(contract.attribute_weights)[:, None]
+    return logits if offset is None else logits - offset
 
 
 def _write_weights(
     archive: RewardArchive,
+    head: Mapping[str, Tensor],
     staging: Path,
-    contract: ScoringContract,
     vocab_size: int,
     options: ExportOptions,
 ) -> int:
     writer = ShardWriter(staging, options.max_shard_bytes)
     for name, tensor in archive.tensors(vocab_size, options.dtype):
         writer.add(name, tensor)
-    writer.add(HF_HEAD, exported_head(archive, contract, merge=options.merge))
+    for name, tensor in head.items():
+        writer.add(name, tensor)
     return writer.finish()
-
-
-def exported_head(archive: RewardArchive, contract: ScoringContract, *, merge: bool) -> Tensor:
-    """Head ``[A, hidden]`` in fp32, or ``[1, hidden]`` with its rows summed by weight."""
-    head = archive.store.read(HEAD_KEY).float()
-    return torch.tensor(contract.attribute_weights)[None] @ head if merge else head
 
 
 # Files of a Hugging Face reward model: safetensors shards, config and tokenizer.
@@ -349,6 +342,9 @@ def write_tokenizer(
     if tokenizer.pad_token != pad_token:
         changes["pad_token"] = pad_token
     template = with_kwargs_inside(contract.template, contract.template_kwargs)
+    if template and contract.reward_token_id is not None:
+        # For programs that do not know of it.
+        template += "{{ " + json.dumps(tokenizer.decode([contract.reward_token_id])) + " }}"
     if (tokenizer.chat_template or "") != template:
         changes["chat_template"] = None
         (folder / _TEMPLATE).unlink(missing_ok=True)
@@ -394,6 +390,12 @@ def hf_config(
 ) -> dict[str, Any]:
     """``config.json`` of a reward model; ``config`` is NeMo's, ``dtype`` the stored weights'."""
     names = dict(enumerate(contract.attributes))
+    statistics: dict[str, Any] = {}
+    reward_token_id = contract.reward_token_id
+    if contract.reward_mean and contract.reward_std and len(names) == 1:
+        # For OpenRLHF, which normalizes logits by them if it is told --normalize_reward.
+        mean = contract.reward_mean[0] - contract.label_means[0]
+        statistics = {PREFIX_KEY: LINEAR.last, "mean": mean, "std": contract.reward_std[0]}
     return {
         "architectures": [architecture],
         **family.to_hf(config),
@@ -409,8 +411,10 @@ def hf_config(
         "dtype": dtype,
         "torch_dtype": dtype,
         "scoring_contract_hash": contract.hash,
-        # The head has no bias: a reward is the logit plus its attribute's mean label.
+        **({} if reward_token_id is None else {REWARD_TOKEN_KEY: reward_token_id}),
+        # A reward is the logit plus its attribute's mean label and the head's bias.
         "label_means": dict(zip(contract.attributes, contract.label_means, strict=True)),
+        **statistics,
     }
 
 
@@ -465,12 +469,14 @@ def _export_adapter(
     loaded = reward_model_of(folder, layout, Precision.fp32)
     contract = ScoringContract.from_dict(folder.contract or {})
     check_head(folder, contract)
-    exported = exported_contract(contract, merge=options.merge)
+    shape = ModelShape.from_config(folder.config)
+    check_is_linear(shape.head, str(folder.source), "an adapter of peft")
+    head, offset = head_to_hf(read_head(archive, contract, merge=options.merge))
+    exported = exported_contract(contract, offset, merge=options.merge)
     texts = encode_texts(contract, loaded.tokenizer)
     token_lists = [cut(ids, contract.seq_length) for _, ids in texts]
     logits = our_logits(loaded.model, token_lists, layout)
-    if options.merge:
-        logits = logits @ torch.tensor(contract.attribute_weights)[:, None]
+    logits = _as_exported(logits, contract, offset, merge=options.merge)
     pad_token, pad_id = choose_pad(loaded.tokenizer, {ids[-1] for _, ids in texts})
     if pad_id >= archive.config["vocab_size"]:
         raise CheckpointError(
@@ -478,8 +484,7 @@ def _export_adapter(
             "the base model; export it without --adapter-of"
         )
     say(f"writing {output} ...")
-    head = exported_head(archive, contract, merge=options.merge)
-    _write_tensors(archive, head, staging / _WEIGHTS_NAME)
+    _write_tensors(archive, head[HF_HEAD], staging / _WEIGHTS_NAME)
     write_json(staging / _CONFIG_NAME, _config(archive, archive.lora, options.base))
     write_json(staging / CONTRACT_NAME, exported.to_dict())
     write_tokenizer(staging, loaded.tokenizer, exported, pad_token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import (
     EMBEDDING,
-    HEAD,
     LAYERS,
     OUTPUT_LAYER,
     PREFIX,
@@ -34,6 +33,8 @@ from nemo_aligner.utils.errors import CheckpointError, short, shown
 
 _INDEX_NAME = "model.safetensors.index.json"
 _WHOLE_NAME = "model.safetensors"
+# LLaMA-Factory's reward head, beside the decoder.
+_HEAD_NAME, _PICKLED_HEAD = "value_head.safetensors", "value_head.bin"
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja",
@@ -127,9 +128,17 @@ def _open_folder(folder: Path) -> Source:
         )
     tokenizer_folder(folder)
     contract = folder / CONTRACT_NAME
+    tensors = _safetensors(folder)
+    if (folder / _HEAD_NAME).is_file():
+        tensors |= _outlines(folder / _HEAD_NAME)
+    elif (folder / _PICKLED_HEAD).is_file():
+        raise CheckpointError(
+            f"{folder / _PICKLED_HEAD}: got a pickled reward head, which is not read; wanted it as "
+            f"{_HEAD_NAME}"
+        )
     return Source(
         config,
-        _safetensors(folder),
+        tensors,
         partial(_copy_tokenizer, folder),
         _read_json(contract) if contract.is_file() else None,
     )
@@ -215,7 +224,6 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 # Expected tensors of a model: names and shapes.
 
-HEAD_KEY = PREFIX + HEAD
 HF_HEAD = "score.weight"
 REWARD_SUFFIX = "ForSequenceClassification"
 
@@ -260,8 +268,9 @@ def check_tensors(
     config: Config,
     wanted: Mapping[str, tuple[int, ...]],
     tensors: Mapping[str, LazyTensor],
+    left_out: Iterable[str] = (),
 ) -> None:
-    """Check that a Hugging Face checkpoint has exactly the expected tensors.
+    """Check that a Hugging Face checkpoint has exactly the expected tensors, and ``left_out``.
 
     Raises:
         CheckpointError: it names the first tensor that is missing, unknown, or of another shape.
@@ -271,7 +280,8 @@ def check_tensors(
         raise CheckpointError(f"{len(missing)} tensors are missing, the first is {missing[0]}")
     tied = config["share_embeddings_and_output_weights"]
     ignored = (*family.unused, *(family.untied.hf if tied else ()))
-    unknown = sorted(name for name in tensors.keys() - wanted.keys() if not name.endswith(ignored))
+    others = tensors.keys() - wanted.keys() - {*left_out}
+    unknown = sorted(name for name in others if not name.endswith(ignored))
     if unknown:
         raise CheckpointError(
             f"{len(unknown)} tensors have no place in a {family.name} model, "

@@ -45,6 +45,7 @@ from nemo_aligner.models.shape import (
     LoraShape,
     ModelShape,
     check_lora,
+    head_to_train,
     read_head_shape,
     read_lora,
     with_head_shape,
@@ -101,9 +102,9 @@ def load_pretrained(
 ) -> PretrainedModel:
     """Load a base model, or a reward model to continue from, for training; collective.
 
-    ``new_head`` ignores the archive's head, and ``head`` None keeps its layers. With ``lora`` the
-    model has the archive's adapters, or new ones; without, an archive's are folded into the
-    weights. The other arguments are those of ``build_reward_model``.
+    ``new_head`` ignores the archive's head; ``head`` None, or at its defaults, keeps its layers.
+    With ``lora`` the model has the archive's adapters, or new ones; without, an archive's are
+    folded into the weights. The other arguments are those of ``build_reward_model``.
 
     Raises:
         CheckpointError: the archive is unsafe, incomplete or of another family; or its reward head
@@ -112,7 +113,7 @@ def load_pretrained(
     with open_nemo(path) as folder:
         shape, tokenizer = model_shape(folder), folder.load_tokenizer()
         if head is not None:
-            shape = replace(shape, head=HeadShape.from_settings(head))
+            shape = replace(shape, head=head_to_train(shape.head, head, is_new=new_head))
         tokenizer.check_fits(shape.vocab_size)
         check_lora(shape.lora, lora, path)
         shape = replace(shape, lora=lora or shape.lora)

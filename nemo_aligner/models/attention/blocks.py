@@ -39,28 +39,57 @@ _GRAIN = 2**15
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
+    turned: Tensor, value: Tensor, layer_number: int, segments: PackedSegments, scores: Scores
 ) -> Tensor:
-    """``query [T, heads, c]`` on ``key`` and ``value [C + T, groups, c]`` -> ``[T, heads, c]``."""
-    (tokens, heads, channels), groups = query.shape, key.size(1)
-    precise = torch.promote_types(query.dtype, torch.float32)
+    """Attend each token to its own sequence up to itself.
+
+    Args:
+        turned: ``[T, groups, repeats + 1, c]``, contiguous: of each group its query heads and then
+            its key, all rotated to their positions.
+        value: ``[T, groups, c]``.
+        layer_number: whose keys and values in the segments' pool are read and written.
+
+    Returns:
+        ``[T, heads, c]``.
+    """
+    tokens, groups, width, channels = turned.shape
+    heads = groups * (width - 1)
+    precise = torch.promote_types(turned.dtype, torch.float32)
     plan = segments.remembered(
         (heads, groups, scores, precise),
         lambda: plan_blocks(segments, heads, groups, scores, precise),
     )
-    queries = query.reshape(-1, channels).index_select(0, plan.queries.flatten()).to(precise)
+    key, value = segments.with_cached(layer_number, turned[:, :, -1], value)
+    queries = turned.view(-1, channels).index_select(0, plan.queries.view(-1)).to(precise)
     queries = queries.view(len(plan.queries), groups, -1, channels)
     outputs = _Outputs(tokens * heads + 1, channels, precise)
+    complete: list[Tensor] = []
+    ends: list[tuple[Tensor, Tensor]] = []
     first = 0
     for step in plan.steps:
         for part in step.parts(key, value, precise):
-            blocks = slice(first, first + len(part.keys))
+            last = first + len(part.keys)
             mask = plan.mask[:, -part.keys.size(2) :] if part.is_last else None
-            found = _attend_part(queries[blocks], part, mask, scores)
-            put = outputs.put if part.is_first else outputs.add
-            put(plan.targets[blocks].flatten(), *(x.transpose(1, 2).flatten(0, 2) for x in found))
-            first = blocks.stop
-    return outputs.out[:-1].view(tokens, heads, channels).to(query.dtype)
+            found, lse = _attend_part(queries[first:last], part, mask, scores)
+            # The kernel's own layout is [n, rows, groups, c].
+            rows = found.transpose(1, 2).reshape(-1, channels)
+            if part.is_first and part.is_last:
+                complete.append(rows)
+            elif part.is_last:
+                ends.append((rows, lse.transpose(1, 2).flatten()))
+            else:
+                put = outputs.put if part.is_first else outputs.add
+                put(plan.targets[first:last].view(-1), rows, lse.transpose(1, 2).flatten())
+            first = last
+    if complete:
+        outputs.out.index_copy_(0, plan.complete, _joined(complete))
+    if ends:
+        outputs.add(plan.ends, *(_joined(each) for each in zip(*ends, strict=True)))
+    return outputs.out[:-1].view(tokens, heads, channels).to(turned.dtype)
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
 
 
 def _attend_part(
@@ -150,12 +179,11 @@ class _Run:
     blocks: tuple[tuple[int, slice, bool], ...]
 
     def parts(self, key: Tensor, value: Tensor, dtype: torch.dtype) -> Iterator[Part]:
-        keys, values = (
-            x.index_select(0, self.keys.flatten()).view(*self.keys.shape, *x.shape[1:]).to(dtype)
-            for x in (key, value)
-        )
-        for count, seen, is_first in self.blocks:
-            its_keys, its_values = (x[:count, seen].transpose(1, 2) for x in (keys, values))
+        rows, shape = self.keys.flatten(), self.keys.shape
+        seen = (x.index_select(0, rows).to(dtype).unflatten(0, shape) for x in (key, value))
+        keys, values = (x.transpose(1, 2) for x in seen)
+        for count, seen_by_block, is_first in self.blocks:
+            its_keys, its_values = (x[:count, :, seen_by_block] for x in (keys, values))
             yield Part(its_keys, its_values, is_first, is_last=True)
 
 
@@ -165,16 +193,20 @@ class BlockPlan:
 
     Attributes:
         steps: the spans in order of position, then the runs.
-        queries: ``[N, groups * repeats * BLOCK]`` int64 rows of ``T * heads``, block by block in
-            the order of the steps.
+        queries: ``[N, groups * repeats * BLOCK]`` int64 rows of ``T * groups * (repeats + 1)``,
+            block by block in the order of the steps.
         targets: same size: the row of each output, in the order in which the kernel returns it,
             ``[repeats * BLOCK, groups]`` of a block; ``T * heads`` is a dummy row.
+        complete: those of the blocks whose keys are one part, in one row.
+        ends: those of the blocks that end what spans began, in one row.
         mask: ``[repeats * BLOCK, K]`` added to the scores of keys that end with the block.
     """
 
     steps: tuple[_Span | _Run, ...]
     queries: Tensor
     targets: Tensor
+    complete: Tensor
+    ends: Tensor
     mask: Tensor
 
 
@@ -182,20 +214,32 @@ def plan_blocks(
     segments: PackedSegments, heads: int, groups: int, scores: Scores, dtype: torch.dtype
 ) -> BlockPlan:
     """Plan a pack so that cutting a sequence into other segments changes no arithmetic."""
-    own = list(_own_segments(segments))
+    own = list(own_segments(segments))
     steps: list[_Span | _Run] = []
     rows: list[np.ndarray] = []
     for number, keys, seeing in _spans(own) if _takes_spans(scores) else ():
         blocks = np.pad(seeing, (0, -len(seeing) % BLOCK), constant_values=-1).reshape(-1, BLOCK)
         rows += list(blocks)
         steps.append(_Span(torch.from_numpy(keys), len(blocks), is_first=number == 0))
+    ends = len(rows)
+    is_complete: list[bool] = []
     for members in _runs(own):
         run, its_rows = _plan_run(members, scores)
         rows += its_rows
         steps.append(run)
+        for count, _, is_first in run.blocks:
+            is_complete += [is_first] * count
     mask = _mask(max(each.num_blocks for each in own) * BLOCK, scores.window)
     queries, targets = _of_heads(np.stack(rows), sum(segments.lengths), heads, groups)
-    return BlockPlan(tuple(steps), queries, targets, mask.repeat(heads // groups, 1).to(dtype))
+    complete = torch.tensor(is_complete)
+    return BlockPlan(
+        tuple(steps),
+        queries,
+        targets,
+        complete=targets[ends:][complete].flatten(),
+        ends=targets[ends:][~complete].flatten(),
+        mask=mask.repeat(heads // groups, 1).to(dtype),
+    )
 
 
 @dataclass(frozen=True)
@@ -227,7 +271,8 @@ class _Segment:
         return np.arange(max(position, self.start), self.end) + self.row - self.start
 
 
-def _own_segments(segments: PackedSegments) -> Iterator[_Segment]:
+def own_segments(segments: PackedSegments) -> Iterator[_Segment]:
+    """Yield the pack's own segments, each with the rows of all keys of its sequence."""
     rows, bounds = (each.tolist() for each in (segments.cu_seqlens, segments.kv_cu_seqlens))
     index = segments.kv_index
     every = np.arange(rows[-1]) if index is None else index.numpy()
@@ -273,7 +318,7 @@ def _plan_run(members: Sequence[_Segment], scores: Scores) -> tuple[_Run, list[n
         seen = slice(first - start, (block + 1) * BLOCK - start)
         blocks.append((len(having), seen, first == 0 or not _takes_spans(scores)))
     keys = _filled([each.keys[start:] for each in members], numbers[-1] * BLOCK + BLOCK - start)
-    return _Run(keys, tuple(blocks)), rows
+    return _Run(torch.from_numpy(keys), tuple(blocks)), rows
 
 
 def _first_key(block: int, scores: Scores) -> int:
@@ -294,17 +339,19 @@ def _mask(keys: int, window: int | None) -> Tensor:
     return torch.zeros(BLOCK, keys).masked_fill_(hidden, float("-inf"))
 
 
-def _filled(keys: Sequence[np.ndarray], length: int) -> Tensor:
+def _filled(keys: Sequence[np.ndarray], length: int) -> np.ndarray:
     """Stack to ``[n, length]``, padding with a sequence's own last key, which the mask hides."""
     filled = [np.pad(each, (0, length - len(each)), mode="edge") for each in keys]
-    return torch.from_numpy(np.stack(filled))
+    return np.stack(filled)
 
 
 def _of_heads(rows: np.ndarray, tokens: int, heads: int, groups: int) -> tuple[Tensor, Tensor]:
     """Compute ``BlockPlan.queries`` and ``targets`` of ``rows [N, BLOCK]``."""
-    # Head g * repeats + i is the i-th query head of group g.
-    head = np.arange(heads).reshape(groups, heads // groups)
-    queries = np.maximum(rows, 0)[:, None, None, :] * heads + head[:, :, None]
+    # Head g * repeats + i is the i-th query head of group g, behind which its key lies.
+    repeats = heads // groups
+    head = np.arange(heads).reshape(groups, repeats)
+    place = np.arange(groups * (repeats + 1)).reshape(groups, repeats + 1)[:, :-1]
+    queries = np.maximum(rows, 0)[:, None, None, :] * (heads + groups) + place[:, :, None]
     targets = np.where(rows < 0, tokens, rows)[:, None, :, None] * heads + head.T[:, None, :]
     nowhere = np.minimum(targets, tokens * heads)
     blocks = len(rows)

@@ -18,7 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nemo_aligner.models.attention import blocks
+from nemo_aligner.models import kernels
+from nemo_aligner.models.attention import blocks, compiled
 from nemo_aligner.models.attention import cpu as cpu_attention
 from nemo_aligner.models.attention.segments import Attend, PackedSegments, Scores, attend_by_scores
 from nemo_aligner.models.attention.varlen import takes_equal_heads, varlen_kernel, why_no_kernel
@@ -60,15 +61,39 @@ class PackedAttention(MegatronModule):
         # Only in training: in inference the choice of kernel must not depend on the pack.
         if learns and scores.window is not None and scores.window >= segments.max_kv_length:
             scores = replace(scores, window=None)
-        attend = _attention_for(query, scores, learns)
+        attend = _attention_for(query, scores)
         key, value = segments.with_cached(self.layer_number, key, value.squeeze(1))
-        return attend(query, key, value, segments, scores).flatten(1).unsqueeze(1)
+        return self._read(attend(query, key, value, segments, scores), segments)
+
+    def infer_on_cpu(self, turning: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
+        """Attend without gradients, with bits that the pack does not change.
+
+        Args:
+            turning: ``[T, groups, repeats + 1, c]``: of each group its query heads, then its key.
+            value: ``[T, groups, c]``.
+        """
+        has_kernel = compiled.can_attend(turning, self.scores)
+        turn = kernels.rotate if has_kernel and kernels.take(turning, 1) else rotate
+        turned = turn(turning, segments.cos, segments.sin)
+        out = (compiled if has_kernel else blocks).attend(
+            turned, value, self.layer_number, segments, self.scores
+        )
+        return self._read(out, segments)
+
+    def _read(self, attended: Tensor, segments: PackedSegments) -> Tensor:
+        """``[T, heads, c] -> [T, 1, heads * c]``."""
+        return attended.flatten(1).unsqueeze(1)
 
 
-def _attention_for(query: Tensor, scores: Scores, learns: bool) -> Attend:
-    """Choose the fastest kernel that fits; for inference on a CPU the batch invariant one."""
-    if query.is_cpu and not learns:
-        return blocks.attend
+class LastTokenAttention(PackedAttention):
+    """PackedAttention that returns the rows ``[R, 1, heads * c]`` at ``segments.last_token``."""
+
+    def _read(self, attended: Tensor, segments: PackedSegments) -> Tensor:
+        return super()._read(attended[segments.last_token], segments)
+
+
+def _attention_for(query: Tensor, scores: Scores) -> Attend:
+    """Choose the fastest kernel that fits."""
     if scores.soft_cap is None and query.is_cpu and scores.window is None:
         return _attend_on_cpu
     kernel = None

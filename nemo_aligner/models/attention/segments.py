@@ -98,9 +98,33 @@ class PackedSegments:
 
         Also stores in the pool what the pack is to leave there.
         """
-        if self.cached is None or self.pool is None:
+        kept = self.store(layer_number, key, value)
+        if kept is None or self.cached is None or not self.cached.lengths:
             return key, value
-        return self.pool.exchange(layer_number, key, value, self.cached)
+        taken = self.cached.taken
+        keys, values = (
+            torch.cat([pool.index_select(0, taken), own])
+            for pool, own in zip(kept, (key, value), strict=True)
+        )
+        return keys, values
+
+    def store(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Store in the pool what the pack of ``key``, ``value [T, groups, c]`` is to leave there.
+
+        Returns:
+            The layer's pooled keys and values ``[slots, groups, c]``; None if the pack uses none.
+        """
+        if self.cached is None or self.pool is None:
+            return None
+        use = self.cached
+        stored, slots = self.remembered(
+            "stored", lambda: (_in_place(use.stored), _in_place(use.slots))
+        )
+        kept = self.pool.layer(layer_number)
+        if use.stored.numel():
+            for pooled, own in zip(kept, (key, value), strict=True):
+                pooled[slots] = own.detach()[stored]
+        return kept
 
     @cached_property
     def all_lengths(self) -> tuple[int, ...]:
@@ -124,6 +148,13 @@ class PackedSegments:
             length + sum(self.all_lengths[number] for number in chain)
             for length, chain in zip(self.lengths, self.chains, strict=True)
         )
+
+
+def _in_place(rows: Tensor) -> Tensor | slice:
+    """``rows [n]`` as a slice if they follow one another and lie on the host; else themselves."""
+    if rows.is_cpu and rows.numel() and bool((rows.diff() == 1).all()):
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return rows
 
 
 def _keys_of(
@@ -205,27 +236,16 @@ class KeyValuePool:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        shape = (slots, groups, channels)
+        shape = (2, slots, groups, channels)
         self._layers = {
-            number: tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-            for number in layer_numbers
+            number: torch.empty(shape, dtype=dtype, device=device) for number in layer_numbers
         }
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.nbytes for layer in self._layers.values() for each in layer)
+        return sum(layer.nbytes for layer in self._layers.values())
 
-    def exchange(
-        self, layer_number: int, key: Tensor, value: Tensor, use: CacheUse
-    ) -> tuple[Tensor, Tensor]:
-        """Store tokens of ``[T, groups, c]``; return ``[C + T, groups, c]``, the cached first."""
-        keys, values = self._layers[layer_number]
-        return _exchange(keys, key, use), _exchange(values, value, use)
-
-
-def _exchange(kept: Tensor, fresh: Tensor, use: CacheUse) -> Tensor:
-    if use.stored.numel():
-        kept.index_copy_(0, use.slots, fresh.detach()[use.stored])
-    if not use.lengths:
-        return fresh
-    return torch.cat([kept.index_select(0, use.taken), fresh])
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[slots, groups, c]`` of a layer."""
+        keys, values = self._layers[number]
+        return keys, values

@@ -26,12 +26,16 @@ from nemo_aligner.models.reward_model import (
     GPTRewardModel,
     freeze_for_scoring,
     make_batch_invariant,
+    try_all_products,
 )
 from nemo_aligner.models.step import count_parts, gather_rewards, infer_in_parts
 from nemo_aligner.serving.engine.prefix_cache import CallPlan, PrefixCache
 from nemo_aligner.serving.protocols import ScoredRows, place_rows
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
+
+# Tokens of a text whose attention takes every way: see models/attention/blocks.py.
+_BEYOND_A_SPAN = 600
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,14 @@ class RewardScorer:
     def prefix_cache_bytes(self) -> int:
         """Bytes of the prefix cache on this rank."""
         return 0 if self._pool is None else self._pool.num_bytes
+
+    def warm_up(self) -> None:
+        """Compute once what the first texts would otherwise wait for; every rank calls it."""
+        try_all_products(self.model)
+        for tokens in (1, min(self.contract.seq_length, _BEYOND_A_SPAN)):
+            self.score_token_lists([[0] * tokens])
+        self.reset_cache()
+        self.counts = TokenCounts()
 
     def turn_end(self) -> TurnEnd | None:
         """Text that the contract's chat template writes after a reply."""

@@ -77,21 +77,21 @@ def compare(
 
 def after_failure(plain: RewardScorer, cached: RewardScorer, layout: ParallelLayout) -> float:
     """How far rewards are off where a call failed before all its keys were stored."""
-    exchange = KeyValuePool.exchange
+    layer = KeyValuePool.layer
     cached.reset_cache()
     assert cached._pool is not None
     for layer in cached._pool._layers.values():
         for each in layer:
             each.fill_(float("nan"))
 
-    def refuse(pool: KeyValuePool, layer_number: int, *arguments: Any) -> Any:
-        if layer_number == 2:
+    def refuse(pool: KeyValuePool, number: int) -> Any:
+        if number == 2:
             raise RuntimeError("out of memory")
-        return exchange(pool, layer_number, *arguments)
+        return layer(pool, number)
 
     texts = [[5, 6, 7] * 30, [8, 9] * 30]
     if layout.tp * layout.pp * layout.dp == 1:
-        KeyValuePool.exchange = refuse  # type: ignore[method-assign]
+        KeyValuePool.layer = refuse  # type: ignore[method-assign]
         try:
             cached.score_token_lists(texts)
         except RuntimeError:
@@ -99,7 +99,7 @@ def after_failure(plain: RewardScorer, cached: RewardScorer, layout: ParallelLay
         else:
             raise AssertionError("it was to fail")
         finally:
-            KeyValuePool.exchange = exchange  # type: ignore[method-assign]
+            KeyValuePool.layer = layer  # type: ignore[method-assign]
     else:
         # As if another rank had failed: what was planned is in no pool.
         cached._cache.plan([np.array(text) for text in texts])

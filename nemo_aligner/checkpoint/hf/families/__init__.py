@@ -10,6 +10,7 @@ from typing import Any
 
 from nemo_aligner.checkpoint.hf.families.base import Config, GgufFormat, ModelFamily, beside_llama
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2
+from nemo_aligner.checkpoint.hf.families.internlm import INTERNLM2
 from nemo_aligner.checkpoint.hf.families.llama import LLAMA, MISTRAL
 from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2, QWEN3
@@ -25,6 +26,7 @@ _BUILT_IN = (
     GEMMA,
     GEMMA2,
     NEMOTRON,
+    INTERNLM2,
 )
 _FAMILIES = {family.name: family for family in _BUILT_IN}
 _EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")

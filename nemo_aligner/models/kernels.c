@@ -1,0 +1,258 @@
+// Parts of a decoder layer for inference on a CPU, in fp32: attention, norm, rotation, activation.
+//
+// No row's arithmetic depends on what else is computed. The file is compiled for the processor that
+// it runs on, and any vector width will do.
+
+#include <math.h>
+#include <stdint.h>
+
+#if defined(__AVX512F__)
+enum { LANES = 16, VECTORS = 6, KEYS = 4 };
+#elif defined(__AVX__)
+enum { LANES = 8, VECTORS = 3, KEYS = 4 };
+#else
+enum { LANES = 4, VECTORS = 6, KEYS = 4 };
+#endif
+enum { ROWS = 96, TILE = 64, MOST_CHANNELS = 256 };
+
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t ints __attribute__((vector_size(LANES * 4)));
+typedef float unaligned __attribute__((vector_size(LANES * 4), aligned(4)));
+
+static inline vec load(const float *from) { return *(const unaligned *)from; }
+
+static inline void store(float *to, vec value) { *(unaligned *)to = value; }
+
+static inline vec select_(ints mask, vec yes, vec no) {
+    return (vec)((mask & (ints)yes) | (~mask & (ints)no));
+}
+
+// exp(x) to 1 unit in the last place, 0 below -87, NaN of NaN: 2^n times Cephes' polynomial of the
+// rest.
+static inline vec exponential(vec x) {
+    const vec shift = (vec){} + 12582912.0f;
+    vec clamped = select_(x < -87.0f, (vec){} - 87.0f, x);
+    clamped = select_(clamped > 88.0f, (vec){} + 88.0f, clamped);
+    vec n = clamped * 1.44269504f + shift;
+    n -= shift;
+    vec r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    vec power = (vec)((__builtin_convertvector(n, ints) + 127) << 23);
+    return select_(x < -87.0f, (vec){}, p * power);
+}
+
+// Causal attention of packed sequences.
+//
+// A row is a query head at a position. Each lane of a vector is a row of its own, and a row takes
+// the keys of its sequence in order, in tiles that begin at multiples of TILE. Softmax is online
+// over the tiles (FlashAttention, Dao et al. 2022).
+
+typedef struct {
+    const float *pool, *own; // keys or values: kept ones, and those of the pack
+    int64_t pool_token, pool_group, own_token, own_group; // strides in floats
+} Source;
+
+typedef struct {
+    int32_t row, count, position, keys; // first token in the pack, tokens, its position, its keys
+} Item;
+
+// scores[j][row] = sum over channels of keys[j][c] * query[c][row], KEYS keys at a time.
+static inline void multiply_keys(
+    const float query[][ROWS], const float *const *keys, int count, int channels, float scores[][ROWS]
+) {
+    for (int first = 0; first < ROWS; first += VECTORS * LANES) {
+        for (int j = 0; j < count; j += KEYS) {
+            vec sums[KEYS][VECTORS] = {};
+            for (int c = 0; c < channels; c++) {
+                const vec *q = (const vec *)(query[c] + first);
+#pragma GCC unroll 8
+                for (int k = 0; k < KEYS; k++)
+#pragma GCC unroll 8
+                    for (int v = 0; v < VECTORS; v++) sums[k][v] += keys[j + k][c] * q[v];
+            }
+#pragma GCC unroll 8
+            for (int k = 0; k < KEYS; k++)
+#pragma GCC unroll 8
+                for (int v = 0; v < VECTORS; v++)
+                    ((vec *)(scores[j + k] + first))[v] = sums[k][v];
+        }
+    }
+}
+
+// out[c][row] += sum over keys of values[j][c] * weights[j][row].
+static inline void multiply_values(
+    const float weights[][ROWS], const float *const *values, int count, int channels, float out[][ROWS]
+) {
+    for (int first = 0; first < ROWS; first += VECTORS * LANES) {
+        for (int c = 0; c < channels; c += KEYS) {
+            vec sums[KEYS][VECTORS];
+#pragma GCC unroll 8
+            for (int k = 0; k < KEYS; k++)
+#pragma GCC unroll 8
+                for (int v = 0; v < VECTORS; v++) sums[k][v] = ((vec *)(out[c + k] + first))[v];
+            for (int j = 0; j < count; j++) {
+                const vec *w = (const vec *)(weights[j] + first);
+#pragma GCC unroll 8
+                for (int k = 0; k < KEYS; k++)
+#pragma GCC unroll 8
+                    for (int v = 0; v < VECTORS; v++) sums[k][v] += values[j][c + k] * w[v];
+            }
+#pragma GCC unroll 8
+            for (int k = 0; k < KEYS; k++)
+#pragma GCC unroll 8
+                for (int v = 0; v < VECTORS; v++) ((vec *)(out[c + k] + first))[v] = sums[k][v];
+        }
+    }
+}
+
+// Turns a tile's scores into weights; what was summed before is scaled to the new maximum.
+static inline void weigh(
+    float scores[][ROWS], int count, int channels, float *most, float *total, float out[][ROWS]
+) {
+    for (int first = 0; first < ROWS; first += LANES) {
+        vec *known = (vec *)(most + first), *sum = (vec *)(total + first), top = *known;
+        for (int j = 0; j < count; j++) {
+            vec s = *(vec *)(scores[j] + first);
+            top = select_(s > top, s, top);
+        }
+        // A row that has seen no key yet has no maximum.
+        vec base = select_(top > -INFINITY, top, (vec){});
+        vec kept = exponential(*known - base), added = {};
+        for (int j = 0; j < count; j++) {
+            vec *s = (vec *)(scores[j] + first);
+            *s = exponential(*s - base);
+            added += *s;
+        }
+        *sum = *sum * kept + added;
+        *known = top;
+        for (int c = 0; c < channels; c++) *(vec *)(out[c] + first) *= kept;
+    }
+}
+
+static inline const float *row_of(const Source *from, int32_t row, int group) {
+    return row >= 0 ? from->own + row * from->own_token + group * from->own_group
+                    : from->pool + ~row * from->pool_token + group * from->pool_group;
+}
+
+static void attend_item(
+    const float *query, int64_t query_token, int width, const Source *keys, const Source *values,
+    float *out, int groups, int repeats, int channels, float scale, int window, const Item *item,
+    const int32_t *rows, int group
+) {
+    float turned[MOST_CHANNELS][ROWS] __attribute__((aligned(64)));
+    float sums[MOST_CHANNELS][ROWS] __attribute__((aligned(64)));
+    float scores[TILE][ROWS] __attribute__((aligned(64)));
+    float most[ROWS] __attribute__((aligned(64))), total[ROWS] __attribute__((aligned(64)));
+    int32_t positions[ROWS] __attribute__((aligned(64)));
+    for (int row = 0; row < ROWS; row++) {
+        int token = row / repeats, head = row % repeats;
+        int used = token < item->count;
+        const float *q = query + (item->row + (used ? token : 0)) * query_token + (group * width + head) * channels;
+        for (int c = 0; c < channels; c++) {
+            turned[c][row] = q[c] * scale;
+            sums[c][row] = 0;
+        }
+        positions[row] = item->position + (used ? token : 0);
+        most[row] = -INFINITY;
+        total[row] = 0;
+    }
+    int last = item->position + item->count;
+    int start = item->position - window + 1;
+    start = start > 0 ? start / TILE * TILE : 0;
+    for (; start < last; start += TILE) {
+        const float *tile_keys[TILE], *tile_values[TILE];
+        int count = last - start < TILE ? last - start : TILE;
+        int filled = (count + KEYS - 1) / KEYS * KEYS;
+        for (int j = 0; j < filled; j++) {
+            int32_t row = rows[item->keys + start + (j < count ? j : count - 1)];
+            tile_keys[j] = row_of(keys, row, group);
+            tile_values[j] = row_of(values, row, group);
+        }
+        multiply_keys(turned, tile_keys, filled, channels, scores);
+        if (start + count > item->position + 1 || start <= last - 1 - window) {
+            for (int j = 0; j < count; j++)
+                for (int first = 0; first < ROWS; first += LANES) {
+                    ints behind = *(ints *)(positions + first) - (start + j);
+                    vec *s = (vec *)(scores[j] + first);
+                    *s = select_((behind >= 0) & (behind < window), *s, (vec){} - INFINITY);
+                }
+        }
+        weigh(scores, count, channels, most, total, sums);
+        multiply_values(scores, tile_values, count, channels, sums);
+    }
+    for (int row = 0; row < item->count * repeats; row++) {
+        int token = item->row + row / repeats, head = group * repeats + row % repeats;
+        float *to = out + ((int64_t)token * groups * repeats + head) * channels;
+        for (int c = 0; c < channels; c++) to[c] = sums[c][row] / total[row];
+    }
+}
+
+// query [T, groups, width, channels], of which the first repeats are heads; out [T, heads, channels].
+void attend(
+    const float *query, int64_t query_token, int width, const Source *keys, const Source *values,
+    float *out, int groups, int repeats, int channels, float scale, int window, const Item *items,
+    int count, const int32_t *rows, int threads
+) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int work = 0; work < count * groups; work++)
+        attend_item(query, query_token, width, keys, values, out, groups, repeats, channels, scale,
+                    window, items + work / groups, rows, work % groups);
+}
+
+// Pointwise parts of a layer; widths are multiples of 16, rows lie one after the other.
+
+// out = x / sqrt(mean(x^2) + eps) * weight.
+void rms_norm(
+    const float *x, const float *weight, float *out, int64_t rows, int width, float eps, int threads
+) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *from = x + row * width;
+        vec squares = {};
+        for (int i = 0; i < width; i += LANES) squares += load(from + i) * load(from + i);
+        float sum = 0;
+        for (int lane = 0; lane < LANES; lane++) sum += squares[lane];
+        float scale = 1.0f / sqrtf(sum / width + eps);
+        for (int i = 0; i < width; i += LANES)
+            store(out + row * width + i, load(from + i) * scale * load(weight + i));
+    }
+}
+
+// x [rows, 2 width], gate first, -> out [rows, width] = silu(gate) * linear.
+void gated_silu(const float *x, float *out, int64_t rows, int width, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *gates = x + row * 2 * width;
+        for (int i = 0; i < width; i += LANES) {
+            vec gate = load(gates + i);
+            vec silu = gate / (exponential(-gate) + 1.0f);
+            store(out + row * width + i, silu * load(gates + width + i));
+        }
+    }
+}
+
+// x [rows, groups, heads, channels] with strides in floats -> out, contiguous: channel i of the
+// first 2 half is rotated with channel i + half by cos and sin [rows, half].
+void rotate(
+    const float *x, int64_t x_row, int64_t x_group, const float *cos, const float *sin, float *out,
+    int64_t rows, int groups, int heads, int channels, int half, int threads
+) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; row++)
+        for (int head = 0; head < groups * heads; head++) {
+            const float *from = x + row * x_row + head / heads * x_group + head % heads * channels;
+            const float *c = cos + row * half, *s = sin + row * half;
+            float *to = out + (row * groups * heads + head) * channels;
+            for (int i = 0; i < half; i++) {
+                float first = from[i], second = from[i + half];
+                to[i] = first * c[i] - second * s[i];
+                to[i + half] = second * c[i] + first * s[i];
+            }
+            for (int i = 2 * half; i < channels; i++) to[i] = from[i];
+        }
+}

@@ -1,0 +1,130 @@
+"""Parts of a layer for inference on a CPU in fp32: kernels.c, compiled when it is first needed.
+
+torch makes several passes over memory for what one can do, and its attention multiplies by MKL,
+which does not use AVX-512 on processors of other makers than Intel. Without a C compiler torch
+computes all of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "NEMO_ALIGNER_COMPILE"
+"""Environment variable: 0 leaves all to torch."""
+
+_OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fPIC")
+# The arguments of each function: pointers, int64, int32 and floats; the number of threads is last.
+_ARGUMENTS = {
+    "attend": "plipppiiifipipi",
+    "rms_norm": "ppplifi",
+    "gated_silu": "pplii",
+    "rotate": "pllpppliiiii",
+}
+_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+_LANES = 16  # of the widest vector
+
+
+def take(
+    x: Tensor, multiple: int = _LANES, dtypes: Collection[torch.dtype] = (torch.float32,)
+) -> bool:
+    """Tell if the kernels compute ``x [..., c]``: without gradients, and if they can be had.
+
+    Args:
+        multiple: of which c has to be one.
+        dtypes: that the caller can make fp32 of.
+    """
+    fits = x.is_cpu and x.dtype in dtypes and x.size(-1) % multiple == 0
+    return fits and not torch.is_grad_enabled() and _library() is not None
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of kernels.c with torch's number of threads."""
+    getattr(_library(), name)(*arguments, torch.get_num_threads())
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute ``layers.rms_norm`` of ``x [..., c]`` and ``weight [c]``."""
+    x = x.contiguous()
+    out, width = torch.empty_like(x), x.size(-1)
+    rows = x.numel() // width
+    call("rms_norm", x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps)
+    return out
+
+
+def gated_silu(x: Tensor) -> Tensor:
+    """Compute ``layers.gated_silu`` of ``x [..., 2 f]`` -> ``[..., f]``."""
+    x = x.contiguous()
+    out = x.new_empty(*x.shape[:-1], x.size(-1) // 2)
+    width = out.size(-1)
+    call("gated_silu", x.data_ptr(), out.data_ptr(), out.numel() // width, width)
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Compute ``layers.rotate`` of ``x [T, groups, heads, c]``, whose heads are contiguous."""
+    out = x.new_empty(x.shape)
+    (rows, groups, heads, channels), half = x.shape, cos.size(-1)
+    addresses = (each.data_ptr() for each in (cos, sin, out))
+    strides = x.stride()[:2]
+    call("rotate", x.data_ptr(), *strides, *addresses, rows, groups, heads, channels, half)
+    return out
+
+
+@cache
+def _library() -> Any:
+    """The compiled file, once that has been tried; None if it cannot be had."""
+    if os.environ.get(SWITCH) == "0":
+        return None
+    try:
+        library = _compile()
+    except (OSError, subprocess.SubprocessError) as error:
+        why = getattr(error, "stderr", None) or error
+        logger.info("kernels.c was not compiled, so scoring is slower on this CPU: %s", why)
+        return None
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = [_TYPES[each] for each in arguments], None
+    return library
+
+
+def _compile() -> ctypes.CDLL:
+    """Compile kernels.c for this processor and load it; its threads are those of torch."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    if shutil.which(compiler[0]) is None:
+        raise FileNotFoundError(f"found no C compiler {compiler[0]}")
+    ctypes.CDLL(_openmp_of_torch(), mode=ctypes.RTLD_GLOBAL)
+    source = Path(__file__).with_suffix(".c")
+    with tempfile.TemporaryDirectory(prefix="nemo_kernels_") as folder:
+        compiled, library = Path(folder, "kernels.o"), Path(folder, "kernels.so")
+        # Linked without OpenMP: a second one would have threads of its own.
+        for command in (
+            [*compiler, *_OPTIONS, "-c", str(source), "-o", str(compiled)],
+            [*compiler, "-shared", str(compiled), "-o", str(library), "-lm"],
+        ):
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        return ctypes.CDLL(str(library))
+
+
+def _openmp_of_torch() -> str:
+    """Path of the OpenMP library whose threads compute torch's operations."""
+    loaded = Path("/proc/self/maps").read_text().splitlines()
+    found = {line.split()[-1] for line in loaded if re.search(r"/lib[gi]omp[^/]*$", line)}
+    if not found:
+        raise FileNotFoundError("found no OpenMP that torch has loaded")
+    return min(found, key=lambda path: str(Path(torch.__file__).parent) not in path)

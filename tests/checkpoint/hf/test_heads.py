@@ -1,0 +1,486 @@
+"""Reward heads of every layout: rewards of the source, kept by evaluation, training and export."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+import nemo_aligner as na
+from nemo_aligner.api.reward_model import release_models
+from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.utils.errors import CheckpointError
+from tests import tiny
+from tests.checkpoint.hf.exporting import (
+    check_refused,
+    config_edits,
+    config_of,
+    convert,
+    edit,
+    edit_tensors,
+)
+from tests.checkpoint.refusals import overwrite
+from tests.families import write_hf_checkpoint
+
+HIDDEN = tiny.SHAPE["hidden_size"]
+NAMES = ("helpfulness", "verbosity")
+PAIRS = [
+    {"prompt": "why", "chosen": "thank you", "rejected": "the cat sings"},
+    {"prompt": "who sleeps", "chosen": "a bird sleeps", "rejected": "no"},
+    {"prompt": "what", "chosen": "stone", "rejected": "yes please"},
+    {"prompt": "the river", "chosen": "is blue", "rejected": "is quick"},
+]
+RATINGS = [
+    {"prompt": pair["prompt"], "response": pair["chosen"], NAMES[0]: 3, NAMES[1]: number}
+    for number, pair in enumerate(PAIRS)
+]
+TEXTS = [tiny.chat(pair["prompt"], pair[side]) for side in ("chosen", "rejected") for pair in PAIRS]
+SETTINGS: dict[str, Any] = {
+    "model.data.seq_length": 256,
+    "model.data.allow_prompt_overlap": True,
+    "model.micro_batch_tokens": 512,
+    "model.global_batch_size": len(PAIRS),
+    "model.optim.lr": 1e-3,
+    "trainer.rm.max_epochs": 2,
+    "exp_manager.create_tensorboard_logger": False,
+}
+REGRESSION = {
+    "model.reward_model_type": "regression",
+    "model.regression.attributes": list(NAMES),
+}
+Reward = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+
+
+def linear(hidden: Tensor, tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """A layer ``name`` of torch, with a bias if it has one."""
+    return hidden @ tensors[f"{name}.weight"].T + tensors.get(f"{name}.bias", torch.zeros(1))
+
+
+def one_layer(name: str) -> Reward:
+    return lambda hidden, tensors: linear(hidden, tensors, name)
+
+
+def two_layers(first: str, last: str) -> Reward:
+    return lambda hidden, tensors: linear(linear(hidden, tensors, first).relu(), tensors, last)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout: its tensors beside a decoder, and its reward from the last token's hidden state.
+
+    Attributes:
+        sizes: of its tensors, by name.
+        reward: as the code that is named above the case computes it.
+        said: by the conversion.
+        architecture: in its ``config.json``.
+        exported: ``architectures`` of its export.
+        body: see ``tests/families.py``.
+        file: where its tensors are.
+    """
+
+    sizes: dict[str, tuple[int, ...]]
+    reward: Reward
+    said: str
+    architecture: str
+    exported: str = "LlamaForSequenceClassification"
+    config: dict[str, Any] = field(default_factory=dict)
+    outputs: int = 1
+    body: str = "llama"
+    file: str = "model.safetensors"
+
+
+CASES = {
+    # transformers: GenericForSequenceClassification
+    "score": Case(
+        {"score.weight": (1, HIDDEN)},
+        one_layer("score"),
+        "head: score (linear; as of ForSequenceClassification",
+        "LlamaForSequenceClassification",
+    ),
+    "score with a bias": Case(
+        {"score.weight": (1, HIDDEN), "score.bias": (1,)},
+        one_layer("score"),
+        "head: score (linear with bias; as of",
+        "LlamaForSequenceClassification",
+    ),
+    "score of two outputs with biases": Case(
+        {"score.weight": (2, HIDDEN), "score.bias": (2,)},
+        one_layer("score"),
+        "reward model of helpfulness, verbosity",
+        "LlamaForSequenceClassification",
+        config={"id2label": dict(enumerate(NAMES))},
+        outputs=2,
+    ),
+    # vLLM: model_executor/models/qwen2_rm.py, after Qwen2.5-Math-RM-72B's modeling_qwen2_rm.py
+    "Qwen2ForRewardModel": Case(
+        {
+            "score.0.weight": (HIDDEN, HIDDEN),
+            "score.0.bias": (HIDDEN,),
+            "score.2.weight": (1, HIDDEN),
+            "score.2.bias": (1,),
+        },
+        two_layers("score.0", "score.2"),
+        "head: score.2 (two layers of 64 with bias; as of Qwen2ForRewardModel",
+        "Qwen2ForRewardModel",
+        "Qwen2ForRewardModel",
+        body="qwen2",
+    ),
+    # reward-bench: rewardbench/models/inform.py
+    "INF-ORM": Case(
+        {
+            "score.0.weight": (HIDDEN, HIDDEN),
+            "score.0.bias": (HIDDEN,),
+            "score.2.weight": (1, HIDDEN),
+            "score.2.bias": (1,),
+        },
+        two_layers("score.0", "score.2"),
+        "head: score.2 (two layers of 64 with bias; as of Qwen2ForRewardModel, INF-ORM)",
+        "INFORMForSequenceClassification",
+        "LlamaForRewardModel",
+    ),
+    # TRL 0.11: trl/models/modeling_value_head.py, ValueHead; it has a bias, and dropout in training
+    "TRL's value head": Case(
+        {"v_head.summary.weight": (1, HIDDEN), "v_head.summary.bias": (1,)},
+        one_layer("v_head.summary"),
+        "head: v_head.summary (linear with bias; as of TRL's value head",
+        "LlamaForCausalLM",
+        body="llama_untied",
+    ),
+    # LLaMA-Factory: src/llamafactory/model/model_utils/valuehead.py, train/rm/trainer.py
+    "LLaMA-Factory's file": Case(
+        {"v_head.summary.weight": (1, HIDDEN), "v_head.summary.bias": (1,)},
+        one_layer("v_head.summary"),
+        "head: v_head.summary (linear with bias; as of TRL's value head, LLaMA-Factory)",
+        "Qwen3ForCausalLM",
+        "Qwen3ForSequenceClassification",
+        body="qwen3",
+        file="value_head.safetensors",
+    ),
+    # reward-bench: rewardbench/models/grm.py
+    "GRM": Case(
+        {
+            "v_head.summary.0.weight": (32, HIDDEN),
+            "v_head.summary.0.bias": (32,),
+            "v_head.summary.2.weight": (1, 32),
+            "v_head.summary.2.bias": (1,),
+        },
+        two_layers("v_head.summary.0", "v_head.summary.2"),
+        "head: v_head.summary.2 (two layers of 32 with bias; as of GRM)",
+        "GRewardModel",
+        "Gemma2ForRewardModel",
+        body="gemma2",
+    ),
+    # OpenRLHF: openrlhf/models/model.py; without --normalize_reward mean and std are not applied
+    "OpenRLHF": Case(
+        {"the_head.weight": (1, HIDDEN)},
+        one_layer("the_head"),
+        "head: the_head (linear; as of OpenRLHF)",
+        "RewardModel",
+        config={"value_head_prefix": "the_head", "mean": 0.25, "std": 1.5},
+    ),
+    # UltraRM's and Eurus-RM's model cards: LlamaRewardModel, EurusRewardModel
+    "regression_head": Case(
+        {"regression_head.weight": (1, HIDDEN)},
+        one_layer("regression_head"),
+        "head: regression_head (linear; as of UltraRM, Eurus-RM)",
+        "EurusRewardModel",
+        "MistralForSequenceClassification",
+        body="mistral_untied_window",
+    ),
+}
+
+
+def draw(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {name: torch.randn(size, generator=generator) * 0.3 for name, size in sizes.items()}
+
+
+def write(case: Case, folder: Path) -> dict[str, Tensor]:
+    """Write a decoder with the head of ``case``, and return the head."""
+    write_hf_checkpoint(folder, case.body)
+    head = draw(case.sizes)
+    if case.file == "model.safetensors":
+        edit_tensors(folder, head)
+    else:
+        save_file(head, folder / case.file)
+    edit(folder, architectures=[case.architecture], pad_token_id=0, **case.config)
+    return head
+
+
+def token_lists(tokenizer: Any) -> list[Tensor]:
+    """Token ids ``[1, T]`` of every text, by the chat template of the folder."""
+    written = [tokenizer.apply_chat_template(text, tokenize=False) for text in TEXTS]
+    return [torch.tensor([tokenizer(each, add_special_tokens=False).input_ids]) for each in written]
+
+
+def hidden_of(folder: Path) -> Tensor:
+    """Hidden states ``[N, hidden]`` of the last token of every text, by transformers."""
+    body = AutoModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        lists = token_lists(AutoTokenizer.from_pretrained(folder))
+        return torch.stack([body(ids).last_hidden_state[0, -1] for ids in lists])
+
+
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    yield
+    release_models()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_head_has_the_rewards_of_its_source_and_is_kept(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    head = write(case, tmp_path / "hf")
+    wanted = case.reward(hidden_of(tmp_path / "hf"), head).numpy()
+    assert wanted.std(axis=0).min() > 0.1
+
+    said = str(convert(tmp_path / "hf", tmp_path / "rm.nemo"))
+    assert case.said in said
+    assert "reads the last token of a text, kept" in said
+    close = partial(np.testing.assert_allclose, desired=wanted, atol=1e-5)
+    ours = na.RewardModel.from_pretrained(tmp_path / "rm.nemo")
+    close(ours.score(TEXTS))
+    with na.RewardModel.from_pretrained(hf_model=tmp_path / "hf") as theirs:
+        close(theirs.score(TEXTS))
+
+    chosen, rejected = np.split(wanted, 2)
+    records, settings, loss = PAIRS, {}, float(np.logaddexp(0, rejected - chosen).mean())
+    if case.outputs == 1:
+        metrics = ours.evaluate(PAIRS).metrics
+        assert metrics["reward_chosen_mean"] == pytest.approx(chosen.mean(), abs=1e-5)
+        assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
+    else:
+        records, settings = RATINGS, REGRESSION
+        labels = [[rating[name] for name in NAMES] for rating in RATINGS]
+        loss = float(((chosen - np.array(labels)) ** 2).mean())
+    if "mean" in case.config:
+        contract = ours.contract()
+        assert (contract.reward_mean, contract.reward_std) == ((0.25,), (1.5,))
+    logged: dict[str, float] = {}
+    trained = na.train(
+        tmp_path / "rm.nemo",
+        records,
+        validation=records,
+        output=tmp_path / "run",
+        # What was logged first stays.
+        callback=lambda progress: logged.update({**progress.metrics, **logged}),
+        **SETTINGS,
+        **settings,
+    )
+    assert logged["train/loss"] == pytest.approx(loss, rel=1e-4)
+    after = trained.score(TEXTS)
+    assert np.abs(after - wanted).max() > 1e-3
+    trained.export(tmp_path / "out")
+    assert config_of(tmp_path / "out")["architectures"] == [case.exported]
+    with na.RewardModel.from_pretrained(hf_model=tmp_path / "out") as theirs:
+        np.testing.assert_allclose(theirs.score(TEXTS), after, atol=1e-4)
+    convert(tmp_path / "out", tmp_path / "again.nemo")
+    again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
+    np.testing.assert_allclose(again.score(TEXTS), after, atol=1e-5)
+
+
+def test_head_that_is_not_alone_or_reads_no_text_is_refused(tmp_path: Path) -> None:
+    write(CASES["score"], tmp_path / "hf")
+    other = {"score.0.weight": torch.ones(8, HIDDEN), "score.2.weight": torch.ones(1, 8)}
+    half = {"score.weight": None, "score.2.weight": torch.ones(1, 8)}
+    damages = [
+        (partial(edit_tensors, changes=other), "got several reward heads: score, score.2; wanted"),
+        (partial(edit_tensors, changes=half), r"score\.2\.weight: got it without score\.0\.weight"),
+        (overwrite("value_head.bin", "a pickle"), "got a pickled reward head, which is not read"),
+        *config_edits(
+            ({"value_head_prefix": "a.b"}, "value_head_prefix: got 'a.b', wanted a layer's name"),
+            ({"architectures": ["LlamaForTokenClassification"]}, "reads every step or token"),
+            ({"architectures": ["Qwen2ForProcessRewardModel"]}, "reads every step or token"),
+        ),
+    ]
+    check_refused(tmp_path / "hf", damages)
+    unknown = [(lambda folder: None, "head: got 'value', wanted one of none, lm_head:ROW, ")]
+    check_refused(tmp_path / "hf", unknown, head="value")
+    edit_tensors(tmp_path / "hf", other)
+    said = str(convert(tmp_path / "hf", tmp_path / "two.nemo", head="score.2"))
+    assert "head: score.2 (two layers of 8; as of" in said
+    assert said.splitlines()[1].endswith("kept; left out: score.weight")
+    body = convert(tmp_path / "hf", tmp_path / "base.nemo", head="none")
+    assert body.contract is None
+    assert "head: none as asked; left out: score.0.weight, score.2.weight, score.weight" in str(
+        body
+    )
+    with open_nemo(tmp_path / "base.nemo") as folder:
+        assert not [name for name in folder.tensors if name.startswith("rm_head")]
+
+
+# Jinja of the prompt that Qwen3-Reranker's card writes around a query and a document.
+RERANKER = (
+    "<|im_start|>system\nJudge.<|im_end|>\n<|im_start|>user\n<Query>: {{ messages[0].content }}"
+    "\n<Document>: {{ messages[1].content }}<|im_end|>\n<|im_start|>assistant\n"
+)
+# The choice, or what a config names; the body; and the reward from the logits of all tokens.
+ROWS: dict[str, tuple[str | None, dict[str, Any], str, Callable[[Tensor, Any], Tensor]]] = {
+    # Llama-3.1-Nemotron-70B-Reward-HF's card: the first score of the first generated token
+    "row 0": ("lm_head:0", {}, "llama_untied", lambda logits, token: logits[..., 0]),
+    # Qwen3-Reranker's card: log odds of the softmax of two tokens' logits. The tiny vocabulary has
+    # no "yes" and "no".
+    "y less n": (
+        "lm_head:y,n",
+        {},
+        "qwen3",
+        lambda logits, token: torch.logit(
+            logits[..., [token("n"), token("y")]].double().softmax(dim=-1)[..., 1]
+        ).float(),
+    ),
+    # vLLM: model_executor/models/adapters.py, load_weights_using_from_2_way_softmax
+    "classifier_from_token": (
+        None,
+        {"classifier_from_token": ["n", "y"], "method": "from_2_way_softmax"},
+        "qwen3_untied",
+        lambda logits, token: logits[..., token("y")] - logits[..., token("n")],
+    ),
+    # vLLM: the same file, load_weights_no_post_processing
+    "one token": (
+        None,
+        {"classifier_from_token": ["1"], "method": "no_post_processing", "num_labels": 2},
+        "gemma",
+        lambda logits, token: logits[..., token("1")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_head_of_rows_has_the_logits_of_the_output_layer(name: str, tmp_path: Path) -> None:
+    choice, config, body, reward = ROWS[name]
+    write_hf_checkpoint(tmp_path / "hf", body)
+    (tmp_path / "hf" / "chat_template.jinja").write_text(RERANKER)
+    edit(tmp_path / "hf", **config)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    wanted = []
+    for ids in token_lists(tokenizer):
+        with torch.no_grad():
+            wanted.append(reward(model(ids).logits[0, -1], tokenizer.convert_tokens_to_ids))
+    summary = convert(tmp_path / "hf", tmp_path / "rm.nemo", head=choice)
+    assert "minus row" in summary.head or name in ("row 0", "one token")
+    assert "reads the last token of a text, kept" in summary.head
+    close = partial(np.testing.assert_allclose, desired=np.array(wanted)[:, None], atol=1e-4)
+    ours = na.RewardModel.from_pretrained(tmp_path / "rm.nemo")
+    close(ours.score(TEXTS))
+    options = {} if choice is None else {"source.head": choice}
+    with na.RewardModel.from_pretrained(hf_model=tmp_path / "hf", **options) as theirs:
+        close(theirs.score(TEXTS))
+    ours.export(tmp_path / "out")
+    with na.RewardModel.from_pretrained(hf_model=tmp_path / "out") as theirs:
+        close(theirs.score(TEXTS))
+
+
+def test_head_of_rows_that_are_no_logits_is_refused(tmp_path: Path) -> None:
+    write_hf_checkpoint(tmp_path / "llama", "llama_untied")
+    write_hf_checkpoint(tmp_path / "gemma2", "gemma2")
+    rows = tiny.SHAPE["vocab_size"]
+    for source, choice, config, said in (
+        ("llama", "lm_head:", {}, "wanted lm_head:ROW or lm_head:ROW,ROW"),
+        ("llama", "lm_head:0,1,2", {}, "wanted lm_head:ROW or lm_head:ROW,ROW"),
+        ("llama", f"lm_head:{rows}", {}, f"lm_head.weight: got {rows} rows, wanted row {rows}"),
+        ("llama", "lm_head:thank the", {}, "token 'thank the': got 6 tokens for it, wanted one"),
+        ("llama", None, {"classifier_from_token": ["a", "b", "c"]}, "wanted two tokens with"),
+        ("gemma2", "lm_head:0", {}, "final_logit_softcapping: got 30.0, so its logits are no"),
+    ):
+        edit(tmp_path / source, **{"classifier_from_token": None, **config})
+        with pytest.raises(CheckpointError) as caught:
+            convert(tmp_path / source, tmp_path / "rm.nemo", head=choice)
+        assert said in str(caught.value), str(caught.value)
+
+
+def internlm_names(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """A Llama's tensors as modeling_internlm2.py of InternLM2's reward models names and fuses them.
+
+    It splits the rows of ``wqkv`` into groups of some queries, a key and a value.
+    """
+    outside = {
+        "model.embed_tokens.weight": "model.tok_embeddings.weight",
+        "model.norm.weight": "model.norm.weight",
+        "lm_head.weight": "output.weight",
+    }
+    inside = {
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    groups, width = tiny.SHAPE["num_key_value_heads"], HIDDEN // tiny.SHAPE["num_attention_heads"]
+    yield from ((name, tensors[theirs]) for theirs, name in outside.items())
+    for layer in range(tiny.SHAPE["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for theirs, name in inside.items():
+            yield f"{prefix}{name}.weight", tensors[f"{prefix}{theirs}.weight"]
+        parts = [
+            tensors[f"{prefix}self_attn.{part}_proj.weight"].view(groups, -1, width, HIDDEN)
+            for part in "qkv"
+        ]
+        yield f"{prefix}attention.wqkv.weight", torch.cat(parts, dim=1).reshape(-1, HIDDEN)
+
+
+def test_head_of_internlm2_reads_the_reward_token(tmp_path: Path) -> None:
+    """As get_score of that modeling_internlm2.py: its token is behind the rendered conversation."""
+    write_hf_checkpoint(tmp_path / "llama", "llama_untied")
+    theirs = dict(internlm_names(load_file(tmp_path / "llama/model.safetensors")))
+    head = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(5)) * 0.3
+    token_id = 0
+    shutil.copytree(tmp_path / "llama", tmp_path / "hf")
+    save_file(
+        {**theirs, "v_head.weight": head}, tmp_path / "hf/model.safetensors", {"format": "pt"}
+    )
+    edit(
+        tmp_path / "hf",
+        architectures=["InternLM2ForRewardModel"],
+        model_type="internlm2",
+        bias=False,
+        rope_scaling={"type": "dynamic", "factor": 2.0},
+        reward_token_id=token_id,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "llama")
+    body = AutoModel.from_pretrained(tmp_path / "llama").eval()
+    raw = tokenizer("the cat sings", add_special_tokens=False, return_tensors="pt").input_ids
+    lists = [*token_lists(tokenizer), raw]
+    with torch.no_grad():
+        ends = [body(F.pad(ids, (0, 1), value=token_id)).last_hidden_state[0, -1] for ids in lists]
+    wanted = (torch.stack(ends) @ head.T).numpy()
+
+    summary = convert(tmp_path / "hf", tmp_path / "rm.nemo")
+    said = "v_head (linear; as of InternLM2ForRewardModel), reads token 0, which is appended to a "
+    assert summary.head.startswith(said)
+    ours = na.RewardModel.from_pretrained(tmp_path / "rm.nemo")
+    np.testing.assert_allclose(ours.score([*TEXTS, "the cat sings"]), wanted, atol=1e-5)
+    trained = na.train(
+        tmp_path / "rm.nemo", PAIRS, validation=PAIRS, output=tmp_path / "run", **SETTINGS
+    )
+    assert trained.contract().reward_token_id == token_id
+    after = trained.score([*TEXTS, "the cat sings"])
+    assert np.abs(after - wanted).max() > 1e-3
+    trained.export(tmp_path / "exported")
+    assert config_of(tmp_path / "exported")["architectures"] == ["LlamaForSequenceClassification"]
+    with na.RewardModel.from_pretrained(hf_model=tmp_path / "exported") as exported:
+        np.testing.assert_allclose(exported.score([*TEXTS, "the cat sings"]), after, atol=1e-4)
+    written = AutoTokenizer.from_pretrained(tmp_path / "exported").apply_chat_template(
+        TEXTS[0], tokenize=False
+    )
+    assert written.endswith("<|endoftext|>")
+    again = convert(tmp_path / "exported", tmp_path / "again.nemo")
+    assert again.contract == trained.contract()
+    refused = [
+        (partial(edit, reward_token_id=400), "reward_token_id: got 400, wanted a token of"),
+        (partial(edit, reward_token_id="a"), "reward_token_id: got 'a', wanted a token's id"),
+        (partial(edit, bias=True), "bias: got True, which is not supported"),
+    ]
+    check_refused(tmp_path / "hf", refused)
