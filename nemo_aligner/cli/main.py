@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import re
 import sys
@@ -45,8 +46,11 @@ _EXTRAS = {
 def run_verb(run: Run, options: argparse.Namespace) -> int:
     """The exit code of ``run``: 1 after an error, which one rank tells, 130 after Ctrl-C.
 
-    ``--debug`` adds the traceback.
+    ``--debug`` adds the traceback, and those of the requests that a server refuses.
     """
+    if options.debug:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("nemo_aligner.serving.failures").setLevel(logging.DEBUG)
     try:
         with _errors_name_flags(options):
             return run(options)

@@ -24,10 +24,11 @@ from nemo_aligner.contract.turns import TurnMarkError, write_conversation
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
 from nemo_aligner.serving.client import ScoredRows
+from nemo_aligner.serving.client.pool import NoKServeError
 from nemo_aligner.serving.client.posting import JsonAnswer, PostingAddress, post_all
 from nemo_aligner.serving.client.reward import RewardClient
-from nemo_aligner.serving.client.server import NoKServeError
 from nemo_aligner.serving.engine.scorer import RowValues, load_scorer, score_encodable
+from nemo_aligner.serving.failures import FailureKind
 from nemo_aligner.serving.tokens import find_token
 from nemo_aligner.utils.console import Counter, say
 from nemo_aligner.utils.errors import ConfigError, ServingError, short
@@ -270,9 +271,6 @@ def _expected(source: RewardSource, expected: str | None) -> RewardSource:
 # ``serving/protocols/`` implements the server side of the last two.
 
 _log = logging.getLogger(__name__)
-# The text is at fault (malformed, too large, unprocessable): it gets no reward, and the others do.
-# Any other status, such as 401 or 503, is the server's, and ends the evaluation.
-_REFUSED = (400, 413, 422)
 _QUERIES = 16  # texts per request to ``/get_reward``
 _ONE_REWARD = {"reward": 1.0}
 
@@ -346,7 +344,7 @@ def _ask_vllm(
     rewards = np.full((len(texts), len(attributes)), np.nan, dtype=np.float32)
     refused = []
     for row, answer in enumerate(answers):
-        if answer.status in _REFUSED:
+        if _refuses_text(answer):
             refused.append(row)
         else:
             rewards[row] = _vllm_rewards(address, attributes, answer)
@@ -354,6 +352,11 @@ def _ask_vllm(
         first = _error(address, answers[refused[0]])
         _log.warning("%d of %d texts have no reward; %s", len(refused), len(texts), first)
     return rewards
+
+
+def _refuses_text(answer: JsonAnswer) -> bool:
+    """Tell whether a text is at fault, and gets no reward; another failure ends the evaluation."""
+    return FailureKind.of_status(answer.status).reaction == "skip"
 
 
 def _vllm_body(text: Text) -> dict[str, Any]:
@@ -414,7 +417,7 @@ def _ask_queries(address: PostingAddress, queries: Sequence[str], size: int) -> 
     )
     for chunk, answer in zip(chunks, answers, strict=True):
         asked = queries[chunk]
-        if answer.status not in _REFUSED:
+        if not _refuses_text(answer):
             rewards[chunk] = _openrlhf_rewards(address, answer, len(asked))
         elif len(asked) > 1:
             rewards[chunk] = _ask_queries(address, asked, 1)

@@ -22,15 +22,20 @@ class InProcessScorer:
     ``close`` has to be called where the model was loaded here.
     """
 
-    def __init__(self, scorer: RewardScorer, cpu_offload: bool = False) -> None:
-        """With ``cpu_offload`` the model is on the device only while it scores."""
+    def __init__(
+        self, scorer: RewardScorer, cpu_offload: bool = False, owned: ExitStack | None = None
+    ) -> None:
+        """With ``cpu_offload`` the model is on the device only while it scores.
+
+        ``owned``: what ``close`` ends with it.
+        """
         self._scorer = scorer
         self._weights: OffloadGroup | None = None
         if cpu_offload:
             tensors = [*scorer.model.parameters(), *scorer.model.buffers()]
             self._weights = OffloadGroup(tensors, OffloadPolicy.constant)
             self._weights.offload()
-        self._held = ExitStack()
+        self._owned = ExitStack() if owned is None else owned
 
     @classmethod
     def load(cls, config: RewardEnvironmentConfig) -> InProcessScorer:
@@ -47,8 +52,9 @@ class InProcessScorer:
                 f"model: got tensor and pipeline parallel sizes {sizes[0]} and {sizes[1]}, wanted "
                 "1 and 1 in one process; start nemo-aligner serve by torchrun, and give its url"
             )
-        with ExitStack() as held:
-            held.enter_context(launch())
+        # A model that cannot be loaded leaves no process group behind.
+        with ExitStack() as started:
+            started.enter_context(launch())
             layout = initialize_layout()
             scorer = load_scorer(
                 config.rm_model_file,
@@ -58,9 +64,7 @@ class InProcessScorer:
                 invariant_rows=config.model.invariant_rows,
                 prefix_cache_tokens=config.prefix_cache_tokens,
             )
-            loaded = cls(scorer, config.cpu_offload)
-            loaded._held = held.pop_all()
-        return loaded
+            return cls(scorer, config.cpu_offload, started.pop_all())
 
     def contract(self) -> ScoringContract:
         """The scoring contract."""
@@ -90,4 +94,4 @@ class InProcessScorer:
         """End the process group if the model was loaded here; a given scorer is left as it is."""
         if self._weights is not None:
             self._weights.reload()
-        self._held.close()
+        self._owned.close()

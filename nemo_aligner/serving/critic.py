@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
@@ -18,11 +18,12 @@ from nemo_aligner.models.offload import OffloadGroup, OffloadManager, OffloadPol
 from nemo_aligner.serving.engine.batcher import Batcher, ReadWriteLock
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation
 from nemo_aligner.serving.engine.scorer import RewardScorer
+from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.metrics import Meter
-from nemo_aligner.serving.protocols import Failure, FailureKind, kserve
 from nemo_aligner.serving.protocols import critic as wire
+from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.reward import RewardService, answer_request, contract_endpoint
-from nemo_aligner.serving.service import Endpoint, Tensors, answer_of, check_size, failure_of
+from nemo_aligner.serving.service import Endpoint, Tensors, answer_of, check_size
 from nemo_aligner.training.critic import CriticRun, ValueStep
 
 # Operations of all ranks.
@@ -56,6 +57,8 @@ class CriticService:
         self._contract = run.contract
         values = partial(ranks.submit, VALUES)
         self._batcher = Batcher(values, run.learner.tokens_per_call, self._meter, wire.join_rows)
+        # Requests for values are checked, encoded and limited as those for rewards are; what its
+        # queue answers are values.
         self._intake = RewardService(
             TextEncoder(run.contract, run.tokenizer),
             _Shared(self._batcher, self._lock),
@@ -93,22 +96,19 @@ class CriticService:
         if lost is not None:
             print(lost, flush=True)
 
-    async def _infer(self, inputs: Tensors) -> Tensors | Failure:
+    async def _infer(self, inputs: Tensors) -> Tensors:
         refuses = self._config.trainer.ppo.infer_while_training is WhileTraining.refuse
         if refuses and self._lock.is_exclusive:
             self._meter.refused()
-            return Failure("the critic is training; retry after 1 s", FailureKind.busy)
+            # A client reads the seconds from the words, as Triton sends no Retry-After.
+            raise RequestError("the critic is training; retry after 1 s", FailureKind.busy)
         reply = await answer_request(self._intake, inputs)
-        if isinstance(reply, Failure):
-            return reply
         return wire.encode_values(inputs, reply.rewards, reply.exceeded, self._has_rewards)
 
-    async def _train(self, inputs: Tensors) -> Tensors | Failure:
-        return await _answered(partial(self._train_on, inputs))
-
-    async def _train_on(self, inputs: Tensors) -> Tensors:
+    async def _train(self, inputs: Tensors) -> Tensors:
         _, num_bytes = kserve.size_of_request(inputs)
         check_size(num_bytes, self._config.server.max_request_bytes)
+        # All of it here, and not on the ranks: what is unfit must not have trained some of them.
         rollout = wire.decode_rollout(inputs)
         rollout.check(
             self._contract.seq_length,
@@ -119,14 +119,12 @@ class CriticService:
         steps = await answer_of(self._lock.submit(submit, exclusive=True))
         for step in steps:
             print(_shown(step), flush=True)
+        # The mean over values, and not over updates, which differ in how many they learn from.
         total = sum(step.loss * step.num_tokens for step in steps)
         loss = total / sum(step.num_tokens for step in steps)
         return {"loss_mean": np.array([loss], dtype=np.float32)}
 
-    async def _save(self, inputs: Tensors) -> Tensors | Failure:
-        return await _answered(self._save_now)
-
-    async def _save_now(self) -> Tensors:
+    async def _save(self, inputs: Tensors) -> Tensors:
         submit = partial(self._ranks.submit, SAVE)
         path = await answer_of(self._lock.submit(submit, exclusive=True))
         self._saved_step = self._run.learner.step
@@ -143,14 +141,6 @@ class _Shared:
 
     def submit(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
         return self._lock.submit(partial(self._batcher.submit, token_lists), exclusive=False)
-
-
-async def _answered(work: Callable[[], Awaitable[Tensors]]) -> Tensors | Failure:
-    """Answer by ``work``, or with its failure."""
-    try:
-        return await work()
-    except Exception as error:
-        return failure_of(error)
 
 
 def _never_saved(step: int, saved: int) -> str | None:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.openapi.utils import get_openapi
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
@@ -30,19 +29,11 @@ import nemo_aligner
 from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client import RewardClient
-from nemo_aligner.serving.protocols import (
-    Failure,
-    FailureKind,
-    ScoredRows,
-    ScoreRequest,
-    gym,
-    openrlhf,
-    rewards,
-    vllm,
-)
+from nemo_aligner.serving.failures import FailureKind, RequestError, failure_of
+from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, gym, openrlhf, rewards, vllm
 from nemo_aligner.serving.protocols.base import HttpAnswer, PlainRoute, Route, Served
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
-from nemo_aligner.serving.reward import TurnCompletion, UpstreamService
+from nemo_aligner.serving.reward import TurnCompletion, UpstreamService, unreachable
 from nemo_aligner.serving.tokens import has_token
 from nemo_aligner.serving.triton import ready_file
 from nemo_aligner.utils.errors import ServingError, one_line
@@ -51,14 +42,17 @@ from nemo_aligner.utils.errors import ServingError, one_line
 ROUTES: list[Route[Any]] = [*rewards.ROUTES, *openrlhf.ROUTES, *vllm.ROUTES, *gym.ROUTES]
 PLAIN_ROUTES: list[PlainRoute] = [*gym.PLAIN_ROUTES]
 
-# Probes send no token.
+# Probes of Kubernetes and load balancers send no token.
 _OPEN_PATHS = ("/health", "/ready")
 _SCHEMAS = "#/components/schemas/"
+# For the OpenAPI page; 500 is not on it, as no client should expect one.
 _ERRORS = {
-    "400": "A body that cannot be read, or a text that cannot be scored",
-    "401": "The bearer token is missing or wrong",
-    "413": "A body of more than gateway.max_request_bytes",
-    "503": "No backend answers, or the queue is full; Retry-After says when to come again",
+    FailureKind.bad_request: "A body that cannot be read, or a text that cannot be scored",
+    FailureKind.unauthorized: "The bearer token is missing or wrong",
+    FailureKind.too_large: "A body of more than gateway.max_request_bytes",
+    FailureKind.busy: (
+        "No backend answers, or the queue is full; Retry-After says when to come again"
+    ),
 }
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -85,12 +79,14 @@ def build_app(
         if at_end is not None:
             await at_end()
 
-    app = FastAPI(
+    app = _App(
+        routes,
         lifespan=lifespan,
         title="nemo_aligner gateway",
         version=nemo_aligner.__version__,
         description="Rewards of a reward model, by several protocols.",
     )
+    # One for all routes: the limit of rows in flight, and the drift, are of all protocols together.
     relay = UpstreamService(client, config.max_queue_rows, config.drift_rows)
     metrics = GatewayMetrics()
     completion = None if turn_end is None else TurnCompletion(turn_end)
@@ -107,13 +103,30 @@ def build_app(
     for plain in plain_routes:
         _add_plain_route(app, plain, config.max_request_bytes)
     _add_own_routes(app, relay, client, metrics)
-    app.openapi = lambda: _openapi(app, routes)  # type: ignore[method-assign]
     refusals = {route.path: route for route in routes}
     return _Plain(app if token is None else _Guarded(app, token, refusals, metrics))
 
 
+class _App(FastAPI):
+    """FastAPI whose OpenAPI page has the protocols' bodies, which it neither reads nor knows."""
+
+    def __init__(self, protocols: Sequence[Route[Any]], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._bodies = {model for each in protocols for model in (each.request, each.response)}
+
+    def openapi(self) -> dict[str, Any]:
+        """The page, made at the first request for it."""
+        if self.openapi_schema is None:
+            page = super().openapi()
+            schemas = page.setdefault("components", {}).setdefault("schemas", {})
+            for model in self._bodies:
+                schema = model.model_json_schema(ref_template=f"{_SCHEMAS}{{model}}")
+                schemas.update({**schema.pop("$defs", {}), model.__name__: schema})
+        return self.openapi_schema or {}
+
+
 class _Endpoint:
-    """Handler of one route."""
+    """Handler of one route: body, request, rewards and answer, or the route's own failure."""
 
     def __init__(
         self,
@@ -128,47 +141,50 @@ class _Endpoint:
         self._completion = completion if route.completes_turns else None
 
     async def handle(self, request: Request) -> Response:
-        """The answer by the route's protocol, whatever happens."""
+        """Answer by the route's protocol, and count the answer."""
         begun = time.monotonic()
         answer, retry_after_s = await self._answer(request)
         seconds = time.monotonic() - begun
         self._metrics.answered(self._route.path, answer.status, seconds)
         return respond(answer, retry_after_s)
 
-    async def _answer(self, request: Request) -> tuple[HttpAnswer, int | None]:
+    async def _answer(self, request: Request) -> tuple[HttpAnswer, float | None]:
         route, body = self._route, None
         try:
             content = await _read(request, self._config.max_request_bytes)
             body = route.parse(content)
-            asked = route.read(body)
-            found = await self._scored(asked)
-            if isinstance(found, Failure) and found.row is not None and route.with_other_reply:
-                found = await self._whose_fault(found, route.with_other_reply(body))
-            if not isinstance(found, Failure):
-                self._metrics.scored(route.path, found)
-                return HttpAnswer(200, route.answer(body, found, self._served(found))), None
-            failure = found
-        except _TooLargeBodyError as error:
-            failure = Failure(str(error), FailureKind.too_large)
+            scored = await self._score(body)
+            self._metrics.scored(route.path, scored)
+            return HttpAnswer(200, route.answer(body, scored, self._served(scored))), None
         except ServingError as error:
-            failure = Failure(one_line(error), FailureKind.bad_request)
+            failure = failure_of(error)
         return route.refuse(failure, body), failure.retry_after_s
 
-    async def _scored(self, asked: ScoreRequest) -> ScoredRows | Failure:
+    async def _score(self, body: Any) -> ScoredRows:
+        """Have the backends score a body.
+
+        Raises:
+            ServingError: any failure of it; see ``failure_of``.
+        """
+        route, asked = self._route, self._route.read(body)
         if self._completion is not None:
             try:
                 asked, completed = await self._completion.complete(asked)
             except ServingError as error:
-                return Failure(one_line(error), FailureKind.unreachable, 1)
-            self._metrics.completed(self._route.path, completed)
-        return await self._relay.answer(asked, self._route.sets_rows_aside)
+                raise unreachable(error) from error
+            self._metrics.completed(route.path, completed)
+        try:
+            return await self._relay.answer(asked, route.sets_rows_aside)
+        except RequestError as refusal:
+            if refusal.row is None or route.with_other_reply is None:
+                raise
+            return await self._whose_fault(refusal, route.with_other_reply(body))
 
-    async def _whose_fault(self, refusal: Failure, other: ScoreRequest) -> ScoredRows | Failure:
+    async def _whose_fault(self, refusal: RequestError, other: ScoreRequest) -> ScoredRows:
         """Ask with another reply: the refusal becomes a row's error, or the prompt's failure."""
         found = await self._relay.answer(other, False, is_probe=True)
-        if isinstance(found, Failure):
-            return found
         reason = refusal.message.removeprefix(f"row {refusal.row}: ")
+        # The reward of the other reply says how many attributes there are, and is not used.
         nothing = np.full_like(found.rewards, np.nan)
         return ScoredRows(nothing, {0: reason}, np.zeros(1, dtype=bool))
 
@@ -176,24 +192,23 @@ class _Endpoint:
         contract, threshold = self._relay.contract, self._config.reward_threshold
         if contract is not None:
             return Served(MODEL_NAME, contract.attributes, contract.attribute_weights, threshold)
+        # A backend of NeMo-Aligner, which publishes no contract with the names of its attributes.
         columns = scored.rewards.shape[1]
         names = ["reward"] if columns == 1 else [f"reward_{column}" for column in range(columns)]
         return Served(MODEL_NAME, names, None, threshold)
-
-
-class _TooLargeBodyError(Exception):
-    """More bytes than a body may have."""
 
 
 async def _read(request: Request, most: int) -> bytes:
     """Read the body, and no more of it than is allowed.
 
     Raises:
-        _TooLargeBodyError: it has more bytes than ``most``.
+        RequestError: it has more bytes than ``most``.
     """
+    # The header spares reading a body that says its size; one in chunks has none, or may lie.
     said = request.headers.get("content-length", "")
-    too_large = _TooLargeBodyError(
-        f"got a body of more than {most} bytes (gateway.max_request_bytes); send less at once"
+    too_large = RequestError(
+        f"got a body of more than {most} bytes (gateway.max_request_bytes); send less at once",
+        FailureKind.too_large,
     )
     if said.isdecimal() and int(said) > most:
         raise too_large
@@ -206,7 +221,7 @@ async def _read(request: Request, most: int) -> bytes:
     return b"".join(parts)
 
 
-def respond(answer: HttpAnswer, retry_after_s: int | None = None) -> Response:
+def respond(answer: HttpAnswer, retry_after_s: float | None = None) -> Response:
     """Make a JSON response; a 503 gets ``Retry-After``."""
     headers = {}
     if retry_after_s is not None and answer.status == 503:
@@ -218,12 +233,13 @@ def respond(answer: HttpAnswer, retry_after_s: int | None = None) -> Response:
 
 
 class _Plain:
-    """The application, also for the paths of NeMo Gym's observed rollouts."""
+    """Middleware that removes the prefix of NeMo Gym's observed rollouts from paths."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Before the token is asked for: routes, and the paths that need none, are known without it.
         path = gym.without_rollout(scope["path"]) if scope["type"] == "http" else None
         if path is not None and path != scope["path"]:
             scope = {**scope, "path": path, "raw_path": path.encode()}
@@ -231,7 +247,7 @@ class _Plain:
 
 
 class _Guarded:
-    """The application behind a bearer token."""
+    """Middleware that asks for a bearer token before anything of a request is read."""
 
     def __init__(
         self, app: ASGIApp, token: str, routes: dict[str, Route[Any]], metrics: GatewayMetrics
@@ -243,10 +259,10 @@ class _Guarded:
         if scope["type"] != "http" or scope["path"] in _OPEN_PATHS or self._has_token(scope):
             await self._app(scope, receive, send)
             return
-        failure = Failure("the bearer token is missing or wrong", FailureKind.unauthorized)
+        failure = RequestError("the bearer token is missing or wrong", FailureKind.unauthorized)
         route = self._routes.get(scope["path"])
         if route is None:
-            answer = HttpAnswer(401, {"detail": failure.message})
+            answer = _plain_answer(failure)
         else:
             answer = route.refuse(failure, None)
             self._metrics.answered(route.path, answer.status, 0.0)
@@ -257,14 +273,17 @@ class _Guarded:
         return has_token(sent, self._token)
 
 
+def _plain_answer(failure: RequestError) -> HttpAnswer:
+    """The answer of paths that belong to no protocol, in FastAPI's own shape."""
+    return HttpAnswer(failure.kind.status, {"detail": failure.message})
+
+
 def _add_plain_route(app: FastAPI, route: PlainRoute, max_request_bytes: int) -> None:
     async def handle(request: Request) -> Response:
         try:
             return respond(route.answer(await _read(request, max_request_bytes)))
-        except _TooLargeBodyError as error:
-            return respond(HttpAnswer(413, {"detail": str(error)}))
         except ServingError as error:
-            return respond(HttpAnswer(400, {"detail": one_line(error)}))
+            return respond(_plain_answer(failure_of(error)))
 
     about, method = route.about, route.method
     app.add_api_route(route.path, handle, methods=[method], summary=about, response_model=None)
@@ -284,12 +303,15 @@ def _add_own_routes(
         return respond(HttpAnswer(status, content), 1)
 
     async def contract() -> Response:
+        # Asked anew each time, as a backend may have been replaced since the last reward.
         try:
             return respond(HttpAnswer(200, (await relay.ask_contract()).to_dict()))
         except ServingError as error:
-            return respond(HttpAnswer(503, {"detail": one_line(error)}), 1)
+            failure = unreachable(error)
+            return respond(_plain_answer(failure), failure.retry_after_s)
 
     async def scrape() -> Response:
+        # The backends' own counts come with the gateway's: Triton's metrics have none of ours.
         text, kind = metrics.render(relay, await client.statistics_async())
         return Response(text, media_type=kind)
 
@@ -304,7 +326,7 @@ def _add_own_routes(
 
 
 def _described(route: Route[Any]) -> dict[str, Any]:
-    """For the OpenAPI page: FastAPI does not see the models, as it does not read the bodies."""
+    """Body and answers of a route for the OpenAPI page (``_App``)."""
 
     def content(name: str) -> dict[str, Any]:
         return {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{name}"}}}
@@ -313,27 +335,14 @@ def _described(route: Route[Any]) -> dict[str, Any]:
         "requestBody": {"required": True, "content": content(route.request.__name__)},
         "responses": {
             "200": {"description": "Scored", "content": content(route.response.__name__)},
-            **{status: {"description": about} for status, about in _ERRORS.items()},
+            **{str(kind.status): {"description": about} for kind, about in _ERRORS.items()},
         },
     }
 
 
-def _openapi(app: FastAPI, routes: Sequence[Route[Any]]) -> dict[str, Any]:
-    if app.openapi_schema is None:
-        page = get_openapi(
-            title=app.title, version=app.version, description=app.description, routes=app.routes
-        )
-        schemas = page.setdefault("components", {}).setdefault("schemas", {})
-        for model in {model for route in routes for model in (route.request, route.response)}:
-            schema = model.model_json_schema(ref_template=f"{_SCHEMAS}{{model}}")
-            schemas.update({**schema.pop("$defs", {}), model.__name__: schema})
-        app.openapi_schema = page
-    return app.openapi_schema
-
-
 # uvicorn: socket, TLS and shutdown.
 
-_WAITING_CONNECTIONS = 2048
+_WAITING_CONNECTIONS = 2048  # as uvicorn's own sockets have it
 
 
 def open_socket(config: GatewayConfig) -> socket.socket:
@@ -369,7 +378,7 @@ def run_app(app: ASGIApp, listening: socket.socket, config: GatewayConfig) -> in
             timeout_graceful_shutdown=config.exit_timeout_secs,
             server_header=False,
         )
-        settings.load()
+        settings.load()  # here a certificate that cannot be used ends the start
     except OSError as error:  # ssl's errors are among them
         files = f"{config.certificate_file}, {config.key_file}"
         raise ServingError(f"gateway.certificate_file, key_file: {files}: {error}") from error
@@ -404,7 +413,7 @@ class _Gateway(uvicorn.Server):
 
 @contextmanager
 def _ends_quietly() -> Iterator[None]:
-    """Have the signal that uvicorn raises again after it has drained end nothing."""
+    """Ignore the signal that uvicorn raises again once it has drained; the exit code is 0."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     try:
@@ -416,6 +425,7 @@ def _ends_quietly() -> Iterator[None]:
 
 # Prometheus metrics of the gateway and its backends.
 
+# Upper bounds of latencies, from those of a short text on a GPU to those behind a full queue.
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 _GATEWAY, _SERVER = "nemo_aligner_gateway", "nemo_aligner_server"
 # Counters that a backend publishes (``RewardModel.statistics``), with their help texts.

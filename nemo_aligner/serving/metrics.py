@@ -128,6 +128,7 @@ class RecentRewards:
     def add(self, rewards: np.ndarray) -> None:
         """``[N, A]`` more; of another number of attributes, they replace what was kept."""
         scored = rewards[np.isfinite(rewards).all(axis=1)]
+        # The backends' model was changed for one with other attributes.
         if len(scored) and scored.shape[1] != self._kept.shape[1]:
             self._kept = np.zeros((0, scored.shape[1]), dtype=np.float32)
         if len(scored):

@@ -19,27 +19,21 @@ from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.contract.contract import EncodedText, ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.client import RefusedError
 from nemo_aligner.serving.client.calls import OnError
-from nemo_aligner.serving.engine.batcher import BackpressureLimit, Batcher, BusyError
+from nemo_aligner.serving.engine.batcher import BackpressureLimit, Batcher
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation
 from nemo_aligner.serving.engine.scorer import TokenCounts
 from nemo_aligner.serving.engine.shaping import RewardShaper
+from nemo_aligner.serving.failures import FailureKind, RefusedError, RequestError
 from nemo_aligner.serving.metrics import Meter, RecentRewards
-from nemo_aligner.serving.protocols import (
-    Failure,
-    FailureKind,
-    ScoredRows,
-    ScoreRequest,
-    kserve,
-    place_rows,
-)
-from nemo_aligner.serving.service import Endpoint, Tensors, answer_of, check_size, failure_of
+from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, kserve, place_rows
+from nemo_aligner.serving.service import Endpoint, Tensors, answer_of, check_size
 from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
 
 # Threads that encode texts beside the model: with one, a long text would hold up all others.
 _ENCODERS = 2
-_SHORT = 2000  # bytes
+# Bytes of a request that is sooner tokenized in the event loop than handed to another thread.
+_SHORT = 2000
 
 
 ReadOutputs = Callable[[np.ndarray], "tuple[np.ndarray, np.ndarray | None]"]
@@ -129,6 +123,7 @@ class RewardService:
         self._read_outputs = read_outputs
         self._batcher = batcher
         self._max_bytes = config.max_request_bytes
+        # More rows would only wait, while their senders could ask another server.
         self._limit = BackpressureLimit(config.max_queue_rows, "server.max_queue_rows")
         self._meter = meter
         self._encoders = ThreadPoolExecutor(_ENCODERS, "encoder")
@@ -149,23 +144,24 @@ class RewardService:
 
     async def answer(
         self, rows: int, num_bytes: int, read: Callable[[], ScoreRequest]
-    ) -> ScoredRows | Failure:
-        """The reply to a request of so many rows and bytes, which ``read`` takes apart."""
+    ) -> ScoredRows:
+        """The reply to a request of so many rows and bytes, which ``read`` takes apart.
+
+        Raises:
+            Exception: of any class; see ``failure_of``.
+        """
         begun = time.monotonic()
         try:
             check_size(num_bytes, self._max_bytes)
             with self._limit.admit(rows):
-                # A short request is sooner tokenized than handed to another thread.
                 is_short = num_bytes <= _SHORT
                 encoded = self._encode(read()) if is_short else await self._in_encoder(read)
-                answer = await self._score(encoded)
-        except Exception as error:
-            answer = failure_of(error)
-        if isinstance(answer, Failure):
+                scored = await self._score(encoded)
+        except Exception:
             self._meter.refused()
-        else:
-            self._meter.answered(time.monotonic() - begun, rows, encoded.num_tokens)
-        return answer
+            raise
+        self._meter.answered(time.monotonic() - begun, rows, encoded.num_tokens)
+        return scored
 
     def close(self) -> None:
         """End the threads; nothing may be in flight."""
@@ -177,16 +173,18 @@ class RewardService:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._encoders, lambda: self._encode(read()))
 
-    async def _score(self, encoded: _Encoded) -> ScoredRows | Failure:
+    async def _score(self, encoded: _Encoded) -> ScoredRows:
         rewards = await answer_of(self._batcher.submit(encoded.token_lists))
         outputs = spread = None
         if self._read_outputs is not None:
             outputs = rewards
             rewards, spread = self._read_outputs(outputs)
+        # An answer with NaN would reach a trainer's loss; the whole request fails, as its other
+        # rewards come from the same model.
         wrong = np.flatnonzero(~np.isfinite(rewards).all(axis=1))
         if wrong.size:
             what = f"row {wrong[0]}: the model's reward is not a finite number"
-            return Failure(what, FailureKind.internal)
+            raise RequestError(what, FailureKind.internal)
         exceeded = np.array(encoded.exceeded, dtype=bool)
         scored = ScoredRows(
             rewards, {}, exceeded, self._contract_hash, spread=spread, outputs=outputs
@@ -199,6 +197,7 @@ class RewardService:
     def _encode(self, request: ScoreRequest) -> _Encoded:
         self._check_add_eos(request)
         encoded = _Encoded()
+        # The first row that cannot be scored fails the request, before any row is in the queue.
         for row, token_list in enumerate(request.token_lists or ()):
             with _naming(row):
                 self._scorer.check_tokens(token_list)
@@ -220,6 +219,11 @@ class RewardService:
         return [len(token_list) for token_list in request.token_lists or ()]
 
     def _check_add_eos(self, request: ScoreRequest) -> None:
+        """Refuse a client of NeMo-Aligner that expects another EOS rule than the contract's.
+
+        Scored by the contract all the same, its rewards would mean something else than it thinks.
+        """
+        # A template writes its own end, and token ids stand as they were sent.
         raw_text = request.texts is not None and isinstance(request.texts[0], str)
         wanted = self._scorer.contract.add_eos and raw_text
         for row, flag in enumerate(request.add_eos or ()):
@@ -232,7 +236,7 @@ class RewardService:
 
 @contextmanager
 def _naming(row: int) -> Iterator[None]:
-    """Prefix the scorer's error with the row's number."""
+    """Prefix an error with the row's number, which clients read from it (``RefusedError.row``)."""
     try:
         yield
     except AlignerError as error:
@@ -271,13 +275,14 @@ class RewardModelServable:
     def start(self, ranks: ModelRanks) -> RewardModel:
         if self._shaper is not None:
             self._shaper.check_file()
-        # The first forward pass is slow, and may show that the model cannot run.
+        # Before the server says that it is ready: the first forward pass is slow, and may show that
+        # the model cannot run.
         ranks.execute(_SCORE, [[0]])
         return RewardModel(self._scorer, self._config, self._shaper, ranks, self._turn_end)
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> object:
         self._prepare()
-        # Where a head has several outputs for an attribute, the answer has them, too.
+        # With several outputs for an attribute, rank 0 makes rewards and spreads of them.
         if self._scorer.contract.readout is not None:
             return self._scorer.score_outputs(sequences)
         return self._scorer.score_token_lists(sequences)
@@ -333,9 +338,8 @@ class RewardModel:
             lines.append(f"Prefix cache: {kept:,} tokens, {size:,.0f} MiB on each rank")
         return lines
 
-    async def _answer(self, inputs: Tensors) -> Tensors | Failure:
-        scored = await answer_request(self._service, inputs)
-        return scored if isinstance(scored, Failure) else kserve.encode_rewards(scored)
+    async def _answer(self, inputs: Tensors) -> Tensors:
+        return kserve.encode_rewards(await answer_request(self._service, inputs))
 
     def statistics(self) -> dict[str, float]:
         """Counts since the start, and the queue now; see ``Meter.statistics``."""
@@ -371,7 +375,7 @@ def _shown(rule: Any) -> str:
     return f"{rule:.4g}" if isinstance(rule, float) else str(rule)[:12]
 
 
-async def answer_request(service: RewardService, inputs: Tensors) -> ScoredRows | Failure:
+async def answer_request(service: RewardService, inputs: Tensors) -> ScoredRows:
     """Answer one request's tensors."""
     return await service.answer(
         *kserve.size_of_request(inputs), lambda: kserve.decode_request(inputs)
@@ -405,7 +409,6 @@ def contract_endpoint(
 
 logger = logging.getLogger(__name__)
 
-_KINDS = {413: FailureKind.too_large, 422: FailureKind.bad_request, 400: FailureKind.bad_request}
 # When a backend comes back is unknown, so clients are asked to retry soon.
 _AGAIN_IN_S = 1
 
@@ -425,7 +428,11 @@ class AsyncRewardClient(Protocol):
 
 
 class UpstreamService:
-    """Forwards requests to the backends of a client; for one event loop."""
+    """Forwards requests to the backends of a client; for one event loop.
+
+    ``contract`` is the backends', by which the newest rewards were made; None before any, and for
+    backends that publish none. ``recent`` has the last rewards, for their drift.
+    """
 
     def __init__(self, client: AsyncRewardClient, max_queue_rows: int, drift_rows: int) -> None:
         self.contract: ScoringContract | None = None
@@ -441,27 +448,33 @@ class UpstreamService:
 
     async def answer(
         self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool = False
-    ) -> ScoredRows | Failure:
+    ) -> ScoredRows:
         """The rewards of a request's rows, and why some have none (NaN).
 
         Unless ``sets_rows_aside``, a row that is refused is a failure of the whole request. The
         rewards of a probe are nobody's, and not among the recent ones.
+
+        Raises:
+            RequestError: in a backend's words, if one has answered.
         """
         try:
             with self._limit.admit(len(request.texts or request.token_lists or ())):
                 scored = await self._score(request, "nan" if sets_rows_aside else "raise")
                 await self._know_contract(scored.contract_hash)
-        except BusyError as error:
-            return Failure(str(error), FailureKind.busy, error.retry_after_s)
         except RefusedError as error:
-            kind = _KINDS.get(error.status, FailureKind.internal)
+            # A backend's other refusals, such as of the gateway's own token, are not the sender's.
+            kind = error.kind if error.kind.reaction == "skip" else FailureKind.internal
             row = error.row if kind is FailureKind.bad_request else None
-            return Failure(one_line(error.text), kind, row=row)
+            raise RequestError(one_line(error.message), kind, row=row) from error
+        except RequestError:  # too many rows are in flight
+            raise
         except ServingError as error:
-            return Failure(one_line(error), FailureKind.unreachable, _AGAIN_IN_S)
+            raise unreachable(error) from error
         except Exception as error:
             logger.exception("a request could not be answered")
-            return Failure(f"internal error: {type(error).__name__}", FailureKind.internal)
+            # Without its words: who is at the gateway need not learn of the code behind it.
+            text = f"internal error: {type(error).__name__}"
+            raise RequestError(text, FailureKind.internal) from error
         if not is_probe:
             self.recent.add(scored.rewards)
         return _with_refused(scored, request.refused)
@@ -482,10 +495,13 @@ class UpstreamService:
         return await self._client.score_token_rows_async(token_lists, on_error=on_error)
 
     async def _know_contract(self, contract_hash: str | None) -> None:
-        """For the names and weights of attributes; a server of NeMo-Aligner has no contract."""
+        """Ask for the contract of new rewards, which names and weighs their attributes.
+
+        Only where its hash is new: one more request for each would double them.
+        """
         if self.contract is not None and contract_hash in (None, self.contract.hash):
             return
-        if self._has_none and contract_hash is None:
+        if self._has_none and contract_hash is None:  # of NeMo-Aligner, as known from before
             return
         try:
             await self.ask_contract()
@@ -493,8 +509,14 @@ class UpstreamService:
             self._has_none = True
 
 
+def unreachable(error: ServingError) -> RequestError:
+    """The failure of a request that no backend has answered."""
+    return RequestError(one_line(error), FailureKind.unreachable, _AGAIN_IN_S)
+
+
 def _with_refused(scored: ScoredRows, refused: Mapping[int, str]) -> ScoredRows:
     """Put the rows that were refused before they were sent among those that were."""
+    # The backends have numbered the rows that they got from 0.
     total = len(scored.rewards) + len(refused)
     rows = [row for row in range(total) if row not in refused]
     arrays: dict[str, Any] = {
@@ -523,6 +545,8 @@ class TurnCompletion:
         Raises:
             ServingError: no backend says what its template writes.
         """
+        # Once for all: it follows from the chat template, which the contract's hash covers. An
+        # error leaves it to be asked with the next request.
         if not self._has_asked:
             self._turn_end = await self._ask()
             self._has_asked = True

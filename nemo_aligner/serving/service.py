@@ -1,9 +1,8 @@
-"""Services of a server: their endpoints, their operations on all ranks, and their failures."""
+"""Services of a server: their endpoints, and their operations on all ranks."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,10 +10,10 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from nemo_aligner.serving.engine.batcher import BusyError
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation, RanksLostError
-from nemo_aligner.serving.protocols import Failure, FailureKind, TensorSpec
-from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
+from nemo_aligner.serving.failures import FailureKind, RequestError
+from nemo_aligner.serving.protocols import TensorSpec
+from nemo_aligner.utils.errors import one_line
 
 Tensors = Mapping[str, np.ndarray]
 
@@ -25,8 +24,9 @@ class Endpoint:
 
     Attributes:
         inputs: tensors of a request, and ``outputs`` those of its answer.
-        answer: maps a request's tensors to the answer's, or to a failure. Any number of requests
-            run at once, those of each endpoint in an event loop of its own.
+        answer: maps a request's tensors to the answer's. Any error is the answer to that request
+            alone (``failure_of``). Any number of requests run at once, those of each endpoint in an
+            event loop of its own.
         max_rows: most rows of a request. The shapes of ``inputs`` and ``outputs`` then leave out
             the first dimension, which counts rows. 0 means that they are whole shapes.
         comes_first: available before the others, as clients ask it before they use them.
@@ -35,13 +35,13 @@ class Endpoint:
     name: str
     inputs: Sequence[TensorSpec]
     outputs: Sequence[TensorSpec]
-    answer: Callable[[Tensors], Coroutine[Any, Any, Tensors | Failure]]
+    answer: Callable[[Tensors], Coroutine[Any, Any, Tensors]]
     max_rows: int = 0
     comes_first: bool = False
 
 
 class Service(Protocol):
-    """An answerer of requests, on rank 0."""
+    """Endpoints with their queues and threads, on rank 0 while it serves."""
 
     @property
     def endpoints(self) -> Sequence[Endpoint]: ...
@@ -64,7 +64,7 @@ def in_order(services: Sequence[Service]) -> list[Endpoint]:
 
 
 class Servable(Protocol):
-    """A service before it has a server; every rank has one."""
+    """A backend: the model's part of a service, which every rank has."""
 
     @property
     def operations(self) -> Mapping[str, Operation]:
@@ -77,56 +77,31 @@ class Servable(Protocol):
         """Rank 0: begin, with a first operation that shows whether the model can run."""
 
 
-# Errors of requests, and the failures that clients are told of.
-
-logger = logging.getLogger(__name__)
+# Checks and waiting that endpoints have in common, with the failures of both.
 
 T = TypeVar("T")
 
 
-class TooLargeError(ServingError):
-    """More bytes than a request may have."""
-
-
-class ModelError(ServingError):
-    """The request was valid, and the model failed on it."""
-
-
 def check_size(num_bytes: int, most: int) -> None:
-    """Raise TooLargeError for a request of more than ``most`` bytes."""
+    """Raise RequestError for a request of more than ``most`` bytes."""
     if num_bytes > most:
-        raise TooLargeError(
-            f"got a request of {num_bytes} bytes, wanted at most {most} (server.max_request_bytes)"
+        raise RequestError(
+            f"got a request of {num_bytes} bytes, wanted at most {most} (server.max_request_bytes)",
+            FailureKind.too_large,
         )
 
 
 async def answer_of(ranks: Future[T]) -> T:
-    """Wait for what all ranks compute.
+    """Wait for a result of all ranks, and say what kind of failure it is if there is none.
 
     Raises:
-        RanksLostError: they are gone.
-        ModelError: they could not.
+        RequestError: they are gone, so that another server has to answer; or the model failed.
     """
     try:
         return await asyncio.wrap_future(ranks)
-    except RanksLostError:
-        raise
+    except RanksLostError as error:
+        text = f"the server cannot go on: {one_line(error)}"
+        raise RequestError(text, FailureKind.busy) from error
     except Exception as error:
-        raise ModelError(one_line(error)) from error
-
-
-def failure_of(error: Exception) -> Failure:
-    """Turn an error into the failure that a client is told of."""
-    text = one_line(error)
-    if isinstance(error, BusyError):
-        return Failure(str(error), FailureKind.busy, error.retry_after_s)
-    if isinstance(error, TooLargeError):
-        return Failure(text, FailureKind.too_large)
-    if isinstance(error, RanksLostError):
-        return Failure(f"the server cannot go on: {text}", FailureKind.busy)
-    if isinstance(error, ModelError):
-        return Failure(f"the model failed: {text}", FailureKind.internal)
-    if isinstance(error, AlignerError):
-        return Failure(text, FailureKind.bad_request)
-    logger.error("a request could not be answered", exc_info=error)
-    return Failure(f"internal error: {type(error).__name__}: {text}", FailureKind.internal)
+        text = f"the model failed: {one_line(error)}"
+        raise RequestError(text, FailureKind.internal) from error

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.serving.engine.executor import ModelRanks
-from nemo_aligner.serving.protocols import Failure, FailureKind, kserve
+from nemo_aligner.serving.failures import NO_TOKEN, FailureKind, RequestError, failure_of
 from nemo_aligner.serving.service import Endpoint, Servable, Service, Tensors, in_order
 from nemo_aligner.serving.tokens import find_token, has_token, say_who_may_ask
 from nemo_aligner.serving.triton_internals import (
@@ -39,7 +39,7 @@ from nemo_aligner.serving.triton_internals import (
 from nemo_aligner.utils.errors import AlignerError, ConfigError, ServingError
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
 
-_WATCH_SECS = 0.2
+_WATCH_SECS = 0.2  # a dead rank or Triton is noticed this late at most
 _LAST_WORDS_SECS = 1.0  # for the requests at hand to get their error, when the server has to die
 
 
@@ -98,12 +98,13 @@ def serve(servables: Sequence[Servable], config: ServerConfig) -> int:
         config.worker_timeout_secs,
     )
     if ranks.rank != 0:
-        # The launcher signals every rank; rank 0 decides, after it has drained.
+        # The launcher signals every rank; rank 0 drains first, and the others compute for it.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         ranks.run_worker()
         ranks.stop()
         return 0
+    # An error at the start, such as a model that cannot run, must not leave workers waiting.
     try:
         return _run_leader(servables, ranks, config)
     except AlignerError:
@@ -134,6 +135,7 @@ def _answer(
     shall_stop: Callable[[], bool],
 ) -> None:
     """Run Triton until asked to stop; the model computes in the main thread."""
+    # Again: the port may have been taken while the model was loaded.
     port = free_port(config.host, config.port)
     services = [each.start(ranks) for each in servables]
     endpoints = in_order(services)
@@ -142,6 +144,7 @@ def _answer(
     log = TritonLog(config.triton_log_file)
     print(f"Starting Triton, whose log is {log.path}", flush=True)
     guard = _start(triton, log)
+    # Every endpoint needs both of Triton's processes, the server and its Python stub.
     processes = triton_processes(os.getpid())
     url = f"http://{config.host}:{port}"
     report = _Report(services, config.report_every_secs)
@@ -158,7 +161,7 @@ def _answer(
         stop.start()
         # Where a rank dies its launcher stops the others: what is in flight has no answer then.
         watch.until(lambda: not stop.is_alive(), triton_may_end=True)
-    guard.dismiss()
+    guard.dismiss()  # only now: while Triton drains this process may still be killed
     report.say()
     for each in services:
         each.close()
@@ -256,15 +259,6 @@ def _die(failure: str) -> NoReturn:
 # Endpoints as models of Triton.
 
 _TOKEN_HEADER = "authorization"
-# Triton maps these codes to HTTP 400, 503 and 500; it has none for 401 and 413.
-_TRITON_CODES = {
-    FailureKind.bad_request: "INVALID_ARG",
-    FailureKind.unauthorized: "INVALID_ARG",
-    FailureKind.too_large: "INVALID_ARG",
-    FailureKind.busy: "UNAVAILABLE",
-    FailureKind.unreachable: "UNAVAILABLE",
-    FailureKind.internal: "INTERNAL",
-}
 
 
 def build_triton(
@@ -290,6 +284,7 @@ def build_triton(
             http_address=config.host,
             http_port=port,
             http_header_forward_pattern=None if token is None else f"(?i){_TOKEN_HEADER}",
+            # Ports that no client of ours asks.
             allow_grpc=False,
             allow_metrics=False,
             exit_timeout_secs=config.exit_timeout_secs,
@@ -317,31 +312,33 @@ def _bind(triton: Any, endpoint: Endpoint, token: str | None) -> None:
 
 
 def _infer_function(endpoint: Endpoint, token: str | None) -> Callable[[list[Any]], Any]:
-    async def answer(request: Any) -> Tensors | Failure:
-        if token is not None and not has_token(_sent_tokens(request), token):
-            return Failure(kserve.NO_TOKEN, FailureKind.unauthorized)
-        return await endpoint.answer(dict(request.items()))
+    async def answer(request: Any) -> Tensors:
+        try:
+            if token is not None and not has_token(_sent_tokens(request), token):
+                raise RequestError(NO_TOKEN, FailureKind.unauthorized)
+            return await endpoint.answer(dict(request.items()))
+        except Exception as error:
+            # The others of the batch have answers of their own, which PyTriton would not give them.
+            return _encode_failure(failure_of(error))
 
     async def infer(requests: list[Any]) -> list[Tensors]:
-        answers = await asyncio.gather(*map(answer, requests))
-        return [_to_outputs(each) for each in answers]
+        return await asyncio.gather(*map(answer, requests))
 
     return infer
 
 
 def _sent_tokens(request: Any) -> list[bytes]:
-    """Triton hands headers on among a request's parameters, by the names that they were sent by."""
+    """Authorization headers of a request, which Triton adds to its parameters as they were sent."""
     parameters = request.parameters or {}
     return [
         str(value).encode() for name, value in parameters.items() if name.lower() == _TOKEN_HEADER
     ]
 
 
-def _to_outputs(answer: Tensors | Failure) -> Tensors:
-    if not isinstance(answer, Failure):
-        return answer
-    code = _TRITON_CODES[answer.kind]
-    return {"error": np.array([f"{code} {answer.message}".encode()], dtype=np.object_)}
+def _encode_failure(failure: RequestError) -> Tensors:
+    """Encode a failure as ``CODE message``, of which ``triton_proxy.py`` makes Triton's error."""
+    text = f"{failure.kind.triton_code} {failure.message}"
+    return {"error": np.array([text.encode()], dtype=np.object_)}
 
 
 # Triton's processes, log and port on this machine.
@@ -502,6 +499,7 @@ def ready_file(path: str | None, url: str) -> Iterator[None]:
         yield
         return
     target = Path(path)
+    # Renamed once it is whole: who waits for the file reads it as soon as it is there.
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     partial.write_text(url + "\n")
     partial.replace(target)

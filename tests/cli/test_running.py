@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from nemo_aligner.cli.main import run_verb
 from nemo_aligner.cli.parser import Parser, fraction, names, positive
 from nemo_aligner.cli.serve import run_score, score_parser
+from nemo_aligner.serving.failures import failure_of
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
 from nemo_aligner.utils.processes import show_command
 from tests.launching import ROOT
@@ -78,6 +80,19 @@ def test_error_with_debug_shows_the_traceback(capsys: Captured) -> None:
         told = capsys.readouterr().err
         assert told.startswith("Traceback")
         assert told.endswith(f"{type(error).__name__}: {error}\n")
+
+
+def test_request_that_a_server_refuses_is_in_its_log_with_debug(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def serve(options: argparse.Namespace) -> int:
+        failure_of(DataError("got a"))
+        return 0
+
+    with caplog.at_level(logging.NOTSET, failure_of.__module__):
+        for more, told in ((), False), (("--debug",), True):
+            assert run_verb(serve, options_of(*more)) == 0
+            assert ("DataError: got a" in caplog.text) is told
 
 
 def test_error_that_nobody_foresaw_is_one_screen_and_a_file(capsys: Captured) -> None:

@@ -16,10 +16,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from nemo_aligner.integrations.nemo_gym.__main__ import drop_in
+from nemo_aligner.integrations.nemo_gym.reward_model import reward_server
 from nemo_aligner.integrations.nemo_gym.reward_model.reward_server import (
     RewardServerError,
     RewardServers,
 )
+from nemo_aligner.serving import failures
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from nemo_aligner.utils.errors import ConfigError
 from tests.integrations import gym
@@ -93,6 +95,15 @@ def test_only_servers_that_are_gone_or_busy_are_asked_again(
 
     assert asyncio.run(score()) == kind
     assert len(asked) == times
+
+
+def test_its_copy_of_the_failure_table_is_right() -> None:
+    """It cannot import the table: in Gym's environment this package is not installed."""
+    retried = [kind for kind in failures.FailureKind if kind.reaction == "retry"]
+    statuses = {status for kind in retried for status in (kind.status, *kind.aliases)}
+    assert set(reward_server._UNAVAILABLE) == statuses
+    for text in ("row 3: empty", "sentences, row 3: empty", "a row 3: empty", "row: empty"):
+        assert bool(reward_server._ROW.match(text)) == bool(failures._ROW.match(text)), text
 
 
 CLIP = "shaping.clip=[1.4, 1.6]"

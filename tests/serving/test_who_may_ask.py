@@ -16,7 +16,7 @@ from nemo_aligner.config.load import load_config
 from nemo_aligner.config.serving import GatewayConfig, ServeConfig, ServeCriticConfig
 from nemo_aligner.serving import triton
 from nemo_aligner.serving.client import RefusedError, RewardClient, RewardCriticClient
-from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.failures import NO_TOKEN
 from nemo_aligner.serving.run import read_token
 from nemo_aligner.serving.service import Endpoint
 from nemo_aligner.serving.tokens import find_token, has_token, say_who_may_ask
@@ -110,7 +110,7 @@ def test_token_settings_are_one_of_two(tmp_path: Path, monkeypatch: pytest.Monke
 def test_refused_token_is_no_fault_of_a_text(servers: list[Misbehaving]) -> None:
     """Neither a NaN, nor a server that is waited for."""
     lone, other = servers[0].come(), servers[1].come()
-    lone.answer = lambda texts: (400, {"error": kserve.NO_TOKEN})
+    lone.answer = lambda texts: (400, {"error": NO_TOKEN})
     with RewardClient(lone.url, retry_s=60) as client:
         for work in (client.score, client.score_rows):
             with pytest.raises(RefusedError, match=WORDS) as caught:
@@ -118,7 +118,7 @@ def test_refused_token_is_no_fault_of_a_text(servers: list[Misbehaving]) -> None
             assert caught.value.status == 401
     assert len(lone.asked) == 2
     # Of several, one that refuses the token already at its contract is left out.
-    lone._post = lambda *given: (400, {"error": kserve.NO_TOKEN})  # type: ignore[method-assign]
+    lone._post = lambda *given: (400, {"error": NO_TOKEN})  # type: ignore[method-assign]
     with RewardClient([lone.url, other.url], timeout_s=20) as client:
         assert client.score(["a"])[0, 0] == total("a")
     waiting = RewardClient(lone.url, expect=CONTRACT, retry_s=60, timeout_s=20)

@@ -1,4 +1,8 @@
-"""Common base of clients: background calls with one deadline, split into requests of rows."""
+"""Common base of clients: calls with one deadline, in the background, split into requests.
+
+Refused rows cost further requests: a server refuses a whole request for one row, and names it, so
+the others are sent again without it. Scoring has no side effects, so that is harmless.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,8 @@ import numpy as np
 
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.serving.client.pool import Background, Connections, ServerPool, TooManyRowsError
-from nemo_aligner.serving.client.server import RefusedError, Tensors
+from nemo_aligner.serving.client.server import Tensors
+from nemo_aligner.serving.failures import RefusedError
 from nemo_aligner.serving.protocols import ScoredRows, kserve, place_rows
 from nemo_aligner.serving.tokens import is_token
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError, shown
@@ -45,11 +50,14 @@ class ServerClient(Generic[C]):
         connect: Callable[[], C],
         in_callers_loop: bool = False,
     ) -> None:
-        """``name`` begins errors; ``connect`` is called in the thread, or in the caller's loop."""
+        """``name`` begins errors; ``connect`` is called in the thread, or in the caller's loop.
+
+        It is called at the first request, so that a client can be made before a fork.
+        """
         self._name = name
         self._timeout_s = timeout_s
         self._connect = connect
-        self._lock = Lock()
+        self._lock = Lock()  # callers of several threads start one background
         self._background: Background[C] | None = None
         self._in_callers_loop = in_callers_loop
         self._here: C | None = None
@@ -65,7 +73,7 @@ class ServerClient(Generic[C]):
         trace: TracebackType | None,
     ) -> None:
         if kind is not None and self._background is not None:
-            self._background.leave()  # nobody will read what was submitted
+            self._background.leave()  # nobody will read the answers
         self.close()
 
     def close(self) -> None:
@@ -80,12 +88,12 @@ class ServerClient(Generic[C]):
             await self._here.close()
 
     def _submit(self, work: Callable[..., Coroutine[Any, Any, T]], *given: Any) -> Future[T]:
-        """``work(pool, *given)`` in the background, for ``timeout_s`` at most."""
+        """Run ``work(connections, *given)`` in the background, for ``timeout_s`` at most."""
         limited = partial(_in_time, work, given, self._timeout_s, self._name)
         return self._started().submit(limited)
 
     async def _run(self, work: Callable[..., Coroutine[Any, Any, T]], *given: Any) -> T:
-        """``_submit``, for asyncio."""
+        """Like ``_submit``, for asyncio."""
         if not self._in_callers_loop:
             return await asyncio.wrap_future(self._submit(work, *given))
         if self._here is None:
@@ -93,7 +101,7 @@ class ServerClient(Generic[C]):
         return await _in_time(work, given, self._timeout_s, self._name, self._here)
 
     def _started(self) -> Background[C]:
-        """The background of this process: a forked one has none yet.
+        """Background thread of this process, started if it has none; a fork never has one.
 
         Raises:
             ServingError: the client is closed.
@@ -106,13 +114,14 @@ class ServerClient(Generic[C]):
                 _NEVER_FREED.append(inherited)
                 self._background = None
             if self._background is None:
-                self._background = Background(self._connect)  # which does not hold this client
+                # It does not refer to this client, or that would never be freed.
+                self._background = Background(self._connect)
                 weakref.finalize(self, self._background.leave).atexit = False
             return self._background
 
     def _wait(self, future: Future[T]) -> T:
         if self._background is not None and self._background.is_current():
-            future.cancel()
+            future.cancel()  # the thread would wait for itself
             raise RuntimeError("a callback of a future may not wait for another: submit a future")
         try:
             return future.result()
@@ -169,7 +178,10 @@ Encode = Callable[[Sequence[Any]], Tensors]
 
 @dataclass(frozen=True)
 class PartialRequest:
-    """Some of the caller's rows, by their indices in ``items``, to be sent together."""
+    """Some of the caller's rows, by their indices in ``items``, to be sent together.
+
+    Encoded only when it is sent: a call of millions of texts has few of them in memory twice.
+    """
 
     rows: list[int]
     items: Sequence[Any]
@@ -191,6 +203,7 @@ class PartialRequest:
 
 def split_texts(texts: Sequence[Text], limit: int) -> list[PartialRequest]:
     """Requests of at most ``limit`` texts each, of raw texts or of conversations."""
+    # A request has one form, so texts and conversations of a call travel apart.
     sentences = [row for row, text in enumerate(texts) if isinstance(text, str)]
     conversations = [row for row, text in enumerate(texts) if not isinstance(text, str)]
     return [
@@ -241,9 +254,10 @@ logger = logging.getLogger(__name__)
 OnError = Literal["raise", "nan"]
 Split = Callable[[int], list[PartialRequest]]
 
-_MOST_ROWS = 128  # of a request: what is refused or lost is sent again as a whole
+# Of a request. Larger ones gain nothing, as the server merges those that wait; and what is refused
+# or lost is sent again as a whole.
+_MOST_ROWS = 128
 _OPTIONAL = [spec.name for spec in kserve.OPTIONAL_OUTPUTS]
-_AT_FAULT = (400, 413, 422)  # statuses of a request that its sender can mend
 
 
 def check_on_error(on_error: str) -> None:
@@ -274,9 +288,11 @@ class RowCollector:
         """
         if total:
             limit, servers = await self._pool.limit()
+            # A call is spread over all servers, also where one could take it whole.
             size = min(limit, _MOST_ROWS, -(-total // servers))
             await _all_of(self._score(part) for part in split(size))
         self._tell(total)
+        # Where every row was refused, no answer says how many attributes there are.
         rewards = self._gathered("rewards", total)
         if rewards is None:
             rewards = np.full((total, columns or 1), np.nan, dtype=np.float32)
@@ -308,11 +324,11 @@ class RowCollector:
             )
 
     async def _score(self, part: PartialRequest) -> None:
-        """Until each of its rows has a reward or is set aside: a request for each refused row."""
+        """Send requests until each row has a reward or an error; one more for each refused row."""
         while part.rows:
             try:
                 scored = await self._pool.infer(encoded(part), len(part.rows))
-            except TooManyRowsError as error:
+            except TooManyRowsError as error:  # its limit was another server's
                 await _all_of(self._score(each) for each in part.chunks(error.limit))
                 return
             except RefusedError as refusal:
@@ -336,23 +352,24 @@ class RowCollector:
         self._contract_hash = scored.contract_hash
 
     def _without(self, part: PartialRequest, place: int, refusal: RefusedError) -> PartialRequest:
-        row = part.rows[place]
+        row = part.rows[place]  # the caller's number; the server's is the place in the request
         # A reward that is not finite names a row, too, and is the model's fault, not the text's.
-        if not self._sets_aside or refusal.status not in _AT_FAULT:
+        if not self._sets_aside or refusal.kind.reaction != "skip":
             raise refusal.of_row(row) from refusal
         self._errors[row] = refusal.reason
         return part.only([other for other in part.rows if other != row])
 
     async def _score_apart(self, part: PartialRequest, refusal: RefusedError) -> None:
-        """Find the rows of a refusal without a row's number, by halves."""
+        """Find the rows of a refusal that names none, by sending halves."""
+        # A request that is too large is not at fault while it can be divided.
         is_too_large = refusal.is_too_large and len(part.rows) > 1
-        if not is_too_large and not (self._sets_aside and refusal.status in _AT_FAULT):
+        if not is_too_large and not (self._sets_aside and refusal.kind.reaction == "skip"):
             raise refusal
         if len(part.rows) == 1:
             self._errors[part.rows[0]] = refusal.reason
             return
         await _all_of(self._score(half) for half in part.chunks(-(-len(part.rows) // 2)))
-        # The same for each of several: it is not about a row.
+        # Each of several has the same error alone, so it is the request's, such as a wrong model.
         if all(self._errors.get(row) == refusal.reason for row in part.rows):
             raise refusal
 
@@ -367,7 +384,7 @@ def encoded(part: PartialRequest) -> Tensors:
         return part.inputs
     except DataError as error:  # which says what row
         raise RefusedError("client", 400, str(error)) from error
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # such as a lone surrogate: which row has it is yet to be found
         for place, row in enumerate(part.rows):
             try:
                 _ = part.only([row]).inputs

@@ -65,24 +65,27 @@ class ContractCheck:
         """
         mine = _Known(contract.hash if contract is not None else None, contract, server)
         self.withdraw(server)
+        # Before any reward nobody knows which server is right: each is compared with all others.
         for other in [self._wanted] if self._wanted is not None else self._published.values():
             _compare(server, mine, other)
         self._published[server] = mine
         if contract is not None:
             self.columns = len(contract.attributes)
 
-    def check_reward(self, server: str, contract_hash: str | None) -> None:
-        """Check the contract of a reward; the first one binds those that follow.
+    def check_reward(self, server: str, contract_hash: str | None, columns: int) -> None:
+        """Check the contract of a reward of ``columns`` attributes; the first one binds the others.
 
         Raises:
             OtherContractError: it is another contract.
         """
+        # If the server has published this contract, an error can say in what it differs.
         known = self._published.get(server)
         is_published = known is not None and known.hash == contract_hash
         mine = known if is_published and known else _Known(contract_hash, None, server)
         if self._wanted is None:
             self._wanted = mine
         _compare(server, mine, self._wanted)
+        self.columns = columns
 
     def withdraw(self, server: str) -> None:
         """Drop what this server published, as another may have taken its place."""

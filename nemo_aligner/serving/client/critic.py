@@ -23,7 +23,8 @@ from nemo_aligner.serving.client.calls import (
 )
 from nemo_aligner.serving.client.contract_check import ContractCheck
 from nemo_aligner.serving.client.pool import ServerPool
-from nemo_aligner.serving.client.server import RefusedError, Tensors
+from nemo_aligner.serving.client.server import Tensors
+from nemo_aligner.serving.failures import RefusedError
 from nemo_aligner.serving.protocols import critic as wire
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.protocols.critic import Valued
@@ -47,6 +48,7 @@ class _Connections:
         def connect(urls: Sequence[str], name: str) -> ServerPool:
             return ServerPool(urls, name, ContractCheck(expect), *patience, max_connections, token)
 
+        # Three models of one Triton, each of which is ready, or not, by itself.
         self.infer = connect([url], wire.INFER_NAME)
         self.train = connect([url], wire.TRAIN_NAME)
         self.save = connect([url], wire.SAVE_NAME)
@@ -161,7 +163,7 @@ async def _infer(connections: _Connections, token_lists: list[Sequence[int]]) ->
     rewards = asyncio.ensure_future(_rewards(connections.rewards, token_lists))
     try:
         await asyncio.gather(values, rewards)
-    finally:
+    finally:  # where one has failed, nobody wants the other
         values.cancel(), rewards.cancel()
     return Valued(values.result().values, rewards.result())
 
@@ -202,6 +204,7 @@ def _read_values(outputs: Tensors, server: str) -> Valued:
 
 async def _rewards(pool: ServerPool, token_lists: list[Sequence[int]]) -> np.ndarray:
     """``[N]``, attributes merged by the weights of the server's scoring contract."""
+    # PPO needs a reward of every row of a rollout, so one that is refused is an error.
     split = partial(split_tokens, token_lists)
     scored = await RowCollector(pool, "raise").collect(len(token_lists), split, None)
     if scored.rewards.shape[1] == 1:

@@ -1,4 +1,9 @@
-"""The servers of a client: each request goes to the least busy available one."""
+"""The servers of a client: each request goes to the least busy available one.
+
+How long a request looks for one: ``wait_s`` before any has ever been ready, for a server that is
+still starting; ``retry_s`` afterwards, for one that is restarted. A server that says when it has
+room again is waited for until the call's own deadline.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +21,18 @@ from typing import Any, Generic, Protocol, TypeVar
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client.contract_check import ContractCheck, OtherContractError
-from nemo_aligner.serving.client.server import (
-    NoKServeError,
-    RemoteServer,
-    Tensors,
-    UnavailableError,
-    new_session,
-)
+from nemo_aligner.serving.client.server import RemoteServer, Tensors, new_session
+from nemo_aligner.serving.failures import FailureKind, UnavailableError
 from nemo_aligner.serving.protocols import ScoredRows, kserve
 from nemo_aligner.utils.errors import ServingError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class NoKServeError(ServingError):
+    """Every URL is answered by another protocol."""
 
 
 class TooManyRowsError(Exception):
@@ -41,18 +45,17 @@ class TooManyRowsError(Exception):
 
 @dataclass
 class _Search:
-    """State of one request that looks for a server."""
+    """State of one request that looks for a server; ``trouble_since`` starts its patience."""
 
     began: float = field(default_factory=time.monotonic)
     trouble_since: float | None = None
     tried: set[RemoteServer] = field(default_factory=set)
     last_trouble: str = "no server answers"
 
-    def note_trouble(self, now: float) -> float:
-        """Note that no server answers; since when that is so."""
+    def note_trouble(self, now: float) -> None:
+        """Note that no server answers, if that is new."""
         if self.trouble_since is None:
             self.trouble_since = now
-        return self.trouble_since
 
 
 class ServerPool:
@@ -72,6 +75,8 @@ class ServerPool:
         token: str | None = None,
     ) -> None:
         self._session = new_session(token)
+        # A lone server without an expected contract needs no request for it: its first reward has
+        # the hash, and binds the client to it.
         reads_contract = contract_check.is_bound or len(urls) > 1
         self._servers = [
             RemoteServer(self._session, url, model_name, contract_check, reads_contract)
@@ -79,11 +84,13 @@ class ServerPool:
         ]
         self._contract_check = contract_check
         self._wait_s, self._retry_s = wait_s, retry_s
+        # Here and not in aiohttp's connector, so that a request that waits for its turn can still
+        # choose the server that is least busy by then.
         self._gate = asyncio.Semaphore(max_connections * len(urls))
-        self._has_met = False
+        self._ever_ready = False
         self._said_trouble = False
-        self._is_introduced = False
-        self._introduction: asyncio.Task[None] | None = None
+        self._all_known = False
+        self._handshakes: asyncio.Task[None] | None = None
 
     async def limit(self) -> tuple[int, int]:
         """Most rows of a request, and the number of available servers.
@@ -91,7 +98,7 @@ class ServerPool:
         Raises:
             ServingError: no server is there.
         """
-        await self._choose(1, _Search())
+        await self._choose(1, _Search())  # one is ready from here on
         limits = [server.limit for server in self._servers if server.limit is not None]
         return min(limits), len(limits)
 
@@ -106,8 +113,8 @@ class ServerPool:
 
         def read(outputs: Tensors, server: str) -> ScoredRows:
             scored = _decoded(outputs, rows, server)
-            self._contract_check.check_reward(server, scored.contract_hash)
-            self._contract_check.columns = scored.rewards.shape[1]
+            columns = scored.rewards.shape[1]
+            self._contract_check.check_reward(server, scored.contract_hash, columns)
             return scored
 
         return await self.ask_for(inputs, rows, read)
@@ -154,7 +161,9 @@ class ServerPool:
 
     async def probe(self) -> dict[str, str | None]:
         """State of each server by its URL: why it gives no rewards now, None if it does."""
-        if not self._contract_check.is_bound:  # what they say now counts
+        # What servers said before is not compared with what they say now: the probe's answer has to
+        # become good when the last of them was replaced.
+        if not self._contract_check.is_bound:
             for server in self._servers:
                 self._contract_check.withdraw(server.name)
         found = await asyncio.gather(*(server.probe() for server in self._servers))
@@ -189,18 +198,21 @@ class ServerPool:
             try:
                 answer = await question(server)
             except UnavailableError as error:
-                # A proxy's 502 or 504 may also say when to come again: it may have been done.
-                if not again and (error.is_lost or error.again_in_s is None):
+                # A lost training step may have been done, also where a proxy's 502 or 504 says when
+                # to come again. A server that is busy has refused it before it began.
+                is_lost = error.kind is FailureKind.unreachable
+                if not again and (is_lost or error.retry_after_s is None):
                     raise ServingError(
                         f"{server.name}: {error}; it is not sent again, as it may have been done"
                     ) from error
-                if error.again_in_s is None:
+                if error.retry_after_s is None:
                     search.note_trouble(time.monotonic())
-                else:  # it is there, and says when: only the deadline ends that
+                else:
                     search.trouble_since = None
                 search.last_trouble = f"{server.name}: {error}"
                 self._say_trouble(search.last_trouble)
-            except OtherContractError as error:  # its reward is not used: another may be right
+            except OtherContractError as error:
+                # In a rolling update: its reward is not used, and another server is asked.
                 server.leave_out(error.text)
                 search.note_trouble(time.monotonic())
                 search.last_trouble = str(error)
@@ -211,9 +223,10 @@ class ServerPool:
 
     async def _choose(self, rows: int, search: _Search) -> RemoteServer:
         while True:
-            await self._introduced()
+            await self._first_handshakes()
             now = time.monotonic()
-            self._meet_who_is_due(now, search)
+            self._start_due_handshakes(now, search)
+            # Once its patience is over, a request tries only servers that it has not tried yet.
             is_over = search.trouble_since is not None and self._patience_ends(search, now) <= now
             ready = [
                 each
@@ -225,34 +238,39 @@ class ServerPool:
                 if not fitting:
                     raise TooManyRowsError(max(each.limit or 1 for each in ready))
                 return min(fitting, key=lambda each: each.in_flight)
+            # A full server comes back by itself, so nobody loses patience with it.
             if not any(each.is_full(now) for each in self._servers):
                 self._give_up_if_hopeless(search)
                 search.note_trouble(now)
                 self._give_up_if_over(search, now)
             await self._change(now, search)
 
-    async def _introduced(self) -> None:
-        """Wait until all servers were met once, at the same time; a failure is not kept."""
-        if self._is_introduced:
-            return
-        if self._introduction is None or self._introduction.done():
-            self._introduction = asyncio.ensure_future(self._introduce())
-            self._introduction.add_done_callback(_look_at)
-        await asyncio.shield(self._introduction)
+    async def _first_handshakes(self) -> None:
+        """Wait for the first handshake with every server; one that fails is not kept.
 
-    async def _introduce(self) -> None:
-        """Meet all servers, so that different contracts are noticed before any reward is used.
+        All requests that come meanwhile wait for the same task, which none of them may cancel.
+        """
+        if self._all_known:
+            return
+        if self._handshakes is None or self._handshakes.done():
+            self._handshakes = asyncio.ensure_future(self._handshake_all())
+            self._handshakes.add_done_callback(_retrieve_error)
+        await asyncio.shield(self._handshakes)
+
+    async def _handshake_all(self) -> None:
+        """Handshake with all servers, so that they are compared before any reward is used.
 
         Raises:
             ServingError: they have different contracts; any of them may change.
         """
-        await asyncio.wait([server.meet() for server in self._servers])
+        await asyncio.wait([server.start_handshake() for server in self._servers])
         clash = self._clash()
         if clash is not None:
+            # None of them can be said to be right, so the next request compares them anew.
             for server in self._servers:
                 server.forget()
             raise clash
-        self._is_introduced = True
+        self._all_known = True
 
     def _clash(self) -> ServingError | None:
         """Error if servers disagree, while no reward says which of them is right."""
@@ -261,13 +279,16 @@ class ServerPool:
         faults = [server.fault for server in self._servers]
         return next((fault for fault in faults if isinstance(fault, OtherContractError)), None)
 
-    def _meet_who_is_due(self, now: float, search: _Search) -> None:
-        """Meet servers that were left out for long enough, or that a decision depends on."""
+    def _start_due_handshakes(self, now: float, search: _Search) -> None:
+        """Begin handshakes with servers whose pause is over, or that a decision depends on.
+
+        Where none is ready, each has to be tried again before a request may give up.
+        """
         any_ready = any(server.is_ready(now) for server in self._servers)
         tried_since = 0.0 if any_ready else self._last_try(search, now)
         for server in self._servers:
-            server.meet_if_due(now, tried_since)
-        self._has_met |= any_ready
+            server.start_handshake_if_due(now, tried_since)
+        self._ever_ready |= any_ready
 
     def _give_up_if_hopeless(self, search: _Search) -> None:
         """Raise if every server was tried since the request began, and is a wrong one."""
@@ -280,7 +301,7 @@ class ServerPool:
             raise ServingError("; ".join(faults))
 
     def _patience_ends(self, search: _Search, now: float) -> float:
-        patience = self._retry_s if self._has_met else self._wait_s
+        patience = self._retry_s if self._ever_ready else self._wait_s
         return (now if search.trouble_since is None else search.trouble_since) + patience
 
     def _last_try(self, search: _Search, now: float) -> float:
@@ -290,32 +311,34 @@ class ServerPool:
         return ends if was_patient else search.began
 
     def _give_up_if_over(self, search: _Search, now: float) -> None:
+        # Every server was asked once more after the patience has ended: one that came back in its
+        # last moment still gets the request.
         asked = all(
             server.limit is not None
-            or (server.meeting is None and server.tried_at >= self._last_try(search, now))
+            or (server.handshake is None and server.tried_at >= self._last_try(search, now))
             for server in self._servers
         )
         if not asked or now < self._patience_ends(search, now):
             return
-        if self._has_met:
+        if self._ever_ready:
             advice = f"none came back within {self._retry_s:g} s (retry_s)"
         elif self._wait_s:
             advice = f"none was ready within {self._wait_s:g} s (wait_s)"
         else:
             advice = "wait_s=60 waits for one to come up"
         trouble = self.trouble() or search.last_trouble
-        if all(server.is_foreign for server in self._servers):
+        if all(server.is_foreign for server in self._servers):  # to evaluate, another client fits
             raise NoKServeError(trouble)
         raise ServingError(f"{trouble}; {advice}")
 
     async def _change(self, now: float, search: _Search) -> None:
-        """Wait until something may have changed."""
+        """Wait until a handshake, a pause or the search's patience ends; at most a second."""
         moments = [each.again_at for each in self._servers if each.again_at > now]
         ends = self._patience_ends(search, now)
         pause = max(0.01, min([*moments, *([ends] if ends > now else []), now + 1.0]) - now)
-        meetings = [server.meeting for server in self._servers if server.meeting is not None]
-        if meetings:
-            await asyncio.wait(meetings, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+        handshakes = [server.handshake for server in self._servers if server.handshake is not None]
+        if handshakes:
+            await asyncio.wait(handshakes, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
         else:
             await asyncio.sleep(pause)
 
@@ -325,10 +348,10 @@ class ServerPool:
             logger.warning("%s; the request is sent again", trouble)
 
 
-def _look_at(introduction: asyncio.Task[None]) -> None:
-    """Retrieve its error, so that asyncio does not log it if nobody waits for it."""
-    if not introduction.cancelled():
-        introduction.exception()
+def _retrieve_error(first: asyncio.Task[None]) -> None:
+    """Retrieve the error, which asyncio would log where every waiting request was cancelled."""
+    if not first.cancelled():
+        first.exception()
 
 
 def _decoded(outputs: Tensors, rows: int, server: str) -> ScoredRows:
@@ -341,7 +364,8 @@ def _decoded(outputs: Tensors, rows: int, server: str) -> ScoredRows:
     raise ServingError(f"{server}: the answer has no reward for each row")
 
 
-# The event loop of a client, in a thread of its own.
+# The event loop of a client, in a thread of its own: requests from any thread share connections,
+# and are in flight while the program computes.
 
 Result = TypeVar("Result")
 
@@ -367,7 +391,7 @@ class Background(Generic[C]):
 
     def __init__(self, connect: Callable[[], C]) -> None:
         """Start the thread; raise what ``connect``, called in it, raises."""
-        self._process = os.getpid()
+        self._process = os.getpid()  # threads do not survive a fork; see belongs_here
         self._lock = Lock()
         self._running: set[Future[Any]] = set()
         begun: Future[None] = Future()
@@ -422,6 +446,7 @@ class Background(Generic[C]):
             return
         begun.set_result(None)
         await self._leaving.wait()
+        # Requests first, as they use the connections that are closed then.
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()

@@ -13,6 +13,7 @@ import aiohttp
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ServingError, one_line
 
+# vLLM scores together what is there at once, so requests one after the other would take far longer.
 _AT_ONCE = 16
 
 

@@ -1,4 +1,10 @@
-"""One server of a client: its requests over HTTP, and whether it is there."""
+"""One server of a client: its KServe v2 requests over HTTP, and whether it may be asked now.
+
+A server is asked for rewards after a handshake: its model is ready, its limit of rows is known, and
+it scores by the right contract. One that gives no answer is backed off from for 0.1 to 1.5 seconds,
+or for as long as it asks; one that was gone needs a new handshake, as another may have taken its
+place.
+"""
 
 from __future__ import annotations
 
@@ -22,81 +28,33 @@ import numpy as np
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client.contract_check import ContractCheck, OtherContractError
+from nemo_aligner.serving.failures import (
+    NO_TOKEN,
+    FailureKind,
+    RefusedError,
+    RequestError,
+    UnavailableError,
+    retry_after,
+)
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.utils.errors import CheckpointError, ServingError, short, shown
 
 logger = logging.getLogger(__name__)
 
 _CONNECT_S = 3.0
-_MEET_S = 10.0  # for a question that costs a server nothing
-_PROBE_S = 2.0  # for one that somebody waits for who wants to know whether it is there
+# A request for rewards is limited by the call's deadline alone, as the model may be slow. These
+# cost a server nothing, so a late answer means that it hangs.
+_HANDSHAKE_S = 10.0
+_PROBE_S = 2.0  # somebody waits for the gateway's ``/ready`` or ``/metrics``
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
-_UNAVAILABLE = (429, 502, 503, 504)
-_UNAUTHORIZED = 401  # Triton says it with a 400
+# With these and a body that is not KServe's, vLLM, our gateway or a proxy answers in its place.
 _FOREIGN_STATUSES = (401, 403, 404)
 _FOREIGN = (
     "this is no KServe server, or it asks for a token "
     "(vLLM and a gateway have clients of their own: docs/gateway.md)"
 )
-_AGAIN_IN = re.compile(r"retry after (\d+(?:\.\d+)?) ?s")
-# Triton has no 413.
-_TOO_LARGE = re.compile(r"\d+ bytes, wanted at most \d+ \(server\.max_request_bytes\)")
 # Triton answers it with a 500, before the model's server sees the request.
 _UNPARSED = re.compile(r"^(failed to parse the request JSON|Unable to parse ')")
-_ROW = re.compile(r"^(?:\w+, )?row (\d+): ")
-
-
-class RefusedError(ServingError):
-    """A server's answer to a request that it does not score, with its HTTP status.
-
-    ``status`` is 400 where the request is at fault, 401 where it has not the server's bearer token,
-    500 where the model failed.
-    """
-
-    def __init__(self, server: str, status: int, text: str) -> None:
-        super().__init__(f"{server}: {text}")
-        self.server, self.status, self.text = server, status, text
-
-    @property
-    def row(self) -> int | None:
-        """The row of the request that it is about, if it says one."""
-        found = _ROW.match(self.text)
-        return int(found[1]) if found else None
-
-    @property
-    def is_too_large(self) -> bool:
-        """True if the request has too many bytes, so that parts of it may be accepted."""
-        return self.status == 413 or (self.status == 400 and bool(_TOO_LARGE.search(self.text)))
-
-    @property
-    def reason(self) -> str:
-        """The reason without the row's number."""
-        return _ROW.sub("", self.text)
-
-    def of_row(self, row: int) -> RefusedError:
-        """The same refusal, with the caller's number of the row."""
-        text = self.text.replace(f"row {self.row}: ", f"row {row}: ", 1)
-        return RefusedError(self.server, self.status, text)
-
-
-class NoKServeError(ServingError):
-    """Every URL is answered by another protocol."""
-
-
-class ForeignError(RefusedError):
-    """A refusal that is not KServe's: by another kind of server, or by a proxy."""
-
-
-class UnavailableError(Exception):
-    """No answer for now; ``again_in_s`` is the pause that the server asks for."""
-
-    def __init__(self, reason: str, is_lost: bool = True, again_in_s: float | None = None) -> None:
-        super().__init__(reason)
-        self.is_lost, self.again_in_s = is_lost, again_in_s
-
-
-class BadAddressError(UnavailableError):
-    """A wrong URL or certificate, where waiting does not help."""
 
 
 def new_session(token: str | None) -> aiohttp.ClientSession:
@@ -107,7 +65,17 @@ def new_session(token: str | None) -> aiohttp.ClientSession:
 
 
 class RemoteServer:
-    """A server: asked for rewards once it was met, with its model ready and the right contract."""
+    """A server by its URL and the model there; see the top of this file.
+
+    Attributes:
+        limit: most rows of a request; None before a handshake has succeeded.
+        fault: why it is left out, where waiting does not help, such as another contract.
+        trouble: why it is left out, for people.
+        is_foreign: the last handshake was answered by something that is no KServe server.
+        tried_at: end of the last handshake.
+        handshake: the one under way.
+        again_at: when the pause ends.
+    """
 
     def __init__(
         self,
@@ -120,12 +88,12 @@ class RemoteServer:
         self.name = f"{url}, {model_name}"
         self.url = url
         self.in_flight = 0
-        self.limit: int | None = None  # rows of a request; None: not met
-        self.fault: ServingError | None = None  # why it is left out, where waiting does not help
+        self.limit: int | None = None
+        self.fault: ServingError | None = None
         self.trouble = ""
-        self.is_foreign = False  # at the last meeting
+        self.is_foreign = False
         self.tried_at = -np.inf
-        self.meeting: asyncio.Task[None] | None = None
+        self.handshake: asyncio.Task[None] | None = None
         self.again_at = 0.0
         self._has_said_when = False
         self._failures = 0
@@ -140,24 +108,24 @@ class RemoteServer:
         """True if it has said when to come again, and that is not yet."""
         return self.limit is not None and self._has_said_when and now < self.again_at
 
-    def meet(self) -> asyncio.Task[None]:
-        """Begin to meet it, unless that is under way."""
-        if self.meeting is None:
-            self.meeting = asyncio.ensure_future(self._meet())
-        return self.meeting
+    def start_handshake(self) -> asyncio.Task[None]:
+        """Begin a handshake, unless one is under way."""
+        if self.handshake is None:
+            self.handshake = asyncio.ensure_future(self._handshake())
+        return self.handshake
 
-    def meet_if_due(self, now: float, tried_since: float) -> None:
-        """Begin to meet it, if it was left out for long enough, or not tried since then."""
+    def start_handshake_if_due(self, now: float, tried_since: float) -> None:
+        """Begin a handshake if it needs one, and its pause is over or it was not tried since."""
         due = now >= self.again_at or self.tried_at < tried_since
         if self.limit is None and due:
-            self.meet()
+            self.start_handshake()
 
     def leave_out(self, reason: str) -> None:
-        """Send it no requests until it was met again."""
-        self._leave_out(UnavailableError(reason))
+        """Send it no requests until a new handshake has succeeded."""
+        self._back_off(UnavailableError(reason))
 
     def forget(self) -> None:
-        """Reset it to the state before the first meeting."""
+        """Return to the state before the first handshake."""
         self.limit, self.fault, self.again_at = None, None, 0.0
         self._contract_check.withdraw(self.name)
 
@@ -173,7 +141,7 @@ class RemoteServer:
                 return await self._infer(self._model_name, inputs, None)
             except RefusedError as error:
                 if error.status == 404:  # a server in place of it, which is still loading its model
-                    raise UnavailableError(error.text) from error
+                    raise UnavailableError(error.message) from error
                 raise
 
     async def contract(self) -> ScoringContract:
@@ -184,7 +152,7 @@ class RemoteServer:
             UnavailableError: it gave no answer, and is left out for a while.
         """
         with self._asked():
-            return await self._contract()
+            return await self._contract(_HANDSHAKE_S)
 
     async def turn_end(self) -> TurnEnd | None:
         """Text that its chat template writes after a reply; None if it writes nothing.
@@ -192,13 +160,13 @@ class RemoteServer:
         Raises:
             UnavailableError: it gave no answer, and is left out for a while.
         """
-        asked = {"dummy_var": np.zeros(1, dtype=np.int64)}
         with self._asked():
             try:
-                outputs = await self._infer(kserve.CONTRACT_MODEL_NAME, asked, _MEET_S)
-                return kserve.decode_turn_end(outputs)
+                return kserve.decode_turn_end(await self._publication(_HANDSHAKE_S))
+            except UnavailableError:
+                raise
             except ServingError as error:  # another's server, or an older one
-                if isinstance(error, RefusedError) and error.status == _UNAUTHORIZED:
+                if _is_unauthorized(error):
                     raise
                 logger.warning(
                     "%s: it does not say how its chat template ends (%s); a text that ends before "
@@ -226,10 +194,9 @@ class RemoteServer:
 
     async def statistics(self) -> dict[str, float] | None:
         """Counts since its start; empty if it publishes none, None without an answer."""
-        asked = {"dummy_var": np.zeros(1, dtype=np.int64)}
         try:
             with self._asked():
-                outputs = await self._infer(kserve.CONTRACT_MODEL_NAME, asked, _PROBE_S)
+                outputs = await self._publication(_PROBE_S)
             return kserve.decode_statistics(outputs)
         except UnavailableError:
             return None
@@ -238,12 +205,14 @@ class RemoteServer:
 
     @contextmanager
     def _asked(self) -> Iterator[None]:
+        """Count a request as in flight; back off where it gets no answer."""
         self.in_flight += 1
         try:
             yield
         except UnavailableError as error:
-            if self.is_ready(time.monotonic()):  # no other request has noticed
-                self._leave_out(error)
+            # Of many requests that are lost at once only the first may lengthen the pause.
+            if self.is_ready(time.monotonic()):
+                self._back_off(error)
             raise
         finally:
             self.in_flight -= 1
@@ -251,42 +220,49 @@ class RemoteServer:
         if self.limit is not None:
             self.trouble = ""
 
-    async def _contract(self, timeout_s: float = _MEET_S) -> ScoringContract:
+    async def _publication(self, timeout_s: float) -> Tensors:
+        """Ask for all that it publishes: its contract, turn end and statistics."""
         asked = {"dummy_var": np.zeros(1, dtype=np.int64)}
-        outputs = await self._infer(kserve.CONTRACT_MODEL_NAME, asked, timeout_s)
+        return await self._infer(kserve.CONTRACT_MODEL_NAME, asked, timeout_s)
+
+    async def _contract(self, timeout_s: float) -> ScoringContract:
+        outputs = await self._publication(timeout_s)
         try:
             return kserve.decode_contract(outputs)
         except (CheckpointError, KeyError, ValueError, IndexError) as error:
             raise ServingError(f"{self.url}: {error}") from error
 
-    async def _meet(self) -> None:
+    async def _handshake(self) -> None:
         self.is_foreign = False
         try:
             await self._ask("GET", f"models/{quote(self._model_name)}/ready")
             answer, _ = await self._ask("GET", f"models/{quote(self._model_name)}/config")
             limit = max(1, int(json.loads(answer)["max_batch_size"]))
-            await self._check_contract(_MEET_S)
+            await self._check_contract(_HANDSHAKE_S)
             self.limit, self.fault, self.trouble, self.again_at = limit, None, "", 0.0
-        except ForeignError as error:
-            self.is_foreign = True
-            self._leave_out(UnavailableError(f"HTTP {error.status}: {error.text}; {_FOREIGN}"))
         except RefusedError as error:
-            if error.status == _UNAUTHORIZED:
-                self._refuse(error)
-                return
-            # A model that is still being loaded.
-            self._leave_out(UnavailableError(f"{self._model_name} is not ready: {error.text}"))
-        except BadAddressError as error:
-            self._refuse(ServingError(f"{self.name}: {error}"))
+            self._on_refused_handshake(error)
         except UnavailableError as error:
-            self._leave_out(error)
+            if error.waiting_helps:
+                self._back_off(error)
+            else:
+                self._refuse(ServingError(f"{self.name}: {error}"))
         except ServingError as error:
             self._refuse(error)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            self._leave_out(UnavailableError("what answers there is no server of KServe v2"))
+            self._back_off(UnavailableError("what answers there is no server of KServe v2"))
         finally:
             self.tried_at = time.monotonic()
-            self.meeting = None
+            self.handshake = None
+
+    def _on_refused_handshake(self, error: RefusedError) -> None:
+        self.is_foreign = error.is_foreign
+        if error.is_foreign:
+            self._back_off(UnavailableError(f"HTTP {error.status}: {error.message}; {_FOREIGN}"))
+        elif _is_unauthorized(error):
+            self._refuse(error)
+        else:  # its model is still being loaded
+            self._back_off(UnavailableError(f"{self._model_name} is not ready: {error.message}"))
 
     async def _check_contract(self, timeout_s: float) -> None:
         """Raise OtherContractError; a lone server shows its contract by its first reward."""
@@ -294,40 +270,44 @@ class RemoteServer:
             return
         try:
             published = await self._published(timeout_s)
-        except ServingError:
-            if self._reads_contract:
+        except ServingError as error:
+            if self._reads_contract or isinstance(error, UnavailableError):
                 raise
-            return  # what cannot be read may be newer; its rewards have their contract's hash
+            # A newer version's contract cannot be read here, but its rewards come with its hash.
+            return
         self._contract_check.check_published(self.name, published)
 
     async def _published(self, timeout_s: float) -> ScoringContract | None:
         try:
             return await self._contract(timeout_s)
-        except RefusedError as error:  # a server of NeMo-Aligner has none
-            if error.status == _UNAUTHORIZED:
+        except RefusedError as error:
+            if _is_unauthorized(error):
                 raise
-            if self._contract_check.wants_contract:  # it may still be loaded
-                text = f"got the scoring contract (none), wanted one: {error.text}"
+            # A server of NeMo-Aligner has none; one of ours may still be loading that endpoint.
+            if self._contract_check.wants_contract:
+                text = f"got the scoring contract (none), wanted one: {error.message}"
                 raise UnavailableError(text) from error
             return None
 
     def _refuse(self, error: ServingError) -> None:
+        """Leave it out for a fault that waiting does not mend; the log has each fault once."""
         known = self.fault
-        self._leave_out(UnavailableError(str(error).removeprefix(f"{self.name}: ")))
+        self._back_off(UnavailableError(str(error).removeprefix(f"{self.name}: ")))
         self.fault = error
         if str(known) != str(error):
             logger.warning("%s; it is left out", error)
 
-    def _leave_out(self, error: UnavailableError) -> None:
+    def _back_off(self, error: UnavailableError) -> None:
+        """Leave it out for a pause, which doubles with each failure up to a second."""
         pause = min(_FIRST_PAUSE_S * 2**self._failures, _LONGEST_PAUSE_S)
         self._failures = min(self._failures + 1, 10)
-        self._has_said_when = error.again_in_s is not None
-        if error.again_in_s is not None:
-            pause = max(pause, error.again_in_s)
-        # Clients that failed together do not come back together.
+        self._has_said_when = error.retry_after_s is not None
+        if error.retry_after_s is not None:
+            pause = max(pause, error.retry_after_s)
+        # Jitter: clients that failed together must not come back together.
         self.again_at = time.monotonic() + pause * random.uniform(1.0, 1.5)
         self.trouble, self.fault = str(error), None
-        if error.is_lost:
+        if error.kind is FailureKind.unreachable:
             self.limit = None
             self._contract_check.withdraw(self.name)
 
@@ -344,7 +324,7 @@ class RemoteServer:
         self,
         method: str,
         path: str,
-        timeout_s: float | None = _MEET_S,
+        timeout_s: float | None = _HANDSHAKE_S,
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[bytes, Mapping[str, str]]:
@@ -352,36 +332,40 @@ class RemoteServer:
             async with self._session.request(
                 method,
                 f"{self.url}/v2/{path}",
+                # aiohttp warns of large bytes, which it writes at once; a stream goes in pieces.
                 data=None if body is None else BytesIO(body),
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S),
             ) as response:
                 answer = await response.read()
         except (aiohttp.ClientSSLError, aiohttp.InvalidURL) as error:
-            raise BadAddressError(short(error)) from error
+            raise UnavailableError(short(error), waiting_helps=False) from error
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise UnavailableError(_cause(error)) from error
         if response.status == 200:
             return answer, response.headers
-        raise self._not_scored(response.status, answer, response.headers)
+        raise self._failure(response.status, answer, response.headers)
 
-    def _not_scored(self, status: int, answer: bytes, headers: Mapping[str, str]) -> Exception:
-        said = _error_of(answer)
+    def _failure(self, status: int, answer: bytes, headers: Mapping[str, str]) -> RequestError:
+        said, kind = _error_of(answer), FailureKind.of_status(status)
         text = short(" ".join(answer.decode("utf-8", errors="replace").split()))
         text = text if said is None else said
-        if status in _UNAVAILABLE:
-            asked = _AGAIN_IN.search(text)
-            wish = asked[1] if asked else headers.get("Retry-After", "")
-            again_in_s = float(wish) if wish.replace(".", "", 1).isdigit() else None
-            return UnavailableError(f"HTTP {status}: {text}", status in (502, 504), again_in_s)
-        if said == kserve.NO_TOKEN:
-            return RefusedError(self.name, _UNAUTHORIZED, text)
+        if kind.reaction == "retry":
+            seconds = retry_after(text, headers.get("Retry-After", ""))
+            return UnavailableError(f"HTTP {status}: {text}", kind, seconds)
+        if said == NO_TOKEN:
+            return RefusedError(self.name, FailureKind.unauthorized.status, text)
         if said is None and answer and status in _FOREIGN_STATUSES:
-            return ForeignError(self.name, status, text)
+            return RefusedError(self.name, status, text, is_foreign=True)
         if said is not None and _UNPARSED.match(said):
             # What this client sends is whole: something between has changed it.
             text = f"Triton could not read the request as it arrived, behind any proxy: {text}"
         return RefusedError(self.name, status, text or f"HTTP {status}")
+
+
+def _is_unauthorized(error: ServingError) -> bool:
+    """Tell whether the token is missing or wrong, which is no reason to wait or to ask others."""
+    return isinstance(error, RefusedError) and error.kind is FailureKind.unauthorized
 
 
 def _error_of(answer: bytes) -> str | None:
@@ -405,14 +389,17 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return f"no connection within {_CONNECT_S:g} s"
     if isinstance(error, asyncio.TimeoutError):
-        return f"it accepts connections, but gave no answer within {_MEET_S:g} s"
+        return f"it accepts connections, but gave no answer within {_HANDSHAKE_S:g} s"
     if isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientPayloadError):
         return "connection lost before the whole answer came"
     return short(text) or type(error).__name__
 
 
 def _socket(address: Any) -> socket.socket:
-    """One that notices within a minute when the other machine is gone without a word."""
+    """Socket with keepalive probes, which notice a machine that is gone within a minute.
+
+    Without them a request to a machine that lost its power waits for the whole call's timeout.
+    """
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -422,7 +409,9 @@ def _socket(address: Any) -> socket.socket:
     return made
 
 
-# Tensors as HTTP bodies: KServe v2 with its extension for binary data.
+# Tensors as HTTP bodies: KServe v2 with its extension for binary data. A body is JSON, whose length
+# a header gives, and then the tensors' bytes in its order, little-endian; an item of BYTES has its
+# length before it in 4 bytes. Texts as JSON would be escaped and parsed once more on each side.
 
 Tensors = dict[str, np.ndarray]
 
@@ -446,7 +435,7 @@ _NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
 
 
 def encode_body(inputs: Mapping[str, np.ndarray]) -> tuple[bytes, dict[str, str]]:
-    """A request's body, and the headers that say how to read it; BYTES are arrays of ``bytes``."""
+    """Encode a request: its body and headers; arrays of ``bytes`` become BYTES."""
     listed, pieces = [], []
     for name, array in inputs.items():
         datatype = _NAMES.get(array.dtype, _BYTES)
@@ -466,7 +455,7 @@ def encode_body(inputs: Mapping[str, np.ndarray]) -> tuple[bytes, dict[str, str]
 
 
 def decode_body(body: bytes, headers: Mapping[str, str]) -> Tensors:
-    """The outputs of an answer, whether they are binary or JSON.
+    """Decode the outputs of an answer, whether they are binary or JSON.
 
     Raises:
         ServingError: it is no answer of KServe v2.

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from nemo_aligner.data.packing import take_oldest
+from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.metrics import Meter
 from nemo_aligner.utils.errors import ServingError
 
@@ -30,6 +31,7 @@ Join = Callable[[list[np.ndarray]], np.ndarray]
 _MOST_CALLS = 2
 # Common prefixes count once, so more rows may fit than their lengths say.
 _LOOK_AHEAD = 8
+# Share of the last call's time for which the next one waits for its senders to come back.
 _GATHER = 0.05
 
 
@@ -142,6 +144,7 @@ class Batcher:
         oldest, tokens = [], 0
         with self._changed:
             rows = list(self._waiting)
+        # Only the first few calls' worth is looked at: the queue may have millions of tokens.
         for row in rows:
             oldest.append(row)
             tokens += len(_sequence(row))
@@ -178,6 +181,7 @@ class Batcher:
             self._last_seconds = self._last_end - begun
             queued = sum(started - request.came for request, _ in call)
             self._meter.called(queued, self._last_end - started)
+            # One bad request must not fail those that happened to be in its call.
             if error is not None and len(requests) > 1:
                 logger.error("a call of %d requests failed: %s", len(requests), error)
                 self._again.extend([row for row in call if row[0] is each] for each in requests)
@@ -213,14 +217,6 @@ def _fail(request: _Request, error: BaseException) -> None:
 _FIRST_GUESS = 100.0  # rows/s, before any was scored
 
 
-class BusyError(ServingError):
-    """More rows wait than may; ``retry_after_s`` is a guess at when there is room."""
-
-    def __init__(self, message: str, retry_after_s: int) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
 class BackpressureLimit:
     """A limit of the rows in flight (the setting ``key``); for one event loop."""
 
@@ -234,15 +230,18 @@ class BackpressureLimit:
         """Count these rows as in flight for a block; a lone request is always admitted.
 
         Raises:
-            BusyError: too many are in flight.
+            RequestError: too many are in flight; when to come again is a guess.
         """
+        # Else a request of more rows than may wait would be refused forever.
         if self.rows_in_flight and self.rows_in_flight + rows > self._most:
             seconds = max(1, round(self.rows_in_flight / self._rows_per_second))
-            raise BusyError(
+            raise RequestError(
                 f"the queue is full ({self.rows_in_flight} rows wait of {self._most}, "
                 f"{self._key}); retry after {seconds} s",
+                FailureKind.busy,
                 seconds,
             )
+        # These rows and those before them are done when the block ends, which gives the rate.
         ahead, begun = self.rows_in_flight, time.monotonic()
         self.rows_in_flight += rows
         try:

@@ -40,6 +40,7 @@ class RanksLostError(ServingError):
 
 # Calls differ in size, so free memory between live blocks would grow for days.
 _CALLS_BETWEEN_TRIMS = 100
+# Workers wait in a broadcast while nobody asks, which may be for days.
 _NO_LIMIT = timedelta(days=365)
 
 
@@ -91,7 +92,7 @@ class ModelRanks:
         a RanksLostError, without waiting for a model that may never return.
         """
         answer: Future[Any] = Future()
-        answer.set_running_or_notify_cancel()
+        answer.set_running_or_notify_cancel()  # the workers run it whether it is waited for or not
         with self._lock:
             if self.failure is not None:
                 answer.set_exception(RanksLostError(self.failure))
@@ -130,6 +131,7 @@ class ModelRanks:
             if size == 0:
                 return
             payload = self._broadcast(torch.zeros(size, dtype=torch.uint8))
+            # Pickle is safe here: it comes from rank 0, over a group of this server's processes.
             self._attempt(pickle.loads(payload.numpy().data))
 
     def stop(self) -> None:
@@ -144,6 +146,7 @@ class ModelRanks:
         """Mark the ranks as lost; a worker's process ends here."""
         if self.rank != 0:
             logger.error("rank %d leaves: %s", self.rank, why)
+            # At once: the main thread may be in a collective that never returns.
             os._exit(1)
         with self._lock:
             if self.failure is None:
@@ -172,6 +175,7 @@ class ModelRanks:
         if self.world_size > 1:
             # Everything is built before the first byte goes out: nothing may raise in between.
             payload = torch.frombuffer(bytearray(pickle.dumps(call, protocol=5)), dtype=torch.uint8)
+            # Workers have to know the size before they can receive it; a size of 0 ends them.
             header = torch.tensor([payload.numel()], dtype=torch.int64)
             self._broadcast(header)
             self._broadcast(payload)

@@ -23,7 +23,7 @@ from nemo_aligner.contract.turns import find_marker
 from nemo_aligner.data.packing import PrefixGroup, find_prefix_groups, pack_groups
 from nemo_aligner.distributed.layout import ParallelLayout
 
-_BLOCK_BYTES = BLOCK_TOKENS * 4
+_BLOCK_BYTES = BLOCK_TOKENS * 4  # of token ids as int32
 _NONE = -1  # the block before the first
 
 
@@ -65,6 +65,7 @@ class BlockManager:
         """The cached blocks at a sequence's beginning; its last token is always computed."""
         found: list[int] = []
         block = _NONE
+        # Without the block that ends with the last token, whose state the head reads.
         for start in range(0, len(key) - _BLOCK_BYTES, _BLOCK_BYTES):
             known = self._blocks.get((block, key[start : start + _BLOCK_BYTES]))
             if known is None:
@@ -85,6 +86,8 @@ class BlockManager:
         for block in pinned:
             self._keys.move_to_end(block)
         new = self._extend(keys, paths, pinned)
+        # The last block of a path is marked first, so it is evicted before those that it follows,
+        # without which it could never be found.
         for path in paths:
             for block in reversed(path):
                 self._keys.move_to_end(block)
@@ -100,6 +103,8 @@ class BlockManager:
             For each the blocks that it is the first to have, by their number in the sequence.
         """
         new: list[dict[int, int]] = [{} for _ in keys]
+        # Breadth first: where the pool is too small, each sequence has its beginning in it, which
+        # others are most likely to share.
         growing = [index for index, key in enumerate(keys) if len(key) >= _BLOCK_BYTES]
         depth = 0
         while growing:
@@ -126,6 +131,7 @@ class BlockManager:
         if self._free:
             block = self._free.pop()
         else:
+            # Blocks in use were moved to the end: where the first is pinned, all are.
             block = next(iter(self._keys), _NONE)
             if block == _NONE or block in pinned:
                 return None
@@ -190,6 +196,7 @@ class PrefixCache:
             self._spent[replica] += size
             computed += size
             cached += BLOCK_TOKENS * sum(len(use.found) for use in uses)
+            # Every rank knows what all replicas cache, and packs only its own part.
             if replica == self._replica:
                 stored = dict(zip(members, map(_stored_of, uses), strict=True))
                 packs = pack_groups(sequences, groups, self._budget, stored)

@@ -26,6 +26,7 @@ from nemo_aligner.utils.errors import ConfigError, short
 
 logger = logging.getLogger(__name__)
 
+# Rewards of this many seconds are missing from the statistics of a server that was killed.
 _SAVE_SECS = 30.0
 _MERGED = "reward"
 
@@ -114,6 +115,7 @@ class RewardShaper:
             reply_tokens: ``[N]``, with a length penalty.
             spreads: ``[N, M * A]`` float32, how uncertain they are; negative ones count as 0.
         """
+        # In float64: differences of large means would lose digits. The answer is float32 again.
         values = raw.astype(np.float64).reshape(len(raw), *self._shape)
         spread = None
         if spreads is not None:
@@ -121,6 +123,7 @@ class RewardShaper:
             spread = spreads.astype(np.float64).reshape(values.shape).clip(0)
         std: np.ndarray | float = 1.0
         if self._running is not None:
+            # They count themselves, too: before the first there is no deviation to divide by.
             self._running.add(values)
             values, std = self._running.standardize(values), self._running.std
         if self._fixed is not None:
@@ -130,6 +133,7 @@ class RewardShaper:
             spread = spread / std
         if self._weights is not None:
             values = values @ self._weights[:, None]
+            # As if the attributes' errors went together, the most that they can add up to.
             spread = None if spread is None else spread @ np.abs(self._weights)[:, None]
         if spread is not None and self._shaping.spread_penalty:
             values = values - self._shaping.spread_penalty * spread
@@ -142,6 +146,7 @@ class RewardShaper:
         if shaping.clip:
             low, high = shaping.clip
             rewards = np.minimum(np.maximum(rewards, low), high)
+        # The threshold is compared in float32, which is what the sender has to compare it with.
         shaped, least = rewards.astype(np.float32), shaping.threshold
         return ShapedRewards(
             shaped,
@@ -278,7 +283,7 @@ class RunningStatistics:
             return
         try:
             self._write(self._file)
-        except OSError as error:
+        except OSError as error:  # a full disk must not end a server
             logger.warning("shaping.statistics_file: %s: %s", self._file, short(error))
 
     def _write(self, file: Path) -> None:

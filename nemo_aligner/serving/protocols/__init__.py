@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -73,27 +72,3 @@ def place_rows(values: np.ndarray, rows: Sequence[int], total: int) -> np.ndarra
     placed = np.full((total, *values.shape[1:]), nothing, dtype=values.dtype)
     placed[rows] = values
     return placed
-
-
-class FailureKind(Enum):
-    """Cause of a failure, which says what the sender can do."""
-
-    bad_request = "bad request"  # mend it
-    unauthorized = "unauthorized"  # send the token
-    too_large = "too large"  # send less at once
-    busy = "busy"  # send it again later
-    unreachable = "unreachable"  # start the server; a request sent again later is answered then
-    internal = "internal"  # look at the server's log
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Reason why a request has no answer, in one line; and when to ask again, if that may help.
-
-    ``row`` is set if the model refused one text, and not the request as a whole.
-    """
-
-    message: str
-    kind: FailureKind
-    retry_after_s: int | None = None
-    row: int | None = field(default=None, compare=False)

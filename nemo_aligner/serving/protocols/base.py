@@ -19,10 +19,11 @@ from pydantic_core import ErrorDetails
 from nemo_aligner.config.describe import suggestion
 from nemo_aligner.contract.contract import one_reward
 from nemo_aligner.contract.messages import Text, read_text
-from nemo_aligner.serving.protocols import Failure, FailureKind, ScoredRows, ScoreRequest
+from nemo_aligner.serving.failures import RequestError
+from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.utils.errors import DataError, ServingError, short, shown
 
-_SHOWN_PROBLEMS = 3
+_SHOWN_PROBLEMS = 3  # of a body; a union's branches have one each, most of which say the same
 # Characters of a bad value, so that the line has room for what was wanted.
 _SHOWN_VALUE = 60
 # By pydantic's error types; others keep pydantic's words.
@@ -36,20 +37,12 @@ _WORDS = {
     "dict_type": "got {got}, wanted an object",
     "literal_error": "got {got}, wanted {expected}",
 }
-# HTTP status of each cause of a failure.
-STATUSES = {
-    FailureKind.bad_request: 400,
-    FailureKind.unauthorized: 401,
-    FailureKind.too_large: 413,
-    FailureKind.internal: 500,
-    FailureKind.busy: 503,
-    FailureKind.unreachable: 503,
-}
 
 
 class Body(BaseModel):
     """Base of requests and answers; unknown names of a request are kept."""
 
+    # Strict: otherwise pydantic takes "1" for a number and a number for a text.
     model_config = ConfigDict(extra="allow", strict=True)
 
 
@@ -121,7 +114,7 @@ class Route(Generic[T]):
     response: type[Body]
     read: Callable[[T], ScoreRequest]
     answer: Callable[[T, ScoredRows, Served], Any]
-    refuse: Callable[[Failure, T | None], HttpAnswer]
+    refuse: Callable[[RequestError, T | None], HttpAnswer]
     sets_rows_aside: bool = False
     completes_turns: bool = False
     with_other_reply: Callable[[T], ScoreRequest] | None = None
@@ -208,6 +201,7 @@ def _refuse_content(content: Any, where: str) -> NoReturn:
 
 def problems_of(error: ValidationError, request: type[BaseModel]) -> str:
     """Describe what is wrong with a body, in one line."""
+    # Without pydantic's links to its own pages, which nobody follows from an answer.
     problems = error.errors(include_url=False)
     found = [
         f"{'.'.join(map(str, each['loc'])) or 'body'}: {_problem(each, request)}"

@@ -26,9 +26,9 @@ import numpy as np
 from pydantic import ConfigDict, Field, ValidationError
 
 from nemo_aligner.contract.messages import Message, Messages, Text
-from nemo_aligner.serving.protocols import Failure, FailureKind, ScoredRows, ScoreRequest
+from nemo_aligner.serving.failures import RequestError
+from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
-    STATUSES,
     Body,
     HttpAnswer,
     PlainRoute,
@@ -41,19 +41,13 @@ from nemo_aligner.serving.protocols.base import (
 )
 from nemo_aligner.utils.errors import ServingError
 
-# From Gym's failure_kinds.py; a server's own kinds have its name as a prefix.
-_KINDS = {
-    FailureKind.busy: "transport_unreachable",
-    FailureKind.unreachable: "transport_unreachable",
-    FailureKind.internal: "verifier_error",
-    FailureKind.bad_request: "verifier_error",
-    FailureKind.too_large: "verifier_error",
-}
+# A failure kind that is not in Gym's failure_kinds.py, so it begins with the server's name.
 _REFUSED = "reward_model:refused_text"
 _NO_REPLY = "response.output: got no message of the assistant at its end, wanted its reply"
-_ROLES = {"developer": "system"}
+_ROLES = {"developer": "system"}  # the Responses API's name for what chat templates call system
 _OF_FUNCTION = ("name", "description", "parameters", "strict")
-_OTHER_REPLY = "."  # that nobody refuses
+# A reply that no contract refuses: where a rollout is refused with it too, its prompt is at fault.
+_OTHER_REPLY = "."
 
 
 class ResponseParams(Body):
@@ -108,6 +102,7 @@ class VerifyResponse(Body):
 
 def read(body: VerifyRequest) -> ScoreRequest:
     """Read a rollout; raise ServingError if it has items that are no text."""
+    # Of the response alone: a prompt that ends with an assistant's turn would pass for the reply.
     said = _turns(body.response.output, "response.output")
     if not said or said[-1]["role"] != "assistant":
         return ScoreRequest(texts=[], refused={0: _NO_REPLY})
@@ -152,6 +147,7 @@ def _turns(items: list[Any], where: str) -> Messages:
     for number, item in enumerate(items):
         place = f"{where}.{number}"
         kind = item.get("type") or "message" if isinstance(item, dict) else None
+        # Reward models are trained on replies, which have no reasoning in them.
         if kind == "reasoning":
             continue
         if kind in _READ_BY_KIND:
@@ -187,6 +183,7 @@ def _joined(turns: Messages) -> Messages:
         if not joined or not joined[-1]["role"] == turn["role"] == "assistant":
             joined.append(turn)
             continue
+        # The Responses API has text and calls as items of their own, chat templates as one turn.
         before = joined[-1]
         contents = [each["content"] for each in (before, turn) if each["content"] is not None]
         joined[-1] = {"role": "assistant", "content": "".join(contents) if contents else None}
@@ -216,11 +213,12 @@ def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str,
     }
 
 
-def refuse(failure: Failure, body: VerifyRequest | None) -> HttpAnswer:
+def refuse(failure: RequestError, body: VerifyRequest | None) -> HttpAnswer:
     """A rollout without a reward; an error where the body is none, or its sender unknown."""
-    kind = _KINDS.get(failure.kind)
+    kind = failure.kind.gym_kind
+    # Any other status than 200 would end a run of Gym for one of its rollouts.
     if body is None or kind is None:
-        return HttpAnswer(STATUSES[failure.kind], {"detail": failure.message})
+        return HttpAnswer(failure.kind.status, {"detail": failure.message})
     unmeasured = _unmeasured(kind, failure.message, is_masked=True)
     return HttpAnswer(200, {**_echo(body), **unmeasured})
 
@@ -297,6 +295,7 @@ def answer_session(content: bytes) -> HttpAnswer:
 def answer_aggregate(content: bytes) -> HttpAnswer:
     """Metrics by Gym's names."""
     rollouts = _parsed(AggregateRequest, content).verify_responses
+    # A masked rollout has reward 0 as a placeholder, which would lower every mean.
     measured = [each for each in rollouts if not each.get("mask_sample")]
     by_task: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for each in measured:

@@ -55,8 +55,6 @@ from nemo_aligner.utils.errors import DataError, ServingError, shown
 MODEL_NAME = "reward_model"
 CONTRACT_MODEL_NAME = "contract"
 DEFAULT_URL = "http://127.0.0.1:5555"
-# Triton has no 401: the client knows a 400 with these words as one.
-NO_TOKEN = "the bearer token is missing or wrong (server.token_file, server.token_variable)"
 
 INPUTS = (
     TensorSpec("sentences", bytes, (1,), optional=True),
@@ -70,7 +68,8 @@ OUTPUTS = (
     TensorSpec("exceeded", np.int32, (1,)),
     TensorSpec("contract_hash", bytes, (1,)),
 )
-# Only if rewards are shaped, or a head has several outputs for an attribute.
+# Only if rewards are shaped, or a head has several outputs for an attribute. Each is the field of
+# ``ScoredRows`` of the same name, which is ``[B]`` where the tensor has one number a row.
 OPTIONAL_OUTPUTS = (
     TensorSpec("raw_rewards", np.float32, (-1,)),
     TensorSpec("deviation", np.float32, (-1,)),
@@ -93,6 +92,7 @@ def encode_sentences(texts: Sequence[str]) -> dict[str, np.ndarray]:
 
 def encode_conversations(conversations: Sequence[Messages | Conversation]) -> dict[str, np.ndarray]:
     """The inputs of a request for conversations."""
+    # In UTF-8: escaped, a text in most scripts would be two to three times as long.
     rows = (json.dumps(as_json(each), ensure_ascii=False).encode() for each in conversations)
     return {"conversations": _bytes_column(rows)}
 
@@ -133,8 +133,10 @@ def decode_rewards(outputs: Mapping[str, np.ndarray]) -> ScoredRows:
     exceeded = outputs.get("exceeded", np.zeros(len(rewards)))
     hashes = outputs.get("contract_hash", np.array([b""]))
     optional = {spec.name: outputs.get(spec.name) for spec in OPTIONAL_OUTPUTS}
-    if optional["passed"] is not None:
-        optional["passed"] = optional["passed"].reshape(-1).astype(bool)
+    for spec in OPTIONAL_OUTPUTS:
+        values = optional[spec.name]
+        if values is not None and spec.shape == (1,):  # one number a row: [B, 1] on the wire
+            optional[spec.name] = values.reshape(-1)
     return ScoredRows(
         rewards,
         {},
@@ -207,6 +209,7 @@ def decode_request(inputs: Mapping[str, np.ndarray]) -> ScoreRequest:
         ServingError: the tensors contradict each other or the contract above, in one line.
     """
     forms = [name for name in ("sentences", "conversations", "tokens") if name in inputs]
+    # One form, so that all rows of a request have the same rule: with a template, or without.
     if len(forms) != 1:
         raise ServingError(
             f"got {_listing(inputs)}, wanted exactly one of sentences, conversations, "
@@ -235,6 +238,7 @@ def size_of_request(inputs: Mapping[str, np.ndarray]) -> tuple[int, int]:
 
 
 def _num_bytes(array: np.ndarray) -> int:
+    # Of an array of bytes numpy would count the pointers.
     return sum(map(len, array.reshape(-1))) if array.dtype == np.object_ else array.nbytes
 
 
@@ -266,7 +270,7 @@ def _column(inputs: Mapping[str, np.ndarray], name: str, rows: int) -> list[Any]
 
 
 def _text(form: str, row: int, raw: Any) -> str:
-    """One that is not UTF-8 would be scored as another text."""
+    """Decode a text; bytes that are not UTF-8 would be scored as another one."""
     try:
         return raw.decode("utf-8") if isinstance(raw, bytes) else str(raw)
     except UnicodeDecodeError as error:

@@ -13,9 +13,9 @@ from typing import Any
 
 from pydantic import Field
 
-from nemo_aligner.serving.protocols import Failure, ScoredRows, ScoreRequest
+from nemo_aligner.serving.failures import RequestError
+from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
-    STATUSES,
     Body,
     HttpAnswer,
     Items,
@@ -54,9 +54,9 @@ def answer(body: GetRewardRequest, scored: ScoredRows, served: Served) -> dict[s
     return {"rewards": merged, "scores": merged, "extra_logs": logs}
 
 
-def refuse(failure: Failure, body: GetRewardRequest | None) -> HttpAnswer:
+def refuse(failure: RequestError, body: GetRewardRequest | None) -> HttpAnswer:
     """As FastAPI has it, by which its own server is made."""
-    return HttpAnswer(STATUSES[failure.kind], {"detail": failure.message})
+    return HttpAnswer(failure.kind.status, {"detail": failure.message})
 
 
 ROUTES = [

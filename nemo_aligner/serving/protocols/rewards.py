@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, WithJsonSchema
 
-from nemo_aligner.serving.protocols import Failure, ScoredRows, ScoreRequest
+from nemo_aligner.serving.failures import RequestError
+from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
-    STATUSES,
     Body,
     HttpAnswer,
     Items,
@@ -97,6 +97,7 @@ def read(body: RewardsRequest) -> ScoreRequest:
         return ScoreRequest(token_lists=body.tokens)
     if body.texts:
         return ScoreRequest(texts=[*body.texts])
+    # What cannot be read is an error of its row: the others are sent on without it.
     texts, refused = [], {}
     for row, given in enumerate(body.conversations or ()):
         try:
@@ -136,10 +137,10 @@ def _booleans(values: np.ndarray) -> list[bool | None]:
     return [None if math.isnan(each) else bool(each) for each in values.tolist()]
 
 
-def refuse(failure: Failure, body: RewardsRequest | None) -> HttpAnswer:
+def refuse(failure: RequestError, body: RewardsRequest | None) -> HttpAnswer:
     """``{"error": {"kind", "message"}}``"""
-    error = {"kind": failure.kind.value, "message": failure.message}
-    return HttpAnswer(STATUSES[failure.kind], {"error": error})
+    error = {"kind": failure.kind.label, "message": failure.message}
+    return HttpAnswer(failure.kind.status, {"error": error})
 
 
 ROUTES = [

@@ -22,9 +22,9 @@ import numpy as np
 from pydantic import Field, WithJsonSchema
 
 from nemo_aligner.contract.messages import Text
-from nemo_aligner.serving.protocols import Failure, FailureKind, ScoredRows, ScoreRequest
+from nemo_aligner.serving.failures import RequestError
+from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
-    STATUSES,
     Body,
     HttpAnswer,
     Items,
@@ -35,14 +35,6 @@ from nemo_aligner.serving.protocols.base import (
 )
 from nemo_aligner.utils.errors import ServingError
 
-_ERROR_TYPES = {
-    FailureKind.bad_request: "BadRequestError",
-    FailureKind.unauthorized: "AuthenticationError",
-    FailureKind.too_large: "BadRequestError",
-    FailureKind.internal: "InternalServerError",
-    FailureKind.busy: "ServiceUnavailableError",
-    FailureKind.unreachable: "ServiceUnavailableError",
-}
 # Fields by which a client asks for another score, or another form, than there is here; with the
 # values that ask for none.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -83,6 +75,7 @@ _REASONS = {
     "encoding_format": _ONE_FORM,
 }
 _BESIDE = ("tools", "documents")
+# Prompt and reply, by each of vLLM's names.
 _PAIRS = (
     ("queries", "documents"),
     ("queries", "items"),
@@ -151,6 +144,7 @@ def read_input(body: PoolingRequest) -> ScoreRequest:
     """Read a request; raise ServingError for one without texts, or for another score."""
     if (body.input is None) == (body.messages is None):
         raise ServingError("wanted one of input and messages")
+    # vLLM's default for special tokens: off for messages, whose template writes them, on for texts.
     if body.messages is not None:
         _check_fixed(body, special_tokens=False)
         asked = {name: getattr(body, name) for name in ("messages", *_BESIDE)}
@@ -267,7 +261,7 @@ def _listed(
 
 
 def _usage(body: PoolingRequest | PairsRequest) -> dict[str, int]:
-    """Known for token ids alone."""
+    """Tokens of a request of token ids; the gateway has no tokenizer to count a text's."""
     token_lists = _token_lists(body.input) if isinstance(body, PoolingRequest) else None
     if token_lists is None:
         return {}
@@ -275,16 +269,16 @@ def _usage(body: PoolingRequest | PairsRequest) -> dict[str, int]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-def refuse(failure: Failure, body: Body | None) -> HttpAnswer:
+def refuse(failure: RequestError, body: Body | None) -> HttpAnswer:
     """``{"error": {"message", "type", "param", "code"}}``"""
-    status = STATUSES[failure.kind]
+    kind = failure.kind
     error = {
         "message": failure.message,
-        "type": _ERROR_TYPES[failure.kind],
+        "type": kind.openai_type,
         "param": None,
-        "code": status,
+        "code": kind.status,
     }
-    return HttpAnswer(status, {"error": error})
+    return HttpAnswer(kind.status, {"error": error})
 
 
 ROUTES: list[Route[Any]] = [

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("pydantic")
 from nemo_aligner.contract.messages import Conversation
-from nemo_aligner.serving.protocols import Failure, FailureKind
+from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols.base import Served
 from nemo_aligner.serving.protocols.gym import ROUTES
 from nemo_aligner.utils.errors import ServingError
@@ -160,7 +160,7 @@ def test_gym_sample_is_masked_where_a_server_failed_and_an_error_where_its_sende
         FailureKind.internal: "verifier_error",
     }
     for kind, name in names.items():
-        answer = GYM.refuse(Failure("nobody answers", kind), parsed(GYM, body))
+        answer = GYM.refuse(RequestError("nobody answers", kind), parsed(GYM, body))
         assert answer.status == 200
         assert {key: answer.content[key] for key in body} == body
         assert (answer.content["reward"], answer.content["mask_sample"]) == (0.0, True)
@@ -170,11 +170,11 @@ def test_gym_sample_is_masked_where_a_server_failed_and_an_error_where_its_sende
 
 def test_what_its_sender_can_mend_is_an_error() -> None:
     """Where there is no rollout to hand back; else a run would end for one of its prompts."""
-    failure = Failure("no", FailureKind.bad_request)
+    failure = RequestError("no", FailureKind.bad_request)
     answer = GYM.refuse(failure, None)
     assert (answer.status, answer.content) == (400, {"detail": "no"})
     for kind in (FailureKind.bad_request, FailureKind.too_large):
-        answer = GYM.refuse(Failure("no", kind), parsed(GYM, rollout("a", said("b"))))
+        answer = GYM.refuse(RequestError("no", kind), parsed(GYM, rollout("a", said("b"))))
         found = answer.content
         assert (answer.status, found["mask_sample"], found["reward"]) == (200, True, 0.0)
         assert (found["failure_kind"], found["failure_reason"]) == ("verifier_error", "no")

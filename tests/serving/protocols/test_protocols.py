@@ -12,9 +12,10 @@ import pytest
 pytest.importorskip("pydantic")
 from pydantic import ValidationError
 
+from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.http import ROUTES
-from nemo_aligner.serving.protocols import Failure, FailureKind, ScoredRows, openrlhf
-from nemo_aligner.serving.protocols.base import STATUSES, Served, text_of
+from nemo_aligner.serving.protocols import ScoredRows, openrlhf
+from nemo_aligner.serving.protocols.base import Served, text_of
 from nemo_aligner.serving.protocols.rewards import ROUTES as REWARDS_ROUTES
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.protocols.bodies import not_refused, parsed, scored
@@ -47,14 +48,21 @@ def test_text_may_come_in_parts_and_what_is_none_is_refused() -> None:
 def test_routes_are_all_there_once_and_their_failures_have_statuses() -> None:
     paths = sorted(route.path for route in ROUTES)
     assert paths == ["/classify", "/get_reward", "/pooling", "/score", "/v1/rewards", "/verify"]
-    assert STATUSES[FailureKind.bad_request] == 400
-    assert STATUSES[FailureKind.unreachable] == 503
+    statuses = {kind.label: kind.status for kind in FailureKind}
+    assert statuses == {
+        "bad request": 400,
+        "unauthorized": 401,
+        "too large": 413,
+        "busy": 503,
+        "unreachable": 503,
+        "internal": 500,
+    }
     for route in ROUTES:
         for kind in FailureKind:  # before the body was read
-            answer = route.refuse(Failure("the reason", kind), None)
-            assert answer.status == STATUSES[kind], (route.path, kind)
+            answer = route.refuse(RequestError("the reason", kind), None)
+            assert answer.status == kind.status, (route.path, kind)
             assert "the reason" in str(answer.content), (route.path, kind)
-    answer = REWARDS.refuse(Failure("why", FailureKind.unreachable), None)
+    answer = REWARDS.refuse(RequestError("why", FailureKind.unreachable), None)
     assert answer.content == {"error": {"kind": "unreachable", "message": "why"}}
 
 
@@ -189,5 +197,5 @@ def test_openrlhf_has_the_answer_of_its_own_server_and_fastapis_errors() -> None
     two = OPENRLHF.answer(request, scored([1.5, 2.0]), served)
     assert two["rewards"] == two["scores"] == [2.0]
     assert two["extra_logs"] == {"reward_helpful": [1.5], "reward_long": [2.0]}
-    refused = OPENRLHF.refuse(Failure("row 1: empty", FailureKind.bad_request), None)
+    refused = OPENRLHF.refuse(RequestError("row 1: empty", FailureKind.bad_request), None)
     assert (refused.status, refused.content) == (400, {"detail": "row 1: empty"})

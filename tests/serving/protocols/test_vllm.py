@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("pydantic")
 from nemo_aligner.contract.messages import Conversation
-from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreRequest
+from nemo_aligner.serving.failures import FailureKind, RequestError
+from nemo_aligner.serving.protocols import ScoreRequest
 from nemo_aligner.serving.protocols.base import Served
 from nemo_aligner.serving.protocols.vllm import ROUTES
 from tests.serving.protocols.bodies import not_refused, parsed, scored
@@ -153,7 +154,7 @@ def test_vllm_pooling_and_score_have_their_own_rows() -> None:
 
 
 def test_vllm_errors_are_its_own() -> None:
-    refused = CLASSIFY.refuse(Failure("why", FailureKind.busy), None)
+    refused = CLASSIFY.refuse(RequestError("why", FailureKind.busy), None)
     assert refused.status == 503
     assert refused.content == {
         "error": {"message": "why", "type": "ServiceUnavailableError", "param": None, "code": 503}

@@ -18,12 +18,14 @@ from nemo_aligner.config.serving import ServeCriticConfig
 from nemo_aligner.serving.critic import SAVE, TRAIN, VALUES, CriticService
 from nemo_aligner.serving.engine.batcher import ReadWriteLock
 from nemo_aligner.serving.engine.executor import RanksLostError
-from nemo_aligner.serving.protocols import Failure, FailureKind, kserve
+from nemo_aligner.serving.failures import FailureKind
+from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.run import _check_reads_alike, run_critic_server
 from nemo_aligner.serving.service import in_order
 from nemo_aligner.training.critic import ValueStep
 from nemo_aligner.utils.errors import ConfigError, ServingError
 from tests.serving.fake_server import CONTRACT
+from tests.serving.services.answers import Failure, answered
 
 WAIT_S = 30
 ROLLOUT = {
@@ -86,7 +88,7 @@ class Asked:
 
     def ask(self, name: str, inputs: dict[str, np.ndarray]) -> Future[Any]:
         answering: Callable[..., Coroutine[Any, Any, Any]] = self.endpoints[name].answer
-        return asyncio.run_coroutine_threadsafe(answering(inputs), self._loop)
+        return asyncio.run_coroutine_threadsafe(answered(answering(inputs)), self._loop)
 
     def infer(self, *lengths: int) -> Future[Any]:
         return self.ask("critic_infer", kserve.encode_tokens([[1] * each for each in lengths]))

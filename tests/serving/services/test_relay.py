@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from nemo_aligner.serving.client import RefusedError
+from nemo_aligner.serving.failures import FailureKind
 from nemo_aligner.serving.metrics import AttributeDrift, RecentRewards
-from nemo_aligner.serving.protocols import Failure, FailureKind, ScoreRequest
+from nemo_aligner.serving.protocols import ScoreRequest
 from nemo_aligner.serving.reward import UpstreamService
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import FakeClient
+from tests.serving.services.answers import Failure, answered
 
 TWO = ScoreRequest(texts=["ab", "c"])
 
@@ -26,7 +28,7 @@ def service(client: FakeClient, most_rows: int = 100) -> UpstreamService:
 
 
 def ask(relay: UpstreamService, request: ScoreRequest, sets_rows_aside: bool = False) -> Any:
-    return asyncio.run(relay.answer(request, sets_rows_aside))
+    return asyncio.run(answered(relay.answer(request, sets_rows_aside)))
 
 
 def test_relay_has_the_backends_rewards_of_texts_and_tokens_and_its_newest_contract() -> None:
@@ -87,7 +89,7 @@ def test_relay_tells_more_rows_than_may_wait_when_to_come_again() -> None:
         first = asyncio.ensure_future(relay.answer(TWO, False))
         await asyncio.sleep(0)
         inside = relay.rows_in_flight
-        second = await relay.answer(TWO, False)
+        second = await answered(relay.answer(TWO, False))
         client.gate.set()
         return await first, second, inside
 

@@ -23,9 +23,11 @@ MODEL = "reward_model"
 CONTRACT_MODEL = "contract"
 _PAUSE_S = 0.5
 _STOP_S = 30.0
+# Statuses that may pass, and how a server names a row that it refuses: copies from nemo_aligner's
+# serving/failures.py, which cannot be imported here (a test there compares them).
 _UNAVAILABLE = (429, 502, 503, 504)
-_COMES_BACK = ("transport_unreachable", "provider_unavailable")
 _ROW = re.compile(r"^(?:\w+, )?row \d+: ")
+_COMES_BACK = ("transport_unreachable", "provider_unavailable")
 _SHOWN = 2000
 
 # ``messages`` and ``tools``.
