@@ -102,7 +102,7 @@ def score_parser() -> Parser:
     parser.add_argument("--url", default="http://127.0.0.1:5555", help="default: %(default)s")
     parser.add_argument(
         "--conversation", action="append", default=[], metavar="JSON",
-        help="a list of messages",
+        help="a list of messages, or an object with messages, tools and documents",
     )  # fmt: skip
     parser.add_argument("--file", type=Path, metavar="JSONL", help="file with texts to score")
     parser.add_argument(
