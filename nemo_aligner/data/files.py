@@ -424,7 +424,7 @@ def fetch(
     """
     try:
         import datasets
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise ConfigError(
             f"data fetch needs Hugging Face datasets: {install_command('hub')} ({error})"
         ) from error

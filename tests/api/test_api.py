@@ -373,7 +373,7 @@ def test_records_of_every_kind_become_lines(tmp_path: Path) -> None:
 
 
 def test_records_of_datasets_become_the_lines_that_they_were(tmp_path: Path) -> None:
-    wanted = ("datasets>=4,<5", "numpy<2")
+    wanted = ("datasets>=4,<5", "numpy<2", "pyarrow<26")
 
     def make(folder: Path) -> None:
         make_environment(folder, *wanted)
