@@ -26,6 +26,7 @@ from nemo_aligner.data.records import as_json, write_records
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.utils.errors import ConfigError, DataError, SettingsError, StoppedError
 from tests import tiny
+from tests.data.files import pair_with_call
 from tests.environments import kept_environment, make_environment
 from tests.training import jobs
 
@@ -379,7 +380,9 @@ def test_records_of_datasets_become_the_lines_that_they_were(tmp_path: Path) -> 
         make_environment(folder, *wanted)
 
     python = kept_environment("hub", wanted, make) / "bin" / "python"
-    source = tiny.write_pairs(tmp_path / "pairs.jsonl", 5)
+    source = tmp_path / "pairs.jsonl"
+    pairs = [pair_with_call(city="Bonn"), pair_with_call(query="cats")]
+    source.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
     given = [source, tmp_path / "written.jsonl", tmp_path / "cache"]
     done = subprocess.run(
         [str(python), "-c", OF_DATASETS, *map(str, given)],
