@@ -163,7 +163,8 @@ def test_evaluation_has_the_figures_of_the_validation_and_prints_as_the_verb(
     assert found.interval is not None
     assert found.interval[0] < found.accuracy < found.interval[1]
     assert found.counts == {"read": 16, "kept": 16}
-    assert len(found.rows) == 16
+    assert [row["record"] for row in found.rows] == [f"records.jsonl:{n + 1}" for n in range(16)]
+    assert "data          records.jsonl\n" in str(found)
     assert json.loads((tmp_path / "e.json").read_text())["metrics"]["accuracy"] == found.accuracy
     assert [row["rewards"] for row in rows_of(tmp_path / "e.jsonl")] == [
         row["rewards"] for row in found.rows
