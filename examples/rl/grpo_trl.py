@@ -18,8 +18,8 @@ from policy import Policy, measured, new_parser, read_prompts, reward_of
 try:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
-except ModuleNotFoundError as missing:
-    sys.exit(f"{missing}: pip install trl==1.16.0")
+except ImportError as missing:
+    sys.exit(f"{missing}: pip install -e '.[hub]' trl==1.16.0")
 
 
 def main(options: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -189,9 +190,15 @@ class RewardModel:
         try:
             path = folder / "records.jsonl"
             write_records(path, records)
-            return self._evaluate(path, settings)
+            found = self._evaluate(path, settings)
         finally:
             remove_temporary(folder)
+        # The folder is gone, and its name is another one each time.
+        return replace(
+            found,
+            rows=[{**row, "record": Path(row["record"]).name} for row in found.rows],
+            table=found.table.replace(f"{folder}/", ""),
+        )
 
     def export(
         self,

@@ -102,7 +102,7 @@ def score_parser() -> Parser:
     parser.add_argument("--url", default="http://127.0.0.1:5555", help="default: %(default)s")
     parser.add_argument(
         "--conversation", action="append", default=[], metavar="JSON",
-        help="a list of messages",
+        help="a list of messages, or an object with messages, tools and documents",
     )  # fmt: skip
     parser.add_argument("--file", type=Path, metavar="JSONL", help="file with texts to score")
     parser.add_argument(
@@ -120,7 +120,7 @@ def score_parser() -> Parser:
 
 
 def run_score(options: argparse.Namespace) -> int:
-    """Print a line for each text: its rewards, and the text."""
+    """Print a line for each text: its rewards, or why it has none, and the text."""
     texts = list(_texts(options))
     if not texts:
         raise ConfigError("nothing to score: give texts, --conversation or --file")
@@ -135,14 +135,21 @@ def run_score(options: argparse.Namespace) -> int:
         waiting = Timer(_QUIET_S, lambda: print(patience, file=sys.stderr))
         waiting.start()
         try:
-            rewards = client.score([text for _, text in texts])
+            scored = client.score_rows([text for _, text in texts])
+            is_named = scored.rewards.shape[1] > 1 and scored.contract_hash is not None
+            names = client.contract().attributes if is_named else ()
         except ServingError as error:  # the client's argument, by its name here
             raise ServingError(str(error).replace("wait_s", "--wait")) from error
         finally:
             waiting.cancel()
-    for (label, _), row in zip(texts, rewards, strict=True):
-        print("  ".join(f"{reward:10.4f}" for reward in row), "", label, sep="  ")
-    return 0
+    if names:
+        print("attributes:", ", ".join(names))
+    for row, (label, _) in enumerate(texts):
+        rewards = "  ".join(f"{reward:10.4f}" for reward in scored.rewards[row])
+        if row in scored.errors:
+            rewards, label = f"{'refused':>10}", f"{label}: {scored.errors[row]}"
+        print(rewards, "", label, sep="  ")
+    return 1 if scored.errors else 0
 
 
 def _texts(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:

@@ -290,7 +290,9 @@ def _near_name(key: str, known: list[str]) -> str | None:
     by_name: dict[str, list[str]] = {}
     for each in _in_part(section, known):
         by_name.setdefault(each.rpartition(".")[2], []).append(each)
-    near = difflib.get_close_matches(name, by_name, cutoff=_NEAR)
+    # Swapped letters make a short name as far from its own as from others.
+    swapped = [each for each in by_name if sorted(each) == sorted(name)]
+    near = swapped or difflib.get_close_matches(name, by_name, cutoff=_NEAR)
     candidates = [each for found in near for each in by_name[found]]
     own = [each for each in candidates if each.rpartition(".")[0] == section]
     return next(iter(own or candidates), None)

@@ -53,6 +53,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 _CALL_KEYS = {"id", "type", "function"}
 _FUNCTION_KEYS = {"name", "arguments"}
 _BESIDE = ("tools", "documents")
+_WITH_STRUCTS = ("tools", "tool_calls")
 _SHOWN = 60
 _DEEPEST = 64
 
@@ -62,6 +63,23 @@ def messages_of(text: Text) -> Messages:
     if isinstance(text, str):
         return []
     return text.messages if isinstance(text, Conversation) else text
+
+
+def without_struct_nulls(value: Any, is_inside: bool = False) -> Any:
+    """A row of Arrow without the nulls that it puts below ``tools`` and ``tool_calls``.
+
+    Its structs have every key in every row: an argument that only another call has would be null in
+    this one. Elsewhere null is a value, as that of a missing label.
+    """
+    if isinstance(value, list):
+        return [without_struct_nulls(each, is_inside) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: without_struct_nulls(each, is_inside or key in _WITH_STRUCTS)
+        for key, each in value.items()
+        if each is not None or not is_inside
+    }
 
 
 def with_messages(text: Messages | Conversation, messages: Messages) -> Messages | Conversation:

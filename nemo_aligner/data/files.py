@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
 from nemo_aligner.config.describe import install_command
+from nemo_aligner.contract.messages import without_struct_nulls
 from nemo_aligner.data.records import as_json
 from nemo_aligner.utils.errors import ConfigError, DataError, short
 
@@ -64,7 +65,7 @@ def read_binary_table(content: bytes, path: str) -> list[Row] | None:
             table = parquet.read_table(source)
         else:
             table = ipc.open_file(source).read_all()
-        return list(enumerate(table.to_pylist(), start=1))
+        return list(enumerate(map(without_struct_nulls, table.to_pylist()), start=1))
     except (pyarrow.ArrowException, OSError) as error:
         kind = "a Parquet" if content.startswith(_PARQUET) else "an Arrow"
         raise DataError(f"{path}: got {kind} file that cannot be read: {error}") from error
@@ -515,7 +516,7 @@ def fetch(
     """
     try:
         import datasets
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise ConfigError(
             f"data fetch needs Hugging Face datasets: {install_command('hub')} ({error})"
         ) from error
@@ -534,6 +535,7 @@ def fetch(
                 name, subset, split=split, revision=revision, streaming=True
             ):
                 # What JSON has no kind for, as dates, becomes its text.
+                row = without_struct_nulls(row)
                 lines.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
                 count += 1
         os.replace(part, output)

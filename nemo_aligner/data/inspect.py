@@ -90,7 +90,7 @@ class _Looked:
     error: str = ""
 
     def finding(self, training: Sequence[FileReport] = ()) -> Inspected:
-        """The table, with the prompts that stand in ``training``, too."""
+        """The table, with the number of prompts that are also in ``training``."""
         if not self.reports:
             return Inspected(self.error, is_good=False)
         (report,) = self.reports

@@ -518,7 +518,9 @@ def encode_record(
             try:
                 encode([text])
             except DataError as why:
-                return MalformedRecord(record.origin, f"{name}: {why}")
+                # Places in a conversation are counted from the first message of its prompt.
+                where = name if isinstance(text, str) else f"prompt and {name}"
+                return MalformedRecord(record.origin, f"{where}: {why}")
         return MalformedRecord(record.origin, str(error))
 
 

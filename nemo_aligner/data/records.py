@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.contract.messages import Text, question_of, read_text, said
+from nemo_aligner.contract.messages import (
+    Text,
+    question_of,
+    read_text,
+    said,
+    without_struct_nulls,
+)
 from nemo_aligner.contract.messages import as_json as conversation_as_json
 from nemo_aligner.utils.errors import ConfigError, DataError, short, shown
 
@@ -267,13 +273,15 @@ def write_records(
         DataError: one of them is no mapping.
     """
     unnamed, count = path.with_name(f"{path.name}.partial"), 0
+    is_arrow = type(records).__module__.partition(".")[0] == "datasets"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with unnamed.open("w", encoding="utf-8") as lines:
             for count, record in enumerate(records, start=1):
                 if not isinstance(record, Mapping):
                     raise DataError(f"record {count}: got {shown(record)}, wanted a dict")
-                lines.write(f"{as_json(dict(record))}\n")
+                row = without_struct_nulls(dict(record)) if is_arrow else dict(record)
+                lines.write(f"{as_json(row)}\n")
         if path.exists() and cmp(unnamed, path, shallow=False):
             return count
         if path.exists() and not may_replace:

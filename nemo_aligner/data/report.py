@@ -69,7 +69,7 @@ def first_of_each(keys: np.ndarray, lines: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def find_in(keys: np.ndarray, known: Sequence[np.ndarray]) -> np.ndarray:
-    """``[P]`` bool, which of ``keys`` stand in any of ``known``, which are in ascending order."""
+    """``[P]`` bool, which of ``keys`` are in any of ``known``, which are in ascending order."""
     found = np.zeros(len(keys), dtype=bool)
     for start in range(0, len(keys), _AT_ONCE):
         some = keys[start : start + _AT_ONCE]
@@ -81,7 +81,7 @@ def find_in(keys: np.ndarray, known: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def check_overlap(validation: FileReport, training: Sequence[FileReport], allowed: bool) -> int:
-    """Count the prompts of a validation file that also stand in the training files.
+    """Count the prompts of a validation file that are also in the training files.
 
     Raises:
         DataError: there are any, and they are not allowed.
@@ -94,9 +94,9 @@ def check_overlap(validation: FileReport, training: Sequence[FileReport], allowe
         first = at[prompts.lines[at].argmin()]
         theirs = _find_origin(prompts.keys[first], [report.prompts for report in training])
         raise DataError(
-            f"{validation.path}: {count} of its {len(prompts)} prompts stand in "
-            f"the training files, too, the first at {Origin(prompts.path, prompts.lines[first])} "
-            f"and {theirs}: metrics on them say little about new prompts. Split by prompt "
+            f"{validation.path}: {count} of its {len(prompts)} prompts are also in the training "
+            f"files, the first in {Origin(prompts.path, prompts.lines[first])} and in "
+            f"{theirs}: metrics on them say little about new prompts. Split by prompt "
             "(`nemo-aligner data split`), or set model.data.allow_prompt_overlap=true"
         )
     return count
@@ -314,7 +314,7 @@ class FileReport:
         prompts: prompts of its records.
         unit: unit of lengths: tokens, or characters without a tokenizer.
         columns: names of the label columns.
-        prompts_in_training: prompts that stand in the training files, too; None of a training file.
+        prompts_in_training: prompts that are also in the training files; None of a training file.
     """
 
     name: str

@@ -264,7 +264,7 @@ class TrainLoader:
         if steps == 0:
             raise ConfigError(
                 f"model.global_batch_size: got {self._global_batch_size}, wanted at most "
-                f"{records}, the records of {max_epochs} epochs"
+                f"{records}, the records of trainer.rm.max_epochs={max_epochs}"
             )
         return steps if max_steps is None else min(steps, max_steps)
 

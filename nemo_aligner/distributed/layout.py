@@ -51,7 +51,7 @@ def check_sizes(world_size: int, tp: int, pp: int, sequence_parallel: bool) -> i
     if world_size % (tp * pp) != 0:
         raise ConfigError(
             f"model.tensor_model_parallel_size ({tp}) x model.pipeline_model_parallel_size ({pp}): "
-            f"got {world_size} processes, wanted a multiple of {tp * pp}"
+            f"got {world_size} processes, wanted a multiple of {tp * pp}, as --processes {tp * pp}"
         )
     if sequence_parallel and tp == 1:
         raise ConfigError(

@@ -85,6 +85,11 @@ def compare_files(first: str | Path, second: str | Path) -> PairedComparison:
     known = [dict(zip(table.names, table.rows, strict=True)) for table in tables]
     common = [name for name in known[0] if name in known[1]]
     if not common:
+        # The same pairs in another folder; records from Python lie in a new one each time.
+        known = [{Path(name).name: row for name, row in of.items()} for of in known]
+        texts = [{name: row.item.texts for name, row in of.items()} for of in known]
+        common = [name for name in texts[0] if texts[0][name] == texts[1].get(name)]
+    if not common:
         raise DataError(
             f"{first} and {second}: they have no pair in common (the first has "
             f"{tables[0].names[0]}, the second {tables[1].names[0]})"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nemo_aligner.contract.contract import one_reward, reward_weights
-from nemo_aligner.contract.messages import Conversation, Text
+from nemo_aligner.contract.messages import Conversation, Text, without_struct_nulls
 from nemo_aligner.serving.client import RewardClient
 
 _PATIENCE_S = 300.0  # a server that is started anew takes this long to load a large model
@@ -56,9 +56,11 @@ class RewardFunction:
         """
         if self._weights is None:
             self._weights = reward_weights(self._client.contract(), self._attribute)
-        tools = columns.get("tools") or [None] * len(prompts)
+        # Prompts and tools are of a data set's rows, which Arrow keeps.
+        rows = columns.get("tools") or [None] * len(prompts)
+        tools = without_struct_nulls(rows, is_inside=True)
         texts = [
-            _joined(prompt, completion, own or self._tools)
+            _joined(without_struct_nulls(prompt), completion, own or self._tools)
             for prompt, completion, own in zip(prompts, completions, tools, strict=True)
         ]
         scored = self._client.score_rows(texts)

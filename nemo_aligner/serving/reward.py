@@ -561,7 +561,7 @@ class TurnCompletion:
             token_lists = [turn.complete_ids(each) for each in token_lists]
         before = [*(request.texts or ()), *(request.token_lists or ())]
         after = [*(texts or ()), *(token_lists or ())]
-        changed = sum(len(new) != len(old) for old, new in zip(before, after, strict=True))
+        changed = sum(new != old for old, new in zip(before, after, strict=True))
         return replace(request, texts=texts, token_lists=token_lists), changed
 
     def _say(self) -> None:

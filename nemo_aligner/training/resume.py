@@ -158,7 +158,10 @@ def find_latest(
         _FROZEN: frozen,
         _CONTRACT: differences or before.hash,
     }
-    if latest.state.fingerprint.get(_DATA) != fingerprint[_DATA]:
+    if differences:
+        # The same files have other tokens by other rules, so that their digest says nothing.
+        fingerprint[_DATA] = latest.state.fingerprint.get(_DATA)
+    elif latest.state.fingerprint.get(_DATA) != fingerprint[_DATA]:
         # Runs of versions that knew no digest of each file have that of all tokens.
         fingerprint[_DATA] = data.train.measure_digest()
     check_same_run(latest, fingerprint)

@@ -424,7 +424,12 @@ def describe_steps(
             "note: model.freeze_layers saves memory but no time",
             "  with model.activations_checkpoint_granularity=full the backward goes through them",
         ]
-    lines.append(f"best checkpoint by: {checkpoints.monitor or 'nothing, the newest counts'}")
+    monitor = checkpoints.monitor
+    lines.append(
+        f"best checkpoint by: {monitor}"
+        if monitor
+        else "no validation data: the newest checkpoint becomes the model"
+    )
     return "\n".join(lines)
 
 

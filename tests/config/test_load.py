@@ -306,6 +306,7 @@ def test_suggestion_is_only_what_is_near() -> None:
         "exp_manager.checkpoint_callback_params.model_parallel_size": None,
         "model.output_sequence": None,
         "model.optm.lr": "model.optim.lr",
+        "model.optim.rl": "model.optim.lr",
         "trainer.lr": "model.optim.lr",
         "model.optim.learning_rate": "model.optim.lr",
         "learning_rate": "model.optim.lr",

@@ -64,3 +64,16 @@ def build(
     config.data.data_prefix = DataPrefixConfig(*files)
     contract = contract or contracts(attributes, **data)
     return build_training_data(config, contract, contracts.tokenizer)
+
+
+def pair_with_call(**arguments: str) -> dict[str, Any]:
+    """A pair whose tool and call have parameters of their own."""
+    parameters = {"type": "object", "properties": {name: {"type": "string"} for name in arguments}}
+    function = {"name": "look", "description": "Looks.", "parameters": parameters}
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    return {
+        "prompt": [{"role": "user", "content": "why"}],
+        "chosen": [{"role": "assistant", "content": "", "tool_calls": [call]}],
+        "rejected": [{"role": "assistant", "content": "no"}],
+        "tools": [{"type": "function", "function": function}],
+    }

@@ -71,7 +71,8 @@ def test_dataset_names_a_record_the_template_refuses(tmp_path: Path, contracts: 
         "{% endif %}{{ m.content }}{% endfor %}"
     )
     how: dict[str, Any] = {"contract": replace(contracts(), template=refusing)}
-    with pytest.raises(DataError, match=r"a.jsonl:2: chosen: the chat template .*refused"):
+    said = r"a.jsonl:2: prompt and chosen: the chat template .*refused"
+    with pytest.raises(DataError, match=said):
         build(contracts, [path], **how)
     dropped = build(contracts, [path], **how, malformed=Malformed.drop, max_malformed=0.5).train
     assert dropped.counts == {"read": 2, "kept": 1, "malformed": 1}

@@ -112,7 +112,8 @@ def test_inspect_of_malformed_records(
     assert "  malformed                 2 (66.67%)" in lines
     assert "  kept                      1" in lines
     (listed, _) = lines[lines.index("  malformed:") + 1 :]
-    assert listed.startswith(f"    {path}:2: chosen: messages[1].content: got '<|im_end|>'")
+    said = f"    {path}:2: prompt and chosen: messages[1].content: got '<|im_end|>'"
+    assert listed.startswith(said)
     (only,) = inspect_files([str(write(path, *[{**pair, "chosen": 1}] * 12))], [], Inspection())
     assert not only.is_good
     lines = only.text.splitlines()

@@ -23,7 +23,7 @@ from tests.data.conftest import Run
 from tests.data.files import rows_of
 from tests.environments import kept_environment, make_environment
 
-DATASETS = ("datasets>=4,<5", "numpy<2")
+DATASETS = ("datasets>=4,<5", "numpy<2", "pyarrow<26")
 CARD = """---
 configs:
 - config_name: default

@@ -17,7 +17,7 @@ from nemo_aligner.data.readers import Reading, read_records
 from nemo_aligner.utils.errors import DataError
 from tests.contract.refusals import assert_refused
 from tests.contracts import Contracts
-from tests.data.files import build
+from tests.data.files import build, pair_with_call
 
 
 def lines_of(path: Path, text: str) -> list[AnyLine]:
@@ -129,6 +129,16 @@ def test_table_of_parquet_or_arrow_has_messages_and_nulls(tmp_path: Path) -> Non
         assert file.records[0].texts == (CONVERSATION, OTHER)
         [first, _] = read_lines(tmp_path / name)
         assert json.loads(first.raw) == ROWS[0]
+    # Its structs have every key in every row, and null in those that had it not.
+    rows = [pair_with_call(city="Bonn"), pair_with_call(query="cats")]
+    write_table(tmp_path / "a.parquet", rows)
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    of_table, of_lines = (
+        read_records(path, Reading(RecordKind.comparison)).records
+        for path in (tmp_path / "a.parquet", lines)
+    )
+    assert [pair.texts for pair in of_table] == [pair.texts for pair in of_lines]
     write_table(tmp_path / "a.parquet", [*ROWS, {**ROWS[0], "rejected": None}])
     with pytest.raises(DataError, match=r"a.parquet:3: rejected: got None, wanted"):
         read_records(tmp_path / "a.parquet", Reading(RecordKind.comparison))

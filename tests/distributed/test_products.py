@@ -40,7 +40,7 @@ def test_products_are_of_few_sizes(monkeypatch):
     weight = torch.ones(8, 8)
     for rows in range(1, 1200, 7):
         assert linear_in_chunks(torch.ones(rows, 8), weight).shape == (rows, 8)
-    assert sizes == {32 * n for n in range(1, 17)}
+    assert sizes == {16 * n for n in range(1, 33)}
 
 
 @pytest.fixture

@@ -73,6 +73,12 @@ def test_compared_pairs_are_those_of_both_files(files: tuple[Path, Path], tmp_pa
     other.write_text(files[0].read_text().replace("pairs.jsonl", "others.jsonl"))
     with pytest.raises(DataError, match="no pair in common"):
         compare_files(files[0], other)
+    # The same pairs in another folder, as those that Python gave, but not other pairs.
+    other.write_text(files[0].read_text().replace('"pairs.jsonl', '"/elsewhere/pairs.jsonl'))
+    assert compare_files(fewer, other).rows[0].pairs == 6
+    other.write_text(other.read_text().replace('"content": "', '"content": "another '))
+    with pytest.raises(DataError, match="no pair in common"):
+        compare_files(files[0], other)
     # Several pairs of a record are told apart.
     twice = tmp_path / "twice.jsonl"
     twice.write_text(files[0].read_text() * 2)

@@ -71,7 +71,9 @@ def test_tools_are_those_of_the_row_or_of_the_trainer() -> None:
     client = Client()
     reward = RewardFunction(client, "sum", "good", [tool])  # type: ignore[arg-type]
     rows = [None, [{**tool, "row": 1}], json.dumps([tool])]
-    assert reward(prompts=[asked] * 3, completions=[said] * 3, tools=rows) == [1.0] * 3
+    # Arrow has every row's keys in each.
+    given = [None, [{**tool, "row": 1, "other": None}], rows[2]]
+    assert reward(prompts=[asked] * 3, completions=[said] * 3, tools=given) == [1.0] * 3
     whole = [*asked, *said]
     assert client.asked == [Conversation(whole, tools) for tools in ([tool], *rows[1:])]  # type: ignore[arg-type]
     reward_of(client)(prompts=[asked], completions=[said])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.messages import messages_of
 from nemo_aligner.serving.client import RefusedError, ScoredRows
 from tests.serving.fake_server import CONTRACT, total
 
@@ -76,7 +77,7 @@ class FakeClient:
 
     async def score_rows_async(self, texts: Sequence[Any], *, on_error: str = "nan") -> ScoredRows:
         whole = [
-            text if isinstance(text, str) else "".join(turn["content"] for turn in text)
+            text if isinstance(text, str) else "".join(m["content"] for m in messages_of(text))
             for text in texts
         ]
         return await self._scored(list(texts), [total(text) for text in whole], on_error)

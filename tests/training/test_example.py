@@ -119,6 +119,7 @@ def test_training_on_keeps_the_contract_unless_told_otherwise(base: Path, tmp_pa
         ]
     )
     assert "scoring contract: the checkpoint has" in resumed.stderr
+    assert "training data: the checkpoint has" not in resumed.stderr
     for each in (resumed, refused):
         assert each.returncode == 1
         assert "model.data.seq_length: 128 -> 96" in each.stderr

@@ -323,6 +323,7 @@ def refuse_hugging_face(path: Path, source: Path) -> None:
         raise CheckpointError(
             f"{source}: got {got}, wanted a checkpoint of NeMo or Megatron; "
             "`nemo-aligner convert` makes a .nemo of it"
+            + ("" if is_gguf else ", and hf_model= evaluates a reward model as it is")
         )
     refuse_adapter(path, source)
 

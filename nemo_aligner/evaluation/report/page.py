@@ -16,7 +16,14 @@ import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from nemo_aligner.contract.messages import Text, messages_of, prompt_of, reply_of, said
+from nemo_aligner.contract.messages import (
+    Text,
+    messages_of,
+    prompt_of,
+    question_of,
+    reply_of,
+    said,
+)
 from nemo_aligner.evaluation.report import of_heldout, of_training, page
 from nemo_aligner.evaluation.report.figures import (
     COLOURS,
@@ -171,7 +178,7 @@ def breakable(name: str) -> Markup:
 # The first screen: how good the model is, compared with what, and where it is wrong.
 
 _WORST = 5
-_MOST_OF_A_TEXT = 90
+_MOST_OF_A_LINE = 90
 
 
 def overview(reported: Sequence[RunReport], sets: Sequence[Heldout]) -> PageSection:
@@ -265,7 +272,7 @@ def _correlation(values: np.ndarray, labels: np.ndarray) -> float:
 
 
 def _on_one_line(mistake: Mistake) -> str:
-    prompt = prompt_of(mistake.texts[0][1])
+    prompt = question_of(mistake.texts[0][1])
     asked = f"\u201c{_short(said(prompt[-1]))}\u201d: " if prompt else ""
     replies = [f"{side} \u201c{_short(reply_of(text))}\u201d" for side, text in mistake.texts]
     return f"{asked}{', '.join(replies)} ({mistake.about})"
@@ -273,4 +280,4 @@ def _on_one_line(mistake: Mistake) -> str:
 
 def _short(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= _MOST_OF_A_TEXT else f"{line[: _MOST_OF_A_TEXT - 1]}\u2026"
+    return line if len(line) <= _MOST_OF_A_LINE else f"{line[: _MOST_OF_A_LINE - 1]}\u2026"

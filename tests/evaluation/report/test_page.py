@@ -251,7 +251,10 @@ def test_page_shows_a_mistake_whose_prompt_has_parts_and_calls(tmp_path: Path) -
     asked = {"role": "user", "content": [{"type": "text", "text": "is it raining"}]}
     call = {"type": "function", "function": {"name": "look", "arguments": {}}}
     prompt = [asked, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    texts = {side: [*prompt, {"role": "assistant", "content": side}] for side in ("good", "bad")}
+    replies = {side: f"{side} " * 40 for side in ("good", "bad")}
+    texts = {
+        side: [*prompt, {"role": "assistant", "content": said}] for side, said in replies.items()
+    }
     row = {
         "record": "r:1",
         "rewards": {"chosen": 0.0, "rejected": 1.0},
@@ -259,7 +262,10 @@ def test_page_shows_a_mistake_whose_prompt_has_parts_and_calls(tmp_path: Path) -
     }
     path = write(tmp_path / "calls.jsonl", row)
     text = Page(write_page([path], tmp_path / "p.html").read_text(encoding="utf-8")).text
-    assert '"name": "look"' in text[text.rindex("Overview") : text.rindex("Summary")]
+    overview = text[text.rindex("Overview") : text.rindex("Summary")]
+    assert "is it raining" in overview
+    in_full = text[text.rindex("The most confident mistakes") :]
+    assert all(said.strip() in in_full for said in ('"name": "look"', *replies.values()))
 
 
 def test_page_of_as_many_runs_as_colours_stays_below_the_limit(tmp_path: Path) -> None:

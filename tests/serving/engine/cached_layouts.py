@@ -80,9 +80,8 @@ def after_failure(plain: RewardScorer, cached: RewardScorer, layout: ParallelLay
     layer = KeyValuePool.layer
     cached.reset_cache()
     assert cached._pool is not None
-    for layer in cached._pool._layers.values():
-        for each in layer:
-            each.fill_(float("nan"))
+    for kept in cached._pool._layers.values():
+        kept.fill_(float("nan"))
 
     def refuse(pool: KeyValuePool, number: int) -> Any:
         if number == 2:

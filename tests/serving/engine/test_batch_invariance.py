@@ -14,7 +14,8 @@ from torch import Tensor
 from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed import cpu_products
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.attention import blocks, packed
+from nemo_aligner.models.attention import blocks, compiled, packed
+from nemo_aligner.models.attention.segments import PackedSegments, Scores
 from nemo_aligner.tools.invariance import score_alone, score_calls
 from tests import tiny
 from tests.once import Once
@@ -119,5 +120,14 @@ def test_rewards_by_products_that_depend_on_their_rows(
     monkeypatch.setattr(cpu_products, "_has_same_bits", lambda *unused: True)
     assert few_changed(short, layout) > 10
     monkeypatch.undo()
-    monkeypatch.setattr(blocks, "attend", packed._attend_on_cpu)
-    assert few_changed(short, layout) > 10  # by attention that is cut where segments are
+
+    def cut_where_segments_are(
+        turned: Tensor, value: Tensor, number: int, segments: PackedSegments, scores: Scores
+    ) -> Tensor:
+        key, value = segments.with_cached(number, turned[:, :, -1], value)
+        query = turned[:, :, :-1].flatten(1, 2)
+        return packed._attend_on_cpu(query, key, value, segments, scores)
+
+    monkeypatch.setattr(compiled, "can_attend", lambda *unused: False)
+    monkeypatch.setattr(blocks, "attend", cut_where_segments_are)
+    assert few_changed(short, layout) > 10

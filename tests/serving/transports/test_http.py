@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client import RefusedError, ScoredRows
 from nemo_aligner.serving.http import PLAIN_ROUTES, ROUTES, build_app
@@ -291,6 +292,8 @@ def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> N
     """By the doors of OpenRLHF and vLLM, and counted; not by our own, nor where it is off."""
     turn = TurnEnd("<|im_end|>", "\n", (7,), (8,))
     ended, whole, cut = "a<|im_end|>", "a<|im_end|>\n", "a rose"
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    conversation = Conversation(said, tools=[{"type": "function", "function": {"name": "f"}}])
     turn_end = AsyncMock(side_effect=[ServingError("nobody"), turn])
     client = FakeClient()
     app = build_app(ROUTES, client, GatewayConfig(), None, turn_end=turn_end)
@@ -299,6 +302,8 @@ def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> N
         gone = await call_async(app, "/get_reward", {"query": [ended]})
         await call_async(app, "/get_reward", {"query": [ended, whole, cut]})
         await call_async(app, "/classify", {"input": ended})
+        with_tools = {"messages": conversation.messages, "tools": conversation.tools}
+        assert (await call_async(app, "/classify", with_tools)).status == 200
         await call_async(app, "/pooling", {"input": [[5, 7], [5, 7, 8], [5]]})
         await call_async(app, "/v1/rewards", {"texts": [ended]})
         await call_async(app, "/v1/rewards", {"tokens": [[5, 7]]})
@@ -308,7 +313,8 @@ def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> N
     assert status == 503
     assert turn_end.await_count == 2
     assert client.asked == [
-        [whole, whole, cut], [whole], [[5, 7, 8], [5, 7, 8], [5]], [ended], [[5, 7]],
+        [whole, whole, cut], [whole], [conversation], [[5, 7, 8], [5, 7, 8], [5]],
+        [ended], [[5, 7]],
     ]  # fmt: skip
     for path in ("/get_reward", "/classify", "/pooling"):
         assert f'rows_total{{outcome="completed",route="{path}"}} 1.0' in metrics
