@@ -327,8 +327,9 @@ def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
     ]
     if differences:
         raise CheckpointError(
-            f"{saved.path}: it is of another run, and cannot be resumed: {'; '.join(differences)}. "
-            "Set exp_manager.explicit_log_dir to a new folder to start a new run"
+            f"{saved.path}: it belongs to another run and cannot be resumed: "
+            f"{'; '.join(differences)}. Set exp_manager.explicit_log_dir to a new folder to start "
+            "a new run"
         )
 
 

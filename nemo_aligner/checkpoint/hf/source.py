@@ -110,7 +110,7 @@ def _local(source: str | Path, files: list[str]) -> Path:
         )
     except Exception as error:  # whatever the network library raises
         raise CheckpointError(
-            f"there is no such folder, and the hub has no such model: {error}"
+            f"there is no such folder, and the hub gave no such model: {error}"
         ) from error
 
 
