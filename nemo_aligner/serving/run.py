@@ -121,6 +121,7 @@ def _servables(config: ServeCriticConfig, run: CriticRun, layout: ParallelLayout
         micro_batch_tokens=config.model.micro_batch_tokens,
         prefix_cache_tokens=config.server.prefix_cache_tokens,
         invariant_rows=config.model.invariant_rows,
+        can_offload=True,
     )
     _check_reads_alike(path, scorer.contract, run.contract)
     critic = CriticServable(run, config, scorer)
