@@ -54,16 +54,22 @@ def convert_parser() -> Parser:
 
 def run_convert(options: argparse.Namespace) -> int:
     """Write the archive, and print a summary."""
-    from nemo_aligner.checkpoint.hf.classifier import ContractOptions
     from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
     from nemo_aligner.config.common import Precision
     from nemo_aligner.config.dtypes import torch_dtype
 
     dtype = None if options.dtype is None else torch_dtype(Precision(options.dtype))
-    given = options.template, options.seq_length, options.attributes
-    contract = ContractOptions(*given) if any(value is not None for value in given) else None
-    paths = options.input, options.output
-    print(convert_hf_to_nemo(*paths, dtype, options.tensor_parallel, contract, options.head))
+    summary = convert_hf_to_nemo(
+        options.input,
+        options.output,
+        dtype,
+        options.tensor_parallel,
+        options.head,
+        template=options.template,
+        seq_length=options.seq_length,
+        attributes=options.attributes,
+    )
+    print(summary)
     return 0
 
 

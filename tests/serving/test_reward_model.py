@@ -122,7 +122,9 @@ def check_score_example(server: Server, rewards: np.ndarray) -> None:
     chat = next(row for row, text in enumerate(TEXTS) if not isinstance(text, str))
     told = (TEXTS[0], f"--conversation={json.dumps(TEXTS[chat])}")
     done = tiny.run_script("examples/score.py", f"--url={server.url}", *told)
-    printed = [[float(word) for word in line.split()[:2]] for line in done.stdout.splitlines()]
+    names, *lines = done.stdout.splitlines()
+    assert names.startswith("attributes: ")
+    printed = [[float(word) for word in line.split()[:2]] for line in lines]
     np.testing.assert_allclose(printed, rewards[[0, chat]], rtol=0, atol=1e-4)
 
 

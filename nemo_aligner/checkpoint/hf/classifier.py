@@ -1,4 +1,8 @@
-"""Reward models of others, run by transformers (``AutoModelForSequenceClassification``)."""
+"""Reward models of Hugging Face: scored by transformers, or read for conversion.
+
+Scoring runs the model as its authors do (``AutoModelForSequenceClassification``), so that its
+rewards can be compared with ours. Conversion needs only the names of its outputs and a contract.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +55,9 @@ from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import CheckpointError, DataError, one_line, shown
 
-# transformers' name for unnamed outputs.
+# transformers names outputs LABEL_0, LABEL_1, ... where a model's config names none.
 _UNNAMED = "LABEL_"
-# A tokenizer's model_max_length above this means that it has none.
+# transformers writes about 1e30 into a tokenizer's model_max_length for "no limit".
 _NO_LENGTH = 10**9
 
 
@@ -105,6 +109,7 @@ class HfRewardModel:
             return list(self.tokenizer(text).input_ids)
         if not self.tokenizer.chat_template:
             raise NoTemplateError("this text is a conversation, and the tokenizer has no template")
+        # A message with the template's own markers could pose as another turn, and be scored so.
         self._turn_marks.check(text)
         written = self._write(self._reading.adapt(text))
         return list(self.tokenizer(written, add_special_tokens=False).input_ids)
@@ -270,30 +275,18 @@ def _length(tokenizer: Any, model: Any) -> int | None:
     return min((int(each) for each in lengths if each < _NO_LENGTH), default=None)
 
 
-# Names of a Hugging Face reward model's outputs, and its scoring contract.
+# For conversion: the names of a reward model's outputs, and its scoring contract.
 
 MAX_DEFAULT_SEQ_LENGTH = 4096
 
 
-@dataclass(frozen=True)
-class ContractOptions:
-    """Settings that a reward model's folder leaves open.
-
-    Attributes:
-        template: as ``model.data.template``; None is the tokenizer's.
-        seq_length: None is the model's longest text, but at most 4096 tokens.
-        attributes: names of the outputs; None are those of ``id2label``.
-    """
-
-    template: str | None = None
-    seq_length: int | None = None
-    attributes: tuple[str, ...] | None = None
-
-
 def labels_of(
-    found: Source, head: FoundHead | None, options: ContractOptions | None
+    found: Source, head: FoundHead | None, attributes: Sequence[str] | None
 ) -> list[str] | None:
     """Names of a reward model's outputs, in order; None for a base model.
+
+    Args:
+        attributes: names to use instead of those of ``id2label``.
 
     Raises:
         CheckpointError: its outputs are not rewards, or have no fitting names.
@@ -307,8 +300,8 @@ def labels_of(
             f"problem_type: got {shown(problem)}, wanted 'regression': the outputs of a classifier "
             "are no rewards"
         )
-    if options is not None and options.attributes is not None:
-        return list(attribute_names(options.attributes, head.outputs))
+    if attributes is not None:
+        return list(attribute_names(attributes, head.outputs))
     return _stated_labels(found, head)
 
 
@@ -338,23 +331,38 @@ def _num_labels(found: Source, head: FoundHead) -> int:
     return head.outputs
 
 
+def refuse_options(found: Source, labels: list[str] | None, given: Sequence[object]) -> None:
+    """Refuse options of a contract, of which those are ``given`` that are not None, for nothing.
+
+    Raises:
+        CheckpointError: there are options, but no contract to make by them.
+    """
+    makes_contract = labels is not None and found.contract is None
+    if not makes_contract and any(each is not None for each in given):
+        why = "a base model has none" if labels is None else f"it brings its own, {CONTRACT_NAME}"
+        raise CheckpointError(f"got options for a scoring contract, but {why}")
+
+
 def contract_of(
     found: Source,
     labels: list[str] | None,
     tokenizer: Tokenizer,
     precision: Precision,
-    options: ContractOptions | None,
+    template: str | None,
+    seq_length: int | None,
 ) -> ScoringContract | None:
     """Contract of a reward model: its own if this package exported it, else a new one.
 
+    Args:
+        labels: as ``labels_of`` gives them.
+        template: as ``model.data.template``; None is the tokenizer's.
+        seq_length: None is the model's longest text, but at most 4096 tokens.
+
     Raises:
-        CheckpointError: there are options but nothing for them to decide; or its own contract is of
-            another model.
+        CheckpointError: its own contract is of another model, or the tokenizer lacks what a new one
+            needs.
         ConfigError: the template is not found, or unfit.
     """
-    if options is not None and (labels is None or found.contract is not None):
-        why = "a base model has none" if labels is None else f"it brings its own, {CONTRACT_NAME}"
-        raise CheckpointError(f"got options for a scoring contract, but {why}")
     if labels is None:
         return None
     if found.contract is not None:
@@ -362,16 +370,6 @@ def contract_of(
         contract.check_template_ends(tokenizer)
         _check_own(contract, labels, tokenizer.fingerprint)
         return contract.with_dtype(precision)
-    return _new_contract(found, labels, tokenizer, precision, options or ContractOptions())
-
-
-def _new_contract(
-    found: Source,
-    labels: list[str],
-    tokenizer: Tokenizer,
-    precision: Precision,
-    options: ContractOptions,
-) -> ScoringContract:
     longest = int(found.config["max_position_embeddings"])
     is_ranking = len(labels) == 1
     settings = ModelConfig(
@@ -380,8 +378,8 @@ def _new_contract(
         else RewardModelType.regression,
         regression=RegressionConfig(attributes=labels),
         data=DataConfig(
-            template=options.template,
-            seq_length=options.seq_length or min(longest, MAX_DEFAULT_SEQ_LENGTH),
+            template=template,
+            seq_length=seq_length or min(longest, MAX_DEFAULT_SEQ_LENGTH),
         ),
     )
     contract = build_contract(settings, tokenizer, precision)
@@ -397,10 +395,8 @@ def _new_contract(
             raise CheckpointError(
                 f"{REWARD_TOKEN_KEY}: got {token_id}, wanted a token of {tokenizer.vocab_size}"
             )
-    if options.template is not None and not contract.template:
-        raise CheckpointError(
-            f"template: got {options.template!r}, but the tokenizer has no chat template"
-        )
+    if template is not None and not contract.template:
+        raise CheckpointError(f"template: got {template!r}, but the tokenizer has no chat template")
     return dataclasses.replace(contract, attributes=tuple(labels))
 
 

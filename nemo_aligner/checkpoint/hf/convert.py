@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING, HEAD_PREFIX, LAYERS, PREFIX
-from nemo_aligner.checkpoint.hf.classifier import ContractOptions, contract_of, labels_of
+from nemo_aligner.checkpoint.hf.classifier import contract_of, labels_of, refuse_options
 from nemo_aligner.checkpoint.hf.families import family_of, find_family
 from nemo_aligner.checkpoint.hf.families.base import (
     ModelFamily,
@@ -97,8 +97,11 @@ def convert_hf_to_nemo(
     output: str | Path,
     dtype: torch.dtype | None = None,
     tensor_parallel: int = 1,
-    options: ContractOptions | None = None,
     head: str | None = None,
+    *,
+    template: str | None = None,
+    seq_length: int | None = None,
+    attributes: Sequence[str] | None = None,
 ) -> ConversionSummary:
     """Write the model in ``source`` as the archive ``output``; one process calls it.
 
@@ -109,6 +112,10 @@ def convert_hf_to_nemo(
         tensor_parallel: if it does not divide the model's query groups, groups of zeros are added,
             which change no output and never train.
         head: see ``find_head``.
+        template: of a reward model, as ``model.data.template``; None is its tokenizer's.
+        seq_length: of a reward model, tokens of the longest text; None is the model's own limit,
+            but at most 4096.
+        attributes: of a reward model, names of its outputs; None are those of ``id2label``.
 
     Raises:
         CheckpointError: an unknown family, an unsupported setting, a missing or surplus tensor, or
@@ -118,8 +125,8 @@ def convert_hf_to_nemo(
         if tensor_parallel < 1:
             raise CheckpointError(f"tensor_parallel: got {tensor_parallel}, wanted 1 or more")
         with single_process():
-            found = open_source(source)
-            return _convert(found, Path(output), dtype, tensor_parallel, options, head)
+            found, rules = open_source(source), (template, seq_length, attributes)
+            return _convert(found, Path(output), dtype, tensor_parallel, head, *rules)
     except AlignerError as error:
         named = str(error).startswith((str(source), str(output)))
         raise CheckpointError(str(error) if named else f"{source}: {error}") from error
@@ -130,13 +137,16 @@ def _convert(
     output: Path,
     dtype: torch.dtype | None,
     tensor_parallel: int,
-    options: ContractOptions | None,
     choice: str | None,
+    template: str | None,
+    seq_length: int | None,
+    attributes: Sequence[str] | None,
 ) -> ConversionSummary:
     family = find_family(found.config.get("model_type"))
     config = family.to_nemo(found.config)
     head = find_head(found, choice)
-    labels = labels_of(found, head, options)
+    labels = labels_of(found, head, attributes)
+    refuse_options(found, labels, (template, seq_length, attributes))
     rules = model_rules(family, config, labels is not None)
     wanted = hf_shapes(rules, config)
     if head is not None and labels is not None:
@@ -154,7 +164,7 @@ def _convert(
     archived = _with_zero_groups({**shaped, "precision": stored.nemo}, zero_groups)
     with scratch_beside(output) as scratch:
         tokenizer = _save_tokenizer(found, scratch / "tokenizer", config["vocab_size"])
-        contract = contract_of(found, labels, tokenizer, stored.precision, options)
+        contract = contract_of(found, labels, tokenizer, stored.precision, template, seq_length)
         if head is not None and contract is not None:
             head = head.with_rows_of(tokenizer)
             for name, tensor in head.tensors(config["hidden_size"]).items():

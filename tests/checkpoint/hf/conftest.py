@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from tests import tiny
-from tests.checkpoint.hf.exporting import MEANS, REWARD_CASES, WEIGHTS, convert, save_again
+from tests.checkpoint.hf.exporting import MEANS, REWARD_CASES, WEIGHTS, save_again
 
 
 @pytest.fixture(scope="module")

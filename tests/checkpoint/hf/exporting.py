@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nemo_aligner.checkpoint.hf.classifier import ContractOptions
-from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.checkpoint.hf.export import ExportOptions, export_to_hf
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
 from tests.checkpoint.refusals import Damages, check_damages
@@ -29,15 +28,6 @@ REWARD_CASES: dict[str, dict[str, Any]] = {
     # Of three query groups, to which a fourth of zeros is added.
     "zero_groups": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3},
 }
-
-
-def convert(source: Path | str, output: Path, *arguments: Any, **options: Any) -> Any:
-    """``convert_hf_to_nemo``; ``template``, ``seq_length``, ``attributes``: ContractOptions."""
-    fields = {field.name for field in dataclasses.fields(ContractOptions)}
-    contract = {name: options.pop(name) for name in fields & options.keys()}
-    if contract:
-        options["options"] = ContractOptions(**contract)
-    return convert_hf_to_nemo(source, output, *arguments, **options)
 
 
 def export(archive: Path, output: Path, layout: Any, **options: Any) -> Any:

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
 
 from nemo_aligner.checkpoint.hf import source as hf_source
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.checkpoint.hf.convert import unpack_gguf
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
@@ -38,7 +39,6 @@ from tests.checkpoint.hf.exporting import (
     check_refused,
     config_edits,
     config_of,
-    convert,
     edit,
     edit_tensors,
     export,

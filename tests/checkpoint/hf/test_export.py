@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from nemo_aligner.checkpoint.hf import export as hf_export
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.checkpoint.hf.export import ShardWriter, write_tokenizer
 from nemo_aligner.checkpoint.nemo.open import open_nemo, write_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor, save_lazy
@@ -34,7 +35,6 @@ from tests.checkpoint.hf.exporting import (
     LiveBytes,
     assert_same,
     config_of,
-    convert,
     edit,
     export,
     save_again,

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.checkpoint.hf.families import family_of, find_family
 from nemo_aligner.checkpoint.hf.families.base import (
     Rule,
@@ -27,7 +28,7 @@ from nemo_aligner.checkpoint.hf.families.qwen import QWEN2
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError
 from tests import families, tiny
-from tests.checkpoint.hf.exporting import convert, export
+from tests.checkpoint.hf.exporting import export
 from tests.checkpoint.refusals import refusals
 from tests.families import CASES, WINDOW
 

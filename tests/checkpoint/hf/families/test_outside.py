@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from nemo_aligner.checkpoint.hf import families
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.checkpoint.hf.families import NAME_KEY, family_of, find_family, register_family
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests import tiny
 from tests.checkpoint.hf.exporting import (
     assert_same,
     config_of,
-    convert,
     export,
     save_again,
     tensors_of,

@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.checkpoint.hf.gguf import GgufCheckpoint, llama3_divisors
 from nemo_aligner.checkpoint.hf.source import open_source
 from nemo_aligner.checkpoint.nemo.open import open_nemo
@@ -29,7 +30,7 @@ from nemo_aligner.contract.tokenizer import load_tokenizer
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.utils.errors import CheckpointError
 from tests import families, tiny
-from tests.checkpoint.hf.exporting import convert, edit
+from tests.checkpoint.hf.exporting import edit
 from tests.checkpoint.hf.gguf.writing import (
     LLAMA3,
     TEXTS,
