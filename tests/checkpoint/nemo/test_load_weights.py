@@ -15,6 +15,7 @@ import yaml
 from megatron.core import dist_checkpointing
 from megatron.core.activations import fast_gelu
 
+from nemo_aligner.checkpoint.importing import import_checkpoint as import_nemo
 from nemo_aligner.checkpoint.nemo import reward_model
 from nemo_aligner.checkpoint.nemo.archive import CHECKSUMS_NAME, unpack
 from nemo_aligner.checkpoint.nemo.load_weights import unread_decoder
@@ -37,7 +38,6 @@ from tests.checkpoint.loading import (
     Theirs,
     edit,
     head_of,
-    import_nemo,
     load,
     refuse,
     scores,
