@@ -186,8 +186,10 @@ def _tokenize(
         return contract.tokenize_records(tokenizer, [record.texts for record in records])
     except DataError:
         # Once more, one by one, to see which records it is.
-        encode = lambda texts: contract.tokenize_records(tokenizer, [texts])[0]  # noqa: E731
-        return [encode_record(record, encode) for record in records]
+        return [
+            encode_record(record, lambda texts: contract.tokenize_records(tokenizer, [texts])[0])
+            for record in records
+        ]
 
 
 def _fit(token_ids: list[int], contract: ScoringContract) -> EncodedText | OverlongError:

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from nemo_aligner.models.attention.segments import PackedSegments
+from nemo_aligner.models.layers import learns
 
 
 class PackedLayer(TransformerLayer):
@@ -28,8 +29,7 @@ class PackedLayer(TransformerLayer):
         packed_seq_params: PackedSegments | None = None,
         **options: Any,
     ) -> tuple[Tensor, Any]:
-        learns = self.training or torch.is_grad_enabled()
-        if learns or isinstance(self.input_layernorm, IdentityOp):
+        if learns(self) or isinstance(self.input_layernorm, IdentityOp):
             options["packed_seq_params"] = packed_seq_params
             return super().forward(hidden_states, *args, **options)
         assert packed_seq_params is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +14,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from nemo_aligner.models import kernels
+
+
+def learns(module: torch.nn.Module) -> bool:
+    """Tell if ``module`` is trained now, or may be asked for gradients; else it only infers."""
+    return module.training or torch.is_grad_enabled()
+
 
 # Norms with megatron-core's constructor. They take a residual stream of any dtype and return the
 # model's, which is what the linear layer behind them computes in.
@@ -83,7 +89,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos: ``[T, 1, 1, r]`` in the dtype of ``x``.
         sin: like ``cos``.
     """
-    return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _rotated(x, cos, sin)
+    return _Rotate.apply(x, cos, sin)
 
 
 class _Rotate(Function):
@@ -114,21 +120,12 @@ def gated_silu(x: Tensor) -> Tensor:
 
     Only ``x`` is kept for the backward.
     """
-    return _gated(x, F.silu, torch.ops.aten.silu_backward.grad_input)
+    return _Gated.apply(x, F.silu, torch.ops.aten.silu_backward.grad_input)
 
 
 def gated_gelu(x: Tensor) -> Tensor:
     """GEGLU (Shazeer 2020) with GELU's tanh approximation, as in Gemma; see ``gated_silu``."""
-    return _gated(x, _gelu, _gelu_backward)
-
-
-def _gated(
-    x: Tensor, activation: Callable[..., Tensor], derivative: Callable[..., Tensor]
-) -> Tensor:
-    if torch.is_grad_enabled():
-        return _Gated.apply(x, activation, derivative)
-    gate, linear = x.chunk(2, dim=-1)
-    return activation(gate).mul_(linear)
+    return _Gated.apply(x, _gelu, _gelu_backward)
 
 
 def by_whole_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -139,21 +136,15 @@ def by_whole_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     thread gets whole rows keeps the remainder in the same place of each row.
     """
     rows, width = x.size(0), x.numel() // x.size(0) // 2
-    fitting = _split_by_rows(rows, width, torch.get_num_threads())
+    fitting = next(count for count in itertools.count(rows) if _splits_by_rows(count, width))
     if fitting == rows:
         return function(x)
     return function(F.pad(x, (0, 0) * (x.dim() - 1) + (0, fitting - rows)))[:rows]
 
 
-@lru_cache(maxsize=4096)
-def _split_by_rows(rows: int, width: int, threads: int) -> int:
-    """The fewest rows, at least ``rows``, of which each thread gets whole ones."""
-    return next(n for n in itertools.count(rows) if _splits_by_rows(n, width, threads))
-
-
-def _splits_by_rows(rows: int, width: int, threads: int) -> bool:
+def _splits_by_rows(rows: int, width: int) -> bool:
     """Check that each thread gets whole rows, by torch's general grain size and by GELU's."""
-    numbers = rows * width
+    numbers, threads = rows * width, torch.get_num_threads()
     by_grains = min(threads, -(-numbers // _GRAIN))
     return rows % by_grains == 0 and (numbers <= _GELU_GRAIN or rows % threads == 0)
 
@@ -202,23 +193,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
     dtype = x.dtype if dtype is None else dtype
     if x.is_cuda and x.dtype in (weight.dtype, torch.float32):
         return F.rms_norm(x, (x.size(-1),), weight.to(x.dtype), eps).to(dtype)
-    if torch.is_grad_enabled():
-        return _RMSNorm.apply(x, weight, eps, dtype)
-    wide = x.float()
-    return (wide * _rms_scale(wide, eps)).mul_(weight).to(dtype)
-
-
-def _rms_scale(x: Tensor, eps: float) -> Tensor:
-    """``[..., 1]``: one over the root of the mean square, of fp32 ``[..., c]``."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
+    return _RMSNorm.apply(x, weight, eps, dtype)
 
 
 class _RMSNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         wide = x.float()
-        scale = _rms_scale(wide, eps)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (wide * scale).mul_(weight).to(dtype)
 

@@ -24,6 +24,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from nemo_aligner.distributed.cpu_products import invariant_linear_on_cpu
+from nemo_aligner.models.layers import learns
 from nemo_aligner.models.shape import LORA_A, LORA_B
 
 
@@ -160,7 +161,7 @@ def sum_partial(partial: Tensor, group: Any, is_scattered: bool, rows: int | Non
 
 def rows_now(layer: Any) -> int | None:
     """Rows of a product of ``layer`` now; None in training, which is not batch invariant."""
-    return None if layer.training or torch.is_grad_enabled() else layer.invariant_rows
+    return None if learns(layer) else layer.invariant_rows
 
 
 def sum_in_rank_order(partial: Tensor, group: Any, is_scattered: bool) -> Tensor:

@@ -31,6 +31,7 @@ from nemo_aligner.models.attention.packed import PackedAttention, slow_attention
 from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, chains_of
 from nemo_aligner.models.backbone import layer_spec, transformer_config, use_transformer_engine
 from nemo_aligner.models.internals import fused_output_layer_allowed, scale_rotary_frequencies
+from nemo_aligner.models.layers import learns
 from nemo_aligner.models.linear import (
     ColumnLinear,
     RowLinear,
@@ -171,7 +172,7 @@ class GPTRewardModel(GPTModel):
         TransformerEngine's norms accept only the model's dtype.
         """
         dtype = self.config.params_dtype
-        if self.training or torch.is_grad_enabled() or self._has_engine:
+        if learns(self) or self._has_engine:
             return dtype
         return torch.float32
 

@@ -40,7 +40,13 @@ from nemo_aligner.checkpoint.hf.convert import (
     read_head,
 )
 from nemo_aligner.checkpoint.hf.families.base import ModelFamily
-from nemo_aligner.checkpoint.hf.heads import LINEAR, PREFIX_KEY, REWARD_TOKEN_KEY, head_to_hf
+from nemo_aligner.checkpoint.hf.heads import (
+    LINEAR,
+    PREFIX_KEY,
+    REWARD_TOKEN_KEY,
+    head_to_hf,
+    quiet_about_heads,
+)
 from nemo_aligner.checkpoint.hf.source import HF_HEAD, REWARD_SUFFIX
 from nemo_aligner.checkpoint.nemo.open import (
     CONTRACT_NAME,
@@ -542,22 +548,16 @@ def _tokenizer(folder: Path) -> Any:
 def _adapted(base: str, folder: Path, scale: float, pad_id: int) -> Any:
     """Load the base model with the adapter in ``folder``, in fp32."""
     from transformers import AutoModelForSequenceClassification
-    from transformers.utils import logging
 
     tensors = load_file(folder / _WEIGHTS_NAME)
     head = tensors.pop(_PREFIX + HF_HEAD)
-    logging.disable_progress_bar()
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it would warn that the base model has no head
     try:
-        with bounded_torch_load():  # its weights may be pickles
+        with quiet_about_heads(), bounded_torch_load():  # its weights may be pickles
             model = AutoModelForSequenceClassification.from_pretrained(
                 base, dtype=torch.float32, local_files_only=True, num_labels=head.size(0)
             )
     except Exception as error:  # third-party code on files that may be wrong
         raise CheckpointError(f"transformers does not load {base}: {error}") from error
-    finally:
-        logging.set_verbosity(verbosity)
     model.score.weight.data = head
     model.config.pad_token_id = pad_id
     names = {name.rpartition(".lora_")[0] for name in tensors}

@@ -8,7 +8,8 @@ output layer becomes a matrix of its own when it is imported, so no later reader
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -355,6 +356,20 @@ class BodyWithHead(torch.nn.Module):
         return SimpleNamespace(logits=F.linear(read, head["weight"], head.get("bias")))
 
 
+@contextmanager
+def quiet_about_heads() -> Iterator[None]:
+    """Load by transformers without its warning that the class and the file differ by their head."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
 def load_with_head(name: str, found: Source, head: FoundHead, dtype: torch.dtype | str) -> Any:
     """Load the decoder of a folder or model of the hub by transformers, with the head of ``found``.
 
@@ -365,13 +380,9 @@ def load_with_head(name: str, found: Source, head: FoundHead, dtype: torch.dtype
         CheckpointError: weights of the decoder are missing.
     """
     from transformers import AutoModel
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it would warn that the decoder has no place for the head
-    body, report = AutoModel.from_pretrained(name, dtype=dtype, output_loading_info=True)
-    logging.set_verbosity(verbosity)
+    with quiet_about_heads():
+        body, report = AutoModel.from_pretrained(name, dtype=dtype, output_loading_info=True)
     if report["missing_keys"]:
         missing = ", ".join(sorted(map(str, report["missing_keys"]))[:3])
         raise CheckpointError(f"{name}: got no weights for {missing}")

@@ -58,7 +58,6 @@ def attend(
         items.ctypes.data,
         len(items),
         rows.ctypes.data,
-        torch.get_num_threads(),
     )
     return out.to(dtype)
 
@@ -94,12 +93,12 @@ def _plan(
         tokens precede the pack's.
     """
     use = segments.cached
-    taken = use.taken.numpy() if use is not None and reads_pool else np.zeros(0, np.int64)
+    row_of = np.arange(sum(segments.all_lengths))
+    if use is not None and reads_pool:
+        row_of = np.concatenate([-1 - use.taken.numpy(), np.arange(sum(segments.lengths))])
     rows, items, begin, most = [], [], 0, _ROWS // repeats
     for each in own_segments(segments):
-        is_cached = each.keys < len(taken)
-        slots = taken[np.where(is_cached, each.keys, 0)] if len(taken) else each.keys
-        rows.append(np.where(is_cached, -1 - slots, each.keys - len(taken)))
+        rows.append(row_of[each.keys])
         for position in range(each.start, each.end, most):
             count = min(most, each.end - position)
             items.append((each.row + position - each.start, count, position, begin))

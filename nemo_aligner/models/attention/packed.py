@@ -23,7 +23,7 @@ from nemo_aligner.models.attention import blocks, compiled
 from nemo_aligner.models.attention import cpu as cpu_attention
 from nemo_aligner.models.attention.segments import Attend, PackedSegments, Scores, attend_by_scores
 from nemo_aligner.models.attention.varlen import takes_equal_heads, varlen_kernel, why_no_kernel
-from nemo_aligner.models.layers import rotate
+from nemo_aligner.models.layers import learns, rotate
 from nemo_aligner.models.shape import ModelShape
 
 
@@ -57,9 +57,8 @@ class PackedAttention(MegatronModule):
         segments, scores = packed_seq_params, self.scores
         query = rotate(query, segments.cos, segments.sin).squeeze(1)
         key = rotate(key, segments.cos, segments.sin).squeeze(1)
-        learns = self.training or torch.is_grad_enabled()
         # Only in training: in inference the choice of kernel must not depend on the pack.
-        if learns and scores.window is not None and scores.window >= segments.max_kv_length:
+        if learns(self) and scores.window is not None and scores.window >= segments.max_kv_length:
             scores = replace(scores, window=None)
         attend = _attention_for(query, scores)
         key, value = segments.with_cached(self.layer_number, key, value.squeeze(1))
