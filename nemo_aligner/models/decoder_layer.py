@@ -49,7 +49,7 @@ class PackedLayer(TransformerLayer):
         groups = attention.num_query_groups_per_partition
         grouped = mixed.view(mixed.size(0), groups, -1, attention.hidden_size_per_attention_head)
         turning, value = grouped[:, :, :-1], grouped[:, :, -1]
-        if not isinstance(attention.q_layernorm, IdentityOp):
+        if self.config.qk_layernorm:  # Without it a version has None there, another IdentityOp.
             query, key = turning[:, :, :-1], turning[:, :, -1:]
             normed = attention.q_layernorm(query), attention.k_layernorm(key)
             turning = torch.cat(normed, dim=2)
