@@ -68,6 +68,38 @@ CASES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.25,
         "tie_word_embeddings": False,
     },
+    "olmo2": {"model_type": "olmo2", "tie_word_embeddings": False},
+    "exaone4": {
+        "model_type": "exaone4",
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * 4,
+        "head_dim": 32,
+    },
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.35,
+        "logits_scaling": 4.0,
+    },
+    "phi3_window": {
+        "model_type": "phi3",
+        "sliding_window": WINDOW,
+        "partial_rotary_factor": 0.75,
+        "pad_token_id": 0,
+    },
+    "phi3_untied": {"model_type": "phi3", "tie_word_embeddings": False, "pad_token_id": 0},
+    "glm": {"model_type": "glm", "head_dim": 32, "pad_token_id": 0},
+    "glm4": {
+        "model_type": "glm4",
+        "head_dim": 16,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+    },
+    "helium": {"model_type": "helium", "head_dim": 16, "tie_word_embeddings": False},
+    "arcee": {"model_type": "arcee"},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 32},
 }
 
 
@@ -79,18 +111,44 @@ def hf_config(case: str) -> Any:
     return AutoConfig.for_model(**shape)
 
 
+def classifier(config: Any) -> Any:
+    """transformers' class for a reward model, or what its class would be where it has none."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    base = MODEL_MAPPING[type(config)].__base__
+    return type("Classifier", (GenericForSequenceClassification, base), {})
+
+
 def write_hf_checkpoint(folder: Path, case: str) -> None:
     """A random causal language model in safetensors, with a tokenizer."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(hf_config(case))
+    _shift_norms(model)
+    model.save_pretrained(folder)
+    tiny.write_tokenizer(folder)
+
+
+def write_hf_reward_model(folder: Path, case: str, dtype: torch.dtype) -> None:
+    """A random reward model of two labels in safetensors, with a tokenizer."""
+    config = hf_config(case)
+    config.num_labels, config.pad_token_id = 2, 0
+    torch.manual_seed(0)
+    model = classifier(config)(config)
+    _shift_norms(model)
+    model.to(dtype).save_pretrained(folder)
+    tiny.write_tokenizer(folder)
+
+
+def _shift_norms(model: Any) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    model.save_pretrained(folder)
-    tiny.write_tokenizer(folder)
 
 
 def write_base_nemo(path: Path, case: str) -> Path:

@@ -100,7 +100,9 @@ class GPTRewardModel(GPTModel):
         self._has_engine = use_transformer_engine(shape, config.params_dtype)
         # Rounded to the model's dtype, as in Gemma's own training.
         scale = torch.tensor(shape.hidden_size**0.5, dtype=config.params_dtype)
-        self._embedding_scale = scale.item() if shape.apply_embedding_scaling else None
+        self._embedding_scale = shape.embedding_multiplier
+        if shape.apply_embedding_scaling:
+            self._embedding_scale *= scale.item()
         if self.pre_process:
             # Padding rows of the vocabulary are neither read nor loaded; zeros cannot spread a NaN.
             torch.nn.init.zeros_(self.embedding.word_embeddings.weight)
@@ -128,7 +130,7 @@ class GPTRewardModel(GPTModel):
         if self.pre_process:
             embedded = self.embedding(batch.tokens[None], batch.position_ids[None])
             embedded = embedded.to(self.stream_dtype)
-            if self._embedding_scale is not None:
+            if self._embedding_scale != 1:
                 embedded = embedded * self._embedding_scale
             if self.training and self.config.recompute_granularity == "full":
                 # Reentrant checkpointing gives no gradients unless an input requires one, and

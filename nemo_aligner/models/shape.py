@@ -27,6 +27,7 @@ _SUPPORTED = {
         (
             "qkv_bias",
             "qk_layernorm",
+            "qk_layernorm_across_heads",
             "post_layernorms",
             "apply_embedding_scaling",
             "layernorm_zero_centered_gamma",
@@ -35,6 +36,7 @@ _SUPPORTED = {
         ),
         (False, True, None),
     ),
+    "pre_layernorms": (True, False, None),
     "transformer_block_type": ("pre_ln",),
     "rotary_interleaved": (False, None),
     "window_pattern": ("all", "alternate", None),
@@ -63,7 +65,13 @@ class ModelShape:
         normalization: ``rmsnorm``, or ``layernorm1p``: LayerNorm with a bias, whose stored weight
             is gamma - 1.
         layernorm_zero_centered_gamma: the stored weight is gamma - 1.
+        qk_layernorm_across_heads: the norms of queries and keys have the statistics of all heads
+            together, as in OLMo 2, rather than of each.
+        zero_query_groups: how many of the query groups are zeros, added for tensor parallelism.
+        pre_layernorms: the inputs of attention and MLP are normed.
         post_layernorms: the outputs of attention and MLP are normed before they are added.
+        embedding_multiplier: factor of the embeddings.
+        residual_multiplier: factor of what attention and MLP add to the residual stream.
         window_size: number of keys that a token sees, its own included; None is all before it.
         window_pattern: layers with the window: ``all``, or ``alternate`` for the odd ones, counted
             from 1.
@@ -92,7 +100,12 @@ class ModelShape:
     layernorm_zero_centered_gamma: bool
     qkv_bias: bool
     qk_layernorm: bool
+    qk_layernorm_across_heads: bool
+    zero_query_groups: int
+    pre_layernorms: bool
     post_layernorms: bool
+    embedding_multiplier: float
+    residual_multiplier: float
     apply_embedding_scaling: bool
     window_size: int | None
     window_pattern: str
@@ -203,10 +216,20 @@ class ModelShape:
     def layer_parameters(self) -> tuple[int, int]:
         """Parameters of a layer: those that TP shards, and those replicated on all ranks."""
         biases = (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
-        norms = (4 if self.post_layernorms else 2) * self.norm_parameters(self.hidden_size)
+        places = 2 * self.pre_layernorms + 2 * self.post_layernorms
+        norms = places * self.norm_parameters(self.hidden_size)
         if self.qk_layernorm:
-            norms += 2 * self.norm_parameters(self.kv_channels)
+            norms += sum(map(self.norm_parameters, self.qk_norm_widths()))
         return self._linear_parameters() + self.qkv_bias * biases, norms
+
+    def qk_norm_widths(self) -> tuple[int, int]:
+        """Channels of a norm of queries, and of one of keys, on all ranks together."""
+        if not self.qk_layernorm_across_heads:
+            return self.kv_channels, self.kv_channels
+        return (
+            self.num_attention_heads * self.kv_channels,
+            self.num_query_groups * self.kv_channels,
+        )
 
     def norm_parameters(self, width: int) -> int:
         """Parameters of a norm over ``width`` channels."""
@@ -239,13 +262,25 @@ def _read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         or bool(config.get("layernorm_zero_centered_gamma")),
         "qkv_bias": bool(config.get("qkv_bias")),
         "qk_layernorm": bool(config.get("qk_layernorm")),
+        "qk_layernorm_across_heads": bool(config.get("qk_layernorm_across_heads")),
+        "zero_query_groups": _read_zero_groups(config),
+        "pre_layernorms": config.get("pre_layernorms") is not False,
         "post_layernorms": bool(config.get("post_layernorms")),
         "apply_embedding_scaling": bool(config.get("apply_embedding_scaling")),
+        "embedding_multiplier": _number(config, "embedding_multiplier", 1.0),
+        "residual_multiplier": _number(config, "residual_multiplier", 1.0),
         "window_size": window,
         "window_pattern": "all" if window is None else config.get("window_pattern") or "all",
         "attn_logit_softcapping": _number_or_none(config, "attn_logit_softcapping"),
         "query_pre_attn_scalar": _number_or_none(config, "query_pre_attn_scalar"),
     }
+
+
+def _read_zero_groups(config: Mapping[str, Any]) -> int:
+    value = config.get("zero_query_groups") or 0
+    most = _count(config, "num_query_groups", config["num_attention_heads"]) - 1
+    wanted = f"a whole number from 0 to {most}, fewer than the query groups"
+    return read_count(value, "model_config.yaml: zero_query_groups", wanted, 0, most)
 
 
 def _read_window(value: Any) -> int | None:

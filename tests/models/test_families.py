@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification
 
 from nemo_aligner.batch.packed import PackedBatch, Records
 from nemo_aligner.checkpoint import decoder_tensors
@@ -61,13 +60,17 @@ def build(layout: ParallelLayout, tmp_path_factory: pytest.TempPathFactory) -> A
     def make(name: str) -> Case:
         path = families.write_base_nemo(folder / f"{name}.nemo", name)
         pretrained = load_pretrained(path, layout, num_attributes=2, precision=FP32)
-        theirs = AutoModelForSequenceClassification.from_pretrained(
-            path.with_suffix(".hf"),
-            num_labels=2,
-            pad_token_id=None,
-            dtype=torch.float32,
-            attn_implementation="eager",
-        ).eval()
+        theirs = (
+            families.classifier(families.hf_config(name))
+            .from_pretrained(
+                path.with_suffix(".hf"),
+                num_labels=2,
+                pad_token_id=None,
+                dtype=torch.float32,
+                attn_implementation="eager",
+            )
+            .eval()
+        )
         with torch.no_grad():
             theirs.score.weight.copy_(pretrained.model.rm_head.weight)
         return Case(name, path, pretrained.config, pretrained.model, theirs)
@@ -188,6 +191,17 @@ FEATURES = [
     ("gemma2", {"query_pre_attn_scalar": None}),
     ("gemma2", {"window_size": None}),
     ("gemma2", {"window_pattern": "all"}),
+    ("olmo2", {"post_layernorms": False}),
+    ("olmo2", {"pre_layernorms": True}),
+    ("olmo2", {"qk_layernorm": False}),
+    ("exaone4", {"qk_layernorm": False}),
+    ("granite", {"embedding_multiplier": 1.0}),
+    ("granite", {"residual_multiplier": 1.0}),
+    ("granite", {"query_pre_attn_scalar": None}),
+    ("phi3_window", {"window_size": None}),
+    ("phi3_window", {"rotary_percentage": 1.0}),
+    ("glm", {"qkv_bias": False}),
+    ("glm4", {"post_layernorms": False}),
     ("nemotron", {"rotary_percentage": 1.0}),
     ("nemotron", {"normalization": "rmsnorm"}),
 ]
@@ -260,6 +274,9 @@ NOT_BUILT = [
     ({"attn_logit_softcapping": 0}, "got 0, wanted a number above 0"),
     ({"query_pre_attn_scalar": "x"}, "got 'x'"),
     ({"qkv_bias": "yes"}, "got 'yes', wanted False or True or None"),
+    ({"pre_layernorms": 0.5}, "got 0.5, wanted True or False or None"),
+    ({"residual_multiplier": -1.0}, "got -1.0, wanted a number above 0"),
+    ({"zero_query_groups": 2}, "got 2, wanted a whole number from 0 to 1"),
     ({"num_layers": 2.5}, "got 2.5, wanted a whole number above 0"),
     ({"rotary_base": float("nan")}, "got nan, wanted a number above 0"),
     ({"num_query_groups": 4}, "got 4, wanted a divisor of the 2 attention"),
@@ -331,7 +348,9 @@ def test_stream_in_fp32_brings_rewards_nearer_to_those_in_fp32(
     assert (found - wanted).abs().mean() < 0.8 * (before - wanted).abs().mean()
 
 
-@pytest.mark.parametrize("case", ["mistral_untied_window", "gemma2", "nemotron", "qwen3"])
+@pytest.mark.parametrize(
+    "case", ["mistral_untied_window", "gemma2", "nemotron", "qwen3", "olmo2", "granite"]
+)
 def test_family_recomputed_has_the_same_gradients_and_a_stream_in_bf16(
     case: str, build: Any, layout: ParallelLayout
 ) -> None:
@@ -355,7 +374,7 @@ def test_family_recomputed_has_the_same_gradients_and_a_stream_in_bf16(
         assert all(weight.main_grad.abs().max() > 0 for weight in model.decoder.parameters())
 
 
-@pytest.mark.parametrize("case", ["qwen2", "qwen3", "gemma2", "nemotron"])
+@pytest.mark.parametrize("case", ["qwen2", "qwen3", "gemma2", "nemotron", "olmo2"])
 def test_family_with_added_query_groups_trains_alike(
     case: str, build: Any, layout: ParallelLayout
 ) -> None:

@@ -26,7 +26,6 @@ from nemo_aligner.checkpoint.hf.families.base import (
     ModelFamily,
     Rule,
     add_zero_groups,
-    group_axis,
     remove_zero_groups,
 )
 from nemo_aligner.checkpoint.hf.heads import describe_head, find_head, unread_head_tensors
@@ -226,7 +225,7 @@ def _plan(
         def join(parts: Sequence[Tensor], rule: Rule = rule) -> Tensor:
             data = rule.join(parts, config)
             groups = config["num_query_groups"]
-            data = add_zero_groups(rule.megatron, data, groups, num_query_groups)
+            data = add_zero_groups(rule.group_axis, data, groups, num_query_groups)
             return data.to(dtype or data.dtype).contiguous()
 
         outline = join([part.outline() for part in parts])
@@ -255,7 +254,14 @@ def _read_and_join(
 # Reward archives in Hugging Face's terms.
 
 # Defaults of keys that a NeMo config may leave out.
-_WITH_DEFAULTS = ("kv_channels", "max_position_embeddings", "layernorm_epsilon", "rotary_base")
+_WITH_DEFAULTS = (
+    "kv_channels",
+    "max_position_embeddings",
+    "layernorm_epsilon",
+    "rotary_base",
+    "rotary_percentage",
+    "qkv_bias",
+)
 
 
 def check_head(folder: NemoFolder, contract: ScoringContract) -> None:
@@ -294,6 +300,7 @@ class RewardArchive:
             **{name: getattr(shape, name) for name in _WITH_DEFAULTS},
             "num_attention_heads": shape.num_attention_heads // groups * kept,
             "num_query_groups": kept,
+            "zero_query_groups": 0,
         }
         family = family_of(config)
         rules = model_rules(family, config, is_reward_model=True)
@@ -314,14 +321,14 @@ class RewardArchive:
         if rule.megatron == EMBEDDING:
             data = data[: self.config["vocab_size"]]
         kept = self.config["num_query_groups"]
-        data = remove_zero_groups(rule.megatron, data, self.num_query_groups, kept)
+        data = remove_zero_groups(rule.group_axis, data, self.num_query_groups, kept)
         return rule.split(data, self.config)
 
     def join(self, rule: Rule, parts: Sequence[Tensor]) -> Tensor:
         """Invert ``split``, except for vocabulary padding."""
         data = rule.join(parts, self.config)
         kept = self.config["num_query_groups"]
-        return add_zero_groups(rule.megatron, data, kept, self.num_query_groups)
+        return add_zero_groups(rule.group_axis, data, kept, self.num_query_groups)
 
     def head(self) -> dict[str, Tensor]:
         """Read the reward head in fp32, by the names of ``HeadShape.tensors``."""
@@ -358,11 +365,9 @@ class RewardArchive:
             matrices = self._matrices(rule, layer)
             if matrices is None:
                 continue
-            pair, axis = list(matrices), group_axis(rule.megatron)
+            pair, axis = list(matrices), rule.group_axis
             if axis is not None:
-                pair[axis] = remove_zero_groups(
-                    rule.megatron, pair[axis], self.num_query_groups, kept
-                )
+                pair[axis] = remove_zero_groups(axis, pair[axis], self.num_query_groups, kept)
             for name, part in zip(rule.hf, rule.split(pair[0], self.config), strict=True):
                 yield name, pair[1], part
 

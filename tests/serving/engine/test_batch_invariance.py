@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed import cpu_products
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention import blocks, compiled, packed
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
 from nemo_aligner.tools.invariance import score_alone, score_calls
-from tests import tiny
+from tests import families, tiny
 from tests.once import Once
 from tests.serving.engine.company import (
     BUDGET,
@@ -33,6 +34,7 @@ from tests.serving.engine.company import (
 )
 from tests.serving.servers import running
 
+DECODERS = ("olmo2", "granite", "phi3_window", "glm4")
 NOTHING = {"fp32": 0, "bf16": 0}
 
 
@@ -68,11 +70,35 @@ def test_rewards_have_the_same_bits_in_any_company(
     torch.set_num_threads(before)
 
 
-def test_rewards_have_the_same_bits_in_any_company_at_any_layout(
-    short: Case, very_long: Case, tmp_path: Path
+@pytest.fixture(scope="module")
+def decoders(once: Once) -> dict[str, Case]:
+    """Of families that norm, scale or rotate otherwise than a Llama."""
+
+    def write(folder: Path) -> None:
+        for case in DECODERS:
+            families.write_hf_reward_model(folder / case, case, torch.float32)
+            convert_hf_to_nemo(folder / case, folder / f"{case}.nemo")
+
+    folder, texts = once("decoders", write), draw_texts(40, LONGEST, 90)
+    return {case: Case(str(folder / f"{case}.nemo"), texts, orders=3) for case in DECODERS}
+
+
+def test_rewards_of_decoders_have_the_same_bits_in_any_company(
+    decoders: dict[str, Case], layout: ParallelLayout
 ) -> None:
-    """Each rank with one thread."""
-    cases = {"short": replace(short, texts=short.texts[:60], orders=4), "very long": very_long}
+    found = {name: compare(case, layout) for name, case in decoders.items()}
+    assert found == dict.fromkeys(decoders, NOTHING)
+
+
+def test_rewards_have_the_same_bits_in_any_company_at_any_layout(
+    short: Case, very_long: Case, decoders: dict[str, Case], tmp_path: Path
+) -> None:
+    """Each rank with one thread. The statistics of OLMo 2's norms span both ranks."""
+    cases = {
+        "short": replace(short, texts=short.texts[:60], orders=4),
+        "very long": very_long,
+        "olmo2": decoders["olmo2"],
+    }
     layouts = ("TP=2", "PP=2", "TP=2+SP")
     arguments = (str(write_cases(tmp_path / "cases.json", cases)), *layouts)
     done = tiny.run_script("tests/serving/engine/company.py", *arguments, processes=2, timeout=600)

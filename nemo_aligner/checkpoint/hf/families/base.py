@@ -167,12 +167,22 @@ class Rule:
     """A Megatron tensor, and the Hugging Face tensors that make it up, by ``join`` and ``split``.
 
     Both functions take the NeMo config without added query groups.
+
+    Attributes:
+        is_by_group: the tensor has a part for each query group along its first axis, though its
+            name does not say so.
     """
 
     megatron: str
     hf: tuple[str, ...]
     join: Join = _copy
     split: Split = _whole
+    is_by_group: bool = False
+
+    @property
+    def group_axis(self) -> int | None:
+        """Axis of query groups in the Megatron tensor; None if it has none."""
+        return 0 if self.is_by_group else _GROUP_AXES.get(self.megatron)
 
 
 def norm_rule(megatron: str, hf: str, *, hf_is_zero_centered: bool = False) -> Rule:
@@ -224,6 +234,49 @@ def qkv_rule(megatron: str, query: str, key: str, value: str) -> Rule:
     return Rule(megatron, (query, key, value), join, split)
 
 
+def fused_qkv_rule(megatron: str, fused: str) -> Rule:
+    """Rule for queries, keys and values that lie in one tensor, one after the other."""
+
+    def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
+        heads, groups = config["num_attention_heads"], config["num_query_groups"]
+        size = config["kv_channels"]
+        query, key, value = tensors[0].split([heads * size, groups * size, groups * size])
+        return pack_qkv(query, key, value, heads, groups)
+
+    def split(tensor: Tensor, config: Config) -> Sequence[Tensor]:
+        parts = unpack_qkv(tensor, config["num_attention_heads"], config["num_query_groups"])
+        return (torch.cat(parts),)
+
+    return Rule(megatron, (fused,), join, split)
+
+
+def interleaved(rule: Rule) -> Rule:
+    """Change a ``qkv_rule`` for a family that rotates pairs of neighbouring channels.
+
+    Channel ``2 i`` of a head, which they rotate with ``2 i + 1``, is channel ``i`` here, rotated
+    with ``i + r``. Scores are sums over channels, whose order is free.
+    """
+
+    def reorder(tensor: Tensor, config: Config, sizes: tuple[int, int]) -> Tensor:
+        channels, rest = config["kv_channels"], tensor.shape[1:]
+        turned = int(channels * config["rotary_percentage"])
+        heads = tensor.reshape(-1, channels, *rest)
+        first = heads[:, :turned].unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
+        return torch.cat([first, heads[:, turned:]], dim=1).reshape(-1, *rest)
+
+    def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
+        query, key, value = tensors
+        query, key = (reorder(each, config, (-1, 2)) for each in (query, key))
+        return rule.join((query, key, value), config)
+
+    def split(tensor: Tensor, config: Config) -> Sequence[Tensor]:
+        query, key, value = rule.split(tensor, config)
+        query, key = (reorder(each, config, (2, -1)) for each in (query, key))
+        return query, key, value
+
+    return replace(rule, join=join, split=split)
+
+
 # Rules for tensors that several families name alike.
 
 FINAL_NORM = "decoder.final_layernorm.weight"
@@ -233,7 +286,9 @@ MLP_NORM = "mlp.linear_fc1.layer_norm_weight"
 EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
 OUTPUT = Rule("output_layer.weight", ("lm_head.weight",))
 PROJECTION = Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",))
+FUSED_GATED = Rule("mlp.linear_fc1.weight", ("mlp.gate_up_proj.weight",))
 GATED = stacked_rule("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight")
+UNGATED = Rule("mlp.linear_fc1.weight", ("mlp.up_proj.weight",))
 DOWN = Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",))
 
 
@@ -243,6 +298,12 @@ def _qkv(kind: str) -> Rule:
 
 
 QKV, QKV_BIAS = _qkv("weight"), _qkv("bias")
+POST_ATTENTION_NORM = "self_attention.linear_proj.post_layernorm.weight"
+POST_MLP_NORM = "mlp.linear_fc2.post_layernorm.weight"
+QUERY_KEY_NORMS = (
+    norm_rule("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+    norm_rule("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+)
 
 
 def model_rules_with(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
@@ -393,11 +454,6 @@ _GROUP_AXES = {
 }
 
 
-def group_axis(name: str) -> int | None:
-    """Axis of query groups in a Megatron tensor; None if it has none."""
-    return _GROUP_AXES.get(name)
-
-
 def pack_qkv(query: Tensor, key: Tensor, value: Tensor, heads: int, groups: int) -> Tensor:
     """Interleave q ``[heads * d, ...]``, k and v ``[groups * d, ...]`` in Megatron's order.
 
@@ -417,13 +473,15 @@ def unpack_qkv(packed: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor,
     return (query.reshape(-1, *rest), key.reshape(-1, *rest), value.reshape(-1, *rest))
 
 
-def add_zero_groups(name: str, tensor: Tensor, groups: int, wanted: int) -> Tensor:
+def add_zero_groups(axis: int | None, tensor: Tensor, groups: int, wanted: int) -> Tensor:
     """Pad a Megatron tensor of ``groups`` query groups with groups of zeros up to ``wanted``.
 
     Their values are zero and so are their columns of the output projection: they add nothing, their
     gradients are exactly zero, and so they stay zero.
+
+    Args:
+        axis: of query groups, by ``Rule.group_axis``.
     """
-    axis = group_axis(name)
     if axis is None:
         return tensor
     shape = list(tensor.shape)
@@ -431,9 +489,8 @@ def add_zero_groups(name: str, tensor: Tensor, groups: int, wanted: int) -> Tens
     return torch.cat([tensor, tensor.new_zeros(shape)], dim=axis)
 
 
-def remove_zero_groups(name: str, tensor: Tensor, groups: int, kept: int) -> Tensor:
+def remove_zero_groups(axis: int | None, tensor: Tensor, groups: int, kept: int) -> Tensor:
     """Invert ``add_zero_groups``: keep the first ``kept`` of ``groups`` query groups."""
-    axis = group_axis(name)
     if axis is None:
         return tensor
     return tensor.narrow(axis, 0, tensor.size(axis) // groups * kept)
@@ -503,8 +560,12 @@ PLAIN: Mapping[str, Any] = {
     "normalization": "rmsnorm",
     "qkv_bias": False,
     "qk_layernorm": False,
+    "qk_layernorm_across_heads": False,
+    "pre_layernorms": True,
     "post_layernorms": False,
     "apply_embedding_scaling": False,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
     "rotary_percentage": 1.0,
     "window_size": None,
     "window_pattern": "all",
@@ -512,6 +573,8 @@ PLAIN: Mapping[str, Any] = {
     "query_pre_attn_scalar": None,
 }
 ANY = object()
+# Key of a NeMo config that names the family where the decoder alone does not determine it.
+NAME_KEY = "hf_model_type"
 ANY_WINDOW: Mapping[str, Any] = {"window_size": ANY, "window_pattern": ANY}
 
 
@@ -558,6 +621,7 @@ class ModelFamily:
                 (self._in_layer(rule, layer), layer)
                 for layer in range(config["num_layers"])
                 for rule in self.layer
+                if rule.megatron != QKV_BIAS.megatron or config["qkv_bias"]
             ),
             *(() if is_tied(config) else ((self.untied, None),)),
         ]

@@ -16,6 +16,8 @@ from nemo_aligner.checkpoint.hf.families.base import (
     GATED,
     GATED_MLP_NAMES,
     MLP_NORM,
+    POST_ATTENTION_NORM,
+    POST_MLP_NORM,
     PROJECTION,
     QKV,
     Config,
@@ -149,13 +151,11 @@ GEMMA2 = replace(
         gemma_norm(ATTENTION_NORM, "input_layernorm.weight"),
         QKV,
         PROJECTION,
-        gemma_norm(
-            "self_attention.linear_proj.post_layernorm.weight", "post_attention_layernorm.weight"
-        ),
+        gemma_norm(POST_ATTENTION_NORM, "post_attention_layernorm.weight"),
         gemma_norm(MLP_NORM, "pre_feedforward_layernorm.weight"),
         GATED,
         DOWN,
-        gemma_norm("mlp.linear_fc2.post_layernorm.weight", "post_feedforward_layernorm.weight"),
+        gemma_norm(POST_MLP_NORM, "post_feedforward_layernorm.weight"),
     ),
     made_of={
         **GEMMA.made_of,

@@ -1,4 +1,4 @@
-"""Llama (and SmolLM, which is one) and Mistral."""
+"""Llama (and SmolLM, which is one), Mistral and Arcee."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from typing import Any
 
 from nemo_aligner.checkpoint.hf.families.base import (
     ANY,
+    DOWN,
     LAYER,
     MODEL,
     OUTPUT,
+    UNGATED,
     Config,
     GgufFormat,
     HfSettings,
     ModelFamily,
     decoder_to_hf,
     decoder_to_nemo,
+    layer_rules_with,
+    norm_rule,
     window_everywhere,
 )
 from nemo_aligner.models.shape import ModelShape
@@ -70,4 +74,29 @@ MISTRAL = replace(
     to_hf=_mistral_to_hf,
     made_of={"window_size": ANY},
     gguf=None,  # llama.cpp writes it as a Llama
+)
+
+
+# Arcee: Llama with a squared ReLU without a gate.
+
+
+def _arcee_to_nemo(config: Config) -> dict[str, Any]:
+    read = HfSettings(config)
+    read.only("hidden_act", "relu2")
+    epsilon = read.number("rms_norm_eps", 1e-5)
+    return decoder_to_nemo(config, activation="squared-relu", layernorm_epsilon=epsilon)
+
+
+def _arcee_to_hf(config: Config) -> dict[str, Any]:
+    return {**_to_hf(config), "model_type": "arcee", "hidden_act": "relu2"}
+
+
+ARCEE = replace(
+    LLAMA,
+    name="arcee",
+    to_nemo=_arcee_to_nemo,
+    to_hf=_arcee_to_hf,
+    layer=layer_rules_with(norm_rule, mlp=(UNGATED, DOWN)),
+    made_of={"activation": "squared-relu"},
+    gguf=None,
 )

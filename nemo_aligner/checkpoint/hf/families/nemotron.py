@@ -17,6 +17,7 @@ from nemo_aligner.checkpoint.hf.families.base import (
     MLP_NORM_NAMES,
     PROJECTION,
     QKV,
+    UNGATED,
     Config,
     GgufFormat,
     HfSettings,
@@ -81,7 +82,7 @@ NEMOTRON = replace(
         PROJECTION,
         Rule(MLP_NORM, ("post_attention_layernorm.weight",)),
         Rule("mlp.linear_fc1.layer_norm_bias", ("post_attention_layernorm.bias",)),
-        Rule("mlp.linear_fc1.weight", ("mlp.up_proj.weight",)),
+        UNGATED,
         DOWN,
     ),
     made_of={

@@ -32,7 +32,10 @@ from tests.checkpoint.hf.exporting import export
 from tests.checkpoint.refusals import refusals
 from tests.families import CASES, WINDOW
 
-NAMES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "nemotron")
+NAMES = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "nemotron", "olmo2", "granite",
+    "phi3", "glm", "glm4", "helium", "arcee", "seed_oss",
+)  # fmt: skip
 # What every config.json says.
 SIZES = {
     key: value
@@ -65,12 +68,11 @@ def test_family_config_that_came_back_is_the_same_model(case: str) -> None:
     config = nemo_config(case)
     family = find_family(CASES[case]["model_type"])
     assert family.to_nemo(family.to_hf(config)) == config
-    # A Mistral without a window is a Llama.
     of_this = family_of(config)
-    assert of_this.name == ("llama" if case == "mistral" else family.name)
+    assert of_this.name == {"mistral": "llama"}.get(case, family.name)  # without a window
     for back in (family.to_hf(config), of_this.to_hf(config)):
         again = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**back), attn_implementation="eager"
+            AutoConfig.for_model(**back, pad_token_id=0), attn_implementation="eager"
         ).eval()
         again.load_state_dict(model(case).state_dict())
         tokens = torch.arange(5, 60)[None]
@@ -111,12 +113,22 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
     ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping: got 0.0"),
     ("nemotron", {"hidden_act": "silu"}, "hidden_act: got 'silu'"),
+    ("olmo2", {"clip_qkv": 8.0}, "clip_qkv: got 8.0"),
+    ("exaone4", {}, "sliding_window: got 4096, which is not supported; wanted None"),
+    ("granite", {"residual_multiplier": 0.0}, "residual_multiplier: got 0.0, wanted a number"),
+    ("granite", {"attention_bias": True}, "attention_bias: got True"),
+    ("phi3", {"sliding_window": -1}, "sliding_window: got -1"),
+    ("glm", {"attention_bias": 1}, "attention_bias: got 1, wanted true or false"),
+    ("seed_oss", {"attention_out_bias": True}, "attention_out_bias: got True"),
     ("nemotron", {"mlp_bias": True}, "mlp_bias: got True"),
     ("qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type: got"),
     *((name, {}, "got .*, wanted one of: llama, mist") for name in (None, "mamba", ["llama"], 7)),
 ]
 DECODERS: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"rotary_percentage": 0.5}, "a decoder with rotary_percentage=0.5"),
+    ("qwen3", {"rotary_percentage": 0.5}, "qk_layernorm=True, rotary_percentage=0.5"),
+    ("glm", {"window_size": 5}, "window_size=5, which is not of the family glm"),
+    ("olmo2", {"pre_layernorms": True}, "qk_layernorm_across_heads=True, post_layernorms=True"),
+    ("granite", {"qkv_bias": True}, "qkv_bias=True, embedding_multiplier=3.0"),
     ("gemma", {"window_size": 5}, "window_size=5, which is not of any family"),
     ("qwen2", {"qk_layernorm": True}, "qkv_bias=True, qk_layernorm=True"),
     ("nemotron", {"activation": "swiglu"}, "normalization=layernorm1p"),
@@ -218,11 +230,11 @@ def test_family_biases_of_query_groups_have_zeros_added() -> None:
     config = nemo_config("qwen2")
     rule = find("self_attention.linear_qkv.bias", QWEN2.layer)
     bias = rule.join([torch.ones(rows) for rows in (64, 32, 32)], config)
-    padded = add_zero_groups(rule.megatron, bias, 2, 3)
+    padded = add_zero_groups(rule.group_axis, bias, 2, 3)
     assert padded.shape == (3 * (2 + 2) * 16,)
     assert padded[: bias.numel()].equal(bias)
     assert not padded[bias.numel() :].any()
-    assert remove_zero_groups(rule.megatron, padded, 3, 2).equal(bias)
+    assert remove_zero_groups(rule.group_axis, padded, 3, 2).equal(bias)
     with pytest.raises(CheckpointError, match=r"got \[64, 16, 16\] rows, wanted \[64, 32, 32\]"):
         rule.join([torch.zeros(rows) for rows in (64, 16, 16)], config)
 
@@ -242,27 +254,12 @@ def test_family_qkv_is_interleaved_by_group_and_comes_apart_again() -> None:
         torch.testing.assert_close(got, wanted)
 
 
-def write_reward_model(folder: Path, case: str, dtype: torch.dtype) -> None:
-    from transformers import AutoModelForSequenceClassification
-
-    config = families.hf_config(case)
-    config.num_labels, config.pad_token_id = 2, 0
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    model.to(dtype).save_pretrained(folder)
-    tiny.write_tokenizer(folder)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @every_case
 def test_family_export_is_what_was_converted(
     case: str, dtype: torch.dtype, layout: Any, tmp_path: Path
 ) -> None:
-    write_reward_model(tmp_path / "there", case, dtype)
+    families.write_hf_reward_model(tmp_path / "there", case, dtype)
     # Of two query groups, for which a third of zeros is added and removed again.
     convert(tmp_path / "there", tmp_path / "rm.nemo", tensor_parallel=3)
     summary = export(tmp_path / "rm.nemo", tmp_path / "back", layout)
