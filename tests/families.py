@@ -19,6 +19,14 @@ LLAMA3_ROPE = {
     "high_freq_factor": 3.0,
     "original_max_position_embeddings": 32,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 1.0,
+    "beta_slow": 0.1,
+}
 GEMMA2 = {
     "head_dim": 32,
     "query_pre_attn_scalar": 24,
@@ -34,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
         "model_type": "llama",
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     },
+    "llama_yarn": {"model_type": "llama", "rope_parameters": YARN_ROPE},
     "qwen2": {"model_type": "qwen2"},
     "qwen2_untied_window": {
         "model_type": "qwen2",
@@ -50,10 +59,53 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "tie_word_embeddings": False,
     },
+    "qwen2_yarn": {
+        "model_type": "qwen2",
+        "rope_parameters": {
+            **YARN_ROPE,
+            "beta_slow": 0.25,
+            "truncate": False,
+            "mscale": 2.0,
+            "mscale_all_dim": 0.5,
+        },
+    },
+    "ministral": {
+        "model_type": "ministral",
+        "head_dim": 32,
+        "sliding_window": WINDOW,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+    },
+    "smollm3": {"model_type": "smollm3", "pad_token_id": 0, "no_rope_layer_interval": 2},
+    "smollm3_untied_window": {
+        "model_type": "smollm3",
+        "pad_token_id": 0,
+        "no_rope_layers": [1, 0, 0, 1],
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "tie_word_embeddings": False,
+    },
     "gemma": {"model_type": "gemma", "head_dim": 32},
     "gemma_untied": {"model_type": "gemma", "head_dim": 16, "tie_word_embeddings": False},
     "gemma2": {"model_type": "gemma2", **GEMMA2},
     "gemma2_untied": {"model_type": "gemma2", **GEMMA2, "tie_word_embeddings": False},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": WINDOW,
+        "sliding_window_pattern": 3,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "gemma3_untied": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "tie_word_embeddings": False,
+    },
     "nemotron": {
         "model_type": "nemotron",
         "rope_parameters": {

@@ -164,7 +164,17 @@ def _convert(
     archived = _with_zero_groups({**shaped, "precision": stored.nemo}, zero_groups)
     with scratch_beside(output) as scratch:
         tokenizer = _save_tokenizer(found, scratch / "tokenizer", config["vocab_size"])
-        contract = contract_of(found, labels, tokenizer, stored.precision, template, seq_length)
+        contract = contract_of(
+            found,
+            labels,
+            tokenizer,
+            stored.precision,
+            config["max_position_embeddings"],
+            template,
+            seq_length,
+        )
+        if contract is not None:
+            ModelShape.from_config(config).check_length(contract.seq_length)
         if head is not None and contract is not None:
             head = head.with_rows_of(tokenizer)
             for name, tensor in head.tensors(config["hidden_size"]).items():

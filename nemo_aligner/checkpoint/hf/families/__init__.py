@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from nemo_aligner.checkpoint.hf.families.base import Config, GgufFormat, ModelFamily, beside_llama
-from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2
+from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nemo_aligner.checkpoint.hf.families.internlm import INTERNLM2
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA, MISTRAL
+from nemo_aligner.checkpoint.hf.families.llama import LLAMA, MINISTRAL, MISTRAL, SMOLLM3
 from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2, QWEN3
 from nemo_aligner.models.shape import ModelShape
@@ -21,10 +21,13 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 _BUILT_IN = (
     LLAMA,
     MISTRAL,
+    MINISTRAL,
+    SMOLLM3,
     QWEN2,
     QWEN3,
     GEMMA,
     GEMMA2,
+    GEMMA3,
     NEMOTRON,
     INTERNLM2,
 )

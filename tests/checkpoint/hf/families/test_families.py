@@ -32,7 +32,7 @@ from tests.checkpoint.hf.exporting import export
 from tests.checkpoint.refusals import refusals
 from tests.families import CASES, WINDOW
 
-NAMES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "nemotron")
+NAMES = tuple(sorted({case["model_type"] for case in CASES.values()}))
 # What every config.json says.
 SIZES = {
     key: value
@@ -92,8 +92,9 @@ def test_family_config_leaves_out_what_transformers_adds() -> None:
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("mixtral", {}, "got 'mixtral', a mixture of experts, wanted one of: llama, mistral"),
     ("qwen3_moe", {}, "got 'qwen3_moe', a mixture of experts"),
-    ("smollm3", {}, "got 'smollm3', wanted one of: llama, mistral"),
-    ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, "layer_types: got"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers: got \[1, 0\], wanted a 1 for each"),
+    ("smollm3", {"layer_types": ["sliding_attention"] * 4}, "a window of None and 4 layers"),
+    ("ministral", {"layer_types": ["chunked_attention"] * 4}, "layer_types: got"),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers: got"),
     ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window: got 'yes', wanted true or"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "a window of None and 4 layers"),
@@ -108,11 +109,15 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("llama", {"num_key_value_heads": 3}, "num_query_groups: got 3, wanted a divisor of the 4"),
     ("gemma", {"hidden_activation": "relu"}, "hidden_activation: got 'relu'"),
     ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention: got True"),
-    ("gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
+    ("gemma2", {"layer_types": 4}, "layer_types: got 4"),
+    ("gemma3_text", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping: got 30.0"),
+    ("gemma3_text", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters: got .*, wanted th"),
+    ("gemma3_text", {"rope_scaling": {"type": "yarn"}}, "rope_type: got 'yarn', .* 'default' or '"),
+    ("gemma3_text", {"rope_local_base_freq": "x"}, "rope_theta: got 'x'"),
     ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping: got 0.0"),
     ("nemotron", {"hidden_act": "silu"}, "hidden_act: got 'silu'"),
     ("nemotron", {"mlp_bias": True}, "mlp_bias: got True"),
-    ("qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type: got"),
+    ("qwen2", {"rope_parameters": {"rope_type": "proportional"}}, "rope_type: got 'prop"),
     *((name, {}, "got .*, wanted one of: llama, mist") for name in (None, "mamba", ["llama"], 7)),
 ]
 DECODERS: list[tuple[str, dict[str, Any], str]] = [
@@ -120,7 +125,7 @@ DECODERS: list[tuple[str, dict[str, Any], str]] = [
     ("gemma", {"window_size": 5}, "window_size=5, which is not of any family"),
     ("qwen2", {"qk_layernorm": True}, "qkv_bias=True, qk_layernorm=True"),
     ("nemotron", {"activation": "swiglu"}, "normalization=layernorm1p"),
-    ("mistral_untied_window", {"window_pattern": "alternate"}, "window_pattern=alternate"),
+    ("smollm3", {"qk_layernorm": True}, "qk_layernorm=True, no_rope_freq=2"),
     ("llama3", {"seq_len_interpolation_factor": 2.0}, r"seq_len_interpolation_factor=2\.0 and"),
 ]
 
