@@ -123,11 +123,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def hf_config(case: str) -> Any:
+def hf_config(case: str, **settings: Any) -> Any:
     """The case as a configuration of transformers."""
     from transformers import AutoConfig
 
-    shape = {**tiny.SHAPE, "initializer_range": 0.1, **CASES[case]}
+    shape = {**tiny.SHAPE, "initializer_range": 0.1, **CASES[case], **settings}
     return AutoConfig.for_model(**shape)
 
 
@@ -142,6 +142,22 @@ def write_hf_checkpoint(folder: Path, case: str) -> None:
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
     model.save_pretrained(folder)
+    tiny.write_tokenizer(folder)
+
+
+def write_reward_model(folder: Path, case: str, dtype: torch.dtype, **settings: Any) -> None:
+    """A random reward model of two labels."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = hf_config(case, **settings)
+    config.num_labels, config.pad_token_id = 2, 0
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    model.to(dtype).save_pretrained(folder)
     tiny.write_tokenizer(folder)
 
 

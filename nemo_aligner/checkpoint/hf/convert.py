@@ -75,6 +75,7 @@ class ConversionSummary:
     head: str
     contract: ScoringContract | None
     output: Path
+    left_out: str = ""
 
     def __str__(self) -> str:
         tied = "tied" if self.tied else "untied"
@@ -85,10 +86,11 @@ class ConversionSummary:
             raw = "" if self.contract.template else ", no chat template: raw texts only"
             meaning = f"\n{length}{raw}, scoring contract {self.contract.hash}"
         added = f"; query groups of zeros added: {self.zero_groups}" if self.zero_groups else ""
+        left_out = f"\nleft out: {self.left_out}" if self.left_out else ""
         return (
             f"{self.output}: {self.family} {kind}, {self.parameters:,} parameters in {self.dtype}, "
             f"{self.layers} layers of {self.hidden_size}, vocabulary of {self.vocab_size}, "
-            f"{tied} embeddings{added}\nhead: {self.head}{meaning}"
+            f"{tied} embeddings{added}{left_out}\nhead: {self.head}{meaning}"
         )
 
 
@@ -196,6 +198,7 @@ def _convert(
         head=describe_head(head, left_out, None if contract is None else contract.reward_token_id),
         contract=contract,
         output=output,
+        left_out=found.left_out,
     )
 
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed import cpu_products
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention import blocks, compiled, packed
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
 from nemo_aligner.tools.invariance import score_alone, score_calls
-from tests import tiny
+from tests import families, tiny
 from tests.once import Once
 from tests.serving.engine.company import (
     BUDGET,
@@ -66,6 +67,17 @@ def test_rewards_have_the_same_bits_in_any_company(
     assert compare(short, layout) == NOTHING
     assert compare(very_long, layout) == NOTHING
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("case", ["smollm3_untied_window", "gemma3"])
+def test_rewards_of_layers_that_differ_have_the_same_bits_in_any_company(
+    case: str, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    """With a window and a rotation in some layers, with a prefix cache and without."""
+    families.write_reward_model(tmp_path / "hf", case, torch.float32)
+    convert_hf_to_nemo(tmp_path / "hf", tmp_path / "rm.nemo")
+    texts = draw_texts(40, LONGEST, 90)
+    assert compare(Case(str(tmp_path / "rm.nemo"), texts, orders=4), layout) == NOTHING
 
 
 def test_rewards_have_the_same_bits_in_any_company_at_any_layout(

@@ -247,27 +247,12 @@ def test_family_qkv_is_interleaved_by_group_and_comes_apart_again() -> None:
         torch.testing.assert_close(got, wanted)
 
 
-def write_reward_model(folder: Path, case: str, dtype: torch.dtype) -> None:
-    from transformers import AutoModelForSequenceClassification
-
-    config = families.hf_config(case)
-    config.num_labels, config.pad_token_id = 2, 0
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    model.to(dtype).save_pretrained(folder)
-    tiny.write_tokenizer(folder)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @every_case
 def test_family_export_is_what_was_converted(
     case: str, dtype: torch.dtype, layout: Any, tmp_path: Path
 ) -> None:
-    write_reward_model(tmp_path / "there", case, dtype)
+    families.write_reward_model(tmp_path / "there", case, dtype)
     # Of two query groups, for which a third of zeros is added and removed again.
     convert(tmp_path / "there", tmp_path / "rm.nemo", tensor_parallel=3)
     summary = export(tmp_path / "rm.nemo", tmp_path / "back", layout)
@@ -278,3 +263,20 @@ def test_family_export_is_what_was_converted(
     for name, tensor in there.items():
         wanted = tensor.float() if name == "score.weight" else tensor
         assert torch.equal(back[name], wanted), name
+
+
+def test_family_of_a_dynamic_rotation_ends_where_it_changes(layout: Any, tmp_path: Path) -> None:
+    """Up to there it is the usual one, and stays in the config."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
+    source, longest = tmp_path / "hf", tiny.SHAPE["max_position_embeddings"]
+    families.write_reward_model(source, "llama", torch.float32, rope_parameters=rope)
+    with pytest.raises(
+        CheckpointError, match="seq_length: got 257, wanted at most the model's 256"
+    ):
+        convert(source, tmp_path / "longer.nemo", seq_length=257)
+    summary = convert(source, tmp_path / "rm.nemo")
+    assert summary.contract is not None
+    assert summary.contract.seq_length == longest
+    # Its longest text has all positions.
+    assert export(tmp_path / "rm.nemo", tmp_path / "back", layout).largest_difference < 2e-5
+    assert AutoConfig.from_pretrained(tmp_path / "back").rope_parameters == rope
