@@ -89,6 +89,7 @@ def pack_activations(shape: ModelShape, plan: Plan, stage: int) -> float:
         if has_backward(plan, stage, layer)
     ]
     rotation = shape.kv_channels * shape.rotary_percentage * ELEMENT_BYTES[plan.precision]
+    rotation *= 1 if shape.rotary_base_local is None else 2
     sent = _state(shape, plan) if stage < plan.pp - 1 else 0.0
     return plan.packs.tokens * (sum(kept) + sent + rotation * bool(kept))
 

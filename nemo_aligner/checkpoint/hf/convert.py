@@ -74,6 +74,7 @@ class ConversionSummary:
     head: str
     contract: ScoringContract | None
     output: Path
+    left_out: str = ""
 
     def __str__(self) -> str:
         tied = "tied" if self.tied else "untied"
@@ -84,10 +85,11 @@ class ConversionSummary:
             raw = "" if self.contract.template else ", no chat template: raw texts only"
             meaning = f"\n{length}{raw}, scoring contract {self.contract.hash}"
         added = f"; query groups of zeros added: {self.zero_groups}" if self.zero_groups else ""
+        left_out = f"\nleft out: {self.left_out}" if self.left_out else ""
         return (
             f"{self.output}: {self.family} {kind}, {self.parameters:,} parameters in {self.dtype}, "
             f"{self.layers} layers of {self.hidden_size}, vocabulary of {self.vocab_size}, "
-            f"{tied} embeddings{added}\nhead: {self.head}{meaning}"
+            f"{tied} embeddings{added}{left_out}\nhead: {self.head}{meaning}"
         )
 
 
@@ -163,7 +165,12 @@ def _convert(
     archived = _with_zero_groups({**shaped, "precision": stored.nemo}, zero_groups)
     with scratch_beside(output) as scratch:
         tokenizer = _save_tokenizer(found, scratch / "tokenizer", config["vocab_size"])
-        contract = contract_of(found, labels, tokenizer, stored.precision, template, seq_length)
+        shape = ModelShape.from_config(config)
+        contract = contract_of(
+            found, labels, tokenizer, stored.precision, shape.longest, template, seq_length
+        )
+        if contract is not None:
+            shape.check_length(contract.seq_length)
         if head is not None and contract is not None:
             head = head.with_rows_of(tokenizer)
             for name, tensor in head.tensors(config["hidden_size"]).items():
@@ -185,6 +192,7 @@ def _convert(
         head=describe_head(head, left_out, None if contract is None else contract.reward_token_id),
         contract=contract,
         output=output,
+        left_out=found.left_out,
     )
 
 

@@ -38,7 +38,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "linear_attention_freq": (None,),
     "mtp_num_layers": (None, 0),
     "multi_latent_attention": (False, None),
-    "no_rope_freq": (None,),
     "num_experts": (None, 0),
     "num_moe_experts": (None, 0),
     "qk_l2_norm": (False, None),
@@ -47,7 +46,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "softmax_scale": (None,),
     "softmax_type": ("vanilla", None),
     "use_mup": (False, None),
-    "window_attn_skip_freq": (None,),
 }
 # Gemma 2's settings. NeMo applies the window in the layers where Google's model has none, so it is
 # not read. final_logit_softcapping is not listed, because it changes no hidden state.
@@ -61,6 +59,9 @@ _SAME = (
     "kv_channels", "layernorm_epsilon", "make_vocab_size_divisible_by", "position_embedding_type",
     "rotary_base", "seq_len_interpolation_factor", "layernorm_zero_centered_gamma",
     "share_embeddings_and_output_weights", "window_size", "vocab_size", "padded_vocab_size",
+    "window_attn_skip_freq", "no_rope_freq", "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale",
+    "yarn_mscale_all_dim", "yarn_correction_range_round_to_int",
 )  # fmt: skip
 _ROPE_KEYS = ("scale_factor", "low_freq_factor", "high_freq_factor", "old_context_len")
 

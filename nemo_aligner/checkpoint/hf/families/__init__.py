@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nemo_aligner.checkpoint.hf.families.arcee import ARCEE
 from nemo_aligner.checkpoint.hf.families.base import (
     NAME_KEY,
     Config,
@@ -15,13 +16,13 @@ from nemo_aligner.checkpoint.hf.families.base import (
     ModelFamily,
     beside_llama,
 )
-from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2
+from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nemo_aligner.checkpoint.hf.families.glm import GLM, GLM4, HELIUM
 from nemo_aligner.checkpoint.hf.families.granite import GRANITE
 from nemo_aligner.checkpoint.hf.families.internlm import INTERNLM2
-from nemo_aligner.checkpoint.hf.families.llama import ARCEE, LLAMA, MISTRAL
+from nemo_aligner.checkpoint.hf.families.llama import LLAMA, MINISTRAL, MISTRAL, SMOLLM3
 from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
-from nemo_aligner.checkpoint.hf.families.olmo import EXAONE4, OLMO2
+from nemo_aligner.checkpoint.hf.families.olmo import EXAONE4, OLMO2, OLMO3
 from nemo_aligner.checkpoint.hf.families.phi import PHI3
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2, QWEN3, SEED_OSS
 from nemo_aligner.models.shape import ModelShape
@@ -31,13 +32,17 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 _BUILT_IN = (
     LLAMA,
     MISTRAL,
+    MINISTRAL,
+    SMOLLM3,
     QWEN2,
     QWEN3,
     GEMMA,
     GEMMA2,
+    GEMMA3,
     NEMOTRON,
     INTERNLM2,
     OLMO2,
+    OLMO3,
     EXAONE4,
     GRANITE,
     PHI3,

@@ -99,8 +99,7 @@ GLM4 = replace(
 
 def _helium_to_nemo(config: Config) -> dict[str, Any]:
     epsilon = HfSettings(config).number("rms_norm_eps", 1e-8)
-    with_base = {**config, "rope_theta": config.get("rope_theta") or 100000.0}
-    return _named("helium", with_base, layernorm_epsilon=epsilon)
+    return _named("helium", config, base=100000.0, layernorm_epsilon=epsilon)
 
 
 def _helium_to_hf(config: Config) -> dict[str, Any]:

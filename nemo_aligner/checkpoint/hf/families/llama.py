@@ -1,4 +1,4 @@
-"""Llama (and SmolLM, which is one), Mistral and Arcee."""
+"""Llama (and SmolLM, which is one), Mistral, Ministral and SmolLM3."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from typing import Any
 
 from nemo_aligner.checkpoint.hf.families.base import (
     ANY,
-    DOWN,
+    ANY_WINDOW,
+    FULL,
     LAYER,
     MODEL,
     OUTPUT,
-    UNGATED,
+    SLIDING,
     Config,
     GgufFormat,
     HfSettings,
     ModelFamily,
     decoder_to_hf,
     decoder_to_nemo,
-    layer_rules_with,
-    norm_rule,
+    frequency,
+    layer_types,
     window_everywhere,
+    window_to_nemo,
 )
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.utils.errors import CheckpointError, shown
 
 # Llama, and SmolLM, which is one.
 
@@ -77,26 +80,89 @@ MISTRAL = replace(
 )
 
 
-# Arcee: Llama with a squared ReLU without a gate.
+# Ministral: Mistral with a window in the layers that layer_types names.
 
 
-def _arcee_to_nemo(config: Config) -> dict[str, Any]:
+def _ministral_to_nemo(config: Config) -> dict[str, Any]:
     read = HfSettings(config)
-    read.only("hidden_act", "relu2")
-    epsilon = read.number("rms_norm_eps", 1e-5)
-    return decoder_to_nemo(config, activation="squared-relu", layernorm_epsilon=epsilon)
+    read.only("hidden_act", "silu", "swish")
+    size = read.window()
+    kinds = [FULL if size is None else SLIDING] * read.layers()
+    return decoder_to_nemo(config, **window_to_nemo(config, size, kinds))
 
 
-def _arcee_to_hf(config: Config) -> dict[str, Any]:
-    return {**_to_hf(config), "model_type": "arcee", "hidden_act": "relu2"}
+def _ministral_to_hf(config: Config) -> dict[str, Any]:
+    window = ModelShape.from_config(config).window_size
+    return decoder_to_hf(
+        config, "ministral", sliding_window=window, layer_types=layer_types(config)
+    )
 
 
-ARCEE = replace(
+MINISTRAL = replace(
+    MISTRAL,
+    name="ministral",
+    to_nemo=_ministral_to_nemo,
+    to_hf=_ministral_to_hf,
+    made_of=ANY_WINDOW,
+)
+
+
+# SmolLM3: Llama with layers that do not rotate.
+
+
+def _smollm3_to_nemo(config: Config) -> dict[str, Any]:
+    read = HfSettings(config)
+    read.only("hidden_act", "silu", "swish")
+    layers = read.layers()
+    every = read.count("no_rope_layer_interval", 4)
+    marks = config.get("no_rope_layers") or [
+        int(layer % every > 0) for layer in range(1, layers + 1)
+    ]
+    if (
+        not isinstance(marks, list)
+        or len(marks) < layers
+        or not all(type(mark) in (int, bool) and 0 <= mark <= 1 for mark in marks)
+    ):
+        raise CheckpointError(
+            f"no_rope_layers: got {shown(marks)}, wanted a 1 for each of {layers} layers that "
+            "rotates, and a 0 for each other one"
+        )
+    without = [1 - mark for mark in marks[:layers]]
+    size = read.count("sliding_window") if config.get("sliding_window") is not None else None
+    if not read.flag("use_sliding_window", False):
+        size = None
+    kinds = [SLIDING if mark and size is not None else FULL for mark in without]
+    return decoder_to_nemo(
+        config,
+        base=2000000.0,
+        no_rope_freq=frequency(without, 1) if any(without) else None,
+        share_embeddings_and_output_weights=read.flag("tie_word_embeddings", True),
+        **window_to_nemo(config, size, kinds),
+    )
+
+
+def _smollm3_to_hf(config: Config) -> dict[str, Any]:
+    shape = ModelShape.from_config(config)
+    layers = range(1, shape.num_layers + 1)
+    return decoder_to_hf(
+        config,
+        "smollm3",
+        attention_bias=False,
+        mlp_bias=False,
+        # Their default is a token of the published model.
+        pad_token_id=None,
+        no_rope_layers=[int(shape.rotates(layer)) for layer in layers],
+        use_sliding_window=shape.window_size is not None,
+        sliding_window=shape.window_size,
+        layer_types=layer_types(config),
+    )
+
+
+SMOLLM3 = replace(
     LLAMA,
-    name="arcee",
-    to_nemo=_arcee_to_nemo,
-    to_hf=_arcee_to_hf,
-    layer=layer_rules_with(norm_rule, mlp=(UNGATED, DOWN)),
-    made_of={"activation": "squared-relu"},
+    name="smollm3",
+    to_nemo=_smollm3_to_nemo,
+    to_hf=_smollm3_to_hf,
+    made_of={"no_rope_freq": ANY, **ANY_WINDOW},
     gguf=None,
 )

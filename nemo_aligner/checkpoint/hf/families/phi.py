@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,9 @@ from nemo_aligner.checkpoint.hf.families.base import (
 from nemo_aligner.checkpoint.hf.families.llama import LLAMA
 from nemo_aligner.models.shape import ModelShape
 
+# Of LongRoPE, in the first releases.
+_OLDER_NAMES = ("su", "yarn")
+
 
 def _to_nemo(config: Config) -> dict[str, Any]:
     read = HfSettings(config)
@@ -33,17 +37,28 @@ def _to_nemo(config: Config) -> dict[str, Any]:
         size = read.count("sliding_window")
         # A larger one changes nothing.
         window = window_everywhere(size) if size < read.count("max_position_embeddings") else {}
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if isinstance(rope, Mapping) and (rope.get("rope_type") or rope.get("type")) in _OLDER_NAMES:
+        config = {**config, "rope_scaling": {**rope, "rope_type": "longrope"}}
     nemo = decoder_to_nemo(
-        config, rotated=1.0, layernorm_epsilon=read.number("rms_norm_eps", 1e-5), **window
+        {"original_max_position_embeddings": 4096, **config},
+        rotated=1.0,
+        layernorm_epsilon=read.number("rms_norm_eps", 1e-5),
+        **window,
     )
     return {**nemo, NAME_KEY: "phi3"}
 
 
 def _to_hf(config: Config) -> dict[str, Any]:
     shape = ModelShape.from_config(config)
+    # It overrides the one in rope_parameters.
+    of_rope = shape.longrope and {
+        "original_max_position_embeddings": shape.longrope.old_context_len
+    }
     return decoder_to_hf(
         config,
         "phi3",
+        **(of_rope or {}),
         partial_rotary_factor=shape.rotary_percentage,
         sliding_window=shape.window_size,
     )

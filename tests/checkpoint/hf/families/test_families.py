@@ -32,10 +32,7 @@ from tests.checkpoint.hf.exporting import export
 from tests.checkpoint.refusals import refusals
 from tests.families import CASES, WINDOW
 
-NAMES = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "nemotron", "olmo2", "granite",
-    "phi3", "glm", "glm4", "helium", "arcee", "seed_oss",
-)  # fmt: skip
+NAMES = tuple(sorted({case["model_type"] for case in CASES.values()}))
 # What every config.json says.
 SIZES = {
     key: value
@@ -72,7 +69,7 @@ def test_family_config_that_came_back_is_the_same_model(case: str) -> None:
     assert of_this.name == {"mistral": "llama"}.get(case, family.name)  # without a window
     for back in (family.to_hf(config), of_this.to_hf(config)):
         again = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**back, pad_token_id=0), attn_implementation="eager"
+            AutoConfig.for_model(**{"pad_token_id": 0, **back}), attn_implementation="eager"
         ).eval()
         again.load_state_dict(model(case).state_dict())
         tokens = torch.arange(5, 60)[None]
@@ -94,8 +91,9 @@ def test_family_config_leaves_out_what_transformers_adds() -> None:
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("mixtral", {}, "got 'mixtral', a mixture of experts, wanted one of: llama, mistral"),
     ("qwen3_moe", {}, "got 'qwen3_moe', a mixture of experts"),
-    ("smollm3", {}, "got 'smollm3', wanted one of: llama, mistral"),
-    ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, "layer_types: got"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers: got \[1, 0\], wanted a 1 for each"),
+    ("smollm3", {"layer_types": ["sliding_attention"] * 4}, "a window of None and 4 layers"),
+    ("ministral", {"layer_types": ["chunked_attention"] * 4}, "layer_types: got"),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers: got"),
     ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window: got 'yes', wanted true or"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "a window of None and 4 layers"),
@@ -110,29 +108,36 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("llama", {"num_key_value_heads": 3}, "num_query_groups: got 3, wanted a divisor of the 4"),
     ("gemma", {"hidden_activation": "relu"}, "hidden_activation: got 'relu'"),
     ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention: got True"),
-    ("gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
+    ("gemma2", {"layer_types": 4}, "layer_types: got 4"),
+    ("gemma3_text", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping: got 30.0"),
+    ("gemma3_text", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters: got .*, wanted th"),
+    ("gemma3_text", {"rope_scaling": {"type": "yarn"}}, "rope_type: got 'yarn', .* 'default' or '"),
+    ("gemma3_text", {"rope_local_base_freq": "x"}, "rope_theta: got 'x'"),
     ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping: got 0.0"),
     ("nemotron", {"hidden_act": "silu"}, "hidden_act: got 'silu'"),
     ("olmo2", {"clip_qkv": 8.0}, "clip_qkv: got 8.0"),
-    ("exaone4", {}, "sliding_window: got 4096, which is not supported; wanted None"),
+    ("exaone4", {"sliding_window_pattern": 0}, "sliding_window_pattern: got 0"),
+    ("olmo3", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters: got .*, wanted those"),
+    ("phi3", {"rope_scaling": {"type": "su"}}, "longrope_short_factor: got None, wanted 8 numbers"),
     ("granite", {"residual_multiplier": 0.0}, "residual_multiplier: got 0.0, wanted a number"),
     ("granite", {"attention_bias": True}, "attention_bias: got True"),
     ("phi3", {"sliding_window": -1}, "sliding_window: got -1"),
     ("glm", {"attention_bias": 1}, "attention_bias: got 1, wanted true or false"),
     ("seed_oss", {"attention_out_bias": True}, "attention_out_bias: got True"),
     ("nemotron", {"mlp_bias": True}, "mlp_bias: got True"),
-    ("qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type: got"),
+    ("qwen2", {"rope_parameters": {"rope_type": "proportional"}}, "rope_type: got 'prop"),
     *((name, {}, "got .*, wanted one of: llama, mist") for name in (None, "mamba", ["llama"], 7)),
 ]
 DECODERS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"rotary_percentage": 0.5}, "qk_layernorm=True, rotary_percentage=0.5"),
+    ("exaone4_window", {"no_rope_freq": 2}, "no_rope_freq: got 2, wanted the layers without"),
     ("glm", {"window_size": 5}, "window_size=5, which is not of the family glm"),
     ("olmo2", {"pre_layernorms": True}, "qk_layernorm_across_heads=True, post_layernorms=True"),
     ("granite", {"qkv_bias": True}, "qkv_bias=True, embedding_multiplier=3.0"),
     ("gemma", {"window_size": 5}, "window_size=5, which is not of any family"),
     ("qwen2", {"qk_layernorm": True}, "qkv_bias=True, qk_layernorm=True"),
     ("nemotron", {"activation": "swiglu"}, "normalization=layernorm1p"),
-    ("mistral_untied_window", {"window_pattern": "alternate"}, "window_pattern=alternate"),
+    ("smollm3", {"qk_layernorm": True}, "qk_layernorm=True, no_rope_freq=2"),
     ("llama3", {"seq_len_interpolation_factor": 2.0}, r"seq_len_interpolation_factor=2\.0 and"),
 ]
 
@@ -259,7 +264,7 @@ def test_family_qkv_is_interleaved_by_group_and_comes_apart_again() -> None:
 def test_family_export_is_what_was_converted(
     case: str, dtype: torch.dtype, layout: Any, tmp_path: Path
 ) -> None:
-    families.write_hf_reward_model(tmp_path / "there", case, dtype)
+    families.write_reward_model(tmp_path / "there", case, dtype)
     # Of two query groups, for which a third of zeros is added and removed again.
     convert(tmp_path / "there", tmp_path / "rm.nemo", tensor_parallel=3)
     summary = export(tmp_path / "rm.nemo", tmp_path / "back", layout)
@@ -270,3 +275,20 @@ def test_family_export_is_what_was_converted(
     for name, tensor in there.items():
         wanted = tensor.float() if name == "score.weight" else tensor
         assert torch.equal(back[name], wanted), name
+
+
+def test_family_of_a_dynamic_rotation_ends_where_it_changes(layout: Any, tmp_path: Path) -> None:
+    """Up to there it is the usual one, and stays in the config."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
+    source, longest = tmp_path / "hf", tiny.SHAPE["max_position_embeddings"]
+    families.write_reward_model(source, "llama", torch.float32, rope_parameters=rope)
+    with pytest.raises(
+        CheckpointError, match="seq_length: got 257, wanted at most the model's 256"
+    ):
+        convert(source, tmp_path / "longer.nemo", seq_length=257)
+    summary = convert(source, tmp_path / "rm.nemo")
+    assert summary.contract is not None
+    assert summary.contract.seq_length == longest
+    # Its longest text has all positions.
+    assert export(tmp_path / "rm.nemo", tmp_path / "back", layout).largest_difference < 2e-5
+    assert AutoConfig.from_pretrained(tmp_path / "back").rope_parameters == rope
