@@ -43,6 +43,7 @@ CASES = [
     "qwen3",
     "mistral_untied_window",
     "ministral",
+    "ministral3",
     "smollm3_untied_window",
     "gemma",
     "gemma2",

@@ -195,6 +195,7 @@ FEATURES = [
     ("qwen2_yarn", {"yarn_mscale": None}),
     ("ministral", {"window_attn_skip_freq": 4}),
     ("ministral", {"window_attn_skip_freq": None}),
+    ("ministral3", {"llama_4_scaling_beta": None}),
     ("smollm3", {"no_rope_freq": None}),
     ("smollm3_untied_window", {"no_rope_freq": [0, 0, 1, 1]}),
     ("gemma3", {"rotary_base_local": None}),

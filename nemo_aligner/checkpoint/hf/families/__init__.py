@@ -11,7 +11,7 @@ from typing import Any
 from nemo_aligner.checkpoint.hf.families.base import Config, GgufFormat, ModelFamily, beside_llama
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nemo_aligner.checkpoint.hf.families.internlm import INTERNLM2
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA, MINISTRAL, MISTRAL, SMOLLM3
+from nemo_aligner.checkpoint.hf.families.llama import LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, SMOLLM3
 from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2, QWEN3
 from nemo_aligner.models.shape import ModelShape
@@ -22,6 +22,7 @@ _BUILT_IN = (
     LLAMA,
     MISTRAL,
     MINISTRAL,
+    MINISTRAL3,
     SMOLLM3,
     QWEN2,
     QWEN3,

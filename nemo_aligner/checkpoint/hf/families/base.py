@@ -595,6 +595,7 @@ PLAIN: Mapping[str, Any] = {
     "apply_embedding_scaling": False,
     "rotary_percentage": 1.0,
     "rotary_base_local": None,
+    "query_scaling": None,
     "no_rope_freq": None,
     "window_size": None,
     "window_pattern": "all",

@@ -49,7 +49,7 @@ CASES = [
     case
     for case, config in families.CASES.items()
     if not case.endswith(("llama3", "yarn"))
-    and config["model_type"] not in ("ministral", "smollm3", "gemma3_text")
+    and config["model_type"] not in ("ministral", "ministral3", "smollm3", "gemma3_text")
 ]
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "gemma2", "nemotron"]
 
