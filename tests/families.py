@@ -75,6 +75,11 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "layer_types": ["full_attention", *["sliding_attention"] * 3],
     },
+    "ministral3": {
+        "model_type": "ministral3",
+        "head_dim": 32,
+        "rope_parameters": {**YARN_ROPE, "llama_4_scaling_beta": 2.0},
+    },
     "smollm3": {"model_type": "smollm3", "pad_token_id": 0, "no_rope_layer_interval": 2},
     "smollm3_untied_window": {
         "model_type": "smollm3",

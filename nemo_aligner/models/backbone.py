@@ -46,7 +46,7 @@ from nemo_aligner.models.layers import (
     rms_norm,
     squared_relu,
 )
-from nemo_aligner.models.linear import ColumnLinear, RowLinear, sum_in_rank_order
+from nemo_aligner.models.linear import ColumnLinear, RowLinear, rows_now, sum_in_rank_order
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import ConfigError
 
@@ -169,8 +169,13 @@ class NormedRowLinear(RowLinear):
         self.post_layernorm = norm(config, output_size, eps=config.layernorm_epsilon)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if rows_now(self) is not None:
+            return self.infer(x), None
         output, bias = super().forward(x)
         return self.post_layernorm(output), bias
+
+    def infer(self, x: Tensor) -> Tensor:
+        return self.post_layernorm.forward(super().infer(x))
 
 
 class AcrossHeadsRMSNorm(SequenceParallelRMSNorm):

@@ -40,7 +40,7 @@ from nemo_aligner.models.linear import (
     rows_now,
 )
 from nemo_aligner.models.lora import LoraDropout, attach_adapters
-from nemo_aligner.models.rotation import Tables, rotations
+from nemo_aligner.models.rotation import Tables, query_scale, rotations
 from nemo_aligner.models.shape import HeadShape, ModelShape
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.processes import is_main
@@ -95,6 +95,7 @@ class GPTRewardModel(GPTModel):
         self.reads_every_token = reads_every_token
         self.reply_marker = reply_marker
         self._rotations = rotations(shape, self.rotary_pos_emb)
+        self._query_scaling = shape.query_scaling
         self._has_engine = use_transformer_engine(shape, config.params_dtype)
         # Rounded to the model's dtype, as in Gemma's own training.
         scale = torch.tensor(shape.hidden_size**0.5, dtype=config.params_dtype)
@@ -142,6 +143,7 @@ class GPTRewardModel(GPTModel):
             self._tables(batch.position_ids),
             self._rows_of_head(rows),
             self.key_value_pool,
+            self._query_scale(batch.position_ids),
         )
         if self._lora_dropout is not None and self.training:
             self._lora_dropout.begin(batch, segments)
@@ -203,6 +205,12 @@ class GPTRewardModel(GPTModel):
         """Cosines and sines of every rotation at ``position_ids [T]``."""
         dtype = self.config.params_dtype
         return tuple(each.tables(position_ids, dtype) for each in self._rotations)
+
+    def _query_scale(self, position_ids: Tensor) -> Tensor | None:
+        """Factors of queries at ``position_ids [T]``; None if they are not scaled by position."""
+        if self._query_scaling is None:
+            return None
+        return query_scale(self._query_scaling, position_ids, self.config.params_dtype)
 
     def _rows_of_head(self, rows: Tensor) -> Tensor:
         """Pad ``rows`` with 0 to a multiple of ``row_multiple``."""

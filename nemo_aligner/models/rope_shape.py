@@ -92,6 +92,24 @@ def read_longrope(config: Mapping[str, Any], frequencies: int) -> LongRope | Non
     )
 
 
+@dataclass(frozen=True)
+class QueryScaling:
+    """Queries at position p are multiplied by ``1 + beta ln(1 + floor(p / old_context_len))``."""
+
+    beta: float
+    old_context_len: int
+
+
+def read_query_scaling(config: Mapping[str, Any]) -> QueryScaling | None:
+    """Read Llama 4's scaling of queries by Megatron-Bridge's keys."""
+    if config.get("llama_4_scaling_beta") is None:
+        return None
+    return QueryScaling(
+        beta=number_of_config(config, "llama_4_scaling_beta", math.nan),
+        old_context_len=count_of_config(config, "llama_4_original_max_position_embeddings"),
+    )
+
+
 def read_rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
     """Read Llama 3.1's scaling by NeMo's keys."""
     if not config.get("scale_positional_embedding"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.models.internals import scale_rotary_frequencies
-from nemo_aligner.models.rope_shape import YarnScaling
+from nemo_aligner.models.rope_shape import QueryScaling, YarnScaling
 from nemo_aligner.models.shape import ModelShape
 
 Tables = tuple[Tensor, Tensor]
@@ -77,6 +77,12 @@ def rotation_of(shape: ModelShape, layer_number: int) -> int | None:
         return None
     has_local = shape.rotary_base_local is not None and shape.window_of(layer_number) is not None
     return int(has_local)
+
+
+def query_scale(scaling: QueryScaling, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute the factors ``[T, 1, 1]`` of queries at ``position_ids [T]``."""
+    lengths = torch.floor(position_ids.float() / scaling.old_context_len)
+    return (1 + scaling.beta * torch.log1p(lengths)).to(dtype)[:, None, None]
 
 
 def _yarn(frequencies: Tensor, channels: int, base: float, yarn: YarnScaling) -> Tensor:

@@ -23,11 +23,13 @@ from nemo_aligner.config.model import LORA_TARGETS, HeadConfig, LoraConfig
 from nemo_aligner.models.rope_shape import (
     Frequency,
     LongRope,
+    QueryScaling,
     RopeScaling,
     YarnScaling,
     is_in,
     read_frequency,
     read_longrope,
+    read_query_scaling,
     read_rope_scaling,
     read_yarn,
 )
@@ -90,6 +92,7 @@ class ModelShape:
             rotation in all layers.
         dynamic_rope_factor: of a rotation that changes with texts longer than
             ``max_position_embeddings``, which are refused.
+        query_scaling: factor of queries by their position; None is 1.
         no_rope_freq: layers without rotation: N for every N-th, or a 1 for each of them and a 0 for
             each other layer, in order.
         attn_logit_softcapping: c of ``c * tanh(score / c)``.
@@ -116,6 +119,7 @@ class ModelShape:
     longrope: LongRope | None
     rotary_base_local: float | None
     dynamic_rope_factor: float | None
+    query_scaling: QueryScaling | None
     no_rope_freq: Frequency
     activation: str
     normalization: str
@@ -191,6 +195,7 @@ class ModelShape:
             longrope=read_longrope(config, int(channels * rotated) // 2),
             rotary_base_local=optional_number_of_config(config, "rotary_base_local"),
             dynamic_rope_factor=optional_number_of_config(config, "dynamic_rope_factor"),
+            query_scaling=read_query_scaling(config),
             no_rope_freq=read_frequency(config, "no_rope_freq"),
             **_read_layer(config),
             lora=read_lora(config),

@@ -215,6 +215,7 @@ FEATURES = [
     ("qwen2_yarn", {"yarn_mscale": None}),
     ("ministral", {"window_attn_skip_freq": 4}),
     ("ministral", {"window_attn_skip_freq": None}),
+    ("ministral3", {"llama_4_scaling_beta": None}),
     ("smollm3", {"no_rope_freq": None}),
     ("smollm3_untied_window", {"no_rope_freq": [0, 0, 1, 1]}),
     ("gemma3", {"rotary_base_local": None}),
@@ -332,6 +333,7 @@ def watch(model: Any) -> dict[str, set[torch.dtype]]:
         layer.register_forward_pre_hook(note("layers"), with_kwargs=True)
         for each in (layer.self_attention.linear_qkv, layer.mlp.linear_fc1):
             each.register_forward_pre_hook(note("products"), with_kwargs=True)
+            each.infer = lambda x, infer=each.infer: seen["products"].add(x.dtype) or infer(x)
     return seen
 
 

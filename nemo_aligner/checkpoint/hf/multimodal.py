@@ -23,10 +23,20 @@ _DECODERS = {
     "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen3_vl": "qwen3_vl_text",
 }
+_SIZES = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 131072,
+}
 _QWEN2 = {"rope_theta": 1000000.0, "rms_norm_eps": 1e-5, "max_window_layers": 80}
 # Decoders that are a known family's: that family, and the defaults of theirs that it has not.
 # Their rotation by three coordinates (mrope) is the usual one for a text, whose three are equal.
 _SAME_AS: dict[str, tuple[str, dict[str, Any]]] = {
+    # LLaVA's releases leave out what does not differ from transformers' class.
+    "llama": ("llama", {**_SIZES, "intermediate_size": 11008, "max_position_embeddings": 2048}),
+    "mistral": ("mistral", {**_SIZES, "intermediate_size": 14336, "num_key_value_heads": 8}),
     "qwen2_vl_text": ("qwen2", _QWEN2),
     "qwen2_5_vl_text": ("qwen2", _QWEN2),
     "qwen3_vl_text": ("qwen3", {"rope_theta": 500000.0}),

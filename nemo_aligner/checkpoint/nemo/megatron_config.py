@@ -53,6 +53,11 @@ _NEUTRAL_IN_ATTENTION: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None, 0),
     "query_pre_attn_scalar": (None,),
 }
+# What is read beside NeMo 1's other settings, but not in its section for those of megatron-core.
+_NOT_IN_SECTION: dict[str, tuple[Any, ...]] = {
+    "no_rope_freq": (None,),
+    "window_attn_skip_freq": (None,),
+}
 _CUSTOMIZATION = "mcore_customization_config"
 _SAME = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
@@ -131,7 +136,7 @@ def check_nemo1(config: Config, where: str) -> None:
     where = f"{where}: {_CUSTOMIZATION}"
     if not isinstance(section, Mapping):
         raise CheckpointError(f"{where}: got {section!r}, wanted a mapping")
-    _check_neutral({**_NEUTRAL, **_NEUTRAL_IN_ATTENTION}, section, where)
+    _check_neutral({**_NEUTRAL, **_NEUTRAL_IN_ATTENTION, **_NOT_IN_SECTION}, section, where)
 
 
 def _check_neutral(neutral: Mapping[str, tuple[Any, ...]], model: Config, where: str) -> None:

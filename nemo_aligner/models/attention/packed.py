@@ -60,6 +60,8 @@ class PackedAttention(MegatronModule):
         if self.rotation is not None:
             query, key = (rotate(each, *segments.tables[self.rotation]) for each in (query, key))
         query, key = query.squeeze(1), key.squeeze(1)
+        if segments.query_scale is not None:
+            query = query * segments.query_scale
         # Only in training: in inference the choice of kernel must not depend on the pack.
         if learns(self) and scores.window is not None and scores.window >= segments.max_kv_length:
             scores = replace(scores, window=None)
@@ -80,6 +82,8 @@ class PackedAttention(MegatronModule):
         else:
             turn = kernels.rotate if has_kernel and kernels.take(turning, 1) else rotate
             turned = turn(turning, *segments.tables[self.rotation])
+        if segments.query_scale is not None:
+            turned[:, :, :-1] *= segments.query_scale[..., None]
         out = (compiled if has_kernel else blocks).attend(
             turned, value, self.layer_number, segments, self.scores
         )

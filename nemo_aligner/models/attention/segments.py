@@ -46,6 +46,7 @@ class PackedSegments:
         kv_index: ``[K]`` int64 index of every key into the C cached tokens followed by the T of the
             pack; None if keys and tokens are the same.
         last_token: ``[R]`` int64 rows that the head reads.
+        query_scale: ``[T, 1, 1]`` factors of queries, past their rotation; None is 1.
         cached: tokens that the pack takes from ``pool``, and those it stores there.
     """
 
@@ -58,6 +59,7 @@ class PackedSegments:
     last_token: Tensor
     cached: CacheUse | None = None
     pool: KeyValuePool | None = None
+    query_scale: Tensor | None = None
     qkv_format: str = "packed"
     _memory: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -68,6 +70,7 @@ class PackedSegments:
         tables: tuple[Tables, ...],
         last_token: Tensor,
         pool: KeyValuePool | None = None,
+        query_scale: Tensor | None = None,
     ) -> PackedSegments:
         """Build the segments of ``batch`` on the device of ``last_token``."""
         if batch.cached is not None and pool is None:
@@ -82,8 +85,18 @@ class PackedSegments:
             sizes, index = _keys_of(lengths, prefixes, cached_lengths)
             keys = to_device(torch.tensor([0, *sizes]).cumsum(0).int(), device)
             index = to_device(index, device)
-        rows = last_token
-        return cls(tables, lengths, prefixes, queries, keys, index, rows, batch.cached, pool)
+        return cls(
+            tables,
+            lengths,
+            prefixes,
+            queries,
+            keys,
+            index,
+            last_token,
+            batch.cached,
+            pool,
+            query_scale,
+        )
 
     def remembered(self, name: Hashable, make: Callable[[], Thing]) -> Thing:
         """Return what ``make`` computes for ``name``, computing it only for the first layer."""
@@ -121,7 +134,7 @@ class PackedSegments:
         kept = self.pool.layer(layer_number)
         if use.stored.numel():
             for pooled, own in zip(kept, (key, value), strict=True):
-                pooled[slots] = own.detach()[stored]
+                pooled[slots] = own[stored]
         return kept
 
     @cached_property
@@ -242,6 +255,11 @@ class KeyValuePool:
     @property
     def num_bytes(self) -> int:
         return sum(layer.nbytes for layer in self._layers.values())
+
+    def touch(self) -> None:
+        """Write all of it once: on a CPU memory is handed out where it is first written."""
+        for layer in self._layers.values():
+            layer.zero_()
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[slots, groups, c]`` of a layer."""

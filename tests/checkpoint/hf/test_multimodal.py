@@ -55,6 +55,10 @@ CASES: dict[str, dict[str, Any]] = {
         "text_config": {**TEXT, "model_type": "mistral", "sliding_window": WINDOW},
         "vision_config": PIXTRAL,
     },
+    "mistral3 with a ministral3": {
+        "text_config": {**TEXT, **families.CASES["ministral3"]},
+        "vision_config": PIXTRAL,
+    },
     "qwen2_vl": {
         "text_config": {**TEXT, "model_type": "qwen2_vl_text", "rope_parameters": MROPE},
         "vision_config": {**QWEN, "embed_dim": 32, "hidden_size": 64},
@@ -86,7 +90,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def write(folder: Path, case: str, kind: Any = AutoModelForImageTextToText, **config: Any) -> Any:
-    config = AutoConfig.for_model(case, **CASES[case], **config)
+    config = AutoConfig.for_model(case.split()[0], **CASES[case], **config)
     torch.manual_seed(0)
     model = kind.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():

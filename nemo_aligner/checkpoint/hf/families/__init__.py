@@ -20,7 +20,7 @@ from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nemo_aligner.checkpoint.hf.families.glm import GLM, GLM4, HELIUM
 from nemo_aligner.checkpoint.hf.families.granite import GRANITE
 from nemo_aligner.checkpoint.hf.families.internlm import INTERNLM2
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA, MINISTRAL, MISTRAL, SMOLLM3
+from nemo_aligner.checkpoint.hf.families.llama import LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, SMOLLM3
 from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
 from nemo_aligner.checkpoint.hf.families.olmo import EXAONE4, OLMO2, OLMO3
 from nemo_aligner.checkpoint.hf.families.phi import PHI3
@@ -33,6 +33,7 @@ _BUILT_IN = (
     LLAMA,
     MISTRAL,
     MINISTRAL,
+    MINISTRAL3,
     SMOLLM3,
     QWEN2,
     QWEN3,

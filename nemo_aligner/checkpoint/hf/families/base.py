@@ -718,6 +718,7 @@ PLAIN: Mapping[str, Any] = {
     "residual_multiplier": 1.0,
     "rotary_percentage": 1.0,
     "rotary_base_local": None,
+    "query_scaling": None,
     "no_rope_freq": None,
     "window_size": None,
     "window_pattern": "all",

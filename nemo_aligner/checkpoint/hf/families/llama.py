@@ -1,7 +1,8 @@
-"""Llama (and SmolLM, which is one), Mistral, Ministral and SmolLM3."""
+"""Llama (and SmolLM, which is one), Mistral, Ministral and Ministral 3, SmolLM3."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -104,6 +105,62 @@ MINISTRAL = replace(
     to_nemo=_ministral_to_nemo,
     to_hf=_ministral_to_hf,
     made_of=ANY_WINDOW,
+)
+
+
+# Ministral 3: Mistral with queries that are scaled by their position.
+
+# Of transformers' class.
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+_BETA, _LENGTH = "llama_4_scaling_beta", "original_max_position_embeddings"
+
+
+def _ministral3_to_nemo(config: Config) -> dict[str, Any]:
+    read = HfSettings(config)
+    read.only("hidden_act", "silu", "swish")
+    read.only("layer_types", None)
+    size = None if config.get("sliding_window") is None else read.count("sliding_window")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or _MINISTRAL3_ROPE
+    if not isinstance(rope, Mapping):
+        raise CheckpointError(f"rope_parameters: got {shown(rope)}, wanted keys and values")
+    scaling = HfSettings(rope)
+    return decoder_to_nemo(
+        {**config, "rope_parameters": rope, "rope_scaling": None},
+        kv_channels=read.count("head_dim", 128),
+        layernorm_epsilon=read.number("rms_norm_eps", 1e-5),
+        llama_4_scaling_beta=scaling.number(_BETA),
+        llama_4_original_max_position_embeddings=scaling.count(
+            _LENGTH, read.count("max_position_embeddings")
+        ),
+        **({} if size is None else window_everywhere(size)),
+    )
+
+
+def _ministral3_to_hf(config: Config) -> dict[str, Any]:
+    shape = ModelShape.from_config(config)
+    assert shape.query_scaling is not None
+    decoder = decoder_to_hf(config, "ministral3", sliding_window=shape.window_size)
+    scaling = {_BETA: shape.query_scaling.beta, _LENGTH: shape.query_scaling.old_context_len}
+    rope = {**decoder["rope_parameters"], **scaling}
+    return {**decoder, "rope_parameters": rope, "rope_scaling": rope}
+
+
+MINISTRAL3 = replace(
+    MISTRAL,
+    name="ministral3",
+    to_nemo=_ministral3_to_nemo,
+    to_hf=_ministral3_to_hf,
+    made_of={"query_scaling": ANY, **MISTRAL.made_of},
 )
 
 
