@@ -30,19 +30,16 @@ from nemo_aligner.serving.protocols.base import (
 )
 from nemo_aligner.utils.errors import ServingError
 
-
-class TeiOptions(Body):
-    """Fields of both requests."""
-
-    truncate: bool | None = None
-    truncation_direction: Literal["left", "right", "Left", "Right"] = "Right"
-    raw_scores: bool = True
+Direction = Literal["left", "right", "Left", "Right"]
 
 
-class PredictRequest(TeiOptions):
+class PredictRequest(Body):
     """A text, a pair, or a list of lists of one or two texts."""
 
     inputs: str | Items[str] | Items[Items[str]] = Field(examples=["What is red? A rose."])
+    truncate: bool | None = None
+    truncation_direction: Direction = "Right"
+    raw_scores: bool = True
 
 
 class Prediction(Body):
@@ -56,12 +53,15 @@ class PredictResponse(RootModel[list[Prediction] | list[list[Prediction]]]):
     """For one input its attributes, for a list a list of these."""
 
 
-class RerankRequest(TeiOptions):
+class RerankRequest(Body):
     """What the user says, and replies to it."""
 
     query: str = Field(examples=["What is red?"])
     texts: Items[str] = Field(min_length=1, examples=[["A rose.", "The sky."]])
     return_text: bool = False
+    truncate: bool | None = None
+    truncation_direction: Direction = "Right"
+    raw_scores: bool = True
 
 
 class Rank(Body):
@@ -108,7 +108,7 @@ def read_rerank(body: RerankRequest) -> ScoreRequest:
     return ScoreRequest(texts=[_conversation(body.query, text) for text in body.texts])
 
 
-def _check_options(body: TeiOptions) -> None:
+def _check_options(body: PredictRequest | RerankRequest) -> None:
     if body.truncate:
         raise ServingError(
             "truncate: got true, wanted false or null: how a long text is cut is for the model's "
@@ -137,7 +137,7 @@ def answer_rerank(body: RerankRequest, scored: ScoredRows, served: Served) -> An
     return sorted(ranks, key=lambda rank: (rank["score"], rank["index"]), reverse=True)
 
 
-def refuse(failure: RequestError, body: TeiOptions | None) -> HttpAnswer:
+def refuse(failure: RequestError, body: Body | None) -> HttpAnswer:
     """``{"error", "error_type"}``"""
     kind = failure.kind
     return HttpAnswer(kind.status, {"error": failure.message, "error_type": kind.tei_type})
