@@ -192,6 +192,7 @@ DATED = [
 ]
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_frozen_template_writes_one_day_as_transformers_writes_it(
     tokenizer: Tokenizer, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +218,7 @@ def test_frozen_template_writes_one_day_as_transformers_writes_it(
         assert freeze_date(kept, "<s>", "</s>") == kept
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_contract_of_a_dated_template_has_the_day_inside(
     contracts: Contracts, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
