@@ -141,7 +141,7 @@ def freeze_date(template: str, bos_token: str, eos_token: str, kwargs: str = "")
     """A template that writes today's date, with 26 July 2024 for every day; others as they are.
 
     A macro at its beginning takes the place of the function that says the day, for whoever renders
-    it: transformers, vLLM, or this package. What is done is said in a line, once.
+    it. What is done is said in a line, once.
     """
     from nemo_aligner.utils.console import say
 
