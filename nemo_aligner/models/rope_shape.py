@@ -131,6 +131,9 @@ def read_yarn(config: Mapping[str, Any]) -> YarnScaling | None:
     """
     if config.get("position_embedding_type") != "yarn":
         return None
+    base = number_of_config(config, "rotary_base", 10000.0)
+    if base <= 1:
+        raise CheckpointError(f"model_config.yaml: rotary_base: got {base}, wanted more than 1")
     factor = number_of_config(config, "yarn_rotary_scaling_factor", math.nan)
     above = optional_number_of_config(config, "yarn_mscale")
     below = optional_number_of_config(config, "yarn_mscale_all_dim")

@@ -305,6 +305,17 @@ NOT_BUILT = [
 ]
 
 
+# And what one key forbids beside another.
+NOT_TOGETHER = [
+    (
+        {"window_size": 4, "window_pattern": "alternate", "window_attn_skip_freq": 2},
+        "wanted one of",
+    ),
+    ({"position_embedding_type": "yarn"}, "yarn_rotary_scaling_factor: got nan"),
+    ({"position_embedding_type": "yarn", "rotary_base": 1}, "rotary_base: got 1.0, wanted more"),
+]
+
+
 def test_model_config_of_what_is_not_built_is_refused() -> None:
     config = {
         "num_layers": 2,
@@ -320,6 +331,9 @@ def test_model_config_of_what_is_not_built_is_refused() -> None:
             ModelShape.from_config({**config, **changes})
         (key,) = changes
         assert f"{key}: {said}" in str(caught.value)
+    for changes, said in NOT_TOGETHER:
+        with pytest.raises(CheckpointError, match=said):
+            ModelShape.from_config({**config, **changes})
 
 
 def watch(model: Any) -> dict[str, set[torch.dtype]]:

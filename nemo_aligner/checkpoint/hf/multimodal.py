@@ -54,6 +54,18 @@ _OTHER_PARTS = re.compile(
     r"(?:model\.)?(vision_tower|vision_model|visual|multi_modal_projector|image_newline)\b"
 )
 _HEADS = ("lm_head.", "score.")
+# Settings of a reward head, which stand beside the decoder's.
+_OF_HEAD = (
+    "architectures",
+    "id2label",
+    "problem_type",
+    "value_head_prefix",
+    "reward_token_id",
+    "classifier_from_token",
+    "method",
+    "mean",
+    "std",
+)
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
@@ -87,20 +99,17 @@ def decoder_config(config: Mapping[str, Any], names: Iterable[str]) -> dict[str,
     text = {key: value for key, value in (inside or config).items() if value is not None}
     own = text["model_type"] if inside and "model_type" in text else _DECODERS[kind]
     family, defaults = _SAME_AS.get(own, (own, {})) if isinstance(own, str) else (own, {})
-    whole = {key: value for key, value in config.items() if not key.endswith("_config")}
-    # Of a reward model, whose names and head the whole has.
-    labels = {
-        key: whole[key] for key in ("architectures", "id2label", "problem_type") if key in whole
-    }
-    tied = [each["tie_word_embeddings"] for each in (whole, text) if "tie_word_embeddings" in each]
+    of_head: dict[str, Any] = {key: config[key] for key in _OF_HEAD if key in config}
+    tied = [each.get("tie_word_embeddings") for each in (config, text)]
     return {
-        **whole,
         **defaults,
         **text,
         **{key: _without_mrope(text[key]) for key in _ROPE_KEYS if key in text},
-        **labels,
+        **of_head,
         "model_type": family,
-        "tie_word_embeddings": tied[0] if tied else "lm_head.weight" not in set(names),
+        "tie_word_embeddings": next(
+            (each for each in tied if each is not None), "lm_head.weight" not in set(names)
+        ),
     }
 
 
