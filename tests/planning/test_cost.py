@@ -225,6 +225,12 @@ FAMILIES = {
     "ungated": {"activation": "squared-relu", "normalization": "layernorm1p"},
     "qk_norms": {"qk_layernorm": True, "qkv_bias": True},
     "post_norms": {"activation": "geglu", "post_layernorms": True},
+    "norms_behind": {
+        "pre_layernorms": False,
+        "post_layernorms": True,
+        "qk_layernorm": True,
+        "qk_layernorm_across_heads": True,
+    },
 }
 WITH_LORA = ModelShape.from_config({**CONFIG, **FAMILIES["lora"]})
 TWO = {

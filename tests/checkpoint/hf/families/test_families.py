@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -26,9 +27,10 @@ from nemo_aligner.checkpoint.hf.families.base import (
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA2
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError
 from tests import families, tiny
-from tests.checkpoint.hf.exporting import export
+from tests.checkpoint.hf.exporting import config_of, edit, export
 from tests.checkpoint.refusals import refusals
 from tests.families import CASES, WINDOW
 
@@ -275,6 +277,46 @@ def test_family_export_is_what_was_converted(
     for name, tensor in there.items():
         wanted = tensor.float() if name == "score.weight" else tensor
         assert torch.equal(back[name], wanted), name
+
+
+def test_family_of_longrope_ends_where_its_factors_change(layout: Any, tmp_path: Path) -> None:
+    """As released: the original length beside a rotation of an older name."""
+    rope = {
+        "rope_type": "su",
+        "short_factor": [1.0 + 0.1 * each for each in range(8)],
+        "long_factor": [4.0] * 8,
+    }
+    source = tmp_path / "hf"
+    families.write_reward_model(source, "phi3_untied", torch.float32)
+    edit(source, rope_scaling=rope, original_max_position_embeddings=100, rope_parameters=None)
+    with pytest.raises(CheckpointError, match=r"got 101, wanted at most 100, .*long_factor"):
+        convert(source, tmp_path / "longer.nemo", seq_length=101)
+    summary = convert(source, tmp_path / "rm.nemo")
+    assert summary.contract is not None
+    assert summary.contract.seq_length == 100
+    assert export(tmp_path / "rm.nemo", tmp_path / "back", layout).largest_difference < 2e-5
+    found = AutoConfig.from_pretrained(tmp_path / "back").rope_parameters
+    assert {key: found[key] for key in rope} == {**rope, "rope_type": "longrope"}
+    assert found["original_max_position_embeddings"] == 100
+
+
+def test_family_without_a_class_in_transformers_has_a_card_whose_program_scores(
+    layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    families.write_reward_model(tmp_path / "hf", "granite", torch.float32)
+    convert(tmp_path / "hf", tmp_path / "rm.nemo")
+    export(tmp_path / "rm.nemo", tmp_path / "out", layout)
+    found = config_of(tmp_path / "out")
+    assert found["architectures"] == ["GraniteForSequenceClassification"]
+    _, _, program = (tmp_path / "out/README.md").read_text().partition("```python\n")
+    monkeypatch.chdir(tmp_path)
+    variables: dict[str, Any] = {}
+    exec(program.partition("```")[0], variables)
+    wanted = load_scorer(tmp_path / "rm.nemo", layout).score([variables["conversation"]])
+    np.testing.assert_allclose(variables["rewards"].numpy(), wanted, atol=1e-5, rtol=0)
+    # And it is a reward model again.
+    back = convert(tmp_path / "out", tmp_path / "back.nemo")
+    assert back.contract is not None
 
 
 def test_family_of_a_dynamic_rotation_ends_where_it_changes(layout: Any, tmp_path: Path) -> None:
