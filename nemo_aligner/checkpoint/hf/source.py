@@ -22,7 +22,8 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     layer_tensors,
     model_tensors,
 )
-from nemo_aligner.checkpoint.hf.families.base import Config, ModelFamily, Rule
+from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule
+from nemo_aligner.checkpoint.hf.families.settings import Config
 from nemo_aligner.checkpoint.hf.gguf import GgufCheckpoint, save_gguf_tokenizer
 from nemo_aligner.checkpoint.hf.multimodal import (
     decoder_config,

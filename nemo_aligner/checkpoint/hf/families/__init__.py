@@ -9,13 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from nemo_aligner.checkpoint.hf.families.arcee import ARCEE
-from nemo_aligner.checkpoint.hf.families.base import (
-    NAME_KEY,
-    Config,
-    GgufFormat,
-    ModelFamily,
-    beside_llama,
-)
+from nemo_aligner.checkpoint.hf.families.base import NAME_KEY, GgufFormat, ModelFamily, beside_llama
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nemo_aligner.checkpoint.hf.families.glm import GLM, GLM4, HELIUM
 from nemo_aligner.checkpoint.hf.families.granite import GRANITE
@@ -25,6 +19,7 @@ from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
 from nemo_aligner.checkpoint.hf.families.olmo import EXAONE4, OLMO2, OLMO3
 from nemo_aligner.checkpoint.hf.families.phi import PHI3
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2, QWEN3, SEED_OSS
+from nemo_aligner.checkpoint.hf.families.settings import Config
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 

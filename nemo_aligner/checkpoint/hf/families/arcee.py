@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from nemo_aligner.checkpoint.hf.families.base import (
-    DOWN,
-    UNGATED,
+from nemo_aligner.checkpoint.hf.families.base import DOWN, UNGATED, layer_rules_with, norm_rule
+from nemo_aligner.checkpoint.hf.families.llama import LLAMA
+from nemo_aligner.checkpoint.hf.families.settings import (
     Config,
     HfSettings,
     decoder_to_hf,
     decoder_to_nemo,
-    layer_rules_with,
-    norm_rule,
 )
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA
 
 
 def _to_nemo(config: Config) -> dict[str, Any]:

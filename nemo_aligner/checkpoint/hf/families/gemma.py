@@ -13,7 +13,6 @@ from nemo_aligner.checkpoint.hf.families.base import (
     ATTENTION_NAMES,
     ATTENTION_NORM,
     DOWN,
-    FULL,
     GATED,
     GATED_MLP_NAMES,
     MLP_NORM,
@@ -21,24 +20,27 @@ from nemo_aligner.checkpoint.hf.families.base import (
     POST_MLP_NORM,
     PROJECTION,
     QKV,
+    GgufFormat,
+    layer_rules_with,
+    model_rules_with,
+    norm_rule,
+    query_key_norms,
+)
+from nemo_aligner.checkpoint.hf.families.llama import LLAMA
+from nemo_aligner.checkpoint.hf.families.settings import (
+    FULL,
     SLIDING,
     Config,
-    GgufFormat,
     HfSettings,
     alternating_layers,
     decoder_to_hf,
     decoder_to_nemo,
     every_nth_layer,
-    layer_rules_with,
     layer_types,
-    model_rules_with,
-    norm_rule,
-    query_key_norms,
     rope_to_nemo,
     rotations_by_layer,
     window_to_nemo,
 )
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA
 from nemo_aligner.models.shape import ModelShape
 
 # Gemma: GEGLU, scaled embeddings, and norms that store gamma - 1.

@@ -18,14 +18,16 @@ from nemo_aligner.checkpoint.hf.families.base import (
     PROJECTION,
     QKV,
     QKV_BIAS,
-    Config,
-    HfSettings,
-    decoder_to_hf,
-    decoder_to_nemo,
     interleaved,
     norm_rule,
 )
 from nemo_aligner.checkpoint.hf.families.llama import LLAMA
+from nemo_aligner.checkpoint.hf.families.settings import (
+    Config,
+    HfSettings,
+    decoder_to_hf,
+    decoder_to_nemo,
+)
 from nemo_aligner.models.shape import ModelShape
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from nemo_aligner.checkpoint.hf.families.base import (
-    ANY,
+from nemo_aligner.checkpoint.hf.families.base import ANY
+from nemo_aligner.checkpoint.hf.families.llama import LLAMA
+from nemo_aligner.checkpoint.hf.families.settings import (
     Config,
     HfSettings,
     decoder_to_hf,
     decoder_to_nemo,
 )
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA
 from nemo_aligner.models.shape import ModelShape
 
 

@@ -13,15 +13,13 @@ from nemo_aligner.checkpoint.hf.families.base import (
     ATTENTION_NORM,
     FINAL_NORM,
     MLP_NORM,
-    Config,
-    HfSettings,
     ModelFamily,
     Rule,
-    decoder_to_nemo,
     norm_rule,
     stacked_rule,
 )
 from nemo_aligner.checkpoint.hf.families.llama import LLAMA
+from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings, decoder_to_nemo
 
 
 def _to_nemo(config: Config) -> dict[str, Any]:

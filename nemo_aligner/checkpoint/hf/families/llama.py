@@ -9,15 +9,17 @@ from typing import Any
 from nemo_aligner.checkpoint.hf.families.base import (
     ANY,
     ANY_WINDOW,
-    FULL,
     LAYER,
     MODEL,
     OUTPUT,
+    GgufFormat,
+    ModelFamily,
+)
+from nemo_aligner.checkpoint.hf.families.settings import (
+    FULL,
     SLIDING,
     Config,
-    GgufFormat,
     HfSettings,
-    ModelFamily,
     decoder_to_hf,
     decoder_to_nemo,
     frequency,

@@ -9,13 +9,17 @@ from nemo_aligner.checkpoint.hf.families.base import (
     ANY,
     ANY_WINDOW,
     DOWN,
-    FULL,
     GATED,
     POST_ATTENTION_NORM,
     POST_MLP_NORM,
     PROJECTION,
     QKV,
     QUERY_KEY_NORMS,
+    norm_rule,
+)
+from nemo_aligner.checkpoint.hf.families.llama import LLAMA
+from nemo_aligner.checkpoint.hf.families.settings import (
+    FULL,
     SLIDING,
     Config,
     HfSettings,
@@ -24,12 +28,10 @@ from nemo_aligner.checkpoint.hf.families.base import (
     every_nth_layer,
     frequency,
     layer_types,
-    norm_rule,
     rope_to_nemo,
     rotations_by_layer,
     window_to_nemo,
 )
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError
 

@@ -14,15 +14,17 @@ from nemo_aligner.checkpoint.hf.families.base import (
     MLP_NORM,
     NAME_KEY,
     PROJECTION,
+    fused_qkv_rule,
+    norm_rule,
+)
+from nemo_aligner.checkpoint.hf.families.llama import LLAMA
+from nemo_aligner.checkpoint.hf.families.settings import (
     Config,
     HfSettings,
     decoder_to_hf,
     decoder_to_nemo,
-    fused_qkv_rule,
-    norm_rule,
     window_everywhere,
 )
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA
 from nemo_aligner.models.shape import ModelShape
 
 # Of LongRoPE, in the first releases.

@@ -9,23 +9,25 @@ from nemo_aligner.checkpoint.hf.families.base import (
     ANY,
     ANY_WINDOW,
     ATTENTION_NAMES,
-    FULL,
     GATED_MLP_NAMES,
     LAYER,
     MLP_NORM_NAMES,
     NAME_KEY,
     QKV_BIAS,
     QUERY_KEY_NORMS,
+    GgufFormat,
+)
+from nemo_aligner.checkpoint.hf.families.llama import LLAMA
+from nemo_aligner.checkpoint.hf.families.settings import (
+    FULL,
     SLIDING,
     Config,
-    GgufFormat,
     HfSettings,
     decoder_to_hf,
     decoder_to_nemo,
     layer_types,
     window_to_nemo,
 )
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA
 from nemo_aligner.models.shape import ModelShape
 
 # Qwen2 and Qwen2.5: Llama with biases of queries, keys and values.
