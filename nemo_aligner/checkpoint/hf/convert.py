@@ -157,9 +157,8 @@ def _convert(
     if head is not None:
         left_out += [name for name in family.untied.hf if name in found.tensors.keys() - wanted]
     check_tensors(family, config, wanted, found.tensors, left_out)
-    groups = config["num_query_groups"]
-    zero_groups = -groups % tensor_parallel
-    tensors, layers = _plan(rules, config, found.tensors, dtype, groups + zero_groups)
+    zero_groups = -config["num_query_groups"] % tensor_parallel
+    tensors, layers = _plan(rules, config, found.tensors, dtype, zero_groups)
     stored = format_of(dtype_of_matrices(_all(tensors, layers)))
     shaped = with_head_shape(config, None if head is None else head.shape)
     archived = _with_zero_groups({**shaped, "precision": stored.nemo}, zero_groups)
@@ -169,9 +168,8 @@ def _convert(
         contract = contract_of(
             found, labels, tokenizer, stored.precision, shape.longest, template, seq_length
         )
-        if contract is not None:
-            shape.check_length(contract.seq_length)
         if head is not None and contract is not None:
+            shape.check_length(contract.seq_length)
             head = head.with_rows_of(tokenizer)
             for name, tensor in head.tensors(config["hidden_size"]).items():
                 tensors[PREFIX + HEAD_PREFIX + name] = tensor
@@ -222,7 +220,7 @@ def _plan(
     config: Mapping[str, Any],
     stored: Mapping[str, LazyTensor],
     dtype: torch.dtype | None,
-    num_query_groups: int,
+    zero_groups: int,
 ) -> tuple[dict[str, LazyTensor], dict[str, list[LazyTensor]]]:
     """Lazy Megatron tensors by key, outside and inside the layers."""
     tensors: dict[str, LazyTensor] = {}
@@ -233,7 +231,7 @@ def _plan(
         def join(parts: Sequence[Tensor], rule: Rule = rule) -> Tensor:
             data = rule.join(parts, config)
             groups = config["num_query_groups"]
-            data = add_zero_groups(rule.group_axis, data, groups, num_query_groups)
+            data = add_zero_groups(rule.group_axis, data, groups, groups + zero_groups)
             return data.to(dtype or data.dtype).contiguous()
 
         outline = join([part.outline() for part in parts])
