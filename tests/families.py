@@ -77,8 +77,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "ministral3": {
         "model_type": "ministral3",
-        "head_dim": 32,
-        "rope_parameters": {**YARN_ROPE, "llama_4_scaling_beta": 2.0},
+        # Of 32, a step of Adam moved rewards by 8e-5 for weights that were rounded otherwise.
+        "head_dim": 16,
+        "rope_parameters": {**YARN_ROPE, "llama_4_scaling_beta": 0.5},
     },
     "smollm3": {"model_type": "smollm3", "pad_token_id": 0, "no_rope_layer_interval": 2},
     "smollm3_untied_window": {
