@@ -161,6 +161,11 @@ def export_parser() -> Parser:
         help="write one output: the attributes, weighted as the scoring contract says",
     )  # fmt: skip
     parser.add_argument(
+        "--head", metavar="NAME",
+        help="form of a head of one matrix: score (default), score.bias for vLLM, which has a "
+        "place for the constant of a reward, or v_head.summary, TRL's and LLaMA-Factory's",
+    )  # fmt: skip
+    parser.add_argument(
         "--adapter-of", metavar="MODEL",
         help="write LoRA as an adapter for peft instead of folding it into the weights; MODEL is "
         "the base model that peft loads: a folder (then the result is checked) or a name",
@@ -184,6 +189,7 @@ def run_export(options: argparse.Namespace) -> int:
             options.output,
             dtype=options.dtype,
             merge=options.merge,
+            head=options.head,
             adapter_of=options.adapter_of,
             max_shard_bytes=options.max_shard_size,
             base_license=options.base_license,

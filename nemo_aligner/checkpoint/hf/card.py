@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from nemo_aligner.checkpoint.hf.heads import LINEAR, TWO_LAYERS
 from nemo_aligner.contract.contract import ScoringContract
 
 _CARD = """---
@@ -57,7 +58,7 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 model = AutoModelForSequenceClassification.from_pretrained("{name}", dtype=torch.float32).eval()
 """
 
-_TWO_LAYERS = """from pathlib import Path
+_WITH_BODY = """from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
@@ -66,7 +67,7 @@ from transformers import AutoModel, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 body = AutoModel.from_pretrained("{name}", dtype=torch.float32).eval()
 files = [load_file(path) for path in Path("{name}").glob("*.safetensors")]
-head = {{key: file[key] for file in files for key in file if key.startswith("score.")}}
+head = {{key: file[key] for file in files for key in file if key.startswith("{layer}.")}}
 """
 
 _ADAPTED = """import torch
@@ -85,17 +86,25 @@ _SCORED = """{texts}
 batch = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
 with torch.no_grad():
     logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-rewards = logits{plus_means}  # [texts, {count}]"""
+rewards = {read}{plus_means}  # [texts, {count}]"""
 
-_SCORED_BY_TWO_LAYERS = """{texts}
+_SCORED_BY_BODY = """{texts}
 batch = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
 mask = batch["attention_mask"]
 with torch.no_grad():
     hidden = body(batch["input_ids"], attention_mask=mask).last_hidden_state
     last = hidden[torch.arange(len(hidden)), mask.sum(dim=1) - 1]
+{head}
+rewards = {read}{plus_means}  # [texts, {count}]"""
+
+_TWO_LAYERS = """\
     inner = (last @ head["score.0.weight"].T + head["score.0.bias"]).relu()
-    logits = inner @ head["score.2.weight"].T + head["score.2.bias"]
-rewards = logits{plus_means}  # [texts, {count}]"""
+    logits = inner @ head["score.2.weight"].T + head["score.2.bias"]"""
+_ONE_LAYER = """\
+    logits = last @ head["{layer}.weight"].T + head["{layer}.bias"]"""
+
+# Of bins: the expected value of each attribute, by the softmax of its logits.
+_EXPECTED = """(logits.unflatten(1, (-1, {width})).softmax(-1) * torch.tensor({values})).sum(-1)"""
 
 _CONVERSATION = """conversation = [
     {"role": "user", "content": "2+2?"},
@@ -113,12 +122,12 @@ def model_card(
     trained_in: str,
     base: str | None = None,
     *,
-    is_linear: bool = True,
+    form: str = LINEAR.last,
 ) -> str:
     """Render ``README.md`` of the folder ``name``; the run is looked up beside ``archive``.
 
     ``trained_in`` is the dtype before the export, by the contract's names. With a ``base`` the
-    folder is an adapter of that model. Unless ``is_linear`` the head has two layers.
+    folder is an adapter of that model. ``form`` is the head's (``HeadOut``).
     """
     return _CARD.format(
         name=name,
@@ -127,7 +136,7 @@ def model_card(
         attributes=", ".join(contract.attributes),
         kind={"binary_ranking": "ranking of pairs"}.get(contract.reward_model_type, "regression"),
         source=archive.name,
-        snippet=_snippet(name, contract, base, is_linear=is_linear),
+        snippet=_snippet(name, contract, base, form),
         offsets=_offsets(contract),
         pad_token=f"`{pad_token}`",
         hash=contract.hash,
@@ -138,15 +147,23 @@ def model_card(
     )
 
 
-def _snippet(name: str, contract: ScoringContract, base: str | None, *, is_linear: bool) -> str:
-    means = list(contract.label_means)
+def _snippet(name: str, contract: ScoringContract, base: str | None, form: str) -> str:
+    means, readout = list(contract.label_means), contract.output_readout
     code = (_LOADED if base is None else _ADAPTED) + _SCORED
-    if not is_linear:
-        code = _TWO_LAYERS + _SCORED_BY_TWO_LAYERS
+    layer = form.removesuffix(".bias").partition(".2")[0]
+    if form != LINEAR.last:
+        code = _WITH_BODY + _SCORED_BY_BODY
+    read = "logits"
+    if readout is not None:
+        values = [list(row) for row in readout.numbers]
+        read = _EXPECTED.format(width=readout.width, values=values)
     return code.format(
         name=name,
         base=base,
+        layer=layer,
+        head=(_TWO_LAYERS if form == TWO_LAYERS.last else _ONE_LAYER).format(layer=layer),
         texts=_CONVERSATION if contract.template else f"texts = [{_raw('a text', contract)}]",
+        read=read,
         plus_means=f" + torch.tensor({means})" if any(means) else "",
         count=len(contract.attributes),
     )
@@ -167,6 +184,12 @@ def _raw(text: str, contract: ScoringContract) -> str:
 
 
 def _offsets(contract: ScoringContract) -> str:
+    if contract.readout is not None:
+        return (
+            "**The logits are not the rewards.** They are those of bins: the reward of an "
+            "attribute is the mean of its bins' values, weighted by the softmax of its logits, as "
+            "above (`readout` in `config.json` has the values)."
+        )
     if not any(contract.label_means):
         return "The logits are the rewards: add nothing to them, and apply no sigmoid."
     return (

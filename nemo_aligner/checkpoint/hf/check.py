@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import LAYERS
-from nemo_aligner.checkpoint.hf.heads import find_head, load_with_head
+from nemo_aligner.checkpoint.hf.heads import find_head, is_of_head, load_with_head
 from nemo_aligner.checkpoint.hf.source import HF_HEAD, open_source
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
@@ -143,7 +143,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     found = open_source(folder)
-    if str(found.config["architectures"][0]).endswith(TWO_LAYERS_SUFFIX):
+    if {name for name in found.tensors if is_of_head(name)} != {HF_HEAD}:
         head = find_head(found)
         assert head is not None  # it was just written
         model = load_with_head(str(folder), found, head, "auto").to(current_device()).eval()

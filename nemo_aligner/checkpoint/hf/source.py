@@ -34,7 +34,7 @@ from nemo_aligner.utils.errors import CheckpointError, short, shown
 _INDEX_NAME = "model.safetensors.index.json"
 _WHOLE_NAME = "model.safetensors"
 # LLaMA-Factory's reward head, beside the decoder.
-_HEAD_NAME, _PICKLED_HEAD = "value_head.safetensors", "value_head.bin"
+HEAD_NAME, _PICKLED_HEAD = "value_head.safetensors", "value_head.bin"
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja",
@@ -137,12 +137,12 @@ def _open_folder(folder: Path) -> Source:
     tokenizer_folder(folder)
     contract = folder / CONTRACT_NAME
     tensors = _safetensors(folder)
-    if (folder / _HEAD_NAME).is_file():
-        tensors |= _outlines(folder / _HEAD_NAME)
+    if (folder / HEAD_NAME).is_file():
+        tensors |= _outlines(folder / HEAD_NAME)
     elif (folder / _PICKLED_HEAD).is_file():
         raise CheckpointError(
             f"{folder / _PICKLED_HEAD}: got a pickled reward head, which is not read; wanted it as "
-            f"{_HEAD_NAME}"
+            f"{HEAD_NAME}"
         )
     return Source(
         config,
