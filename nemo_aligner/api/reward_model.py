@@ -214,8 +214,8 @@ class RewardModel:
         """Write a Hugging Face folder that scores the same, as ``nemo-aligner export`` does.
 
         Args:
-            output: the folder to make
-            dtype: ``fp32`` or ``bf16``, of the body; None: as stored
+            output: the folder to make, or a ``.gguf`` file for llama.cpp
+            dtype: ``fp32``, ``bf16`` or ``fp16``, of the body; None: as stored
             merge: one output, the attributes by the weights of the contract
             head: form of the head, ``score.bias`` or ``v_head.summary``; None: its own
             adapter_of: write LoRA by itself, for peft, onto this base model
@@ -286,6 +286,20 @@ def export_archive(
     from nemo_aligner.distributed.launch import single_process
     from nemo_aligner.distributed.layout import initialize_layout
 
+    how = ExportOptions(
+        dtype=None if dtype is None else torch_dtype(Precision(dtype)),
+        merge=merge,
+        head=head,
+        max_shard_bytes=max_shard_bytes,
+        base_license=base_license,
+    )
+    if output.suffix.lower() == ".gguf":
+        if adapter_of is not None or head is not None:
+            raise ConfigError(f"{output}: got an adapter or a head's form, wanted none for a .gguf")
+        from nemo_aligner.checkpoint.hf.gguf_out import export_to_gguf
+
+        with single_process():
+            return export_to_gguf(archive, output, how)
     if adapter_of is not None:
         if dtype is not None:
             raise ConfigError("dtype: an adapter is written as it is stored, wanted none")
@@ -296,13 +310,6 @@ def export_archive(
         wanted = AdapterOptions(adapter_of, merge, base_license)
         with single_process():
             return export_adapter(archive, output, initialize_layout(), wanted)
-    how = ExportOptions(
-        dtype=None if dtype is None else torch_dtype(Precision(dtype)),
-        merge=merge,
-        head=head,
-        max_shard_bytes=max_shard_bytes,
-        base_license=base_license,
-    )
     with single_process():
         return export_to_hf(archive, output, initialize_layout(), how)
 

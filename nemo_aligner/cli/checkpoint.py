@@ -151,10 +151,14 @@ def export_parser() -> Parser:
         "--input", required=True, type=Path, metavar="FILE", help="a reward model's .nemo"
     )
     parser.add_argument(
-        "--output", required=True, type=Path, metavar="FOLDER", help="the folder to make"
+        "--output",
+        required=True,
+        type=Path,
+        metavar="FOLDER",
+        help="the folder to make, or a .gguf file for llama.cpp",
     )
     parser.add_argument(
-        "--dtype", choices=("fp32", "bf16"), help="dtype of the body; default: as stored"
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the body; default: as stored"
     )
     parser.add_argument(
         "--merge", action="store_true",

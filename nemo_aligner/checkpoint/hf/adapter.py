@@ -27,8 +27,8 @@ from nemo_aligner.checkpoint.hf.export import (
     write_json,
     write_tokenizer,
 )
+from nemo_aligner.checkpoint.hf.families.base import HF_HEAD
 from nemo_aligner.checkpoint.hf.heads import quiet_about_heads
-from nemo_aligner.checkpoint.hf.source import HF_HEAD
 from nemo_aligner.checkpoint.nemo.open import CONTRACT_NAME, NemoFolder, open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import reward_model_of
 from nemo_aligner.checkpoint.weights.safe_pickle import bounded_torch_load

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import LAYERS
+from nemo_aligner.checkpoint.hf.families.base import HF_HEAD
 from nemo_aligner.checkpoint.hf.heads import find_head, is_of_head, load_with_head
-from nemo_aligner.checkpoint.hf.source import HF_HEAD, open_source
+from nemo_aligner.checkpoint.hf.source import open_source
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.tokenizer import Tokenizer

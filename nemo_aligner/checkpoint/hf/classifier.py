@@ -390,6 +390,9 @@ def contract_of(
         return None
     if found.contract is not None:
         contract = ScoringContract.from_dict(found.contract)
+        if found.remakes_tokenizer:
+            fingerprint = tokenizer.fingerprint
+            contract = dataclasses.replace(contract, tokenizer_fingerprint=fingerprint)
         contract.check_template_ends(tokenizer)
         _check_own(contract, labels, tokenizer.fingerprint)
         return contract.with_dtype(precision)

@@ -57,13 +57,15 @@ class Source:
         config: ``config.json``.
         tensors: lazy, by their Hugging Face names.
         save_tokenizer: writes the tokenizer's files into a new folder.
-        contract: the scoring contract, in a folder that this package exported.
+        contract: the scoring contract, in a folder or file that this package exported.
+        remakes_tokenizer: its files are not those that the contract was made with.
     """
 
     config: Mapping[str, Any]
     tensors: Mapping[str, LazyTensor]
     save_tokenizer: Callable[[Path], None]
     contract: Mapping[str, Any] | None = None
+    remakes_tokenizer: bool = False
 
 
 def open_source(source: str | Path) -> Source:
@@ -119,7 +121,13 @@ def _open_gguf(path: Path) -> Source:
         raise CheckpointError("no such file")
     checkpoint = GgufCheckpoint(path)
     save_tokenizer = partial(save_gguf_tokenizer, path, checkpoint.fields)
-    return Source(checkpoint.config, checkpoint.tensors, save_tokenizer)
+    return Source(
+        checkpoint.config,
+        checkpoint.tensors,
+        save_tokenizer,
+        checkpoint.contract,
+        remakes_tokenizer=True,
+    )
 
 
 def _open_folder(folder: Path) -> Source:
@@ -236,7 +244,6 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 # Expected tensors of a model: names and shapes.
 
-HF_HEAD = "score.weight"
 REWARD_SUFFIX = "ForSequenceClassification"
 
 

@@ -105,5 +105,5 @@ QWEN3 = replace(
         norm_rule("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
     ),
     made_of={"qk_layernorm": True, **ANY_WINDOW},
-    gguf=GgufFormat("qwen3", layer=_GGUF_NAMES),
+    gguf=GgufFormat("qwen3", layer=_GGUF_NAMES, has_classifier=True),
 )
