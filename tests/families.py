@@ -71,20 +71,20 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def hf_config(case: str) -> Any:
-    """The case as a configuration of transformers."""
+def hf_config(case: str, **changes: Any) -> Any:
+    """The case as a configuration of transformers, with some keys changed."""
     from transformers import AutoConfig
 
-    shape = {**tiny.SHAPE, "initializer_range": 0.1, **CASES[case]}
+    shape = {**tiny.SHAPE, "initializer_range": 0.1, **CASES[case], **changes}
     return AutoConfig.for_model(**shape)
 
 
-def write_hf_checkpoint(folder: Path, case: str) -> None:
+def write_hf_checkpoint(folder: Path, case: str, **changes: Any) -> None:
     """A random causal language model in safetensors, with a tokenizer."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(hf_config(case))
+    model = AutoModelForCausalLM.from_config(hf_config(case, **changes))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

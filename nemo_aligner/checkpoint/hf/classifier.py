@@ -316,16 +316,28 @@ def labels_of(
         )
     if attributes is not None:
         return list(attribute_names(attributes, head.outputs))
-    labels = _stated_labels(found, head)
-    if found.contract is None or found.contract.get("readout") is None:
+    labels, contract = _stated_labels(found, head), _contract_of_bins(found)
+    if contract is None:
         return labels
-    contract = ScoringContract.from_dict(found.contract)
     if labels != contract.output_names:
         raise CheckpointError(
             f"config.json: id2label: got {shown(labels)}, {CONTRACT_NAME} wants "
             f"{shown(contract.output_names)}"
         )
     return list(contract.attributes)
+
+
+def num_outputs(found: Source, labels: Sequence[str]) -> int:
+    """Outputs that a head of these ``labels_of`` has to have."""
+    contract = _contract_of_bins(found)
+    return len(labels if contract is None else contract.output_names)
+
+
+def _contract_of_bins(found: Source) -> ScoringContract | None:
+    """The contract of our export of a head of bins, which has several outputs an attribute."""
+    if found.contract is None or found.contract.get("readout") is None:
+        return None
+    return ScoringContract.from_dict(found.contract)
 
 
 def _stated_labels(found: Source, head: FoundHead) -> list[str]:

@@ -20,7 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING, HEAD_PREFIX, LAYERS, PREFIX
-from nemo_aligner.checkpoint.hf.classifier import contract_of, labels_of, refuse_options
+from nemo_aligner.checkpoint.hf.classifier import (
+    contract_of,
+    labels_of,
+    num_outputs,
+    refuse_options,
+)
 from nemo_aligner.checkpoint.hf.families import family_of, find_family
 from nemo_aligner.checkpoint.hf.families.base import (
     ModelFamily,
@@ -151,7 +156,8 @@ def _convert(
     wanted = hf_shapes(rules, config)
     if head is not None and labels is not None:
         # The embeddings, whose rows a head may be of, are among them already.
-        wanted = replace(head, outputs=len(labels)).sizes(config["hidden_size"]) | wanted
+        named = replace(head, outputs=num_outputs(found, labels))
+        wanted = named.sizes(config["hidden_size"]) | wanted
     left_out = unread_head_tensors(found, head, choice)
     if head is not None:
         left_out += [name for name in family.untied.hf if name in found.tensors.keys() - wanted]

@@ -227,13 +227,10 @@ def head_of(
     Raises:
         CheckpointError: the head does not fit into the form that is asked for.
     """
+    stored = read_head(archive, contract, merge=options.merge)
     exported = exported_contract(contract, merge=options.merge, dtype=options.dtype)
-    head = HeadOut.of(
-        read_head(archive, contract, merge=options.merge),
-        options.head,
-        exported.label_means,
-        are_rewards=exported.readout is None,
-    )
+    are_rewards = exported.readout is None
+    head = HeadOut.of(stored, options.head, exported.label_means, are_rewards=are_rewards)
     return head, exported.with_label_means(head.means)
 
 
