@@ -110,10 +110,10 @@ class GgufCheckpoint:
         """
         key = f"{self._format.architecture}.{_LABELS}"
         labels, shape = self.fields.get(key), self._stored[CLASSIFIER].unpacked_shape
-        if not self._format.has_classifier or shape[0] != 2:
+        if not self._format.has_classifier or shape[:1] != (2,):
             raise CheckpointError(
-                f"{CLASSIFIER}: got {shape[0]} rows in a {self._format.architecture}, wanted two "
-                "in a qwen3, as llama.cpp's rank pooling reads them"
+                f"{CLASSIFIER}: got {list(shape)} in a {self._format.architecture}, wanted two "
+                "rows in a qwen3, as llama.cpp's rank pooling reads them"
             )
         if not isinstance(labels, list) or len(labels) != 2:
             raise CheckpointError(f"{key}: got {shown(labels)}, wanted two names")
@@ -347,7 +347,11 @@ def _as_jinja(rerank: str) -> str:
     """The template of a reranker's file, filled in with a question and its answer."""
     parts = re.split(r"(\{query\}|\{document\})", rerank)
     turns = {"{query}": "messages[0].content", "{document}": "messages[1].content"}
-    return "".join(f"{{{{ {turns.get(part) or json.dumps(part)} }}}}" for part in parts if part)
+    return "".join(
+        f"{{{{ {turns.get(part) or json.dumps(part, ensure_ascii=False)} }}}}"
+        for part in parts
+        if part
+    )
 
 
 def _check_cut(fields: Fields) -> None:

@@ -88,6 +88,7 @@ class _Writer:
     tokenizer: Tokenizer
     scratch: Path
     precision: Precision
+    license: str
 
     @classmethod
     def of(cls, folder: NemoFolder, scratch: Path, options: ExportOptions) -> _Writer:
@@ -117,7 +118,7 @@ class _Writer:
         write_tokenizer(scratch, tokenizer, exported, tokenizer.pad_token)
         return cls(
             archive, gguf, rows, exported.with_dtype(stored), load_tokenizer(scratch), scratch,
-            stored,
+            stored, options.base_license,
         )  # fmt: skip
 
     def write(self, name: str) -> list[str]:
@@ -130,6 +131,8 @@ class _Writer:
         writer = gguf.GGUFWriter(self.scratch / _FILE, self.gguf.architecture)
         writer.add_type("model")
         writer.add_name(name)
+        if self.license != "unknown":
+            writer.add_license(self.license)
         kind, file_type = _KINDS[self.precision]
         writer.add_file_type(gguf.LlamaFileType[file_type])
         self._add_settings(writer)
@@ -249,7 +252,7 @@ class _Writer:
         for name, tensor in self.archive.tensors(self.archive.config["vocab_size"], None):
             stored = tensor.to(dtype if tensor.dim() > 1 else torch.float32)
             if not stored.isfinite().all():
-                raise CheckpointError(f"{name}: a weight of it is too large for {self.precision}")
+                raise CheckpointError(f"{name}: a weight of it is too large for {dtype}")
             yield name, stored
 
     def _check(self) -> None:

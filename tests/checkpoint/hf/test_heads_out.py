@@ -66,7 +66,10 @@ def by_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, np.ndar
     return variables["conversation"], variables["rewards"].numpy()
 
 
-@pytest.mark.parametrize(("name", "options", "architecture", "told"), CASES)
+NAMED = [" as ".join([name, *map(str, options)]) for name, options, *_ in CASES]
+
+
+@pytest.mark.parametrize(("name", "options", "architecture", "told"), CASES, ids=NAMED)
 def test_head_is_exported_with_its_rewards(
     name: str,
     options: dict[str, Any],
@@ -223,7 +226,7 @@ def test_gguf_of_a_reranker_is_read_with_its_prompt(
     archive = write_archive(tmp_path / "rm.nemo", KINDS["one matrix"], "qwen3")
     ours = na.RewardModel.from_pretrained(archive)
     monkeypatch.setattr(gguf_out, "CONTRACT_FIELD", "general.description")
-    prompt = "<|im_start|>Is {document} good for {query}?\n"
+    prompt = '<|im_start|>Is "{document}" good 🙂 for {query}?\n'
     monkeypatch.setattr(gguf_out._Writer, "_rerank_template", lambda self: prompt)
     ours.export(tmp_path / "rm.gguf")
     convert(tmp_path / "rm.gguf", tmp_path / "again.nemo")
