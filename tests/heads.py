@@ -69,8 +69,17 @@ def write_source(folder: Path, kind: Kind, body: str = "llama", **changes: Any) 
     edit(folder, id2label=dict(enumerate(names)))
 
 
-def write_archive(path: Path, kind: Kind, body: str = "llama", **changes: Any) -> Path:
-    """The archive of a head of this kind, with label means; starts and ends a process group."""
+def write_archive(
+    path: Path,
+    kind: Kind,
+    body: str = "llama",
+    pre_tokenizer: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Path:
+    """The archive of a head of this kind, with label means; starts and ends a process group.
+
+    ``pre_tokenizer`` takes the place of the tokenizer's own.
+    """
     from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
     from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
     from nemo_aligner.contract.readout import Readout
@@ -80,6 +89,8 @@ def write_archive(path: Path, kind: Kind, body: str = "llama", **changes: Any) -
 
     source = path.with_suffix(".hf")
     write_source(source, kind, body, **changes)
+    if pre_tokenizer is not None:
+        edit(source, "tokenizer.json", pre_tokenizer=pre_tokenizer)
     convert_hf_to_nemo(source, path.with_suffix(".first"))
     count = len(kind.attributes)
     beside: dict[str, Any] = {}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 import nemo_aligner as na
@@ -189,10 +190,35 @@ def test_value_head_has_its_rewards_in_trl(tmp_path: Path, rewardbench_python: P
 XLLAMACPP = "xllamacpp==2026.10.11549"
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_gguf_has_its_rewards_here_and_in_llama_cpp(dtype: str, tmp_path: Path) -> None:
+def cut_by(regex: str) -> dict[str, Any]:
+    """The pre-tokenizer of byte-level BPE that cuts texts by a regex first."""
+    cut = pre_tokenizers.Split(Regex(regex), behavior="isolated")
+    of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, of_bytes])
+    return json.loads(tokenizer.to_str())["pre_tokenizer"]
+
+
+# As in Qwen2's tokenizer.json.
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "regex"),
+    [("fp32", None), ("fp32", QWEN2), ("bf16", None)],
+    ids=["fp32", "cut as Qwen2's", "bf16"],
+)
+def test_gguf_has_its_rewards_here_and_in_llama_cpp(
+    dtype: str, regex: str | None, tmp_path: Path
+) -> None:
     pytest.importorskip("gguf")
-    archive = write_archive(tmp_path / "rm.nemo", KINDS["one matrix"], "qwen3_untied")
+    cut = None if regex is None else cut_by(regex)
+    archive = write_archive(
+        tmp_path / "rm.nemo", KINDS["one matrix"], "qwen3_untied", pre_tokenizer=cut
+    )
     ours = na.RewardModel.from_pretrained(archive)
     said = str(ours.export(tmp_path / "rm.gguf", dtype=dtype))
     assert "{query}" in said
@@ -200,10 +226,11 @@ def test_gguf_has_its_rewards_here_and_in_llama_cpp(dtype: str, tmp_path: Path) 
     convert(tmp_path / "rm.gguf", tmp_path / "again.nemo")
     again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
     assert again.contract().label_means == (0.75,)
-    wanted = again.score(TEXTS)
+    texts = [*TEXTS, tiny.chat("It's  1234!\n\n don't", "\n\tthe bird, 56 (sings) 🙂é  ")]
+    wanted = again.score(texts)
     if dtype == "fp32":
-        np.testing.assert_allclose(wanted, ours.score(TEXTS), atol=1e-5, rtol=0)
-    pairs = [[turn["content"] for turn in text] for text in TEXTS]
+        np.testing.assert_allclose(wanted, ours.score(texts), atol=1e-5, rtol=0)
+    pairs = [[turn["content"] for turn in text] for text in texts]
     (tmp_path / "pairs.json").write_text(json.dumps(pairs))
     scores = printed(
         sys.executable,
@@ -214,7 +241,7 @@ def test_gguf_has_its_rewards_here_and_in_llama_cpp(dtype: str, tmp_path: Path) 
     )
     log_odds = np.log(scores) - np.log1p(-np.array(scores))
     # llama.cpp multiplies bf16 matrices with activations in bf16.
-    atol = 1e-5 if dtype == "fp32" else 0.1
+    atol = 1e-5 if dtype == "fp32" else 0.05
     np.testing.assert_allclose(log_odds[:, None] + 0.75, wanted, atol=atol, rtol=0)
 
 
@@ -234,6 +261,32 @@ def test_gguf_of_a_reranker_is_read_with_its_prompt(
     # As a text, BOS is in front already.
     written = [prompt.format(query=q["content"], document=d["content"]) for q, d in TEXTS]
     np.testing.assert_allclose(again.score(TEXTS), ours.score(written) - 0.75, atol=1e-5)
+
+
+def test_gguf_of_a_tokenizer_that_llama_cpp_cuts_otherwise_is_refused() -> None:
+    known = {"type": "BPE", "byte_fallback": False, "ignore_merges": False}
+    digits = {"type": "Digits", "individual_digits": True}
+    of_bytes = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    both = {"type": "Sequence", "pretokenizers": [digits, of_bytes]}
+    llama3 = cut_by(QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|"))
+    for model, before, cut in (
+        (known, of_bytes, "gpt-2"),
+        (known, both, "smollm"),
+        (known, cut_by(QWEN2), "qwen2"),
+        ({**known, "ignore_merges": True}, llama3, "llama-bpe"),
+    ):
+        assert gguf_out.cut_of({"model": model, "pre_tokenizer": before}) == cut
+    for model, beside, said in (
+        ({**known, "byte_fallback": True}, {}, "wanted byte-level BPE"),
+        ({"type": "Unigram"}, {}, "got 'Unigram', wanted byte-level BPE"),
+        (known, {"normalizer": {"type": "Lowercase"}}, "normalizer: got"),
+        (known, {"pre_tokenizer": cut_by(r"\s+")}, "wanted that of GPT-2, SmolLM"),
+        (known, {"pre_tokenizer": llama3}, "wanted that of GPT-2, SmolLM"),
+        (known, {"pre_tokenizer": {**of_bytes, "add_prefix_space": True}}, "pre_tokenizer: got"),
+    ):
+        with pytest.raises(AlignerError) as caught:
+            gguf_out.cut_of({"model": model, "pre_tokenizer": of_bytes, **beside})
+        assert said in str(caught.value)
 
 
 def test_gguf_of_what_llama_cpp_has_no_place_for_is_refused(tmp_path: Path) -> None:
