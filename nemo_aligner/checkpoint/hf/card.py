@@ -94,14 +94,13 @@ mask = batch["attention_mask"]
 with torch.no_grad():
     hidden = body(batch["input_ids"], attention_mask=mask).last_hidden_state
     last = hidden[torch.arange(len(hidden)), mask.sum(dim=1) - 1]
-{head}
+    {head}
 rewards = {read}{plus_means}  # [texts, {count}]"""
 
-_TWO_LAYERS = """\
-    inner = (last @ head["score.0.weight"].T + head["score.0.bias"]).relu()
+_LINEAR = """logits = last @ head["{layer}.weight"].T"""
+_ONE_LAYER = """logits = last @ head["{layer}.weight"].T + head["{layer}.bias"]"""
+_TWO_LAYERS = """inner = (last @ head["score.0.weight"].T + head["score.0.bias"]).relu()
     logits = inner @ head["score.2.weight"].T + head["score.2.bias"]"""
-_ONE_LAYER = """\
-    logits = last @ head["{layer}.weight"].T + head["{layer}.bias"]"""
 
 # Of bins: the expected value of each attribute, by the softmax of its logits.
 _EXPECTED = """(logits.unflatten(1, (-1, {width})).softmax(-1) * torch.tensor({values})).sum(-1)"""
@@ -123,11 +122,13 @@ def model_card(
     base: str | None = None,
     *,
     form: str = LINEAR.last,
+    is_loaded_whole: bool = True,
 ) -> str:
     """Render ``README.md`` of the folder ``name``; the run is looked up beside ``archive``.
 
     ``trained_in`` is the dtype before the export, by the contract's names. With a ``base`` the
-    folder is an adapter of that model. ``form`` is the head's (``HeadOut``).
+    folder is an adapter of that model. ``form`` is the head's (``HeadOut``). Unless
+    ``is_loaded_whole`` transformers has a class for the decoder only.
     """
     return _CARD.format(
         name=name,
@@ -136,7 +137,7 @@ def model_card(
         attributes=", ".join(contract.attributes),
         kind={"binary_ranking": "ranking of pairs"}.get(contract.reward_model_type, "regression"),
         source=archive.name,
-        snippet=_snippet(name, contract, base, form),
+        snippet=_snippet(name, contract, base, form, is_loaded_whole=is_loaded_whole),
         offsets=_offsets(contract),
         pad_token=f"`{pad_token}`",
         hash=contract.hash,
@@ -147,21 +148,24 @@ def model_card(
     )
 
 
-def _snippet(name: str, contract: ScoringContract, base: str | None, form: str) -> str:
+def _snippet(
+    name: str, contract: ScoringContract, base: str | None, form: str, *, is_loaded_whole: bool
+) -> str:
     means, readout = list(contract.label_means), contract.output_readout
     code = (_LOADED if base is None else _ADAPTED) + _SCORED
     layer = form.removesuffix(".bias").partition(".2")[0]
-    if form != LINEAR.last:
+    if not is_loaded_whole:
         code = _WITH_BODY + _SCORED_BY_BODY
     read = "logits"
     if readout is not None:
         values = [list(row) for row in readout.numbers]
         read = _EXPECTED.format(width=readout.width, values=values)
+    head = {LINEAR.last: _LINEAR, TWO_LAYERS.last: _TWO_LAYERS}.get(form, _ONE_LAYER)
     return code.format(
         name=name,
         base=base,
         layer=layer,
-        head=(_TWO_LAYERS if form == TWO_LAYERS.last else _ONE_LAYER).format(layer=layer),
+        head=head.format(layer=layer),
         texts=_CONVERSATION if contract.template else f"texts = [{_raw('a text', contract)}]",
         read=read,
         plus_means=f" + torch.tensor({means})" if any(means) else "",

@@ -393,6 +393,7 @@ def contract_of(
     labels: list[str] | None,
     tokenizer: Tokenizer,
     precision: Precision,
+    longest: int,
     template: str | None,
     seq_length: int | None,
 ) -> ScoringContract | None:
@@ -400,8 +401,9 @@ def contract_of(
 
     Args:
         labels: as ``labels_of`` gives them.
+        longest: tokens of the model's longest text.
         template: as ``model.data.template``; None is the tokenizer's.
-        seq_length: None is the model's longest text, but at most 4096 tokens.
+        seq_length: None is ``longest``, but at most 4096 tokens.
 
     Raises:
         CheckpointError: its own contract is of another model, or the tokenizer lacks what a new one
@@ -418,7 +420,6 @@ def contract_of(
         contract.check_template_ends(tokenizer)
         _check_own(contract, labels, tokenizer.fingerprint)
         return contract.with_dtype(precision)
-    longest = int(found.config["max_position_embeddings"])
     is_ranking = len(labels) == 1
     settings = ModelConfig(
         reward_model_type=RewardModelType.binary_ranking

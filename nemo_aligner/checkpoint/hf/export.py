@@ -29,6 +29,7 @@ from nemo_aligner.checkpoint.hf.check import (
     check_folder,
     cut,
     encode_texts,
+    has_class,
     our_logits,
     read_as_it_runs,
 )
@@ -171,7 +172,8 @@ def _export(
     gc.collect()  # the modules form reference cycles
     logits = as_exported(logits, contract, head, merge=options.merge)
     pad_token, pad_id = choose_pad(tokenizer, {ids[-1] for _, ids in texts})
-    architecture = architecture_of(archive.family.to_hf(archive.config)["model_type"])
+    model_type = archive.family.to_hf(archive.config)["model_type"]
+    architecture = architecture_of(model_type)
     suffix = _SUFFIXES.get(head.form, REWARD_SUFFIX)
     architecture = architecture.removesuffix(REWARD_SUFFIX) + suffix
     config = hf_config(
@@ -192,6 +194,7 @@ def _export(
         options.base_license,
         contract.dtype,
         form=head.form,
+        is_loaded_whole=head.form == LINEAR.last and has_class(architecture, model_type),
     )
     (staging / "README.md").write_text(card, encoding="utf-8")
     say("scoring the same texts with transformers ...")
