@@ -157,8 +157,7 @@ def _convert(
     wanted = hf_shapes(rules, config)
     if head is not None and labels is not None:
         # The embeddings, whose rows a head may be of, are among them already.
-        named = replace(head, outputs=num_outputs(found, labels))
-        wanted = named.sizes(config["hidden_size"]) | wanted
+        wanted = head.sizes(config["hidden_size"], num_outputs(found, labels)) | wanted
     left_out = unread_head_tensors(found, head, choice)
     if head is not None:
         left_out += [name for name in family.untied.hf if name in found.tensors.keys() - wanted]

@@ -173,9 +173,8 @@ def _export(
     logits = as_exported(logits, contract, head, merge=options.merge)
     pad_token, pad_id = choose_pad(tokenizer, {ids[-1] for _, ids in texts})
     model_type = archive.family.to_hf(archive.config)["model_type"]
-    architecture = architecture_of(model_type)
-    suffix = _SUFFIXES.get(head.form, REWARD_SUFFIX)
-    architecture = architecture.removesuffix(REWARD_SUFFIX) + suffix
+    architecture = architecture_of(model_type).removesuffix(REWARD_SUFFIX)
+    architecture += _SUFFIXES.get(head.form, REWARD_SUFFIX)
     config = hf_config(
         archive.family, archive.config, exported, architecture, pad_id, stored.torch_name
     )

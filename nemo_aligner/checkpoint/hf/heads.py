@@ -158,12 +158,12 @@ class FoundHead:
         told = [f"row {row} ({tokenizer.decode([row])!r})" for row in ids]
         return replace(self, rows=tuple(ids), about=f"{name}, {' minus '.join(told)}")
 
-    def sizes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """Shapes that its tensors have to have, by their names in the checkpoint."""
+    def sizes(self, hidden_size: int, outputs: int) -> dict[str, tuple[int, ...]]:
+        """Shapes that its tensors have to have for so many outputs, by the checkpoint's names."""
         if self.rows:
             name = self.names["weight"]
             return {name: (next(iter(self.stored[name].shape), 0), hidden_size)}
-        sizes = (self.shape or HeadShape()).tensors(self.outputs, hidden_size)
+        sizes = (self.shape or HeadShape()).tensors(outputs, hidden_size)
         return {name: sizes[ours] for ours, name in self.names.items()}
 
     def tensors(self, hidden_size: int) -> dict[str, LazyTensor]:
