@@ -169,6 +169,30 @@ def trl_python() -> Path:
 
 
 @pytest.fixture(scope="session")
+def rewardbench_python() -> Path:
+    """A python with rewardbench, and the transformers and the TRL that it asks for."""
+
+    rewardbench = "rewardbench==0.1.4"
+    # What it asks for, of its time.
+    its_own = (
+        "transformers==4.51.0",
+        "accelerate==1.6.0",
+        "datasets==3.5.0",
+        "fschat==0.2.36",
+        "trl==0.16.1",
+        "wandb==0.19.9",
+        "pandas==2.2.3",
+        "setuptools<81",
+        "sentencepiece",
+    )
+
+    def make(folder: Path) -> None:
+        make_environment(folder, *its_own, alone=(rewardbench,))
+
+    return kept_environment("rewardbench", (*its_own, rewardbench), make) / "bin" / "python"
+
+
+@pytest.fixture(scope="session")
 def tokenizer_folder(once: Once) -> Path:
     return once("tokenizer", tiny.write_tokenizer)
 

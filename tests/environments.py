@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -16,6 +17,8 @@ from filelock import FileLock
 # Where environments are kept from one run to the next; they may be deleted at any time.
 FOLDER_VARIABLE = "NEMO_ALIGNER_TEST_ENVIRONMENTS"
 _INSTALL_S = 600
+# A Python that has vLLM: its package is too large to install for a test.
+VLLM_VARIABLE = "NEMO_ALIGNER_TEST_VLLM_PYTHON"
 
 
 def kept_environments() -> Path:
@@ -102,3 +105,12 @@ def package(name: str) -> Path:
         wheels[0].unlink()
 
     return kept_environment(name.partition("=")[0], (name,), make)
+
+
+def vllm_python() -> str:
+    """A Python with vLLM; the test is skipped where none is named."""
+    if importlib.util.find_spec("vllm") is not None:
+        return sys.executable
+    if VLLM_VARIABLE not in os.environ:
+        pytest.skip(f"vLLM is not installed, and {VLLM_VARIABLE} names no Python that has it")
+    return os.environ[VLLM_VARIABLE]

@@ -209,12 +209,12 @@ def classifier(config: Any) -> Any:
     return type("Classifier", (GenericForSequenceClassification, base), {})
 
 
-def write_hf_checkpoint(folder: Path, case: str) -> None:
+def write_hf_checkpoint(folder: Path, case: str, **settings: Any) -> None:
     """A random causal language model in safetensors, with a tokenizer."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(hf_config(case))
+    model = AutoModelForCausalLM.from_config(hf_config(case, **settings))
     _shift_norms(model)
     model.save_pretrained(folder)
     tiny.write_tokenizer(folder)

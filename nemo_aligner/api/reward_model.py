@@ -206,6 +206,7 @@ class RewardModel:
         *,
         dtype: str | None = None,
         merge: bool = False,
+        head: str | None = None,
         adapter_of: str | None = None,
         max_shard_bytes: int = _SHARD_BYTES,
         base_license: str = "unknown",
@@ -213,9 +214,10 @@ class RewardModel:
         """Write a Hugging Face folder that scores the same, as ``nemo-aligner export`` does.
 
         Args:
-            output: the folder to make
-            dtype: ``fp32`` or ``bf16``, of the body; None: as stored
+            output: the folder to make, or a ``.gguf`` file for llama.cpp
+            dtype: ``fp32``, ``bf16`` or ``fp16``, of the body; None: as stored
             merge: one output, the attributes by the weights of the contract
+            head: form of the head, ``score.bias`` or ``v_head.summary``; None: its own
             adapter_of: write LoRA by itself, for peft, onto this base model
             max_shard_bytes: of a safetensors file
             base_license: the base model's licence, for the model card
@@ -232,6 +234,7 @@ class RewardModel:
             Path(output),
             dtype=dtype,
             merge=merge,
+            head=head,
             adapter_of=adapter_of,
             max_shard_bytes=max_shard_bytes,
             base_license=base_license,
@@ -267,6 +270,7 @@ def export_archive(
     *,
     dtype: str | None,
     merge: bool,
+    head: str | None,
     adapter_of: str | None,
     max_shard_bytes: int,
     base_license: str,
@@ -276,28 +280,36 @@ def export_archive(
     Raises:
         ConfigError, CheckpointError: see ``RewardModel.export``.
     """
-    from nemo_aligner.checkpoint.hf.export import (
-        AdapterOptions,
-        ExportOptions,
-        export_adapter,
-        export_to_hf,
-    )
+    from nemo_aligner.checkpoint.hf.adapter import AdapterOptions, export_adapter
+    from nemo_aligner.checkpoint.hf.export import ExportOptions, export_to_hf
     from nemo_aligner.config.dtypes import torch_dtype
     from nemo_aligner.distributed.launch import single_process
     from nemo_aligner.distributed.layout import initialize_layout
 
-    if adapter_of is not None:
-        if dtype is not None:
-            raise ConfigError("dtype: an adapter is written as it is stored, wanted none")
-        wanted = AdapterOptions(adapter_of, merge, base_license)
-        with single_process():
-            return export_adapter(archive, output, initialize_layout(), wanted)
     how = ExportOptions(
         dtype=None if dtype is None else torch_dtype(Precision(dtype)),
         merge=merge,
+        head=head,
         max_shard_bytes=max_shard_bytes,
         base_license=base_license,
     )
+    if output.suffix.lower() == ".gguf":
+        if adapter_of is not None or head is not None:
+            raise ConfigError(f"{output}: got an adapter or a head's form, wanted none for a .gguf")
+        from nemo_aligner.checkpoint.hf.gguf_out import export_to_gguf
+
+        with single_process():
+            return export_to_gguf(archive, output, how)
+    if adapter_of is not None:
+        if dtype is not None:
+            raise ConfigError("dtype: an adapter is written as it is stored, wanted none")
+        if head is not None:
+            raise ConfigError(
+                f"head: got {head!r} for an adapter of peft, which has score; wanted none"
+            )
+        wanted = AdapterOptions(adapter_of, merge, base_license)
+        with single_process():
+            return export_adapter(archive, output, initialize_layout(), wanted)
     with single_process():
         return export_to_hf(archive, output, initialize_layout(), how)
 

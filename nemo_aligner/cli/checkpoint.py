@@ -151,14 +151,23 @@ def export_parser() -> Parser:
         "--input", required=True, type=Path, metavar="FILE", help="a reward model's .nemo"
     )
     parser.add_argument(
-        "--output", required=True, type=Path, metavar="FOLDER", help="the folder to make"
+        "--output",
+        required=True,
+        type=Path,
+        metavar="FOLDER",
+        help="the folder to make, or a .gguf file for llama.cpp",
     )
     parser.add_argument(
-        "--dtype", choices=("fp32", "bf16"), help="dtype of the body; default: as stored"
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the body; default: as stored"
     )
     parser.add_argument(
         "--merge", action="store_true",
         help="write one output: the attributes, weighted as the scoring contract says",
+    )  # fmt: skip
+    parser.add_argument(
+        "--head", metavar="NAME",
+        help="form of a head of one matrix: score (default), score.bias for vLLM, which has a "
+        "place for the constant of a reward, or v_head.summary, TRL's and LLaMA-Factory's",
     )  # fmt: skip
     parser.add_argument(
         "--adapter-of", metavar="MODEL",
@@ -184,6 +193,7 @@ def run_export(options: argparse.Namespace) -> int:
             options.output,
             dtype=options.dtype,
             merge=options.merge,
+            head=options.head,
             adapter_of=options.adapter_of,
             max_shard_bytes=options.max_shard_size,
             base_license=options.base_license,

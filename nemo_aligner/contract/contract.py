@@ -142,6 +142,15 @@ class ScoringContract:
         return 1 if readout is None else readout.width
 
     @property
+    def output_names(self) -> list[str]:
+        """Names of the head's outputs, such as ``helpfulness=0.5`` of a bin."""
+        readout = self.output_readout
+        if readout is None:
+            return list(self.attributes)
+        rows = zip(self.attributes, readout.numbers, strict=True)
+        return [f"{name}={number:g}" for name, row in rows for number in row]
+
+    @property
     def template_kwargs(self) -> str:
         """``chat_template_kwargs``, empty where there are none."""
         return self.chat_template_kwargs or ""
@@ -437,14 +446,19 @@ def check_plain_reading(contract: ScoringContract, where: str, who: str) -> None
     Raises:
         CheckpointError: it names the file ``where`` and ``who`` takes one output for each.
     """
-    if contract.reply_marker is not None:
-        raise CheckpointError(
-            f"{where}: its head reads the mean of the reply (model.head.reads), wanted one that "
-            f"reads the last token: {who} cannot average"
-        )
+    check_last_token(contract, where, who)
     readout = contract.output_readout
     if readout is not None:
         raise CheckpointError(
             f"{where}: its head has {readout.width} outputs for each attribute ({readout.kind}), "
             f"wanted one: {who} cannot turn them into a reward"
+        )
+
+
+def check_last_token(contract: ScoringContract, where: str, who: str) -> None:
+    """Refuse a model that reads more than the last token; see ``check_plain_reading``."""
+    if contract.reply_marker is not None:
+        raise CheckpointError(
+            f"{where}: its head reads the mean of the reply (model.head.reads), wanted one that "
+            f"reads the last token: {who} cannot average"
         )

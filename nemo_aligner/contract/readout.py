@@ -49,6 +49,13 @@ class Readout:
         """K."""
         return len(self.numbers[0])
 
+    @property
+    def reward_columns(self) -> list[int] | None:
+        """Columns of the outputs that are the rewards ``[A]``; None: no single ones are."""
+        if self.kind == BINS:
+            return None
+        return [self.width * row + each.index(MEDIAN) for row, each in enumerate(self.numbers)]
+
     def rewards(self, outputs: np.ndarray) -> np.ndarray:
         """``[S, A]`` float32 of ``outputs [S, A * K]``."""
         of = {BINS: self._expected, QUANTILES: self._median}

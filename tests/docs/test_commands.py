@@ -41,6 +41,7 @@ NEEDS = {
     "MODEL=$PWD/megatron_gpt.nemo docker": "docker; tests/deploy reads the file",
     "bash scripts/run_tests.sh": "this is it",
     "docker": "docker; tests/deploy reads the file",
+    "curl localhost:8080/rerank": "llama.cpp; tests/checkpoint/hf has its server in a process",
     "kubectl": "a cluster; tests/deploy holds the files to the schemas",
     "nemo-aligner data fetch": "the hub; tests/data/test_hub.py has one of files",
     "python scripts/mutation_check.py": "minutes of both cores: it runs the tests itself",

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -17,14 +14,12 @@ import pytest
 
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from tests import tiny
-from tests.environments import package
+from tests.environments import package, vllm_python
 from tests.integrations.clients import openrlhf_client, verl_client
 from tests.integrations.clients.stand_ins import StandIns
 
 CLIENTS = Path(__file__).parent / "clients"
 RECORDED = Path(__file__).parent / "recorded" / "vllm_classify.json"
-# A Python that has vLLM: its package is too large to install for a test.
-VLLM_VARIABLE = "NEMO_ALIGNER_TEST_VLLM_PYTHON"
 CLOSE = {"rtol": 0, "atol": 1e-5}
 
 CHATS = [
@@ -114,14 +109,6 @@ def rewards_of(case: dict[str, Any], scorer: RewardScorer) -> np.ndarray:
     if isinstance(given[0], int):
         return scorer.score_tokens([given])
     return scorer.score(given) if isinstance(given[0], str) else scorer.score_tokens(given)
-
-
-def vllm_python() -> str:
-    if importlib.util.find_spec("vllm") is not None:
-        return sys.executable
-    if VLLM_VARIABLE not in os.environ:
-        pytest.skip(f"vLLM is not installed, and {VLLM_VARIABLE} names no Python that has it")
-    return os.environ[VLLM_VARIABLE]
 
 
 def test_vllm_s_objects_of_classify(gateway: str, scorer: RewardScorer) -> None:

@@ -26,7 +26,6 @@ from nemo_aligner.evaluation.run_task import TaskResult, run_task
 from nemo_aligner.evaluation.tasks import find_task
 from tests import tiny
 from tests.data.files import published, rows_of, write
-from tests.environments import kept_environment, make_environment
 from tests.once import Once
 
 LLMBAR = {
@@ -38,19 +37,6 @@ LLMBAR = {
 }
 PAIRS = 6  # of every subset
 LANGUAGES = ("cpp", "go", "java", "js", "python", "rust")
-REWARDBENCH = "rewardbench==0.1.4"
-# What it asks for, of its time.
-ITS_OWN = (
-    "transformers==4.51.0",
-    "accelerate==1.6.0",
-    "datasets==3.5.0",
-    "fschat==0.2.36",
-    "trl==0.16.1",
-    "wandb==0.19.9",
-    "pandas==2.2.3",
-    "setuptools<81",
-    "sentencepiece",
-)
 
 
 Values = list[dict[str, Any]]
@@ -92,16 +78,6 @@ def core_parts(count: int) -> dict[str, Part]:
     """By RewardBench's subset."""
     parts = {subset: llmbar(name, count) for name, subset in LLMBAR.items()}
     return {**parts, **{f"hep-{name}": humanevalpack(name, count) for name in LANGUAGES}}
-
-
-@pytest.fixture(scope="session")
-def rewardbench_python() -> Path:
-    """A python with rewardbench, and the transformers that it asks for."""
-
-    def make(folder: Path) -> None:
-        make_environment(folder, *ITS_OWN, alone=(REWARDBENCH,))
-
-    return kept_environment("rewardbench", (*ITS_OWN, REWARDBENCH), make) / "bin" / "python"
 
 
 def rewardbench(python: Path, export: Path, folder: Path) -> list[dict[str, Any]]:

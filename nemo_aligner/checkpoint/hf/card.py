@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from nemo_aligner.checkpoint.hf.heads import LINEAR, TWO_LAYERS
 from nemo_aligner.contract.contract import ScoringContract
 
 _CARD = """---
@@ -57,7 +58,7 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 model = AutoModelForSequenceClassification.from_pretrained("{name}", dtype=torch.float32).eval()
 """
 
-_LOADED_IN_PARTS = """from pathlib import Path
+_WITH_BODY = """from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
@@ -66,7 +67,7 @@ from transformers import AutoModel, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 body = AutoModel.from_pretrained("{name}", dtype=torch.float32).eval()
 files = [load_file(path) for path in Path("{name}").glob("*.safetensors")]
-head = {{key: file[key] for file in files for key in file if key.startswith("score.")}}
+head = {{key: file[key] for file in files for key in file if key.startswith("{layer}.")}}
 """
 
 _ADAPTED = """import torch
@@ -85,20 +86,24 @@ _SCORED = """{texts}
 batch = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
 with torch.no_grad():
     logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-rewards = logits{plus_means}  # [texts, {count}]"""
+rewards = {read}{plus_means}  # [texts, {count}]"""
 
-_SCORED_IN_PARTS = """{texts}
+_SCORED_BY_BODY = """{texts}
 batch = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
 mask = batch["attention_mask"]
 with torch.no_grad():
     hidden = body(batch["input_ids"], attention_mask=mask).last_hidden_state
     last = hidden[torch.arange(len(hidden)), mask.sum(dim=1) - 1]
     {head}
-rewards = logits{plus_means}  # [texts, {count}]"""
+rewards = {read}{plus_means}  # [texts, {count}]"""
 
-_LINEAR = """logits = last @ head["score.weight"].T"""
+_LINEAR = """logits = last @ head["{layer}.weight"].T"""
+_ONE_LAYER = """logits = last @ head["{layer}.weight"].T + head["{layer}.bias"]"""
 _TWO_LAYERS = """inner = (last @ head["score.0.weight"].T + head["score.0.bias"]).relu()
     logits = inner @ head["score.2.weight"].T + head["score.2.bias"]"""
+
+# Of bins: the expected value of each attribute, by the softmax of its logits.
+_EXPECTED = """(logits.unflatten(1, (-1, {width})).softmax(-1) * torch.tensor({values})).sum(-1)"""
 
 _CONVERSATION = """conversation = [
     {"role": "user", "content": "2+2?"},
@@ -116,14 +121,14 @@ def model_card(
     trained_in: str,
     base: str | None = None,
     *,
-    is_linear: bool = True,
+    form: str = LINEAR.last,
     is_loaded_whole: bool = True,
 ) -> str:
     """Render ``README.md`` of the folder ``name``; the run is looked up beside ``archive``.
 
     ``trained_in`` is the dtype before the export, by the contract's names. With a ``base`` the
-    folder is an adapter of that model. Unless ``is_linear`` the head has two layers.
-    Unless ``is_loaded_whole`` transformers has a class for the decoder only.
+    folder is an adapter of that model. ``form`` is the head's (``HeadOut``). Unless
+    ``is_loaded_whole`` transformers has a class for the decoder only.
     """
     return _CARD.format(
         name=name,
@@ -132,9 +137,7 @@ def model_card(
         attributes=", ".join(contract.attributes),
         kind={"binary_ranking": "ranking of pairs"}.get(contract.reward_model_type, "regression"),
         source=archive.name,
-        snippet=_snippet(
-            name, contract, base, is_linear=is_linear, is_loaded_whole=is_loaded_whole
-        ),
+        snippet=_snippet(name, contract, base, form, is_loaded_whole=is_loaded_whole),
         offsets=_offsets(contract),
         pad_token=f"`{pad_token}`",
         hash=contract.hash,
@@ -146,22 +149,25 @@ def model_card(
 
 
 def _snippet(
-    name: str,
-    contract: ScoringContract,
-    base: str | None,
-    *,
-    is_linear: bool,
-    is_loaded_whole: bool,
+    name: str, contract: ScoringContract, base: str | None, form: str, *, is_loaded_whole: bool
 ) -> str:
-    means = list(contract.label_means)
+    means, readout = list(contract.label_means), contract.output_readout
     code = (_LOADED if base is None else _ADAPTED) + _SCORED
+    layer = form.removesuffix(".bias").partition(".2")[0]
     if not is_loaded_whole:
-        code = _LOADED_IN_PARTS + _SCORED_IN_PARTS
+        code = _WITH_BODY + _SCORED_BY_BODY
+    read = "logits"
+    if readout is not None:
+        values = [list(row) for row in readout.numbers]
+        read = _EXPECTED.format(width=readout.width, values=values)
+    head = {LINEAR.last: _LINEAR, TWO_LAYERS.last: _TWO_LAYERS}.get(form, _ONE_LAYER)
     return code.format(
         name=name,
         base=base,
-        head=_LINEAR if is_linear else _TWO_LAYERS,
+        layer=layer,
+        head=head.format(layer=layer),
         texts=_CONVERSATION if contract.template else f"texts = [{_raw('a text', contract)}]",
+        read=read,
         plus_means=f" + torch.tensor({means})" if any(means) else "",
         count=len(contract.attributes),
     )
@@ -182,6 +188,12 @@ def _raw(text: str, contract: ScoringContract) -> str:
 
 
 def _offsets(contract: ScoringContract) -> str:
+    if contract.readout is not None:
+        return (
+            "**The logits are not the rewards.** They are those of bins: the reward of an "
+            "attribute is the mean of its bins' values, weighted by the softmax of its logits, as "
+            "above (`readout` in `config.json` has the values)."
+        )
     if not any(contract.label_means):
         return "The logits are the rewards: add nothing to them, and apply no sigmoid."
     return (

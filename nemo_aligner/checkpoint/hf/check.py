@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import LAYERS
-from nemo_aligner.checkpoint.hf.heads import find_head, load_with_head
-from nemo_aligner.checkpoint.hf.source import HF_HEAD, REWARD_SUFFIX, open_source
+from nemo_aligner.checkpoint.hf.families.base import HF_HEAD
+from nemo_aligner.checkpoint.hf.heads import find_head, is_of_head, load_with_head
+from nemo_aligner.checkpoint.hf.source import REWARD_SUFFIX, open_source
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.tokenizer import Tokenizer
@@ -150,7 +151,9 @@ def _load(folder: Path) -> tuple[Any, Any]:
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     found = open_source(folder)
-    if not has_class(str(found.config["architectures"][0]), found.config["model_type"]):
+    is_linear = {name for name in found.tensors if is_of_head(name)} == {HF_HEAD}
+    architecture, model_type = str(found.config["architectures"][0]), found.config["model_type"]
+    if not (is_linear and has_class(architecture, model_type)):
         head = find_head(found)
         assert head is not None  # it was just written
         model = load_with_head(str(folder), found, head, "auto").to(current_device()).eval()

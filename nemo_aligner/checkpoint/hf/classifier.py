@@ -7,6 +7,7 @@ rewards can be compared with ours. Conversion needs only the names of its output
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,7 @@ import torch
 
 from nemo_aligner.checkpoint.decoder_tensors import attribute_names
 from nemo_aligner.checkpoint.hf.heads import (
+    READOUT_KEY,
     REWARD_TOKEN_KEY,
     FoundHead,
     find_head,
@@ -47,6 +49,7 @@ from nemo_aligner.contract.messages import (
     read_text,
     reply_of,
 )
+from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.template_check import freeze_date
 from nemo_aligner.contract.template_probe import TemplateReading
 from nemo_aligner.contract.templates import names_in
@@ -80,10 +83,19 @@ class HfRewardModel:
     @property
     def attributes(self) -> tuple[str, ...]:
         """Names of its outputs; "reward" for a single unnamed one."""
+        means = getattr(self.model.config, "label_means", None)
+        if self._readout is not None and means:
+            return tuple(means)
         labels = self.model.config.id2label
         names = tuple(str(labels[number]) for number in range(self.model.config.num_labels))
         is_unnamed = len(names) == 1 and names[0].startswith(_UNNAMED)
         return ("reward",) if is_unnamed else names
+
+    @cached_property
+    def _readout(self) -> Readout | None:
+        """How rewards follow from logits of bins, if our export says so."""
+        found = getattr(self.model.config, READOUT_KEY, None)
+        return None if found is None else Readout.from_json(json.dumps(found))
 
     def encode(self, text: Text) -> EncodedText:
         """Tokenize a text.
@@ -158,13 +170,15 @@ class HfRewardModel:
     def score_token_lists(self, token_lists: Sequence[list[int]]) -> np.ndarray:
         """``score`` for the token ids of texts that ``encode`` accepted."""
         total = len(token_lists)
-        rewards = np.zeros((total, len(self.attributes)), dtype=np.float32)
+        rewards = np.zeros((total, self.model.config.num_labels), dtype=np.float32)
         done = 0
         self.watch(0, total)
         for rows in self._batches(token_lists):
             rewards[rows] = self._logits([token_lists[row] for row in rows])
             done += len(rows)
             self.watch(done, total)
+        if self._readout is not None:
+            rewards = self._readout.rewards(rewards)
         means = getattr(self.model.config, "label_means", None) or {}
         return rewards + np.array([means.get(name, 0) for name in self.attributes], np.float32)
 
@@ -312,7 +326,28 @@ def labels_of(
         )
     if attributes is not None:
         return list(attribute_names(attributes, head.outputs))
-    return _stated_labels(found, head)
+    labels, contract = _stated_labels(found, head), _contract_of_bins(found)
+    if contract is None:
+        return labels
+    if labels != contract.output_names:
+        raise CheckpointError(
+            f"config.json: id2label: got {shown(labels)}, {CONTRACT_NAME} wants "
+            f"{shown(contract.output_names)}"
+        )
+    return list(contract.attributes)
+
+
+def num_outputs(found: Source, labels: Sequence[str]) -> int:
+    """Outputs that a head of these ``labels_of`` has to have."""
+    contract = _contract_of_bins(found)
+    return len(labels if contract is None else contract.output_names)
+
+
+def _contract_of_bins(found: Source) -> ScoringContract | None:
+    """The contract of our export of a head of bins, which has several outputs an attribute."""
+    if found.contract is None or found.contract.get("readout") is None:
+        return None
+    return ScoringContract.from_dict(found.contract)
 
 
 def _stated_labels(found: Source, head: FoundHead) -> list[str]:
@@ -379,6 +414,9 @@ def contract_of(
         return None
     if found.contract is not None:
         contract = ScoringContract.from_dict(found.contract)
+        if found.remakes_tokenizer:
+            fingerprint = tokenizer.fingerprint
+            contract = dataclasses.replace(contract, tokenizer_fingerprint=fingerprint)
         contract.check_template_ends(tokenizer)
         _check_own(contract, labels, tokenizer.fingerprint)
         return contract.with_dtype(precision)

@@ -20,7 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING, HEAD_PREFIX, LAYERS, PREFIX
-from nemo_aligner.checkpoint.hf.classifier import contract_of, labels_of, refuse_options
+from nemo_aligner.checkpoint.hf.classifier import (
+    contract_of,
+    labels_of,
+    num_outputs,
+    refuse_options,
+)
 from nemo_aligner.checkpoint.hf.families import family_of, find_family
 from nemo_aligner.checkpoint.hf.families.base import (
     ModelFamily,
@@ -42,7 +47,7 @@ from nemo_aligner.checkpoint.nemo.open import NemoFolder, scratch_beside, write_
 from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices, save_lazy
 from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
 from nemo_aligner.config.dtypes import format_of
-from nemo_aligner.contract.contract import ScoringContract, check_plain_reading
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.distributed.launch import single_process
 from nemo_aligner.models.lora import folded
@@ -152,7 +157,7 @@ def _convert(
     wanted = hf_shapes(rules, config)
     if head is not None and labels is not None:
         # The embeddings, whose rows a head may be of, are among them already.
-        wanted = replace(head, outputs=len(labels)).sizes(config["hidden_size"]) | wanted
+        wanted = head.sizes(config["hidden_size"], num_outputs(found, labels)) | wanted
     left_out = unread_head_tensors(found, head, choice)
     if head is not None:
         left_out += [name for name in family.untied.hf if name in found.tensors.keys() - wanted]
@@ -174,7 +179,7 @@ def _convert(
             for name, tensor in head.tensors(config["hidden_size"]).items():
                 tensors[PREFIX + HEAD_PREFIX + name] = tensor
             archived["reward_model_type"] = contract.reward_model_type
-            archived["regression"] = {"num_attributes": len(contract.attributes)}
+            archived["regression"] = {"num_attributes": len(contract.output_names)}
         save_lazy(tensors, layers, scratch / "weights")
         score_rules = None if contract is None else contract.to_dict()
         write_nemo(output, archived, scratch / "weights", scratch / "tokenizer", score_rules)
@@ -268,15 +273,6 @@ _WITH_DEFAULTS = (
     "rotary_percentage",
     "qkv_bias",
 )
-
-
-def check_head(folder: NemoFolder, contract: ScoringContract) -> None:
-    """Refuse a head that Hugging Face's reward models have no place for.
-
-    Raises:
-        CheckpointError: it reads more than the last token, or has several outputs per attribute.
-    """
-    check_plain_reading(contract, str(folder.source), "a reward model of Hugging Face")
 
 
 @dataclass(frozen=True)
@@ -402,33 +398,37 @@ class RewardArchive:
 def read_head(
     archive: RewardArchive, contract: ScoringContract, *, merge: bool
 ) -> dict[str, Tensor]:
-    """Read the head in fp32; to merge, its A outputs become one, summed by weight."""
-    head = archive.head()
+    """Read the head in fp32; to merge, its A outputs become one, summed by weight.
+
+    Of quantiles only the medians are kept, as these are the rewards.
+
+    Raises:
+        CheckpointError: bins are to be merged, which are no rewards yet.
+    """
+    head, readout = archive.head(), contract.output_readout
+    parts = [name for name in ("weight", "bias") if name in head]
+    if readout is not None and readout.reward_columns is not None:
+        head |= {name: head[name][readout.reward_columns] for name in parts}
+    elif readout is not None and merge:
+        raise CheckpointError(
+            f"merge: got a head of {readout.kind}, whose outputs are no rewards; wanted it without"
+        )
     if merge:
         weights = torch.tensor(contract.attribute_weights)[None]
-        head |= {name: weights @ head[name] for name in ("weight", "bias") if name in head}
+        head |= {name: weights @ head[name] for name in parts}
     return head
 
 
 def exported_contract(
-    contract: ScoringContract,
-    offset: Tensor | None,
-    *,
-    merge: bool,
-    dtype: torch.dtype | None = None,
+    contract: ScoringContract, *, merge: bool, dtype: torch.dtype | None = None
 ) -> ScoringContract:
-    """Contract of the exported model: of another dtype, or with all attributes merged.
-
-    ``offset`` is what ``head_to_hf`` left out, which joins the label means.
-    """
+    """Contract of the exported model: of another dtype, of medians, with attributes merged."""
     if dtype is not None:
         contract = contract.with_dtype(format_of(dtype).precision)
-    if merge:
-        contract = _merged_contract(contract)
-    if offset is None:
-        return contract
-    means = torch.tensor(contract.label_means, dtype=torch.float64) + offset.double()
-    return contract.with_label_means(means.tolist())
+    readout = contract.output_readout
+    if readout is not None and readout.reward_columns is not None:
+        contract = contract.with_readout(None)
+    return _merged_contract(contract) if merge else contract
 
 
 def _merged_contract(contract: ScoringContract) -> ScoringContract:

@@ -1,4 +1,4 @@
-"""Export of a reward model as a Hugging Face folder or a peft adapter, checked before it is named.
+"""Export of a reward model as a Hugging Face folder, checked before it is named.
 
 Tensors are read from the archive one after the other. What was written is loaded by transformers,
 and must give the archive's token ids, and its rewards within 1e-4 in fp32.
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.card import model_card
@@ -27,7 +27,6 @@ from nemo_aligner.checkpoint.hf.check import (
     TWO_LAYERS_SUFFIX,
     architecture_of,
     check_folder,
-    compare,
     cut,
     encode_texts,
     has_class,
@@ -36,7 +35,6 @@ from nemo_aligner.checkpoint.hf.check import (
 )
 from nemo_aligner.checkpoint.hf.convert import (
     RewardArchive,
-    check_head,
     exported_contract,
     read_head,
 )
@@ -44,11 +42,14 @@ from nemo_aligner.checkpoint.hf.families.base import ModelFamily
 from nemo_aligner.checkpoint.hf.heads import (
     LINEAR,
     PREFIX_KEY,
+    READOUT_KEY,
     REWARD_TOKEN_KEY,
-    head_to_hf,
-    quiet_about_heads,
+    SCORE_WITH_BIAS,
+    TWO_LAYERS,
+    VALUE_LAYER,
+    HeadOut,
 )
-from nemo_aligner.checkpoint.hf.source import HF_HEAD, REWARD_SUFFIX
+from nemo_aligner.checkpoint.hf.source import HEAD_NAME, REWARD_SUFFIX
 from nemo_aligner.checkpoint.nemo.open import (
     CONTRACT_NAME,
     NemoFolder,
@@ -56,17 +57,16 @@ from nemo_aligner.checkpoint.nemo.open import (
     scratch_beside,
     sync_to_disk,
 )
-from nemo_aligner.checkpoint.nemo.reward_model import reward_model_of, reward_model_without_weights
-from nemo_aligner.checkpoint.weights.safe_pickle import bounded_torch_load
+from nemo_aligner.checkpoint.nemo.reward_model import reward_model_without_weights
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import format_of
-from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.contract import (
+    ScoringContract,
+    check_last_token,
+)
 from nemo_aligner.contract.templates import with_kwargs_inside
 from nemo_aligner.contract.tokenizer import Tokenizer
-from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.lora import folded
-from nemo_aligner.models.shape import LoraShape, ModelShape, check_is_linear
 from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import CheckpointError
 
@@ -75,10 +75,17 @@ from nemo_aligner.utils.errors import CheckpointError
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """``dtype`` None keeps the stored one; ``merge`` merges the attributes into one reward."""
+    """Options of ``export_to_hf``.
+
+    Attributes:
+        dtype: None keeps the stored one.
+        merge: merge the attributes into one reward.
+        head: form of the head (``HeadOut.of``); None is its own.
+    """
 
     dtype: torch.dtype | None = None
     merge: bool = False
+    head: str | None = None
     max_shard_bytes: int = 5 * 10**9
     base_license: str = "unknown"
 
@@ -90,6 +97,7 @@ class ExportSummary:
     Attributes:
         largest_difference: of a reward in the check.
         zero_groups: query groups of zeros that were left out, of the archive's ``query_groups``.
+        notes: what a reader of the head has to know.
     """
 
     output: Path
@@ -102,6 +110,7 @@ class ExportSummary:
     largest_difference: float
     query_groups: int
     zero_groups: int
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [
@@ -118,6 +127,7 @@ class ExportSummary:
                 f"query groups: {kept}; left out {self.zero_groups} of zeros that the archive has "
                 f"for tensor parallelism (convert --tensor-parallel {ranks} adds them again)"
             )
+        lines += self.notes
         if any(self.contract.label_means):
             means = dict(zip(self.contract.attributes, self.contract.label_means, strict=True))
             lines.append(
@@ -149,10 +159,9 @@ def _export(
     say(f"scoring texts with {folder.source} ...")
     loaded = reward_model_without_weights(folder, layout, Precision.fp32, with_adapters=False)
     contract, tokenizer = ScoringContract.from_dict(folder.contract or {}), loaded.tokenizer
-    check_head(folder, contract)
+    check_last_token(contract, str(folder.source), HF_MODEL)
     archive = RewardArchive.of(folder)
-    head, offset = head_to_hf(read_head(archive, contract, merge=options.merge))
-    exported = exported_contract(contract, offset, merge=options.merge, dtype=options.dtype)
+    head, exported = head_of(archive, contract, options)
     stored = format_of(options.dtype or archive.embedding_dtype)
     texts = encode_texts(contract, tokenizer)
     read_as_it_runs(loaded.model, partial(archive.read_as_exported, dtype=options.dtype))
@@ -161,17 +170,18 @@ def _export(
         logits = our_logits(loaded.model, token_lists, layout)
     del loaded
     gc.collect()  # the modules form reference cycles
-    logits = _as_exported(logits, contract, offset, merge=options.merge)
+    logits = as_exported(logits, contract, head, merge=options.merge)
     pad_token, pad_id = choose_pad(tokenizer, {ids[-1] for _, ids in texts})
     model_type = archive.family.to_hf(archive.config)["model_type"]
-    architecture = architecture_of(model_type)
-    if HF_HEAD not in head:
-        architecture = architecture.removesuffix(REWARD_SUFFIX) + TWO_LAYERS_SUFFIX
+    architecture = architecture_of(model_type).removesuffix(REWARD_SUFFIX)
+    architecture += _SUFFIXES.get(head.form, REWARD_SUFFIX)
     config = hf_config(
         archive.family, archive.config, exported, architecture, pad_id, stored.torch_name
     )
     say(f"writing {output} ...")
-    shards = _write_weights(archive, head, staging, config["vocab_size"], options)
+    shards = _write_weights(archive, head.tensors, staging, config["vocab_size"], options)
+    if head.form == VALUE_LAYER.last:
+        save_file(head.tensors, staging / HEAD_NAME, metadata={"format": "pt"})
     write_json(staging / "config.json", config)
     write_json(staging / CONTRACT_NAME, exported.to_dict())
     write_tokenizer(staging, tokenizer, exported, pad_token)
@@ -182,8 +192,8 @@ def _export(
         folder.source,
         options.base_license,
         contract.dtype,
-        is_linear=HF_HEAD in head,
-        is_loaded_whole=has_class(architecture, model_type),
+        form=head.form,
+        is_loaded_whole=head.form == LINEAR.last and has_class(architecture, model_type),
     )
     (staging / "README.md").write_text(card, encoding="utf-8")
     say("scoring the same texts with transformers ...")
@@ -200,16 +210,56 @@ def _export(
         largest_difference=largest_difference,
         query_groups=archive.num_query_groups,
         zero_groups=archive.num_query_groups - archive.config["num_query_groups"],
+        notes=tuple(_notes(contract, exported, head.form)),
     )
 
 
-def _as_exported(
-    logits: Tensor, contract: ScoringContract, offset: Tensor | None, *, merge: bool
-) -> Tensor:
-    """Logits ``[N, A]`` of the exported head, from those of the archive's."""
+# Ends of a class's name, by the form of its head; the value head stands beside a language model.
+_LANGUAGE_MODEL = "ForCausalLM"
+_SUFFIXES = {TWO_LAYERS.last: TWO_LAYERS_SUFFIX, VALUE_LAYER.last: _LANGUAGE_MODEL}
+# For errors: whose model it is to be.
+HF_MODEL = "a reward model of Hugging Face"
+
+
+def head_of(
+    archive: RewardArchive, contract: ScoringContract, options: ExportOptions
+) -> tuple[HeadOut, ScoringContract]:
+    """The head to write, and the contract that goes with it.
+
+    Raises:
+        CheckpointError: the head does not fit into the form that is asked for.
+    """
+    stored = read_head(archive, contract, merge=options.merge)
+    exported = exported_contract(contract, merge=options.merge, dtype=options.dtype)
+    are_rewards = exported.readout is None
+    head = HeadOut.of(stored, options.head, exported.label_means, are_rewards=are_rewards)
+    return head, exported.with_label_means(head.means)
+
+
+def as_exported(logits: Tensor, contract: ScoringContract, head: HeadOut, *, merge: bool) -> Tensor:
+    """Logits of the exported head, ``[N, A]`` or of bins ``[N, A * K]``, from the archive's."""
+    readout = contract.output_readout
+    if readout is not None and readout.reward_columns is not None:
+        logits = logits[:, readout.reward_columns]
     if merge:
         logits = logits @ torch.tensor(contract.attribute_weights)[:, None]
-    return logits if offset is None else logits - offset
+    return logits if head.shift is None else logits + head.shift
+
+
+def _notes(contract: ScoringContract, exported: ScoringContract, form: str) -> Iterator[str]:
+    """Say what the exported head lacks, or asks of its readers."""
+    if contract.readout != exported.readout:
+        yield (
+            "left out: all quantiles but the median, which is the reward; with them goes how "
+            "certain it is"
+        )
+    if exported.readout is not None:
+        yield (
+            "WARNING: the logits are those of bins. A reward is the mean of an attribute's values "
+            "by their softmax (readout in config.json; the model card has the program)"
+        )
+    if form == SCORE_WITH_BIAS:
+        yield "WARNING: transformers leaves score.bias out; vLLM and this package read it"
 
 
 def _write_weights(
@@ -398,10 +448,12 @@ def hf_config(
     dtype: str,
 ) -> dict[str, Any]:
     """``config.json`` of a reward model; ``config`` is NeMo's, ``dtype`` the stored weights'."""
-    names = dict(enumerate(contract.attributes))
+    names = dict(enumerate(contract.output_names))
+    readout = contract.output_readout
     statistics: dict[str, Any] = {}
     reward_token_id = contract.reward_token_id
-    if contract.reward_mean and contract.reward_std and len(names) == 1:
+    is_read_by_openrlhf = len(names) == 1 and not architecture.endswith(_LANGUAGE_MODEL)
+    if contract.reward_mean and contract.reward_std and is_read_by_openrlhf:
         # For OpenRLHF, which normalizes logits by them if it is told --normalize_reward.
         mean = contract.reward_mean[0] - contract.label_means[0]
         statistics = {PREFIX_KEY: LINEAR.last, "mean": mean, "std": contract.reward_std[0]}
@@ -421,156 +473,9 @@ def hf_config(
         "torch_dtype": dtype,
         "scoring_contract_hash": contract.hash,
         **({} if reward_token_id is None else {REWARD_TOKEN_KEY: reward_token_id}),
+        # How rewards follow from the logits of bins.
+        **({} if readout is None else {READOUT_KEY: json.loads(readout.to_json())}),
         # A reward is the logit plus its attribute's mean label and the head's bias.
         "label_means": dict(zip(contract.attributes, contract.label_means, strict=True)),
         **statistics,
     }
-
-
-# Export of LoRA as an adapter of peft, to be loaded onto its base model.
-#
-# Names are those that peft 0.17 writes for ``TaskType.SEQ_CLS``: the matrices beside each linear
-# layer, and the reward head as a module that was trained and saved whole.
-
-_CONFIG_NAME, _WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
-# Prefix of peft's wrapper around the base model.
-_PREFIX = "base_model.model."
-
-
-@dataclass(frozen=True)
-class AdapterOptions:
-    """Options of ``export_adapter``.
-
-    Attributes:
-        base: model that peft is to load: a folder, or a name.
-        merge: merge the attributes into one reward.
-    """
-
-    base: str
-    merge: bool = False
-    base_license: str = "unknown"
-
-
-def export_adapter(
-    archive: str | Path, output: str | Path, layout: ParallelLayout, options: AdapterOptions
-) -> str:
-    """Write LoRA and head of the reward model ``archive`` as the new folder ``output``.
-
-    One process calls it. If the base model is a folder, the adapter is loaded onto it, and must
-    give the archive's rewards within 1e-4 before the folder gets its name.
-
-    Raises:
-        CheckpointError: ``output`` exists, the archive is unsafe, no reward model or without LoRA,
-            or the adapter does not score like it.
-    """
-    output = Path(output)
-    with folder_when_whole(output) as staging, open_nemo(archive) as folder:
-        return _export_adapter(folder, staging, output, layout, options)
-
-
-def _export_adapter(
-    folder: NemoFolder, staging: Path, output: Path, layout: ParallelLayout, options: AdapterOptions
-) -> str:
-    archive = RewardArchive.of(folder)
-    if archive.lora is None:
-        raise CheckpointError(f"{folder.source}: it has no LoRA, so it has no adapter to write")
-    say(f"scoring texts with {folder.source} ...")
-    loaded = reward_model_of(folder, layout, Precision.fp32)
-    contract = ScoringContract.from_dict(folder.contract or {})
-    check_head(folder, contract)
-    shape = ModelShape.from_config(folder.config)
-    check_is_linear(shape.head, str(folder.source), "an adapter of peft")
-    head, offset = head_to_hf(read_head(archive, contract, merge=options.merge))
-    exported = exported_contract(contract, offset, merge=options.merge)
-    texts = encode_texts(contract, loaded.tokenizer)
-    token_lists = [cut(ids, contract.seq_length) for _, ids in texts]
-    logits = our_logits(loaded.model, token_lists, layout)
-    logits = _as_exported(logits, contract, offset, merge=options.merge)
-    pad_token, pad_id = choose_pad(loaded.tokenizer, {ids[-1] for _, ids in texts})
-    if pad_id >= archive.config["vocab_size"]:
-        raise CheckpointError(
-            f"{folder.source}: its tokenizer has no pad token, and an adapter cannot add one to "
-            "the base model; export it without --adapter-of"
-        )
-    say(f"writing {output} ...")
-    _write_tensors(archive, head[HF_HEAD], staging / _WEIGHTS_NAME)
-    write_json(staging / _CONFIG_NAME, _config(archive, archive.lora, options.base))
-    write_json(staging / CONTRACT_NAME, exported.to_dict())
-    write_tokenizer(staging, loaded.tokenizer, exported, pad_token)
-    written = (output.name, exported, pad_token, folder.source, options.base_license)
-    card = model_card(*written, contract.dtype, options.base)
-    (staging / "README.md").write_text(card, encoding="utf-8")
-    lines = [
-        f"{output}: adapter of {options.base}: LoRA of {archive.lora}, and the head of "
-        f"{', '.join(exported.attributes)}",
-        f"scoring contract: {exported.hash}",
-    ]
-    if not Path(options.base).is_dir():
-        return "\n".join([*lines, f"NOT CHECKED: {options.base} is not a folder on this machine"])
-    say(f"scoring the same texts with {options.base} ...")
-    model = _adapted(options.base, staging, archive.lora.scale, pad_id)
-    difference = compare(_tokenizer(staging), model, exported, texts, logits)
-    checked = f"checked: {len(texts)} texts, alone and padded; the largest difference of a reward"
-    return "\n".join([*lines, f"{checked} is {difference:.1e}"])
-
-
-def _write_tensors(archive: RewardArchive, head: Tensor, path: Path) -> None:
-    tensors = {f"{_PREFIX}{HF_HEAD}": head}
-    for name, low, high in archive.adapters():
-        linear = _PREFIX + name.removesuffix(".weight")
-        # safetensors refuses two names for the same storage.
-        tensors[f"{linear}.lora_A.weight"] = low.clone()
-        tensors[f"{linear}.lora_B.weight"] = high.contiguous()
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
-def _config(archive: RewardArchive, lora: LoraShape, base: str) -> dict[str, Any]:
-    names = [name.removesuffix(".weight") for name, *_ in archive.adapters()]
-    return {
-        "peft_type": "LORA",
-        "task_type": "SEQ_CLS",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
-        "use_rslora": False,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "target_modules": sorted({name.rpartition(".")[2] for name in names}),
-        "modules_to_save": [HF_HEAD.removesuffix(".weight")],
-        "inference_mode": True,
-    }
-
-
-def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-
-def _adapted(base: str, folder: Path, scale: float, pad_id: int) -> Any:
-    """Load the base model with the adapter in ``folder``, in fp32."""
-    from transformers import AutoModelForSequenceClassification
-
-    tensors = load_file(folder / _WEIGHTS_NAME)
-    head = tensors.pop(_PREFIX + HF_HEAD)
-    try:
-        with quiet_about_heads(), bounded_torch_load():  # its weights may be pickles
-            model = AutoModelForSequenceClassification.from_pretrained(
-                base, dtype=torch.float32, local_files_only=True, num_labels=head.size(0)
-            )
-    except Exception as error:  # third-party code on files that may be wrong
-        raise CheckpointError(f"transformers does not load {base}: {error}") from error
-    model.score.weight.data = head
-    model.config.pad_token_id = pad_id
-    names = {name.rpartition(".lora_")[0] for name in tensors}
-    for name in names:
-        low, high = (tensors[f"{name}.lora_{each}.weight"] for each in "AB")
-        weight = model.get_parameter(f"{name.removeprefix(_PREFIX)}.weight")
-        if weight.shape != (high.size(0), low.size(1)):
-            raise CheckpointError(
-                f"{base}: {name.removeprefix(_PREFIX)}: got shape {list(weight.shape)}, wanted "
-                f"{[high.size(0), low.size(1)]}: it is not the base of this reward model"
-            )
-        weight.data = folded(weight.data, low, high, scale)
-    return model.to(current_device()).eval()

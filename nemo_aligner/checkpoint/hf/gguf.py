@@ -6,8 +6,10 @@ is checked first. The format: https://github.com/ggml-org/ggml/blob/master/docs/
 
 from __future__ import annotations
 
+import json
 import math
 import mmap
+import re
 import struct
 import sys
 import tempfile
@@ -22,13 +24,21 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.families import find_gguf_family
-from nemo_aligner.checkpoint.hf.families.base import GgufFormat
+from nemo_aligner.checkpoint.hf.families.base import HF_HEAD, GgufFormat
 from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.config.common import read_count, read_number
 from nemo_aligner.utils.errors import CheckpointError, short, shown
 
 if TYPE_CHECKING:
     import tokenizers
+
+
+Fields = Mapping[str, Any]
+# A reward head for llama.cpp's rank pooling, the names of its rows, and the prompt of its /rerank.
+CLASSIFIER, _LABELS = "cls.output.weight", "classifier.output_labels"
+RERANK_TEMPLATE = "tokenizer.chat_template.rerank"
+# This package's own; llama.cpp does not read it.
+CONTRACT_FIELD = "nemo_aligner.scoring_contract"
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,7 @@ class GgufCheckpoint:
         config: as in ``config.json``.
         tensors: lazy, by their Hugging Face names.
         fields: all metadata by key, except the vocabulary.
+        contract: the scoring contract of a reward model that this package exported.
 
     Raises:
         CheckpointError: it is no GGUF file, or of no known family, or has a tensor or a field that
@@ -77,16 +88,42 @@ class GgufCheckpoint:
                 stored.unpacked_shape, torch.float32, partial(self._read, name)
             )
             for name, stored in self._stored.items()
-            if name != ROPE_FREQS
+            if name not in (ROPE_FREQS, CLASSIFIER)
         }
         if "token_embd.weight" not in self._stored:
             raise CheckpointError("token_embd.weight: the tensor is missing")
+        self.contract = _own_contract(self.fields)
         self.config = {
             "model_type": self._family.name,
             **read_config(self.fields, self._format, divisors),
             "vocab_size": self._stored["token_embd.weight"].unpacked_shape[0],
             "tie_word_embeddings": "output.weight" not in self._stored,
         }
+        if CLASSIFIER in self._stored:
+            self._add_classifier()
+
+    def _add_classifier(self) -> None:
+        """Add the reward head of a file for rank pooling: the log odds of two classes.
+
+        llama.cpp's softmax of the products with two rows has the logarithm of its ratio in the
+        product with their difference.
+        """
+        key = f"{self._format.architecture}.{_LABELS}"
+        labels, shape = self.fields.get(key), self._stored[CLASSIFIER].unpacked_shape
+        if not self._format.has_classifier or shape[:1] != (2,):
+            raise CheckpointError(
+                f"{CLASSIFIER}: got {list(shape)} in a {self._format.architecture}, wanted two "
+                "rows in a qwen3, as llama.cpp's rank pooling reads them"
+            )
+        if not isinstance(labels, list) or len(labels) != 2:
+            raise CheckpointError(f"{key}: got {shown(labels)}, wanted two names")
+        size = (1, *shape[1:])
+        self.tensors[HF_HEAD] = LazyTensor(size, torch.float32, self._read_classifier)
+        self.config |= {"num_labels": 1, "id2label": {"0": str(labels[0])}}
+
+    def _read_classifier(self) -> Tensor:
+        first, second = self._dequantized(CLASSIFIER)
+        return (first - second)[None]
 
     def _hf_name(self, name: str) -> str:
         part, _, kind = name.rpartition(".")
@@ -119,6 +156,19 @@ class GgufCheckpoint:
         if self._format.is_permuted and ".attn_k." in name:
             return _halves_order(tensor, self.config["num_key_value_heads"])
         return tensor
+
+
+def _own_contract(fields: Fields) -> Mapping[str, Any] | None:
+    """The scoring contract among the fields, if this package wrote the file."""
+    if CONTRACT_FIELD not in fields:
+        return None
+    try:
+        found = json.loads(fields[CONTRACT_FIELD])
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{CONTRACT_FIELD}: not JSON: {short(error)}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{CONTRACT_FIELD}: got {shown(found)}, wanted names and values")
+    return found
 
 
 def _open(path: Path) -> tuple[dict[str, Any], dict[str, _Stored]]:
@@ -242,7 +292,6 @@ class _Header:
 # The tokenizer as transformers reads it, with the rules that transformers drops. As in llama.cpp:
 # https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp.
 
-Fields = Mapping[str, Any]
 # Older versions take BOS for EOS, and pre-tokenize as GPT-2 does.
 _OLDEST_TRANSFORMERS = (5, 23)
 _MODEL, _PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
@@ -287,7 +336,22 @@ def save_gguf_tokenizer(path: Path, fields: Fields, folder: Path) -> None:
                 "that the file was made from"
             ) from error
     _add_rules(tokenizer.backend_tokenizer, fields)
+    rerank = fields.get(RERANK_TEMPLATE)
+    if isinstance(rerank, str) and CONTRACT_FIELD not in fields:
+        # The rank is of this prompt, whatever the model's own template is.
+        tokenizer.chat_template = _as_jinja(rerank)
     tokenizer.save_pretrained(str(folder))
+
+
+def _as_jinja(rerank: str) -> str:
+    """The template of a reranker's file, filled in with a question and its answer."""
+    parts = re.split(r"(\{query\}|\{document\})", rerank)
+    turns = {"{query}": "messages[0].content", "{document}": "messages[1].content"}
+    return "".join(
+        f"{{{{ {turns.get(part) or json.dumps(part, ensure_ascii=False)} }}}}"
+        for part in parts
+        if part
+    )
 
 
 def _check_cut(fields: Fields) -> None:
@@ -345,7 +409,7 @@ _OWN = (
 _IGNORED = (
     "vocab_size", "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon",
     "rope.scaling.original_context_length", "rope.scaling.finetuned", "final_logit_softcapping",
-    "pooling_type", "tensor_data_layout",
+    "pooling_type", "tensor_data_layout", _LABELS,
 )  # fmt: skip
 
 

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING
 from nemo_aligner.checkpoint.hf.families import find_family
+from nemo_aligner.checkpoint.hf.families.base import HF_HEAD
 from nemo_aligner.checkpoint.hf.families.settings import is_tied
-from nemo_aligner.checkpoint.hf.source import HF_HEAD, REWARD_SUFFIX, Source
+from nemo_aligner.checkpoint.hf.source import REWARD_SUFFIX, Source
 from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.models.shape import HeadShape
@@ -53,10 +54,11 @@ class HeadLayout:
 
 LINEAR = HeadLayout("score", by="ForSequenceClassification, TRL's RewardTrainer")
 TWO_LAYERS = HeadLayout("score.2", "score.0", by="Qwen2ForRewardModel, INF-ORM")
+VALUE_LAYER = HeadLayout("v_head.summary", by="TRL's value head, LLaMA-Factory")
 LAYOUTS = (
     LINEAR,
     TWO_LAYERS,
-    HeadLayout("v_head.summary", by="TRL's value head, LLaMA-Factory"),
+    VALUE_LAYER,
     HeadLayout("v_head.summary.2", "v_head.summary.0", by="GRM"),
     HeadLayout("value_head", by="OpenRLHF"),
     HeadLayout("regression_head", by="UltraRM, Eurus-RM"),
@@ -66,6 +68,8 @@ LAYOUTS = (
 PREFIX_KEY = "value_head_prefix"
 # Token at which InternLM2's reward models read, in a config.json: they append it to every text.
 REWARD_TOKEN_KEY = "reward_token_id"
+# How rewards follow from logits of bins, in a config.json that this package exported.
+READOUT_KEY = "readout"
 # Heads of another kind: they read each step, or each token, and not a text.
 _OTHER_READERS = ("ForTokenClassification", "ForProcessRewardModel")
 NO_HEAD, OUTPUT_LAYER_HEAD = "none", "lm_head:"
@@ -154,12 +158,12 @@ class FoundHead:
         told = [f"row {row} ({tokenizer.decode([row])!r})" for row in ids]
         return replace(self, rows=tuple(ids), about=f"{name}, {' minus '.join(told)}")
 
-    def sizes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """Shapes that its tensors have to have, by their names in the checkpoint."""
+    def sizes(self, hidden_size: int, outputs: int) -> dict[str, tuple[int, ...]]:
+        """Shapes that its tensors have to have for so many outputs, by the checkpoint's names."""
         if self.rows:
             name = self.names["weight"]
             return {name: (next(iter(self.stored[name].shape), 0), hidden_size)}
-        sizes = (self.shape or HeadShape()).tensors(self.outputs, hidden_size)
+        sizes = (self.shape or HeadShape()).tensors(outputs, hidden_size)
         return {name: sizes[ours] for ours, name in self.names.items()}
 
     def tensors(self, hidden_size: int) -> dict[str, LazyTensor]:
@@ -307,21 +311,93 @@ def _architecture(found: Source) -> str:
 # Back out, and as transformers would run it.
 
 
-def head_to_hf(head: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Tensors of a head (by our names) in Hugging Face's terms, and what to add to its outputs.
+# Forms that a head of one matrix can be written in; the first is transformers' own.
+SCORE_WITH_BIAS = "score.bias"
+LINEAR_FORMS = (LINEAR.last, SCORE_WITH_BIAS, VALUE_LAYER.last)
 
-    One matrix becomes ``score.weight``, and its bias ``[A]`` is what to add: transformers' class
-    has no place for it. Two layers become those of ``Qwen2ForRewardModel``, which have biases.
+
+@dataclass(frozen=True)
+class HeadOut:
+    """A head in Hugging Face's terms.
+
+    Attributes:
+        tensors: fp32, by their names in the folder.
+        form: one of ``FORMS``.
+        means: ``[A]``, the label means that its outputs still lack.
+        shift: ``[A]``, what its outputs are more than the archive's; None: nothing.
     """
-    if "hidden.weight" not in head:
-        return {HF_HEAD: head["weight"]}, head.get("bias")
-    names = TWO_LAYERS.names()
-    zeros = {
-        name.replace("weight", "bias"): tensor.new_zeros(tensor.size(0))
-        for name, tensor in head.items()
-        if name.endswith("weight")
-    }
-    return {names[ours]: tensor for ours, tensor in {**zeros, **head}.items()}, None
+
+    tensors: dict[str, Tensor]
+    form: str
+    means: list[float]
+    shift: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        head: Mapping[str, Tensor],
+        form: str | None,
+        means: Sequence[float],
+        *,
+        are_rewards: bool = True,
+    ) -> HeadOut:
+        """Put a head (by our names) into a form; None is its own.
+
+        ``score`` has no place for a bias, as transformers' class has none: it joins the means.
+        ``score.bias`` and ``v_head.summary`` have one, which the means join. The two layers of
+        ``Qwen2ForRewardModel`` have biases, of zeros if need be.
+
+        Args:
+            means: label means ``[A]``.
+            are_rewards: its outputs are rewards, of which a bias may be left out as a constant.
+
+        Raises:
+            CheckpointError: the head does not fit into the form.
+        """
+        own = TWO_LAYERS.last if "hidden.weight" in head else LINEAR.last
+        form = own if form is None else form
+        _check_form(form, own, head, are_rewards=are_rewards)
+        bias = head.get("bias")
+        if form == LINEAR.last:
+            if bias is None:
+                return cls({HF_HEAD: head["weight"]}, form, list(means))
+            more = torch.tensor(means, dtype=torch.float64) + bias.double()
+            return cls({HF_HEAD: head["weight"]}, form, more.tolist(), -bias)
+        zeros = {
+            name.replace("weight", "bias"): tensor.new_zeros(tensor.size(0))
+            for name, tensor in head.items()
+            if name.endswith("weight")
+        }
+        whole = {**zeros, **head}
+        if form == TWO_LAYERS.last or not are_rewards:
+            names = (TWO_LAYERS if form == TWO_LAYERS.last else LINEAR).names()
+            return cls({names[ours]: each for ours, each in whole.items()}, form, list(means))
+        shift = torch.tensor(means, dtype=torch.float32)
+        whole["bias"] = whole["bias"] + shift
+        names = (VALUE_LAYER if form == VALUE_LAYER.last else LINEAR).names()
+        tensors = {names[ours]: each for ours, each in whole.items()}
+        return cls(tensors, form, [0.0] * len(means), shift)
+
+
+def _check_form(form: str, own: str, head: Mapping[str, Tensor], *, are_rewards: bool) -> None:
+    """Refuse a form that a head, which has the form ``own`` by itself, does not fit into."""
+    fitting = [TWO_LAYERS.last] if own == TWO_LAYERS.last else [*LINEAR_FORMS]
+    if form not in fitting:
+        layers = "two layers" if own == TWO_LAYERS.last else "one matrix"
+        raise CheckpointError(
+            f"head: got {shown(form)} for a head of {layers}, wanted {' or '.join(fitting)}"
+        )
+    outputs = head["weight"].size(0)
+    if form == VALUE_LAYER.last and outputs != 1:
+        raise CheckpointError(
+            f"head: got {form} for {outputs} outputs, wanted one: a value head has no more "
+            "(--merge makes one of several attributes)"
+        )
+    if form == LINEAR.last and "bias" in head and not are_rewards:
+        raise CheckpointError(
+            f"head: got {form} for bins with a bias, wanted {SCORE_WITH_BIAS}: transformers' class "
+            "has no bias, and that of a bin is no constant of the reward"
+        )
 
 
 class BodyWithHead(torch.nn.Module):

@@ -41,7 +41,7 @@ from nemo_aligner.utils.errors import CheckpointError, short, shown
 _INDEX_NAME = "model.safetensors.index.json"
 _WHOLE_NAME = "model.safetensors"
 # LLaMA-Factory's reward head, beside the decoder.
-_HEAD_NAME, _PICKLED_HEAD = "value_head.safetensors", "value_head.bin"
+HEAD_NAME, _PICKLED_HEAD = "value_head.safetensors", "value_head.bin"
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja",
@@ -64,7 +64,8 @@ class Source:
         config: ``config.json``.
         tensors: lazy, by their Hugging Face names.
         save_tokenizer: writes the tokenizer's files into a new folder.
-        contract: the scoring contract, in a folder that this package exported.
+        contract: the scoring contract, in a folder or file that this package exported.
+        remakes_tokenizer: its files are not those that the contract was made with.
         left_out: parts of a multimodal model beside its text decoder, in words.
     """
 
@@ -72,6 +73,7 @@ class Source:
     tensors: Mapping[str, LazyTensor]
     save_tokenizer: Callable[[Path], None]
     contract: Mapping[str, Any] | None = None
+    remakes_tokenizer: bool = False
     left_out: str = ""
 
 
@@ -128,7 +130,13 @@ def _open_gguf(path: Path) -> Source:
         raise CheckpointError("no such file")
     checkpoint = GgufCheckpoint(path)
     save_tokenizer = partial(save_gguf_tokenizer, path, checkpoint.fields)
-    return Source(checkpoint.config, checkpoint.tensors, save_tokenizer)
+    return Source(
+        checkpoint.config,
+        checkpoint.tensors,
+        save_tokenizer,
+        checkpoint.contract,
+        remakes_tokenizer=True,
+    )
 
 
 def _open_folder(folder: Path) -> Source:
@@ -146,12 +154,12 @@ def _open_folder(folder: Path) -> Source:
     tokenizer_folder(folder)
     contract = folder / CONTRACT_NAME
     tensors = _safetensors(folder)
-    if (folder / _HEAD_NAME).is_file():
-        tensors |= _outlines(folder / _HEAD_NAME)
+    if (folder / HEAD_NAME).is_file():
+        tensors |= _outlines(folder / HEAD_NAME)
     elif (folder / _PICKLED_HEAD).is_file():
         raise CheckpointError(
             f"{folder / _PICKLED_HEAD}: got a pickled reward head, which is not read; wanted it as "
-            f"{_HEAD_NAME}"
+            f"{HEAD_NAME}"
         )
     found = Source(
         config,
@@ -254,7 +262,6 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 # Expected tensors of a model: names and shapes.
 
-HF_HEAD = "score.weight"
 REWARD_SUFFIX = "ForSequenceClassification"
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nemo_aligner.checkpoint.hf.adapter import AdapterOptions, export_adapter
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
-from nemo_aligner.checkpoint.hf.export import AdapterOptions, export_adapter
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model
 from nemo_aligner.config.common import Precision
 from nemo_aligner.contract.from_settings import build_contract

@@ -153,6 +153,8 @@ FINAL_NORM = "decoder.final_layernorm.weight"
 ATTENTION_NORM = "self_attention.linear_qkv.layer_norm_weight"
 MLP_NORM = "mlp.linear_fc1.layer_norm_weight"
 
+# The reward head of transformers' classes.
+HF_HEAD = "score.weight"
 EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
 OUTPUT = Rule("output_layer.weight", ("lm_head.weight",))
 PROJECTION = Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",))
@@ -297,6 +299,7 @@ class GgufFormat:
         is_permuted: the rows of q and k are in rotary pairs, not halves.
         norm_offset: number that was added to the weights of norms.
         is_partly_rotated: some of a head's channels may not be rotated.
+        has_classifier: llama.cpp reads ``cls.output.weight`` at the last token of such a model.
     """
 
     architecture: str
@@ -310,6 +313,7 @@ class GgufFormat:
     is_permuted: bool = False
     norm_offset: int = 0
     is_partly_rotated: bool = False
+    has_classifier: bool = False
 
 
 # The family itself.

@@ -136,5 +136,5 @@ QWEN3 = replace(
     to_hf=_qwen3_to_hf,
     layer=(*LAYER, *QUERY_KEY_NORMS),
     made_of={"qk_layernorm": True, **ANY_WINDOW},
-    gguf=GgufFormat("qwen3", layer=_GGUF_NAMES),
+    gguf=GgufFormat("qwen3", layer=_GGUF_NAMES, has_classifier=True),
 )

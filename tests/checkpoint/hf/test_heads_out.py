@@ -1,0 +1,307 @@
+"""Every kind of head, out: the export has the archive's rewards for each of its readers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer
+
+import nemo_aligner as na
+from nemo_aligner.api.reward_model import release_models
+from nemo_aligner.checkpoint.hf import gguf_out
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
+from nemo_aligner.utils.errors import AlignerError
+from tests import tiny
+from tests.checkpoint.hf.exporting import config_of
+from tests.environments import package, vllm_python
+from tests.heads import KINDS, write_archive
+
+CLIENTS = Path(__file__).parents[2] / "integrations" / "clients"
+TEXTS = [
+    tiny.chat("why", "thank you"),
+    tiny.chat("who sings", "the bird sings in the tree"),
+    tiny.chat("what is the river", "no"),
+]
+# A kind of head, options of the export, the class that it names, and what is told of it.
+CASES: list[tuple[str, dict[str, Any], str, str]] = [
+    ("several attributes", {}, "LlamaForSequenceClassification", "add {'helpfulness': 0.75"),
+    ("a bias", {}, "LlamaForSequenceClassification", "WARNING: the logits are not yet the rewards"),
+    (
+        "a bias",
+        {"head": "score.bias"},
+        "LlamaForSequenceClassification",
+        "WARNING: transformers leaves score.bias out; vLLM and this package read it",
+    ),
+    ("one output and a bias", {"head": "v_head.summary"}, "LlamaForCausalLM", ""),
+    ("several attributes", {"head": "v_head.summary", "merge": True}, "LlamaForCausalLM", ""),
+    ("two layers of several attributes", {}, "LlamaForRewardModel", ""),
+    ("quantiles", {}, "LlamaForSequenceClassification", "left out: all quantiles but the median"),
+    ("quantiles of two layers", {}, "LlamaForRewardModel", "left out: all quantiles but the"),
+    ("bins", {}, "LlamaForSequenceClassification", "WARNING: the logits are those of bins"),
+    ("bins with a bias", {"head": "score.bias"}, "LlamaForSequenceClassification", "of bins"),
+]
+
+
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    yield
+    release_models()
+
+
+def by_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, np.ndarray]:
+    """The conversation and the rewards of the program in a model card."""
+    _, _, program = (folder / "README.md").read_text().partition("```python\n")
+    monkeypatch.chdir(folder.parent)
+    variables: dict[str, Any] = {}
+    exec(program.partition("```")[0], variables)
+    return variables["conversation"], variables["rewards"].numpy()
+
+
+NAMED = [" as ".join([name, *map(str, options)]) for name, options, *_ in CASES]
+
+
+@pytest.mark.parametrize(("name", "options", "architecture", "told"), CASES, ids=NAMED)
+def test_head_is_exported_with_its_rewards(
+    name: str,
+    options: dict[str, Any],
+    architecture: str,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    archive = write_archive(tmp_path / "rm.nemo", KINDS[name])
+    ours = na.RewardModel.from_pretrained(archive)
+    wanted = ours.score(TEXTS)
+    if options.get("merge"):
+        wanted = wanted @ np.array(ours.contract().attribute_weights, np.float32)[:, None]
+    assert wanted.std(axis=0).min() > 0.01
+    summary = ours.export(tmp_path / "out", **options)
+    assert told in str(summary)
+    assert config_of(tmp_path / "out")["architectures"] == [architecture]
+    with na.RewardModel.from_pretrained(hf_model=tmp_path / "out") as theirs:
+        np.testing.assert_allclose(theirs.score(TEXTS), wanted, atol=1e-4)
+        shown = theirs.score([TEXTS[0]])
+    conversation, rewards = by_card(tmp_path / "out", monkeypatch)
+    assert shown.shape == rewards.shape
+    convert(tmp_path / "out", tmp_path / "again.nemo")
+    again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
+    np.testing.assert_allclose(again.score(TEXTS), wanted, atol=1e-5)
+    np.testing.assert_allclose(rewards, again.score([conversation]), atol=1e-4)
+    assert again.contract().attributes == (
+        ("reward",) if options.get("merge") else ours.contract().attributes
+    )
+    if "head" in options:
+        assert not any(again.contract().label_means) or KINDS[name].readout
+    if options.get("head") == "v_head.summary":
+        head = load_file(tmp_path / "out" / "value_head.safetensors")
+        whole = load_file(tmp_path / "out" / "model.safetensors")
+        assert sorted(head) == ["v_head.summary.bias", "v_head.summary.weight"]
+        assert all(torch.equal(tensor, whole[key]) for key, tensor in head.items())
+
+
+def test_head_that_has_no_such_form_is_refused(tmp_path: Path) -> None:
+    for name, options, said in (
+        ("several attributes", {"head": "v_head.summary"}, "for 2 outputs, wanted one"),
+        ("several attributes", {"head": "score.2"}, "got 'score.2' for a head of one matrix"),
+        ("two layers", {"head": "score"}, "got 'score' for a head of two layers, wanted score.2"),
+        ("bins with a bias", {}, "head: got score for bins with a bias, wanted score.bias"),
+        ("bins with a bias", {"merge": True}, "merge: got a head of bins, whose outputs are no"),
+        ("the mean of a reply", {}, "its head reads the mean of the reply"),
+    ):
+        archive = tmp_path / f"{name}.nemo"
+        if not archive.exists():
+            write_archive(archive, KINDS[name])
+        with pytest.raises(AlignerError) as caught:
+            na.RewardModel.from_pretrained(archive).export(tmp_path / "out", **options)
+        assert said in str(caught.value), str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def ids_of(folder: Path) -> list[list[int]]:
+    """Token ids of the texts, as the model card says."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    written = [tokenizer.apply_chat_template(text, tokenize=False) for text in TEXTS]
+    return [tokenizer(each, add_special_tokens=False).input_ids for each in written]
+
+
+def printed(python: str | Path, script: str, *arguments: Any, **environment: str) -> Any:
+    """What a reader's script prints last."""
+    done = subprocess.run(
+        [str(python), str(CLIENTS / script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=tiny.environment(TOKENIZERS_PARALLELISM="false", **environment),
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+# Models whose heads are wide enough for vLLM's attention on a CPU.
+WIDE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+VLLM: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("llama", "several attributes", {}),
+    "qwen2": ("qwen2", "several attributes", {}),
+    "qwen3": ("qwen3", "several attributes", {}),
+    "gemma2": ("gemma2", "quantiles", {}),
+    "bias": ("llama", "a bias", {"head": "score.bias"}),
+    "two layers": ("qwen2", "two layers", {}),
+}
+
+
+def test_exports_have_their_rewards_in_vllm(tmp_path: Path) -> None:
+    python = vllm_python()
+    asked, wanted = [], {}
+    for name, (body, kind, options) in VLLM.items():
+        archive = write_archive(tmp_path / f"{name}.nemo", KINDS[kind], body, **WIDE)
+        ours = na.RewardModel.from_pretrained(archive)
+        scores = ours.score(TEXTS)
+        ours.export(tmp_path / name, **options)
+        folder = tmp_path / name
+        wanted[name] = scores - list(config_of(folder)["label_means"].values())
+        task = "token_classify" if kind == "two layers" else "classify"
+        asked.append({"folder": str(folder), "ids": ids_of(folder), "task": task})
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    found = printed(python, "vllm_scores.py", tmp_path / "asked.json")
+    for name, logits in zip(VLLM, found, strict=True):
+        np.testing.assert_allclose(logits, wanted[name], atol=1e-5, rtol=0, err_msg=name)
+
+
+def test_value_head_has_its_rewards_in_trl(tmp_path: Path, rewardbench_python: Path) -> None:
+    archive = write_archive(tmp_path / "rm.nemo", KINDS["one output and a bias"])
+    ours = na.RewardModel.from_pretrained(archive)
+    wanted = ours.score(TEXTS)
+    ours.export(tmp_path / "out", head="v_head.summary")
+    (tmp_path / "ids.json").write_text(json.dumps(ids_of(tmp_path / "out")))
+    values = printed(rewardbench_python, "trl_values.py", tmp_path / "out", tmp_path / "ids.json")
+    np.testing.assert_allclose(np.array(values)[:, None], wanted, atol=1e-4, rtol=0)
+
+
+XLLAMACPP = "xllamacpp==2026.10.11549"
+
+
+def cut_by(regex: str) -> dict[str, Any]:
+    """The pre-tokenizer of byte-level BPE that cuts texts by a regex first."""
+    cut = pre_tokenizers.Split(Regex(regex), behavior="isolated")
+    of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, of_bytes])
+    return json.loads(tokenizer.to_str())["pre_tokenizer"]
+
+
+# As in Qwen2's tokenizer.json.
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "regex"),
+    [("fp32", None), ("fp32", QWEN2), ("bf16", None)],
+    ids=["fp32", "cut as Qwen2's", "bf16"],
+)
+def test_gguf_has_its_rewards_here_and_in_llama_cpp(
+    dtype: str, regex: str | None, tmp_path: Path
+) -> None:
+    pytest.importorskip("gguf")
+    cut = None if regex is None else cut_by(regex)
+    archive = write_archive(
+        tmp_path / "rm.nemo", KINDS["one matrix"], "qwen3_untied", pre_tokenizer=cut
+    )
+    ours = na.RewardModel.from_pretrained(archive)
+    said = str(ours.export(tmp_path / "rm.gguf", dtype=dtype))
+    assert "{query}" in said
+    assert "WARNING: llama.cpp's score lacks 0.75" in said
+    convert(tmp_path / "rm.gguf", tmp_path / "again.nemo")
+    again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
+    assert again.contract().label_means == (0.75,)
+    texts = [*TEXTS, tiny.chat("It's  1234!\n\n don't", "\n\tthe bird, 56 (sings) 🙂é  ")]
+    wanted = again.score(texts)
+    if dtype == "fp32":
+        np.testing.assert_allclose(wanted, ours.score(texts), atol=1e-5, rtol=0)
+    pairs = [[turn["content"] for turn in text] for text in texts]
+    (tmp_path / "pairs.json").write_text(json.dumps(pairs))
+    scores = printed(
+        sys.executable,
+        "llamacpp_rerank.py",
+        tmp_path / "rm.gguf",
+        tmp_path / "pairs.json",
+        PYTHONPATH=str(package(XLLAMACPP)),
+    )
+    log_odds = np.log(scores) - np.log1p(-np.array(scores))
+    # llama.cpp multiplies bf16 matrices with activations in bf16.
+    atol = 1e-5 if dtype == "fp32" else 0.05
+    np.testing.assert_allclose(log_odds[:, None] + 0.75, wanted, atol=atol, rtol=0)
+
+
+def test_gguf_of_a_reranker_is_read_with_its_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As llama.cpp's converter writes Qwen3-Reranker: two rows, and a prompt of its own."""
+    pytest.importorskip("gguf")
+    archive = write_archive(tmp_path / "rm.nemo", KINDS["one matrix"], "qwen3")
+    ours = na.RewardModel.from_pretrained(archive)
+    monkeypatch.setattr(gguf_out, "CONTRACT_FIELD", "general.description")
+    prompt = '<|im_start|>Is "{document}" good 🙂 for {query}?\n'
+    monkeypatch.setattr(gguf_out._Writer, "_rerank_template", lambda self: prompt)
+    ours.export(tmp_path / "rm.gguf")
+    convert(tmp_path / "rm.gguf", tmp_path / "again.nemo")
+    again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
+    # As a text, BOS is in front already.
+    written = [prompt.format(query=q["content"], document=d["content"]) for q, d in TEXTS]
+    np.testing.assert_allclose(again.score(TEXTS), ours.score(written) - 0.75, atol=1e-5)
+
+
+def test_gguf_of_a_tokenizer_that_llama_cpp_cuts_otherwise_is_refused() -> None:
+    known = {"type": "BPE", "byte_fallback": False, "ignore_merges": False}
+    digits = {"type": "Digits", "individual_digits": True}
+    of_bytes = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    both = {"type": "Sequence", "pretokenizers": [digits, of_bytes]}
+    llama3 = cut_by(QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|"))
+    for model, before, cut in (
+        (known, of_bytes, "gpt-2"),
+        (known, both, "smollm"),
+        (known, cut_by(QWEN2), "qwen2"),
+        ({**known, "ignore_merges": True}, llama3, "llama-bpe"),
+    ):
+        assert gguf_out.cut_of({"model": model, "pre_tokenizer": before}) == cut
+    for model, beside, said in (
+        ({**known, "byte_fallback": True}, {}, "wanted byte-level BPE"),
+        ({"type": "Unigram"}, {}, "got 'Unigram', wanted byte-level BPE"),
+        (known, {"normalizer": {"type": "Lowercase"}}, "normalizer: got"),
+        (known, {"pre_tokenizer": cut_by(r"\s+")}, "wanted that of GPT-2, SmolLM"),
+        (known, {"pre_tokenizer": llama3}, "wanted that of GPT-2, SmolLM"),
+        (known, {"pre_tokenizer": {**of_bytes, "add_prefix_space": True}}, "pre_tokenizer: got"),
+    ):
+        with pytest.raises(AlignerError) as caught:
+            gguf_out.cut_of({"model": model, "pre_tokenizer": of_bytes, **beside})
+        assert said in str(caught.value)
+
+
+def test_gguf_of_what_llama_cpp_has_no_place_for_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    for body, kind, options, said in (
+        ("llama", "one matrix", {}, "got a llama, wanted a qwen3: llama.cpp has a classifier at"),
+        ("qwen3", "several attributes", {}, "got 2 outputs (helpfulness, verbosity), wanted one"),
+        ("qwen3", "two layers", {}, "its head is two layers of 64 with bias, wanted one matrix"),
+        ("qwen3", "bins", {}, "got 6 outputs"),
+        ("qwen3", "one matrix", {"head": "score"}, "got an adapter or a head's form, wanted none"),
+    ):
+        archive = tmp_path / f"{body} {kind}.nemo"
+        if not archive.exists():
+            write_archive(archive, KINDS[kind], body)
+        with pytest.raises(AlignerError) as caught:
+            na.RewardModel.from_pretrained(archive).export(tmp_path / "rm.gguf", **options)
+        assert said in str(caught.value), str(caught.value)
+    assert not list(tmp_path.glob("*.gguf"))

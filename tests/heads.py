@@ -1,0 +1,115 @@
+"""Tiny reward models with every kind of head that training makes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import families, tiny
+from tests.checkpoint.hf.exporting import edit, edit_tensors
+
+HIDDEN = tiny.SHAPE["hidden_size"]
+NAMES = ("helpfulness", "verbosity")
+MEANS = (0.75, -1.5)
+LEVELS, VALUES = (0.1, 0.5, 0.9), ((0.0, 1.0, 4.0), (-1.0, 0.5, 2.0))
+# Its tensors' sizes by outputs, and what its scoring contract says beside names and means.
+LINEAR = {"score.weight": ("outputs", HIDDEN)}
+BIAS = {**LINEAR, "score.bias": ("outputs",)}
+TWO_LAYERS = {
+    "score.0.weight": (HIDDEN, HIDDEN),
+    "score.0.bias": (HIDDEN,),
+    "score.2.weight": ("outputs", HIDDEN),
+    "score.2.bias": ("outputs",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A head: tensors, attributes, outputs of each, and how they are read."""
+
+    tensors: dict[str, tuple[Any, ...]]
+    attributes: tuple[str, ...] = ("reward",)
+    readout: str | None = None
+    reads_mean: bool = False
+
+
+KINDS = {
+    "one matrix": Kind(LINEAR),
+    "several attributes": Kind(LINEAR, NAMES),
+    "a bias": Kind(BIAS, NAMES),
+    "one output and a bias": Kind(BIAS),
+    "two layers": Kind(TWO_LAYERS),
+    "two layers of several attributes": Kind(TWO_LAYERS, NAMES),
+    "quantiles": Kind(BIAS, NAMES, "quantiles"),
+    "quantiles of two layers": Kind(TWO_LAYERS, NAMES, "quantiles"),
+    "bins": Kind(LINEAR, NAMES, "bins"),
+    "bins with a bias": Kind(BIAS, NAMES, "bins"),
+    "the mean of a reply": Kind(LINEAR, NAMES, reads_mean=True),
+}
+
+
+def write_source(folder: Path, kind: Kind, body: str = "llama", **changes: Any) -> None:
+    """A Hugging Face folder with such a head; each of its outputs is an attribute."""
+    outputs = len(kind.attributes) * (1 if kind.readout is None else len(LEVELS))
+    families.write_hf_checkpoint(folder, body, **changes)
+    generator = torch.Generator().manual_seed(5)
+    sizes = {
+        name: [outputs if each == "outputs" else each for each in size]
+        for name, size in kind.tensors.items()
+    }
+    edit_tensors(
+        folder,
+        {name: torch.randn(size, generator=generator) * 0.3 for name, size in sizes.items()},
+    )
+    names = kind.attributes if kind.readout is None else [f"output {n}" for n in range(outputs)]
+    edit(folder, architectures=["LlamaForSequenceClassification"], pad_token_id=0)
+    edit(folder, id2label=dict(enumerate(names)))
+
+
+def write_archive(
+    path: Path,
+    kind: Kind,
+    body: str = "llama",
+    pre_tokenizer: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Path:
+    """The archive of a head of this kind, with label means; starts and ends a process group.
+
+    ``pre_tokenizer`` takes the place of the tokenizer's own.
+    """
+    from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+    from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
+    from nemo_aligner.contract.readout import Readout
+    from nemo_aligner.contract.turns import make_reply_marker
+    from nemo_aligner.distributed.launch import launch
+    from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
+
+    source = path.with_suffix(".hf")
+    write_source(source, kind, body, **changes)
+    if pre_tokenizer is not None:
+        edit(source, "tokenizer.json", pre_tokenizer=pre_tokenizer)
+    convert_hf_to_nemo(source, path.with_suffix(".first"))
+    count = len(kind.attributes)
+    beside: dict[str, Any] = {}
+    if kind.readout is not None:
+        numbers = VALUES if kind.readout == "bins" else (LEVELS, LEVELS)
+        beside = {"readout": Readout(kind.readout, numbers).to_json()}
+    with launch():
+        loaded = load_reward_model(path.with_suffix(".first"), initialize_layout())
+        if kind.reads_mean:
+            marker = make_reply_marker(loaded.contract.template, loaded.tokenizer)
+            beside = {"scored_position": "reply_mean", "reply_marker": marker}
+        contract = dataclasses.replace(
+            loaded.contract,
+            attributes=kind.attributes,
+            attribute_weights=(2.0, -1.0)[:count],
+            label_means=MEANS[:count],
+            reward_model_type="regression",
+            **beside,
+        )
+        save_reward_model(path, loaded.model, loaded.config, loaded.tokenizer, contract)
+        destroy_layout()
+    return path
