@@ -137,7 +137,7 @@ AT_WORK = {
     *under("model.data.data_prefix", "train validation test train_weights"),
     *under("model.data", TEXTS),
     *under("model.data", "seq_length overlong template chat_template_kwargs add_bos add_eos"),
-    *under("model.data", "malformed index_dir keep_index"),
+    *under("model.data", "malformed index_dir keep_index step_separator neutral_label"),
     *under("exp_manager", RUN),
     f"{CALLBACKS}.monitor",
     f"{EARLY}.patience",

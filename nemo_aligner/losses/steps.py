@@ -1,0 +1,91 @@
+"""Losses on the rewards of turns and steps: cross-entropy at each, and pairs of trajectories."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_aligner.batch.packed import Records
+from nemo_aligner.losses.base import RatingObjective, check_choice
+from nemo_aligner.losses.pairwise import BradleyTerry
+from nemo_aligner.utils.host_transfer import to_device
+
+
+@dataclass(frozen=True)
+class BinaryCrossEntropy(RatingObjective):
+    """``-(l * log sigmoid(r) + (1 - l) * log sigmoid(-r))`` of a reward r, for labels l of 0 to 1.
+
+    Over the labels that are present: of every step where steps are scored, else of the text. A
+    label between 0 and 1, as the share of completions that come to the right answer, is the
+    probability to learn (the soft estimation of Wang et al. 2023, "Math-Shepherd", eq. 3). The
+    reward is the log-odds of a right step, and 0 is undecided.
+    """
+
+    centres_labels: ClassVar[bool] = False
+    main_metric: ClassVar[str] = "loss"
+    lowest_label: ClassVar[float | None] = 0.0
+    highest_label: ClassVar[float | None] = 1.0
+    # The reward from which on a step counts as right.
+    right_from: ClassVar[float] = 0.0
+
+    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+        """Sum over labels, and their count (int), of rewards ``[S, A]``."""
+        labels = records.labels.targets(self.attributes)
+        present = ~torch.isnan(labels)
+        # log(1 + exp(r)) - l r, without the overflow of exp.
+        losses = F.softplus(rewards) - labels.nan_to_num() * records.as_single(rewards)
+        return torch.where(present, losses, 0.0).sum(), present.sum()
+
+
+@dataclass(frozen=True)
+class StepPairs(BradleyTerry):
+    """Bradley-Terry on trajectories, each with one reward made of those of its turns or steps.
+
+    With its settings and metrics, on the aggregated rewards.
+
+    Attributes:
+        aggregate: ``last``, ``min`` and ``mean`` are of the rewards r; ``product`` is ``sum log
+            sigmoid(r)``, the logarithm of the product of the steps' probabilities (Lightman et al.
+            2023, "Let's Verify Step by Step", section 2.5, has product and minimum).
+    """
+
+    aggregate: str = "min"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "aggregate", AGGREGATES)
+
+    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+        """Sum over records of their pairs' mean loss, and their count, of rewards ``[S, 1]``."""
+        return super().loss(aggregate(rewards, records, self.aggregate), records.of_texts())
+
+    def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
+        of_texts = aggregate(rewards, records, self.aggregate)
+        return super().step_metrics(of_texts, records.of_texts())
+
+    def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
+        of_texts = aggregate(rewards, records, self.aggregate)
+        ends = F.pad(reply_lengths.cumsum(0), (1, 0))[records.text_bounds()]
+        return super().report(of_texts, records.of_texts(), ends.diff())
+
+
+AGGREGATES = ("last", "min", "mean", "product")
+
+
+def aggregate(rewards: Tensor, records: Records, how: str) -> Tensor:
+    """One reward of each text, ``[Q, A]``, of the rewards ``[S, A]`` of its turns or steps."""
+    bounds = records.text_bounds()
+    if how == "last":
+        return rewards[to_device(bounds[1:] - 1, rewards.device)]
+    sizes = bounds.diff()
+    # Text by text: a segmented sum would round a text by what stands beside it.
+    parts = rewards.split(sizes.tolist())
+    if how == "min":
+        return torch.stack([part.amin(dim=0) for part in parts])
+    if how == "mean":
+        return torch.stack([part.mean(dim=0) for part in parts])
+    return torch.stack([F.logsigmoid(part).sum(dim=0) for part in parts])
