@@ -162,8 +162,19 @@ def _pack(
     )
 
 
-def pack_sequences(sequences: Sequence[Tokens], micro_batch_tokens: int) -> list[PackedBatch]:
-    """Packs of single sequences to score; ``rows`` are positions in ``sequences``.
+class SequenceReads(NamedTuple):
+    """Places ``[s]`` int64 that are read in a sequence, and where each reward belongs."""
+
+    places: Tensor
+    rows: list[int]
+
+
+def pack_sequences(
+    sequences: Sequence[Tokens],
+    micro_batch_tokens: int,
+    reads: Sequence[SequenceReads] | None = None,
+) -> list[PackedBatch]:
+    """Packs of single sequences to score; ``rows`` are positions in ``sequences``, or of ``reads``.
 
     Raises:
         DataError: a sequence alone is larger than the budget, or empty.
@@ -175,7 +186,7 @@ def pack_sequences(sequences: Sequence[Tokens], micro_batch_tokens: int) -> list
                 f"model.micro_batch_tokens ({micro_batch_tokens})"
             )
     groups = find_prefix_groups(sequences, micro_batch_tokens)
-    return pack_groups(sequences, groups, micro_batch_tokens)
+    return pack_groups(sequences, groups, micro_batch_tokens, reads=reads)
 
 
 def pack_groups(
@@ -183,10 +194,12 @@ def pack_groups(
     groups: Sequence[PrefixGroup],
     micro_batch_tokens: int,
     stored: Mapping[int, Stored | None] | None = None,
+    reads: Sequence[SequenceReads] | None = None,
 ) -> list[PackedBatch]:
     """Packs of ``groups``, whose members are positions in ``sequences``, as ``rows`` are.
 
-    ``stored`` says of each member what of it is kept.
+    ``stored`` says of each member what of it is kept, ``reads`` of each what is read of it instead
+    of its last token.
     """
     packs = []
     weights = [group.weight for group in groups]
@@ -195,7 +208,10 @@ def pack_groups(
         packs.append(
             PackedBatch.pack(
                 [sequences[member] for member in members],
-                rows=members,
+                rows=members
+                if reads is None
+                else [row for member in members for row in reads[member].rows],
+                reads=None if reads is None else [reads[member].places for member in members],
                 groups=[groups[index].in_pack for index in chosen],
                 stored=None if stored is None else [stored[member] for member in members],
             )

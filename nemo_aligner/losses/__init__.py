@@ -84,6 +84,17 @@ def default_objective(kind: RecordKind, attributes: Sequence[str]) -> Objective:
     return OBJECTIVES[_DEFAULTS[model_type]](tuple(attributes))
 
 
+def default_step_objective(
+    readout: str | None, label_means: Sequence[float], attributes: Sequence[str]
+) -> Objective:
+    """Objective that measures rewards of turns and steps where nothing is trained.
+
+    A head whose labels were centred, or that has a readout, predicts labels; any other, log-odds.
+    """
+    is_of_labels = readout is not None or any(label_means)
+    return (MaskedMse if is_of_labels else BinaryCrossEntropy)(tuple(attributes))
+
+
 def objective_name(config: ModelConfig) -> str:
     """Name of the objective that the settings ask for."""
     return config.objective or _DEFAULTS[config.reward_model_type]

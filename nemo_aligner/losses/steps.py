@@ -81,11 +81,12 @@ def aggregate(rewards: Tensor, records: Records, how: str) -> Tensor:
     bounds = records.text_bounds()
     if how == "last":
         return rewards[to_device(bounds[1:] - 1, rewards.device)]
-    sizes = bounds.diff()
     # Text by text: a segmented sum would round a text by what stands beside it.
-    parts = rewards.split(sizes.tolist())
+    parts = rewards.split(bounds.diff().tolist())
     if how == "min":
-        return torch.stack([part.amin(dim=0) for part in parts])
-    if how == "mean":
-        return torch.stack([part.mean(dim=0) for part in parts])
-    return torch.stack([F.logsigmoid(part).sum(dim=0) for part in parts])
+        found = [part.amin(dim=0, keepdim=True) for part in parts]
+    elif how == "mean":
+        found = [part.mean(dim=0, keepdim=True) for part in parts]
+    else:
+        found = [F.logsigmoid(part).sum(dim=0, keepdim=True) for part in parts]
+    return torch.cat([rewards[:0], *found])

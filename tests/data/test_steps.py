@@ -213,7 +213,7 @@ def test_what_is_cut_off_and_what_does_not_fit_is_counted(
     rows = [whole, {**whole, "completions": ["a\n\nb", "a", "red"]}]
     path = write(tmp_path / "b.jsonl", *rows)
     with pytest.raises(
-        DataError, match=r"b.jsonl:2: response: step 1 of 3: got 'a\\n\\nb', wanted"
+        DataError, match=r"b.jsonl:2: prompt and response: step 1 of 3: got 'a\\n\\nb', wanted"
     ):
         build(contracts, path)
     path = write(tmp_path / "c.jsonl", {"messages": turns}, {"messages": turns})
