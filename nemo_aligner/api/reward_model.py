@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from nemo_aligner.evaluation.run import Evaluation
     from nemo_aligner.evaluation.sources import RewardSource
     from nemo_aligner.serving.client import ScoredRows
-    from nemo_aligner.serving.engine.scorer import StepRewards
+    from nemo_aligner.serving.protocols import StepRewards
 
 # Settings of an evaluation; the others are about the model, which is loaded already.
 _OF_EVALUATION = (

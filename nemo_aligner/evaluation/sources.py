@@ -27,8 +27,9 @@ from nemo_aligner.serving.client import ScoredRows
 from nemo_aligner.serving.client.pool import NoKServeError
 from nemo_aligner.serving.client.posting import JsonAnswer, PostingAddress, post_all
 from nemo_aligner.serving.client.reward import RewardClient
-from nemo_aligner.serving.engine.scorer import RowValues, StepRewards, load_scorer, score_encodable
+from nemo_aligner.serving.engine.scorer import RowValues, load_scorer, score_encodable
 from nemo_aligner.serving.failures import FailureKind
+from nemo_aligner.serving.protocols import StepRewards
 from nemo_aligner.serving.tokens import find_token
 from nemo_aligner.utils.console import Counter, say
 from nemo_aligner.utils.errors import ConfigError, ServingError, short

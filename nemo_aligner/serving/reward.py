@@ -18,6 +18,7 @@ import numpy as np
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.contract.contract import EncodedText, ScoringContract
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.steps import StepSpan
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client.calls import OnError
 from nemo_aligner.serving.engine.batcher import BackpressureLimit, Batcher
@@ -26,7 +27,13 @@ from nemo_aligner.serving.engine.scorer import TokenCounts
 from nemo_aligner.serving.engine.shaping import RewardShaper
 from nemo_aligner.serving.failures import FailureKind, RefusedError, RequestError
 from nemo_aligner.serving.metrics import Meter, RecentRewards
-from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, kserve, place_rows
+from nemo_aligner.serving.protocols import (
+    ScoredRows,
+    ScoreRequest,
+    StepRewards,
+    kserve,
+    place_rows,
+)
 from nemo_aligner.serving.service import Endpoint, Tensors, answer_of, check_size
 from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
 
@@ -78,6 +85,13 @@ class ServableScorer(RequestEncoder, Protocol):
     def score_outputs(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """``[N, outputs]`` float32 of the head."""
 
+    def score_step_outputs(
+        self,
+        token_lists: Sequence[Sequence[int] | np.ndarray],
+        reads: Sequence[Sequence[int]],
+    ) -> np.ndarray:
+        """``[S, outputs]`` float32 of the head, at all places ``reads`` of the token lists."""
+
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """``[N, A]`` float32 rewards of ``outputs``, and their spreads, if any."""
 
@@ -92,11 +106,31 @@ class RowQueue(Protocol):
         """The future of a row of numbers for each token list."""
 
 
+# Rows of a model that has a reward for each turn or step: the ids that are read are marked, so that
+# a row goes through queue and ranks like any other. No id that comes from outside is negative.
+
+
+def mark_reads(token_ids: Sequence[int], reads: Sequence[int]) -> list[int]:
+    """The ids with those at the places ``reads`` as ``-1 - id``."""
+    marked = list(token_ids)
+    for place in reads:
+        marked[place] = ~marked[place]
+    return marked
+
+
+def unmark_reads(row: Sequence[int] | np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """The inverse of ``mark_reads``; without marks the last id is read."""
+    marked = np.asarray(row, dtype=np.int64)
+    reads = np.flatnonzero(marked < 0).tolist() or [len(marked) - 1]
+    return np.where(marked < 0, ~marked, marked), reads
+
+
 @dataclass
 class _Encoded:
     token_lists: list[list[int]] = field(default_factory=list)
     exceeded: list[bool] = field(default_factory=list)
     reply_tokens: list[int] | None = None
+    spans: list[tuple[StepSpan, ...]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -128,6 +162,8 @@ class RewardService:
         self._meter = meter
         self._encoders = ThreadPoolExecutor(_ENCODERS, "encoder")
         self._shaper = shaper
+        # What shapes rewards has a rule for one of each text.
+        self._has_steps = scorer.contract.has_steps and shaper is None
         self.contract = scorer.contract if shaper is None else shaper.contract
         self._contract_hash = self.contract.hash
 
@@ -135,7 +171,8 @@ class RewardService:
     def optional_outputs(self) -> tuple[str, ...]:
         """Names of the outputs beside rewards, by shaping and by a head with several outputs."""
         shaped = () if self._shaper is None else ("raw_rewards", *self._shaper.outputs)
-        return shaped if self._read_outputs is None else (*shaped, "spread", "outputs")
+        read = () if self._read_outputs is None else ("spread", "outputs")
+        return (*shaped, *read, *(("steps",) if self._has_steps else ()))
 
     @property
     def rows_in_flight(self) -> int:
@@ -186,8 +223,14 @@ class RewardService:
             what = f"row {wrong[0]}: the model's reward is not a finite number"
             raise RequestError(what, FailureKind.internal)
         exceeded = np.array(encoded.exceeded, dtype=bool)
+        steps = None
+        if self._has_steps:
+            steps, last = _by_text(rewards, encoded.spans)
+            rewards = rewards[last]
+            spread = None if spread is None else spread[last]
+            outputs = None if outputs is None else outputs[last]
         scored = ScoredRows(
-            rewards, {}, exceeded, self._contract_hash, spread=spread, outputs=outputs
+            rewards, {}, exceeded, self._contract_hash, spread=spread, outputs=outputs, steps=steps
         )
         if self._shaper is None:
             return scored
@@ -203,11 +246,14 @@ class RewardService:
                 self._scorer.check_tokens(token_list)
             encoded.token_lists.append(token_list)
             encoded.exceeded.append(False)
+            encoded.spans.append(())
         for row, text in enumerate(request.texts or ()):
             with _naming(row):
                 found = self._scorer.encode(text)
-            encoded.token_lists.append(list(found.token_ids))
+            reads = found.reads if self._has_steps else None
+            encoded.token_lists.append(mark_reads(found.token_ids, reads or ()))
             encoded.exceeded.append(found.truncated)
+            encoded.spans.append(found.spans)
         if self._shaper is not None and self._shaper.needs_lengths:
             encoded.reply_tokens = self._count_reply_tokens(request)
         return encoded
@@ -232,6 +278,17 @@ class RewardService:
                 raise ServingError(
                     f"add_EOS, row {row}: got {flag}, wanted {wanted} ({why}) or no add_EOS at all"
                 )
+
+
+def _by_text(
+    rewards: np.ndarray, spans: Sequence[tuple[StepSpan, ...]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """``[N]`` rewards of the steps of each row, of rewards ``[S, A]``, and the last row of each."""
+    ends = np.cumsum([max(1, len(own)) for own in spans])
+    steps = np.full(len(spans), None, dtype=np.object_)
+    parts = np.split(rewards, ends[:-1])
+    steps[:] = [StepRewards(part, own) for part, own in zip(parts, spans, strict=True)]
+    return steps, ends - 1
 
 
 @contextmanager
@@ -282,10 +339,21 @@ class RewardModelServable:
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> object:
         self._prepare()
+        if self._scorer.contract.has_steps:
+            return self._score_steps(sequences)
         # With several outputs for an attribute, rank 0 makes rewards and spreads of them.
         if self._scorer.contract.readout is not None:
             return self._scorer.score_outputs(sequences)
         return self._scorer.score_token_lists(sequences)
+
+    def _score_steps(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """``[s, outputs or A]`` of each row, of whose ids s are marked."""
+        rows = [unmark_reads(row) for row in sequences]
+        reads = [own for _, own in rows]
+        outputs = self._scorer.score_step_outputs([ids for ids, _ in rows], reads)
+        if self._scorer.contract.readout is None:
+            outputs, _ = self._scorer.read_outputs(outputs)
+        return np.split(outputs, np.cumsum([len(own) for own in reads])[:-1])
 
 
 class RewardModel:
@@ -302,7 +370,10 @@ class RewardModel:
         self._scorer = scorer
         self._config = config
         self._meter = Meter()
-        self._batcher = Batcher(partial(ranks.submit, _SCORE), scorer.tokens_per_call, self._meter)
+        join = np.concatenate if scorer.contract.has_steps else np.stack
+        self._batcher = Batcher(
+            partial(ranks.submit, _SCORE), scorer.tokens_per_call, self._meter, join
+        )
         read_outputs = None if scorer.contract.readout is None else scorer.read_outputs
         self._service = RewardService(
             scorer, self._batcher, config, self._meter, shaper, read_outputs

@@ -19,7 +19,7 @@ from nemo_aligner.config.model import BATCH_INVARIANT_ROWS
 from nemo_aligner.contract.contract import EncodedText, ScoringContract, TextEncoder
 from nemo_aligner.contract.from_settings import describe_differences
 from nemo_aligner.contract.messages import Text
-from nemo_aligner.contract.steps import STEPPED, StepSpan
+from nemo_aligner.contract.steps import STEPPED
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.data.packing import SequenceReads, pack_sequences
@@ -32,7 +32,7 @@ from nemo_aligner.models.reward_model import (
 )
 from nemo_aligner.models.step import count_parts, gather_rewards, infer_in_parts
 from nemo_aligner.serving.engine.prefix_cache import CallPlan, PrefixCache
-from nemo_aligner.serving.protocols import ScoredRows, place_rows
+from nemo_aligner.serving.protocols import ScoredRows, StepRewards, place_rows
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
 
@@ -280,14 +280,6 @@ class RewardScorer:
             raise DataError(f"text {number}: {error}") from error
 
 
-@dataclass(frozen=True)
-class StepRewards:
-    """Rewards ``[S, A]`` float32 of a text's turns or steps, and where each stands in it."""
-
-    rewards: np.ndarray
-    spans: tuple[StepSpan, ...]
-
-
 def check_has_steps(contract: ScoringContract) -> None:
     """Raise DataError if a model has no reward for each turn or step."""
     if not contract.has_steps:
@@ -441,6 +433,15 @@ class RewardEnsemble:
         return np.concatenate(
             [member.score_outputs(token_lists) for member in self._members], axis=1
         )
+
+    def score_step_outputs(
+        self,
+        token_lists: Sequence[Sequence[int] | np.ndarray],
+        reads: Sequence[Sequence[int]],
+    ) -> np.ndarray:
+        """``[S, M * A * K]`` float32 outputs of the heads at all ``reads`` of the token lists."""
+        found = [member.score_step_outputs(token_lists, reads) for member in self._members]
+        return np.concatenate(found, axis=1)
 
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """``[N, M * A]`` float32 rewards of ``outputs``, and their spreads, if any."""
