@@ -536,6 +536,12 @@ def check_plain_reading(contract: ScoringContract, where: str, who: str) -> None
             f"{where}: its head reads the mean of the reply (model.head.reads), wanted one that "
             f"reads the last token: {who} cannot average"
         )
+    if contract.has_steps:
+        raise CheckpointError(
+            f"{where}: its head reads every turn or step (model.head.reads is "
+            f"{contract.scored_position}), wanted one that reads the last token: {who} has one "
+            "reward for each text"
+        )
     readout = contract.output_readout
     if readout is not None:
         raise CheckpointError(

@@ -36,6 +36,8 @@ def test_program_gets_rewards_of_steps_and_measures_them(tmp_path: Path) -> None
         judged = [[helpful >= 0.5, second < 0.5], [verbose >= 0.5]]
         assert metrics["step_accuracy"] == np.mean([np.mean(each) for each in judged])
     plain = tiny.write_reward_nemo(tmp_path / "plain.nemo", seq_length=64)
-    with na.RewardModel.from_pretrained(plain) as model:
-        with pytest.raises(ConfigError, match=r"one reward for each text, wanted .*turn_ends"):
-            model.score(TEXTS, steps=True)
+    with (
+        na.RewardModel.from_pretrained(plain) as model,
+        pytest.raises(ConfigError, match=r"one reward for each text, wanted .*turn_ends"),
+    ):
+        model.score(TEXTS, steps=True)

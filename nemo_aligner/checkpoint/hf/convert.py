@@ -29,7 +29,12 @@ from nemo_aligner.checkpoint.hf.families.base import (
     group_axis,
     remove_zero_groups,
 )
-from nemo_aligner.checkpoint.hf.heads import describe_head, find_head, unread_head_tensors
+from nemo_aligner.checkpoint.hf.heads import (
+    describe_head,
+    find_head,
+    reads_steps,
+    unread_head_tensors,
+)
 from nemo_aligner.checkpoint.hf.source import (
     Source,
     check_tensors,
@@ -102,6 +107,7 @@ def convert_hf_to_nemo(
     template: str | None = None,
     seq_length: int | None = None,
     attributes: Sequence[str] | None = None,
+    step_separator: str | None = None,
 ) -> ConversionSummary:
     """Write the model in ``source`` as the archive ``output``; one process calls it.
 
@@ -116,6 +122,8 @@ def convert_hf_to_nemo(
         seq_length: of a reward model, tokens of the longest text; None is the model's own limit,
             but at most 4096.
         attributes: of a reward model, names of its outputs; None are those of ``id2label``.
+        step_separator: the text behind each step, where a reward is read for each; None is none, or
+            ``<extra_0>`` for a class that reads steps.
 
     Raises:
         CheckpointError: an unknown family, an unsupported setting, a missing or surplus tensor, or
@@ -125,7 +133,8 @@ def convert_hf_to_nemo(
         if tensor_parallel < 1:
             raise CheckpointError(f"tensor_parallel: got {tensor_parallel}, wanted 1 or more")
         with single_process():
-            found, rules = open_source(source), (template, seq_length, attributes)
+            found = open_source(source)
+            rules = (template, seq_length, attributes, step_separator)
             return _convert(found, Path(output), dtype, tensor_parallel, head, *rules)
     except AlignerError as error:
         named = str(error).startswith((str(source), str(output)))
@@ -141,17 +150,19 @@ def _convert(
     template: str | None,
     seq_length: int | None,
     attributes: Sequence[str] | None,
+    step_separator: str | None,
 ) -> ConversionSummary:
     family = find_family(found.config.get("model_type"))
     config = family.to_nemo(found.config)
     head = find_head(found, choice)
     labels = labels_of(found, head, attributes)
-    refuse_options(found, labels, (template, seq_length, attributes))
+    refuse_options(found, labels, (template, seq_length, attributes, step_separator))
     rules = model_rules(family, config, labels is not None)
     wanted = hf_shapes(rules, config)
     if head is not None and labels is not None:
         # The embeddings, whose rows a head may be of, are among them already.
-        wanted = replace(head, outputs=len(labels)).sizes(config["hidden_size"]) | wanted
+        outputs = head.outputs if reads_steps(found) else len(labels)
+        wanted = replace(head, outputs=outputs).sizes(config["hidden_size"]) | wanted
     left_out = unread_head_tensors(found, head, choice)
     if head is not None:
         left_out += [name for name in family.untied.hf if name in found.tensors.keys() - wanted]
@@ -164,13 +175,18 @@ def _convert(
     archived = _with_zero_groups({**shaped, "precision": stored.nemo}, zero_groups)
     with scratch_beside(output) as scratch:
         tokenizer = _save_tokenizer(found, scratch / "tokenizer", config["vocab_size"])
-        contract = contract_of(found, labels, tokenizer, stored.precision, template, seq_length)
+        contract = contract_of(
+            *(found, labels, tokenizer, stored.precision, template, seq_length),
+            head=head,
+            step_separator=step_separator,
+        )
         if head is not None and contract is not None:
             head = head.with_rows_of(tokenizer)
             for name, tensor in head.tensors(config["hidden_size"]).items():
                 tensors[PREFIX + HEAD_PREFIX + name] = tensor
             archived["reward_model_type"] = contract.reward_model_type
-            archived["regression"] = {"num_attributes": len(contract.attributes)}
+            outputs = len(contract.attributes) * contract.outputs_per_attribute
+            archived["regression"] = {"num_attributes": outputs}
         save_lazy(tensors, layers, scratch / "weights")
         score_rules = None if contract is None else contract.to_dict()
         write_nemo(output, archived, scratch / "weights", scratch / "tokenizer", score_rules)
@@ -183,7 +199,7 @@ def _convert(
         vocab_size=config["vocab_size"],
         tied=config["share_embeddings_and_output_weights"],
         zero_groups=zero_groups,
-        head=describe_head(head, left_out, None if contract is None else contract.reward_token_id),
+        head=describe_head(head, left_out, contract),
         contract=contract,
         output=output,
     )
