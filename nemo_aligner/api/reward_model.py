@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 # Settings of an evaluation; the others are about the model, which is loaded already.
 _OF_EVALUATION = (
-    "data", "task", "swapped", "robustness_pairs", "output", "output_rewards", "report",
+    "data", "task", "threshold", "swapped", "robustness_pairs", "output", "output_rewards",
+    "report",
 )  # fmt: skip
 _SHARD_BYTES = 5 * 10**9
 
@@ -209,8 +210,9 @@ class RewardModel:
         counted from 1.
 
         Args:
-            settings: those of the verb that are not about the model: ``task``, ``swapped``,
-                ``robustness_pairs``, ``output``, ``output_rewards``, ``report`` and ``data.*``
+            settings: those of the verb that are not about the model: ``task``, ``threshold``,
+                ``swapped``, ``robustness_pairs``, ``output``, ``output_rewards``, ``report`` and
+                ``data.*``
 
         Raises:
             AlignerError: what ends the verb, with the same message.

@@ -45,7 +45,7 @@ from nemo_aligner.data.records import (
 from nemo_aligner.evaluation.predictions import Item, Prediction, Predictions
 from nemo_aligner.evaluation.sources import Measure, RewardSource, Score
 from nemo_aligner.losses import default_objective, default_step_objective
-from nemo_aligner.losses.base import measure_set
+from nemo_aligner.losses.base import RatingObjective, measure_set
 from nemo_aligner.metrics.ranking import wilson_interval
 from nemo_aligner.metrics.regression import RatedRewards
 from nemo_aligner.metrics.table import BY_SOURCE, Shown, all_metrics, find_metric, measure_spreads
@@ -251,6 +251,15 @@ def _evaluate_steps(source: RewardSource, ratings: Sequence[Rating]) -> EvalResu
     return EvalResult(Predictions(rows, tuple(names)), metrics, counts)
 
 
+def right_from(source: RewardSource) -> float:
+    """The reward from which on a step counts as right."""
+    if source.contract is None:
+        return RatingObjective.right_from
+    contract = source.contract
+    objective = default_step_objective(contract.readout, contract.label_means, source.attributes)
+    return float(getattr(objective, "right_from", RatingObjective.right_from))
+
+
 def _last_labels(record: Rating, steps: int, columns: int) -> list[list[float]]:
     """Labels of the last ``steps`` of a record, NaN where one is missing."""
     none: list[tuple[float | None, ...]] = [(None,) * columns] * steps
@@ -304,6 +313,12 @@ def evaluate_file(
         turned = [each.swapped() for each in file.records if isinstance(each, Comparison)]
         file = replace(file, records=turned)
     file = keep_scorable(file, source, how.rule)
+    has_labels = any(isinstance(each, Rating) and each.steps for each in file.records)
+    if has_labels and source.score_steps is None:
+        raise DataError(
+            f"{path}: got labels of turns or steps, wanted a model in this process that has a "
+            "reward for each (rm_model_file)"
+        )
     if source.encode is None:
         file, source = drop_refused(file, source)
     if file.kind is RecordKind.rating and source.score_steps is not None:

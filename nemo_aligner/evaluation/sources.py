@@ -57,6 +57,9 @@ class EvaluableScorer(Protocol):
     def count_reply_tokens(self, texts: Sequence[Text]) -> Sequence[int]: ...
 
 
+ScoreSteps = Callable[[Sequence[Text]], list[StepRewards]]
+
+
 @runtime_checkable
 class SpreadScorer(Protocol):
     """A scorer whose model may report how uncertain its rewards are."""
@@ -91,7 +94,7 @@ class RewardSource:
     measure: Measure | None = None
     score_and_spread: ScoreAndSpread | None = None
     score_rows: Callable[[Sequence[Text]], ScoredRows] | None = None
-    score_steps: Callable[[Sequence[Text]], list[StepRewards]] | None = None
+    score_steps: ScoreSteps | None = None
 
     @property
     def takes_ratings(self) -> bool:

@@ -74,9 +74,14 @@ def first_error_f1(verdicts: StepVerdicts) -> float:
         pairs = _first_errors(verdicts, column)
         wrong = _share([pair for pair in pairs if pair[1] >= 0])
         right = _share([pair for pair in pairs if pair[1] < 0])
-        both = wrong + right
-        found.append(2 * wrong * right / both if both else both)
+        found.append(harmonic_mean(wrong, right))
     return nanmean(found)
+
+
+def harmonic_mean(first: float, second: float) -> float:
+    """0 if both are; NaN if either is."""
+    both = first + second
+    return 2 * first * second / both if both else both
 
 
 def _columns(verdicts: StepVerdicts) -> range:
