@@ -35,7 +35,7 @@ from nemo_aligner.config.common import Overlong, Precision, RewardModelType
 from nemo_aligner.config.dtypes import NumberFormat, format_of
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.fields import are_numbers
-from nemo_aligner.contract.template_check import check_template
+from nemo_aligner.contract.template_check import check_template, freeze_date
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES, resolve_template
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.distributed.launch import single_process
@@ -303,6 +303,7 @@ def _template(setting: str | None, tokenizer: Tokenizer) -> str:
     template = resolve_template(setting, tokenizer)
     if not template:
         raise ConfigError(f"template: got {setting!r}, but the tokenizer has no chat template")
+    template = freeze_date(template, tokenizer.bos_token, tokenizer.eos_token)
     check_template(template, setting, tokenizer)
     return template
 

@@ -10,7 +10,7 @@ from nemo_aligner.config.common import Precision, RewardModelType
 from nemo_aligner.config.model import DataConfig, ModelConfig, ScoredPosition
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.steps import SEPARATED
-from nemo_aligner.contract.template_check import check_template
+from nemo_aligner.contract.template_check import check_template, freeze_date
 from nemo_aligner.contract.templates import canonical_kwargs, resolve_template
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import make_reply_marker
@@ -43,6 +43,8 @@ def build_contract(
         bos, eos = start.add_bos, start.add_eos
     known = [each.template for each in (start, before) if each is not None]
     template = _template(data.template, tokenizer, start, known)
+    bos_token, eos_token = tokenizer.bos_token, tokenizer.eos_token
+    template = freeze_date(template, bos_token, eos_token, _kwargs(data, template, start))
     kwargs, reads = _kwargs(data, template, start), config.head.reads
     is_mean = reads is ScoredPosition.reply_mean
     contract = ScoringContract(

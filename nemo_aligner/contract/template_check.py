@@ -1,4 +1,4 @@
-"""Checks of a chat template before it is used, by writing conversations with it.
+"""Checks of a chat template before it is used, by writing conversations with it; and its date.
 
 An untrusted template may not end: Jinja's sandbox keeps it from files and code, but not from loops,
 nor from asking for all memory. So it is first run in a process of its own.
@@ -42,7 +42,8 @@ _GIVEN = (
     "strftime_now",
     "raise_exception",
 )
-_DAYS = (datetime(2001, 2, 3), datetime(2034, 11, 30))
+_DATE = "strftime_now"
+_DAYS = (datetime(2001, 2, 3), datetime(2034, 11, 30, 13, 47, 59))
 _CPU_SECONDS = 5
 _BYTES = 2**30
 _TIMEOUT_SECONDS = 120  # of a machine that is busy; CPU time is what ends the trial
@@ -109,6 +110,51 @@ def is_dated(template: str, bos_token: str, eos_token: str, kwargs: str = "") ->
     """True if a template writes the date, and so another text tomorrow."""
     texts = {write_probe(template, bos_token, eos_token, kwargs, day.strftime) for day in _DAYS}
     return len(texts) > 1
+
+
+# 26 July 2024, 00:00, by each of strftime's letters, in English whatever the locale. It is the date
+# that Llama 3's templates write where they are not told the day. It is part of contracts.
+_FROZEN_DAY = {
+    **{"a": "Fri", "A": "Friday", "w": "5", "u": "5", "d": "26", "-d": "26", "e": "26", "j": "208"},
+    **{"b": "Jul", "h": "Jul", "B": "July", "m": "07", "-m": "7", "y": "24", "Y": "2024"},
+    **{"C": "20", "g": "24", "G": "2024", "U": "29", "V": "30", "W": "30", "-j": "208"},
+    **{"D": "07/26/24", "F": "2024-07-26", "x": "07/26/24", "c": "Fri Jul 26 00:00:00 2024"},
+    **{"H": "00", "-H": "0", "k": " 0", "I": "12", "-I": "12", "l": "12", "p": "AM", "P": "am"},
+    **{"M": "00", "-M": "0", "S": "00", "-S": "0", "f": "000000", "z": "", "Z": ""},
+    **{"R": "00:00", "T": "00:00:00", "X": "00:00:00", "r": "12:00:00 AM"},
+}
+
+
+def _frozen_function() -> str:
+    """A macro in place of the function; the line break behind it is none of the text."""
+    replaced = "".join(f".replace('%{form}','{said}')" for form, said in _FROZEN_DAY.items())
+    # Between two %% no letter is meant.
+    return (
+        f"{{%- macro {_DATE}(format) -%}}{{%- for part in format.split('%%') -%}}"
+        f"{{{{ '' if loop.first else '%' }}}}{{{{ part{replaced} }}}}"
+        "{%- endfor -%}{%- endmacro %}\n"
+    )
+
+
+@lru_cache(maxsize=8)
+def freeze_date(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> str:
+    """A template that writes today's date, with 26 July 2024 for every day; others as they are.
+
+    A macro at its beginning takes the place of the function that says the day, for whoever renders
+    it. What is done is said in a line, once.
+    """
+    from nemo_aligner.utils.console import say
+
+    try:
+        if _DATE not in variables_of(template):
+            return template
+        check_it_ends(template, bos_token, eos_token, kwargs)
+        if not is_dated(template, bos_token, eos_token, kwargs):
+            return template
+    except DataError:  # which check_template says
+        return template
+    say("the chat template writes today's date: it gets 26 July 2024, so that scores stay the same")
+    return _frozen_function() + template
 
 
 @lru_cache(maxsize=8)

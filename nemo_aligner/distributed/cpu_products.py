@@ -83,6 +83,10 @@ def invariant_linear_on_cpu(
     Uses its chunk sizes where a trial gave the same bits; elsewhere chunks of ``rows``.
     """
     given = input.reshape(-1, input.size(-1))
+    whole = given.size(0)
+    # The usual case, without all that follows.
+    if whole % _STEP == 0 and whole <= _CHUNK and _has_same_bits(whole, weight, bias, rows):
+        return _any_product(given, weight, bias).view(*input.shape[:-1], weight.size(0))
     found = []
     for chunk in given.split(_CHUNK):
         size = chunk.size(0) + -chunk.size(0) % _STEP
@@ -92,8 +96,7 @@ def invariant_linear_on_cpu(
             _any_product(filled, weight, bias)[:count]
             for filled, count in _chunks(chunk, size, size)
         ]
-    whole = found[0] if len(found) == 1 else torch.cat(found)
-    return whole.view(*input.shape[:-1], weight.size(0))
+    return torch.cat(found).view(*input.shape[:-1], weight.size(0))
 
 
 def try_all_sizes(weight: Tensor, bias: Tensor | None, rows: int) -> None:
@@ -185,7 +188,7 @@ def _chunks(rows: Tensor, most: int, step: int) -> Iterator[tuple[Tensor, int]]:
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")
 
 
 class ChunkedLinear(Function):

@@ -19,6 +19,7 @@ from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig
 from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract, one_reward
 from nemo_aligner.contract.from_settings import check_expected
 from nemo_aligner.contract.messages import Text, as_json
+from nemo_aligner.contract.template_check import freeze_date
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.contract.turns import TurnMarkError, write_conversation
 from nemo_aligner.distributed.launch import launch
@@ -442,7 +443,8 @@ def _written(text: Text, tokenizer: Tokenizer | None) -> str:
             "source.tokenizer: got none with a chat template, wanted the folder of the policy's "
             "tokenizer: /get_reward takes texts, and these are conversations"
         )
-    return write_conversation(tokenizer.chat_template, text, tokenizer)
+    template = freeze_date(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+    return write_conversation(template, text, tokenizer)
 
 
 def _openrlhf_rewards(address: PostingAddress, answer: JsonAnswer, count: int) -> list[float]:

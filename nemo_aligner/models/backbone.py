@@ -33,7 +33,7 @@ from nemo_aligner.models.attention.packed import LastTokenAttention, PackedAtten
 from nemo_aligner.models.decoder_layer import LastLayer, PackedLayer
 from nemo_aligner.models.internals import has_weight_gradient_kernel, mlp_spec
 from nemo_aligner.models.layers import NORMS, by_whole_rows, gated_gelu, gated_silu, squared_relu
-from nemo_aligner.models.linear import ColumnLinear, RowLinear
+from nemo_aligner.models.linear import ColumnLinear, RowLinear, rows_now
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import ConfigError
 
@@ -156,8 +156,13 @@ class NormedRowLinear(RowLinear):
         self.post_layernorm = norm(config, output_size, eps=config.layernorm_epsilon)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if rows_now(self) is not None:
+            return self.infer(x), None
         output, bias = super().forward(x)
         return self.post_layernorm(output), bias
+
+    def infer(self, x: Tensor) -> Tensor:
+        return self.post_layernorm.forward(super().infer(x))
 
 
 @dataclass(frozen=True)

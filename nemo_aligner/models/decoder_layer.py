@@ -36,12 +36,12 @@ class PackedLayer(TransformerLayer):
         return self._infer(hidden_states, packed_seq_params), None
 
     def _infer(self, hidden: Tensor, segments: PackedSegments) -> Tensor:
-        attention = self.self_attention
-        mixed, _ = attention.linear_qkv(self.input_layernorm(hidden))
-        added, _ = attention.linear_proj(self._attend(mixed, segments))
+        attention, mlp = self.self_attention, self.mlp
+        mixed = attention.linear_qkv.infer(self.input_layernorm.forward(hidden))
+        added = attention.linear_proj.infer(self._attend(mixed, segments))
         hidden = _sum(added, self._read(hidden, segments))
-        added, _ = self.mlp(self.pre_mlp_layernorm(hidden))
-        return _sum(added, hidden)
+        inner = mlp.linear_fc1.infer(self.pre_mlp_layernorm.forward(hidden))
+        return _sum(mlp.linear_fc2.infer(mlp.activation_func.forward(inner)), hidden)
 
     def _attend(self, mixed: Tensor, segments: PackedSegments) -> Tensor:
         """``[T, 1, groups * (repeats + 2) * c]``, of linear_qkv, -> ``[T, 1, heads * c]``."""

@@ -65,20 +65,24 @@ class ColumnLinear(ColumnParallelLinear):
         self.register_module("adapter", None)
 
     def forward(self, input_: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        rows = rows_now(self)
-        output, bias = self._plain(input_, rows, *args, **options)
-        if self.adapter is not None:
-            output = output + self.adapter(input_, rows)
-        return output, bias
+        if rows_now(self) is not None:
+            return self.infer(input_), None
+        output, bias = super().forward(input_, *args, **options)
+        return output if self.adapter is None else output + self.adapter(input_, None), bias
 
-    def _plain(
-        self, input_: Tensor, rows: int | None, *args: Any, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def infer(self, input_: Tensor) -> Tensor:
+        """Compute ``[T, 1, i] -> [T, 1, o]`` without gradients, batch invariant if it is to be.
+
+        A call of the module would cost as much as 10 rows of a product.
+        """
+        rows = self.invariant_rows
         if rows is None:
-            return super().forward(input_, *args, **options)
+            return ColumnLinear.forward(self, input_)[0]
+        given = input_
         if self.sequence_parallel:
-            input_ = gather_from_sequence_parallel_region(input_, group=self.tp_group)
-        return invariant_linear(input_, self.weight, self.bias, rows), None
+            given = gather_from_sequence_parallel_region(given, group=self.tp_group)
+        output = invariant_linear(given, self.weight, self.bias, rows)
+        return output if self.adapter is None else output + self.adapter(input_, rows)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -99,17 +103,19 @@ class RowLinear(RowParallelLinear):
         self.register_module("adapter", None)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        rows = rows_now(self)
-        output, bias = self._plain(input_, rows)
-        if self.adapter is not None:
-            output = output + self.adapter(input_, rows)
-        return output, bias
+        if rows_now(self) is not None:
+            return self.infer(input_), None
+        output, bias = super().forward(input_)
+        return output if self.adapter is None else output + self.adapter(input_, None), bias
 
-    def _plain(self, input_: Tensor, rows: int | None) -> tuple[Tensor, Tensor | None]:
+    def infer(self, input_: Tensor) -> Tensor:
+        """Compute as ``ColumnLinear.infer``."""
+        rows = self.invariant_rows
         if rows is None:
-            return super().forward(input_)
-        partial = invariant_linear(input_, self.weight, None, rows)
-        return sum_partial(partial, self.tp_group, self.sequence_parallel, rows), None
+            return RowLinear.forward(self, input_)[0]
+        output = invariant_linear(input_, self.weight, None, rows)
+        output = sum_partial(output, self.tp_group, self.sequence_parallel, rows)
+        return output if self.adapter is None else output + self.adapter(input_, rows)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -151,6 +157,8 @@ def sum_partial(partial: Tensor, group: Any, is_scattered: bool, rows: int | Non
 
     In rank order for a batch invariant product (``rows`` is not None).
     """
+    if group.size() == 1:
+        return partial
     # a + b == b + a, so two ranks need nothing; with more, NCCL's algorithm picks the order.
     if rows is not None and group.size() > 2:
         return sum_in_rank_order(partial, group, is_scattered)

@@ -27,6 +27,8 @@ class FailureKind(Enum):
         triton_code: error code of Triton, which makes HTTP 400, 503 and 500 of INVALID_ARG,
             UNAVAILABLE and INTERNAL, and has none for 401 and 413.
         openai_type: ``error.type`` in the shape of OpenAI's errors, by vLLM's names.
+        tei_type: ``error_type`` of Text Embeddings Inference, from ``router/src/lib.rs``; a wrong
+            token has none there.
         gym_kind: ``failure_kind`` of a rollout, from NeMo Gym's ``failure_kinds.py``; None where
             the answer is no rollout.
         reaction: of a client: leave a row that is at fault without a reward, if it may; fail the
@@ -34,22 +36,39 @@ class FailureKind(Enum):
     """
 
     # The sender has to mend it; to send the token; or to send less at once.
-    bad_request = (400, (422,), "INVALID_ARG", "BadRequestError", "verifier_error", "skip")
-    unauthorized = (401, (), "INVALID_ARG", "AuthenticationError", None, "fail")
-    too_large = (413, (), "INVALID_ARG", "BadRequestError", "verifier_error", "skip")
+    bad_request = (
+        400,
+        (422,),
+        "INVALID_ARG",
+        "BadRequestError",
+        "Validation",
+        "verifier_error",
+        "skip",
+    )
+    unauthorized = (401, (), "INVALID_ARG", "AuthenticationError", "Validation", None, "fail")
+    too_large = (413, (), "INVALID_ARG", "BadRequestError", "Validation", "verifier_error", "skip")
     # The server has no room, or does not answer. Both pass, so the status is the same; a client
     # keeps a busy server, and looks at one that was gone anew before it sends more.
-    busy = (503, (429,), "UNAVAILABLE", "ServiceUnavailableError", "transport_unreachable", "retry")
+    busy = (
+        503,
+        (429,),
+        "UNAVAILABLE",
+        "ServiceUnavailableError",
+        "Overloaded",
+        "transport_unreachable",
+        "retry",
+    )
     unreachable = (
         503,
         (502, 504),
         "UNAVAILABLE",
         "ServiceUnavailableError",
+        "Unhealthy",
         "transport_unreachable",
         "retry",
     )
     # The server's log says more. Sent again, it would fail again.
-    internal = (500, (), "INTERNAL", "InternalServerError", "verifier_error", "fail")
+    internal = (500, (), "INTERNAL", "InternalServerError", "Backend", "verifier_error", "fail")
 
     def __init__(
         self,
@@ -57,11 +76,13 @@ class FailureKind(Enum):
         aliases: tuple[int, ...],
         triton_code: str,
         openai_type: str,
+        tei_type: str,
         gym_kind: str | None,
         reaction: Literal["skip", "fail", "retry"],
     ) -> None:
         self.status, self.aliases = status, aliases
-        self.triton_code, self.openai_type, self.gym_kind = triton_code, openai_type, gym_kind
+        self.triton_code, self.openai_type = triton_code, openai_type
+        self.tei_type, self.gym_kind = tei_type, gym_kind
         self.reaction = reaction
 
     @property

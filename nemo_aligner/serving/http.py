@@ -30,7 +30,18 @@ from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.failures import FailureKind, RequestError, failure_of
-from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, gym, openrlhf, rewards, vllm
+from nemo_aligner.serving.protocols import (
+    ScoredRows,
+    ScoreRequest,
+    genrm,
+    gym,
+    openrlhf,
+    rewards,
+    sglang,
+    slime,
+    tei,
+    vllm,
+)
 from nemo_aligner.serving.protocols.base import HttpAnswer, PlainRoute, Route, Served
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.serving.reward import TurnCompletion, UpstreamService, unreachable
@@ -39,7 +50,16 @@ from nemo_aligner.serving.triton import ready_file
 from nemo_aligner.utils.errors import ServingError, one_line
 
 # Every protocol that the gateway speaks has its line here.
-ROUTES: list[Route[Any]] = [*rewards.ROUTES, *openrlhf.ROUTES, *vllm.ROUTES, *gym.ROUTES]
+ROUTES: list[Route[Any]] = [
+    *rewards.ROUTES,
+    *openrlhf.ROUTES,
+    *slime.ROUTES,
+    *vllm.ROUTES,
+    *sglang.ROUTES,
+    *tei.ROUTES,
+    *gym.ROUTES,
+    *genrm.ROUTES,
+]
 PLAIN_ROUTES: list[PlainRoute] = [*gym.PLAIN_ROUTES]
 
 # Probes of Kubernetes and load balancers send no token.
@@ -90,21 +110,25 @@ def build_app(
     relay = UpstreamService(client, config.max_queue_rows, config.drift_rows)
     metrics = GatewayMetrics()
     completion = None if turn_end is None else TurnCompletion(turn_end)
+    at_path: dict[str, list[Route[Any]]] = {}
     for route in routes:
+        at_path.setdefault(route.path, []).append(route)
+    for path, several in at_path.items():
+        about = "; ".join(route.about for route in several)
         app.add_api_route(
-            route.path,
-            _Endpoint(route, relay, config, metrics, completion).handle,
+            path,
+            _Endpoint(several, relay, config, metrics, completion).handle,
             methods=["POST"],
-            summary=route.about,
-            description=route.about,  # else the handler's docstring is on the page
-            operation_id=route.path.strip("/").replace("/", "_"),
-            openapi_extra=_described(route),
+            summary=about,
+            description=about,  # else the handler's docstring is on the page
+            operation_id=path.strip("/").replace("/", "_"),
+            openapi_extra=_described(several),
         )
     for plain in plain_routes:
         _add_plain_route(app, plain, config.max_request_bytes)
     _add_own_routes(app, relay, client, metrics)
-    refusals = {route.path: route for route in routes}
-    return _Plain(app if token is None else _Guarded(app, token, refusals, metrics))
+    first = {path: several[0] for path, several in at_path.items()}
+    return _Plain(app if token is None else _Guarded(app, token, first, metrics))
 
 
 class _App(FastAPI):
@@ -126,19 +150,19 @@ class _App(FastAPI):
 
 
 class _Endpoint:
-    """Handler of one route: body, request, rewards and answer, or the route's own failure."""
+    """Handler of a path's routes: body, request, rewards and answer, or a route's own failure."""
 
     def __init__(
         self,
-        route: Route[Any],
+        routes: Sequence[Route[Any]],
         relay: UpstreamService,
         config: GatewayConfig,
         metrics: GatewayMetrics,
         completion: TurnCompletion | None,
     ) -> None:
-        self._route, self._relay = route, relay
+        self._route, *self._others = routes
+        self._relay, self._completion = relay, completion
         self._config, self._metrics = config, metrics
-        self._completion = completion if route.completes_turns else None
 
     async def handle(self, request: Request) -> Response:
         """Answer by the route's protocol, and count the answer."""
@@ -153,21 +177,29 @@ class _Endpoint:
         try:
             content = await _read(request, self._config.max_request_bytes)
             body = route.parse(content)
-            scored = await self._score(body)
+            route = self._route_of(body)
+            body = body if route is self._route else route.parse(content)
+            scored = await self._score(route, body)
             self._metrics.scored(route.path, scored)
             return HttpAnswer(200, route.answer(body, scored, self._served(scored))), None
         except ServingError as error:
             failure = failure_of(error)
         return route.refuse(failure, body), failure.retry_after_s
 
-    async def _score(self, body: Any) -> ScoredRows:
+    def _route_of(self, body: Any) -> Route[Any]:
+        """The path's first route, unless fields that it does not know mark another one's body."""
+        unknown = (body.model_extra or {}).keys()
+        marked = (other for other in self._others if unknown & set(other.marks))
+        return next(marked, self._route)
+
+    async def _score(self, route: Route[Any], body: Any) -> ScoredRows:
         """Have the backends score a body.
 
         Raises:
             ServingError: any failure of it; see ``failure_of``.
         """
-        route, asked = self._route, self._route.read(body)
-        if self._completion is not None:
+        asked = route.read(body)
+        if self._completion is not None and route.completes_turns:
             try:
                 asked, completed = await self._completion.complete(asked)
             except ServingError as error:
@@ -325,16 +357,19 @@ def _add_own_routes(
         app.add_api_route(path, handler, methods=["GET"], summary=about, response_model=None)
 
 
-def _described(route: Route[Any]) -> dict[str, Any]:
-    """Body and answers of a route for the OpenAPI page (``_App``)."""
+def _described(routes: Sequence[Route[Any]]) -> dict[str, Any]:
+    """Body and answers of a path's routes for the OpenAPI page (``_App``)."""
 
-    def content(name: str) -> dict[str, Any]:
-        return {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{name}"}}}
+    def content(bodies: Sequence[type]) -> dict[str, Any]:
+        schemas = [{"$ref": f"{_SCHEMAS}{body.__name__}"} for body in bodies]
+        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+        return {"application/json": {"schema": schema}}
 
+    asked, answered = ([getattr(each, side) for each in routes] for side in ("request", "response"))
     return {
-        "requestBody": {"required": True, "content": content(route.request.__name__)},
+        "requestBody": {"required": True, "content": content(asked)},
         "responses": {
-            "200": {"description": "Scored", "content": content(route.response.__name__)},
+            "200": {"description": "Scored", "content": content(answered)},
             **{str(kind.status): {"description": about} for kind, about in _ERRORS.items()},
         },
     }

@@ -2,9 +2,9 @@
 
 They are read where they are published: TRL's wheel (Apache 2.0) has those of Qwen, Llama, Gemma and
 GLM as their authors wrote them, Axolotl's (Apache 2.0) Mistral's. ``smollm3.jinja`` is SmolLM3-3B's
-as Unsloth changed it, to be without a date and tools (Apache 2.0, as its first lines say). It is a
-copy, unchanged, from the source package of llama-cpp-python 0.3.36, which has 77 MB
-(``vendor/llama.cpp/models/templates/HuggingFaceTB-SmolLM3-3B.jinja``).
+as its authors trained it, with the date and tools: an unchanged copy of ``chat_template`` in
+``recipes/smollm3/sft/sft.yaml`` of huggingface/alignment-handbook (Apache 2.0, at 925acdf), which
+is in no package. Those that write today's date are frozen.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from nemo_aligner.contract.template_check import freeze_date
 from tests.environments import package
 
 _TRL = ("trl==1.16.0", "trl/chat_templates")
@@ -27,18 +28,18 @@ _FILES = {
     "glm-4.5": (_TRL, "glm4moe"),
     "mistral-v3": (_AXOLOTL, "mistral_v2v3"),
 }
-# What a dated template needs to be the same tomorrow.
-KWARGS = {"llama-3.1": {"date_string": "26 Jul 2024"}, "llama-3.2": {"date_string": "26 Jul 2024"}}
+KWARGS = {"llama-3.1": {"date_string": "1 May 2026"}}
 
 
 def read_templates() -> dict[str, str]:
-    """Of each model the text; the test is skipped where a package cannot be had."""
+    """Of each model the text, frozen; the test is skipped where a package cannot be had."""
     folders = {name: package(name) / folder for name, folder in (_TRL, _AXOLOTL)}
     read = {
         model: Path(folders[name], f"{file}.jinja").read_text()
         for model, ((name, _), file) in _FILES.items()
     }
-    return {**read, "smollm3": Path(__file__).with_name("smollm3.jinja").read_text()}
+    read["smollm3"] = Path(__file__).with_name("smollm3.jinja").read_text()
+    return {model: freeze_date(template, "<s>", "</s>") for model, template in read.items()}
 
 
 def call(name: str, number: int = 1, **arguments: Any) -> dict[str, Any]:

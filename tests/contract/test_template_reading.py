@@ -42,6 +42,7 @@ from tests.contract.refusals import assert_refused
 from tests.contract.test_turn_marks import with_tokens
 from tests.contracts import Contracts
 
+WITH_CALLS = [name for name, (said, _) in CONVERSATIONS.items() if "'tool_calls': " in str(said)]
 # Of each template what transformers leaves out without a word.
 UNWRITTEN: dict[str, dict[str, str]] = {
     "qwen3": {"developer": "role 'developer'", "documents": "documents"},
@@ -59,8 +60,8 @@ UNWRITTEN: dict[str, dict[str, str]] = {
         "documents": "documents",
     },
     "smollm3": {
-        **{name: "tools" for name, (_, beside) in CONVERSATIONS.items() if "tools" in beside},
-        "without the tools": "tool_calls", "reasoning": "reasoning_content",
+        **dict.fromkeys(WITH_CALLS, "tool_calls"),
+        "reasoning": "reasoning_content",
         "developer": "role 'developer'", "documents": "documents",
     },
     "gemma-4": {"reasoning": "reasoning_content", "documents": "documents"},

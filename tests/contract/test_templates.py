@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from nemo_aligner.config.common import Precision
 from nemo_aligner.contract import template_check
-from nemo_aligner.contract.template_check import check_template, is_dated
+from nemo_aligner.contract.from_settings import build_contract
+from nemo_aligner.contract.template_check import check_template, freeze_date, is_dated
 from nemo_aligner.contract.templates import (
     BUILT_IN_TEMPLATES,
     end_of_turn,
@@ -18,6 +22,7 @@ from nemo_aligner.contract.templates import (
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contract.refusals import assert_refused
+from tests.contracts import Contracts
 
 CHAT = [
     {"role": "user", "content": "why"},
@@ -163,6 +168,82 @@ def test_template_gets_no_date() -> None:
     for form in ("%d", "%B", "%Y"):
         assert is_dated("{{ strftime_now('" + form + "') }}", "", ""), form
     assert not is_dated("{{ strftime_now('always') }}", "", "")
+
+
+class Then:
+    """The date on the day that every template writes."""
+
+    @staticmethod
+    def now() -> datetime:
+        return datetime(2024, 7, 26)
+
+
+LETTERS = "aAwudejbhBmyYCgGUVWDFxcHkIlpPMSfzZRTXr"
+# Where a template may say the date, and what the text before it may be.
+DATED = [
+    LLAMA_3_2,
+    "{% block a %}{{ strftime_now(format='%d %B %Y') }}{% endblock %}",
+    "{% macro day() %}{{ strftime_now('%-d/%-m, %%d %%%d %j') }}{% endmacro %}\n{{ day() }}",
+    "\n\n  {% if true %}\n  {{ '[' ~ strftime_now('%H:%M') ~ ']' }}\n{% endif %} {{ bos_token }}",
+    "  {# a comment #}\n{% for m in messages %}{{ strftime_now('%A, %b %d') + '!' }}{% endfor %}",
+    "Today {{ strftime_now is defined }} {{ strftime_now('%Y-%m-%d').split('-') | join('.') }}",
+    "{% set ns = namespace(day='') %}{% set ns.day = strftime_now('%x')|upper %}{{ ns.day }}",
+    "|".join(f"{{{{ strftime_now('%{letter}') }}}}" for letter in LETTERS),
+]
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_frozen_template_writes_one_day_as_transformers_writes_it(
+    tokenizer: Tokenizer, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils import chat_template_utils
+
+    theirs = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
+    ends = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    for dated in DATED:
+        template = dated if dated is LLAMA_3_2 else dated + ends
+        assert is_dated(template, "", ""), dated
+        frozen = freeze_date(template, "<s>", "</s>")
+        assert not is_dated(frozen, "<s>", "</s>"), dated
+        assert freeze_date(frozen, "<s>", "</s>") == frozen
+        ask = partial(theirs.apply_chat_template, CHAT, tokenize=False)
+        today = ask(chat_template=frozen)
+        with monkeypatch.context() as then:
+            then.setattr(chat_template_utils, "datetime", Then)
+            assert ask(chat_template=template) == today, dated
+        assert render(frozen, CHAT, tokenizer.bos_token, tokenizer.eos_token) == today, dated
+    undated = BUILT_IN_TEMPLATES["chatml"] + "{% if false %}{{ strftime_now('%Y') }}{% endif %}"
+    for kept in (BUILT_IN_TEMPLATES["chatml"], undated, "{% for %}{{ strftime_now('%Y') }}"):
+        assert freeze_date(kept, "<s>", "</s>") == kept
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_contract_of_a_dated_template_has_the_day_inside(
+    contracts: Contracts, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    freeze_date.cache_clear()
+    path = tmp_path / "dated.jinja"
+    path.write_text(LLAMA_3_2)
+    frozen, again = contracts(template=str(path)), contracts(template=str(path))
+    said = capsys.readouterr().out
+    assert re.findall("writes today's date: it gets 26 July 2024", said) == [
+        "writes today's date: it gets 26 July 2024"
+    ]
+    assert frozen.hash == again.hash
+    assert frozen.template.endswith(LLAMA_3_2)
+    text = tokenizer.decode(frozen.encode(tokenizer, CHAT).token_ids)
+    assert "Today Date: 26 Jul 2024" in text
+    # Training on from it, by its own template or by the file's.
+    for data in ({}, {"template": str(path)}):
+        config = contracts.config(**data)
+        assert build_contract(config, tokenizer, Precision.fp32, frozen).hash == frozen.hash
+    # With another day of its own a template stays as it is.
+    mine = contracts(template=str(path), chat_template_kwargs={"date_string": "1 May 2026"})
+    assert (mine.template, capsys.readouterr().out) == (LLAMA_3_2, "")
+    assert "1 May 2026" in tokenizer.decode(mine.encode(tokenizer, CHAT).token_ids)
+    kept = build_contract(contracts.config(template=str(path)), tokenizer, Precision.fp32, mine)
+    assert kept.hash == mine.hash
 
 
 def test_template_that_refuses_or_pries_is_a_data_error() -> None:

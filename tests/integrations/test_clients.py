@@ -144,3 +144,35 @@ def test_what_vllm_s_objects_have_written(gateway: str, scorer: RewardScorer) ->
             assert wanted["required_of_data"] <= set(each) <= wanted["known_of_data"]
         rewards = [each["probs"] for each in read["data"]]
         np.testing.assert_allclose(rewards, rewards_of(case, scorer), **CLOSE)
+
+
+def posted(url: str, body: Any) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_every_protocol_of_a_prompt_and_its_reply_gives_the_bits_of_score(gateway: str) -> None:
+    """As slime, clients of Text Embeddings Inference and of SGLang, and NeMo Gym post them."""
+    for asked, said in CHATS:
+        prompt, reply = asked["content"], said["content"]
+        (whole,) = posted(f"{gateway}/score", {"text_1": prompt, "text_2": reply})["data"]
+        output = [{"type": "message", "content": [{"type": "output_text", "text": reply}]}]
+        output[0]["role"] = "assistant"
+        bodies: dict[str, Any] = {
+            "/remote_rm": {"prompt": [asked], "response": reply, "label": None},
+            "/rerank": {"query": prompt, "texts": ["no", reply]},
+            "/compare": {"conversation_history": [asked], "response_objs": [{"output": output}]},
+        }
+        found = {path: posted(gateway + path, body) for path, body in bodies.items()}
+        (ranked,) = (rank for rank in found["/rerank"] if rank["index"] == 1)
+        rewards = [found["/remote_rm"], ranked["score"], *found["/compare"]["rewards"]]
+        assert rewards == [whole["score"]] * 3, prompt
+        # Each attribute, of the conversation and of the text that its template writes.
+        (row,) = posted(f"{gateway}/classify", {"messages": [asked, said]})["data"]
+        predicted = posted(f"{gateway}/predict", {"inputs": [prompt, reply]})
+        named = {each["label"]: each["score"] for each in predicted}
+        assert [named["helpfulness"], named["verbosity"]] == row["probs"]
+        text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{reply}<|im_end|>"
+        (rest,) = posted(f"{gateway}/classify", {"text": [text]})
+        assert rest["embedding"] == row["probs"]

@@ -112,8 +112,9 @@ def curl(words: list[str], url: str) -> Any:
 
 
 def test_every_curl_gets_a_reward(gateway: str, scorer: RewardScorer) -> None:
-    verify, get_reward, classify = (curl(words, gateway) for words in curls(PAGE))
+    verify, get_reward, remote_rm, classify = (curl(words, gateway) for words in curls(PAGE))
     np.testing.assert_allclose(verify["reward"], scorer.score([CHAT]).sum(), **CLOSE)
+    assert remote_rm == verify["reward"]
     rewards = scorer.score([TEXT])
     np.testing.assert_allclose(get_reward["rewards"], rewards.sum(axis=1), **CLOSE)
     np.testing.assert_allclose(classify["data"][0]["probs"], rewards[0], **CLOSE)

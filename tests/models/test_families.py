@@ -294,6 +294,7 @@ def watch(model: Any) -> dict[str, set[torch.dtype]]:
         layer.register_forward_pre_hook(note("layers"), with_kwargs=True)
         for each in (layer.self_attention.linear_qkv, layer.mlp.linear_fc1):
             each.register_forward_pre_hook(note("products"), with_kwargs=True)
+            each.infer = lambda x, infer=each.infer: seen["products"].add(x.dtype) or infer(x)
     return seen
 
 

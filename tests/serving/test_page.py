@@ -33,6 +33,10 @@ REWARDS = {
     "/classify": total(TEXT),
     "/pooling": total(TEXT),
     "/score": total(ASKED + SAID) / 2,
+    "/remote_rm": total(TEXT) / 2,
+    "/predict": total(TEXT),
+    "/rerank": total(ASKED + SAID) / 2,
+    "/compare": total(ASKED + SAID) / 2,
     "/verify": total(ASKED + SAID) / 2,
 }
 BY_FORM = {"texts": total(TEXT), "conversations": total(ASKED + SAID), "tokens": 18.0}
@@ -126,7 +130,10 @@ def test_every_route_setting_and_metric_of_the_gateway_has_its_row(fronted: Serv
     text = GATEWAY.read_text()
     described = json.loads(ask(f"{fronted.url}/openapi.json"))["paths"]
     assert {*described} == {words[1].removeprefix(GATEWAY_URL) for words in curls(GATEWAY)}
-    abouts = {route.path: route.about for route in ROUTES}
+    abouts: dict[str, str] = {}
+    for route in ROUTES:
+        before = abouts.get(route.path)
+        abouts[route.path] = route.about if before is None else f"{before}; {route.about}"
     rows = {key.name for key in list_keys(GatewayRunConfig)}
     for path, methods in described.items():
         (method,) = methods

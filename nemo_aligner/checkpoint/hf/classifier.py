@@ -55,6 +55,7 @@ from nemo_aligner.contract.messages import (
     reply_of,
 )
 from nemo_aligner.contract.readout import BINS, Readout
+from nemo_aligner.contract.template_check import freeze_date
 from nemo_aligner.contract.template_probe import TemplateReading
 from nemo_aligner.contract.templates import names_in
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
@@ -233,9 +234,18 @@ def load_hf_reward_model(
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # third-party code on files that may be wrong
         raise CheckpointError(f"{name}: {_NOT_LOADED}{one_line(error)}") from error
+    tokenizer.chat_template = _without_date(tokenizer)
     model = _with_own_head(name, dtype, head) if head else _load(name, dtype)
     model = model.to(current_device()).eval()
     return HfRewardModel(tokenizer, model, _length(tokenizer, model), batch_tokens, watch)
+
+
+def _without_date(tokenizer: Any) -> Any:
+    """Its chat template, or its several by their names, as a conversion has them."""
+    templates, bos, eos = tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token
+    if isinstance(templates, dict):
+        return {name: freeze_date(each, bos or "", eos or "") for name, each in templates.items()}
+    return templates and freeze_date(templates, bos or "", eos or "")
 
 
 _NOT_LOADED = "transformers loads no reward model from it: "

@@ -123,7 +123,7 @@ class PackedSegments:
         kept = self.pool.layer(layer_number)
         if use.stored.numel():
             for pooled, own in zip(kept, (key, value), strict=True):
-                pooled[slots] = own.detach()[stored]
+                pooled[slots] = own[stored]
         return kept
 
     @cached_property
@@ -244,6 +244,11 @@ class KeyValuePool:
     @property
     def num_bytes(self) -> int:
         return sum(layer.nbytes for layer in self._layers.values())
+
+    def touch(self) -> None:
+        """Write all of it once: on a CPU memory is handed out where it is first written."""
+        for layer in self._layers.values():
+            layer.zero_()
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[slots, groups, c]`` of a layer."""

@@ -117,6 +117,8 @@ class RewardScorer:
     def warm_up(self) -> None:
         """Compute once what the first texts would otherwise wait for; every rank calls it."""
         try_all_products(self.model)
+        if self._pool is not None:
+            self._pool.touch()
         for tokens in (1, min(self.contract.seq_length, _BEYOND_A_SPAN)):
             self.score_token_lists([[0] * tokens])
         self.reset_cache()

@@ -106,18 +106,21 @@ class Route(Generic[T]):
         with_other_reply: the request of one text with a reply that nobody refuses. Where the text
             is refused, this says whose fault it is: the reply's, if this is scored; ``answer`` then
             gets it as a row with an error. Else the prompt's, which is for ``refuse``.
+        marks: names of a body's fields by which it is this protocol's, where another one has its
+            route at the same ``path``, before this.
     """
 
     path: str
     about: str
     request: type[T]
-    response: type[Body]
+    response: type[BaseModel]
     read: Callable[[T], ScoreRequest]
     answer: Callable[[T, ScoredRows, Served], Any]
     refuse: Callable[[RequestError, T | None], HttpAnswer]
     sets_rows_aside: bool = False
     completes_turns: bool = False
     with_other_reply: Callable[[T], ScoreRequest] | None = None
+    marks: tuple[str, ...] = ()
 
     def parse(self, body: bytes) -> T:
         """The body of a request.

@@ -103,7 +103,7 @@ class VerifyResponse(Body):
 def read(body: VerifyRequest) -> ScoreRequest:
     """Read a rollout; raise ServingError if it has items that are no text."""
     # Of the response alone: a prompt that ends with an assistant's turn would pass for the reply.
-    said = _turns(body.response.output, "response.output")
+    said = turns_of(body.response.output, "response.output")
     if not said or said[-1]["role"] != "assistant":
         return ScoreRequest(texts=[], refused={0: _NO_REPLY})
     try:
@@ -127,9 +127,9 @@ def _conversation(body: VerifyRequest, said: Messages) -> Text:
     if isinstance(asked.input, str):
         messages.append({"role": "user", "content": asked.input})
     else:
-        messages += _turns(asked.input, "responses_create_params.input")
+        messages += turns_of(asked.input, "responses_create_params.input")
     tools = [_tool(tool, number) for number, tool in enumerate(asked.tools or ())]
-    return conversation_of({"messages": _joined([*messages, *said]), "tools": tools}, "rollout")
+    return conversation_of({"messages": joined([*messages, *said]), "tools": tools}, "rollout")
 
 
 def _tool(given: Any, number: int) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _tool(given: Any, number: int) -> dict[str, Any]:
     return {"type": "function", "function": kept}
 
 
-def _turns(items: list[Any], where: str) -> Messages:
+def turns_of(items: list[Any], where: str) -> Messages:
     """Messages of the Responses API, calls of tools and their results, without reasoning."""
     turns: Messages = []
     for number, item in enumerate(items):
@@ -176,7 +176,7 @@ def _result(item: dict[str, Any], place: str) -> Message:
 _READ_BY_KIND = {"function_call": _call, "function_call_output": _result}
 
 
-def _joined(turns: Messages) -> Messages:
+def joined(turns: Messages) -> Messages:
     """With the assistant's messages and calls that follow each other as one."""
     joined: Messages = []
     for turn in turns:

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
 
 from nemo_aligner.checkpoint.hf import source as hf_source
+from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.checkpoint.hf.convert import unpack_gguf
 from nemo_aligner.checkpoint.nemo.open import open_nemo
@@ -359,26 +360,44 @@ def test_contract_is_made_of_the_folder(tmp_path: Path) -> None:
     assert other.template != three.template
 
 
-def test_contract_template_has_to_write_the_conversation_on_any_day(
+def test_contract_template_has_to_write_the_conversation(
     changed_reward: Path, tmp_path: Path
 ) -> None:
     """Else every reply would be the same text, and have the same reward."""
     name = "chat_template.jinja"
-    dated = overwrite(name, "{{ strftime_now('%d %b %Y') }}" + tiny.CHATML)
-    damages = [
-        (overwrite(name, "hello world"), "writes 'hello world', without .*'a question'"),
-        (dated, "depends on the date"),
-    ]
-    check_refused(changed_reward, damages)
-    dated(changed_reward)
+    hello = overwrite(name, "hello world")
+    check_refused(changed_reward, [(hello, "writes 'hello world', without .*'a question'")])
+    hello(changed_reward)
     given = convert(changed_reward, tmp_path / "given.nemo", template="chatml")
-    assert "strftime" not in given.contract.template
+    assert "hello" not in given.contract.template
     lose(changed_reward, name)
     assert "raw texts only" in str(convert(changed_reward, tmp_path / "none.nemo"))
     refused = [(lambda folder: None, "template: got 'tokenizer', but the tokenizer")]
     check_refused(changed_reward, refused, template="tokenizer")
     refused = [(lambda folder: None, r"attributes: got \['a', 'b'\], wanted 1")]
     check_refused(changed_reward, refused, attributes=("a", "b"))
+
+
+def test_template_that_writes_the_date_writes_one_day_wherever_it_goes(
+    changed_reward: Path, layout: Any, tmp_path: Path
+) -> None:
+    """In the archive, the folder as transformers runs it, and an export."""
+    own = "{{ 'Today ' ~ strftime_now('%d %b %Y') ~ '\\n' }}" + tiny.CHATML
+    overwrite("chat_template.jinja", own)(changed_reward)
+    summary = convert(changed_reward, tmp_path / "rm.nemo")
+    assert convert(changed_reward, tmp_path / "again.nemo").contract.hash == summary.contract.hash
+    tokenizer, contract = read_text_rules(str(tmp_path / "rm.nemo"))
+    assert contract is not None
+    said = [{"role": "user", "content": "what"}, {"role": "assistant", "content": "the house"}]
+    ids = contract.encode(tokenizer, said).token_ids
+    assert tokenizer.decode(ids).startswith("Today 26 Jul 2024\n")
+    assert load_hf_reward_model(str(changed_reward), None, 8192).encode(said).token_ids == ids
+    export(tmp_path / "rm.nemo", tmp_path / "exported", layout)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    text = theirs.apply_chat_template(said, tokenize=False)
+    assert theirs(text, add_special_tokens=False).input_ids == ids
+    back = convert(tmp_path / "exported", tmp_path / "back.nemo").contract
+    assert back.hash == contract.hash
 
 
 def test_conversion_refuses_a_reward_model_that_does_not_fit(changed_reward: Path) -> None:

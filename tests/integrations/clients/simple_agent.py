@@ -1,4 +1,5 @@
-"""Run by pytest in NeMo Gym's environment: its simple_agent, with a gateway as resources server.
+"""Run by pytest in NeMo Gym's environment: its simple_agent and its strategy of comparisons, with a
+gateway as resources server.
 
 ``GATEWAY`` and ``REWARD_SERVER`` are the URLs of the gateway and of the server behind it. The
 policy is a server of this process, which says what the prompt asks for.
@@ -20,6 +21,10 @@ from fastapi import FastAPI, Request
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
+from resources_servers.genrm_compare.comparison_strategies import (
+    GenRMStrategy,
+    GenRMStrategyConfig,
+)
 from resources_servers.reward_model.app import (
     RewardModelResourcesServer,
     RewardModelResourcesServerConfig,
@@ -91,7 +96,8 @@ async def listening(app, port):
         await serving
 
 
-def agent(ports, observes):
+def client_of(ports, observes=False):
+    """Gym's client, which knows the gateway, a policy and an agent."""
     gateway = urlsplit(os.environ["GATEWAY"])
     places = {
         "gateway": ("resources_servers", gateway.hostname, gateway.port),
@@ -102,17 +108,20 @@ def agent(ports, observes):
         name: {kind: {name: {"entrypoint": "app.py", "host": host, "port": port}}}
         for name, (kind, host, port) in places.items()
     }
+    return ServerClient(
+        head_server_config=BaseServerConfig(host="127.0.0.1", port=ports[1]),
+        global_config_dict=OmegaConf.create({**served, "observability_enabled": observes}),
+    )
+
+
+def agent(ports, observes):
     config = SimpleAgentConfig(
         **{"name": "agent", "entrypoint": "app.py", "host": "127.0.0.1", "port": ports[1]},
         resources_server={"type": "resources_servers", "name": "gateway"},
         model_server={"type": "responses_api_models", "name": "policy"},
         max_steps=2,
     )
-    client = ServerClient(
-        head_server_config=BaseServerConfig(host="127.0.0.1", port=ports[1]),
-        global_config_dict=OmegaConf.create({**served, "observability_enabled": observes}),
-    )
-    return SimpleAgent(config=config, server_client=client)
+    return SimpleAgent(config=config, server_client=client_of(ports, observes))
 
 
 async def verified(rollouts):
@@ -165,6 +174,25 @@ def check(rollouts, metrics, verified):
     assert metrics["coverage/masked_rollouts"] == len(MASKED)
 
 
+async def compare():
+    """Replies to one prompt, by Gym's strategy, have the rewards that their rollouts have."""
+    asked = [{"role": "user", "content": "plain"}]
+    replies = [{"output": [text(said)]} for said in ("thank you", "a rose is red")]
+    own = {"genrm_compare_server_name": "gateway"}
+    strategy = GenRMStrategy(GenRMStrategyConfig(**own))
+    client = client_of((free_port(), free_port()))
+    rewards, metrics = await strategy.compare(asked, replies, client)
+    kept = {
+        "id": "r", "created_at": 0, "model": "policy", "object": "response",
+        "parallel_tool_calls": True, "tool_choice": "auto", "tools": [],
+    }  # fmt: skip
+    params = {"responses_create_params": {"input": asked}}
+    rollouts = [{**params, "response": kept | reply} for reply in replies]
+    alone = await verified(json.loads(json.dumps(rollouts)))
+    assert rewards == pytest.approx([each.reward for each in alone], abs=1e-5)
+    assert metrics["mean_individual_score"] == pytest.approx(sum(rewards) / 2)
+
+
 def test_rollouts_of_the_agent_end_and_are_masked_as_gyms_own_server_masks_them(monkeypatch):
     # What Gym gives to each of its servers.
     head = {"head_server": {"host": "127.0.0.1", "port": 1}}
@@ -174,5 +202,6 @@ def test_rollouts_of_the_agent_end_and_are_masked_as_gyms_own_server_masks_them(
         for observes in (False, True):
             rollouts, metrics = await run_all(observes)
             check(rollouts, metrics, await verified(rollouts))
+        await compare()
 
     asyncio.run(run())  # Gym has one client for all, which belongs to a loop

@@ -77,7 +77,7 @@ def by_http() -> dict[str, Text]:
         "/pooling": WHOLE,
         "/verify": {"responses_create_params": ASKED, "response": {"output": ITEMS}},
     }
-    routes = {route.path: route for route in ROUTES}
+    routes = {route.path: route for route in ROUTES if not route.marks}
     found = {}
     for path, body in bodies.items():
         ((found[path]),) = routes[path].read(parsed(routes[path], body)).texts or ()

@@ -1,4 +1,4 @@
-"""NeMo Gym's /verify: a rollout back with its reward, or with why it has none."""
+"""NeMo Gym's /verify, a rollout back with its reward or why it has none; and its /compare."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import pytest
 pytest.importorskip("pydantic")
 from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.serving.failures import FailureKind, RequestError
+from nemo_aligner.serving.protocols import genrm
 from nemo_aligner.serving.protocols.base import Served
 from nemo_aligner.serving.protocols.gym import ROUTES
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.protocols.bodies import not_refused, parsed, scored
 
 (GYM,) = ROUTES
+(COMPARE,) = genrm.ROUTES
 THOUGHT = {"type": "reasoning", "id": "t", "summary": []}
 ONE = Served("reward_model", ("reward",), (1.0,))
 
@@ -194,3 +196,45 @@ def test_items_without_a_type_are_messages() -> None:
         ("user", "b"),
         ("assistant", "c"),
     ]
+
+
+def comparison(*replies: Any, **more: Any) -> dict[str, Any]:
+    """What GenRMStrategy of Gym's comparison_strategies.py posts."""
+    asked = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "a"}]
+    outputs = [{"id": "r", "output": [THOUGHT, reply]} for reply in replies]
+    return {"conversation_history": asked, "response_objs": outputs, **more}
+
+
+def test_compare_scores_each_reply_to_the_conversation_alone() -> None:
+    body = comparison(said("b"), said("c"), principle=None)
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}]
+    assert COMPARE.read(parsed(COMPARE, body)).texts == [
+        [*asked, {"role": "assistant", "content": reply}] for reply in ("b", "c")
+    ]
+    served = Served("reward_model", ("helpful", "long"), (1.0, 0.25))
+    found = COMPARE.answer(parsed(COMPARE, body), scored([1.5, 2.0], [3.0, 4.0]), served)
+    COMPARE.response.model_validate(found)
+    assert found == {
+        "rewards": [2.0, 4.0],
+        "comparison_results": [],
+        "metrics": {
+            "mean_individual_score": 3.0,
+            "std_individual_score": 1.0,
+            "tiebreak_usage_rate": 0.0,
+        },
+    }
+
+
+def test_compare_refuses_a_principle_and_a_reply_without_text() -> None:
+    image = {"role": "assistant", "content": [{"type": "output_image"}]}
+    no_history = {**comparison(said("b")), "conversation_history": []}
+    wrong: list[tuple[Any, str]] = [
+        (comparison(said("b"), principle="be kind"), 'principle: got "be kind", wanted null'),
+        (comparison(), "response_objs: got 0, wanted at least 1"),
+        (no_history, "conversation_history: got 0, wanted at least 1"),
+        (comparison(said("b"), THOUGHT), r"response_objs.1.output: got no message of the assis"),
+        (comparison(image), "response_objs.0.output.1: got .*wanted a text"),
+    ]
+    assert not not_refused(lambda body: COMPARE.read(parsed(COMPARE, body)), wrong)
+    refused = COMPARE.refuse(RequestError("row 1: why", FailureKind.bad_request), None)
+    assert (refused.status, refused.content) == (400, {"detail": "row 1: why"})

@@ -1,4 +1,4 @@
-"""What every protocol has in common; /v1/rewards, and OpenRLHF's /get_reward."""
+"""What every protocol has in common; /v1/rewards, OpenRLHF's /get_reward, slime's /remote_rm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.http import ROUTES
-from nemo_aligner.serving.protocols import ScoredRows, openrlhf
+from nemo_aligner.serving.protocols import ScoredRows, openrlhf, slime
 from nemo_aligner.serving.protocols.base import Served, text_of
 from nemo_aligner.serving.protocols.rewards import ROUTES as REWARDS_ROUTES
 from nemo_aligner.utils.errors import ServingError
@@ -22,6 +22,7 @@ from tests.serving.protocols.bodies import not_refused, parsed, scored
 
 (REWARDS,) = REWARDS_ROUTES
 (OPENRLHF,) = openrlhf.ROUTES
+(SLIME,) = slime.ROUTES
 TWO = np.array([[0.1, 0.7], [2.0, -4.0]], dtype=np.float32)
 SERVED = Served("reward_model", ("helpfulness", "verbosity"), (1.0, 0.5))
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -46,8 +47,12 @@ def test_text_may_come_in_parts_and_what_is_none_is_refused() -> None:
 
 
 def test_routes_are_all_there_once_and_their_failures_have_statuses() -> None:
-    paths = sorted(route.path for route in ROUTES)
-    assert paths == ["/classify", "/get_reward", "/pooling", "/score", "/v1/rewards", "/verify"]
+    paths = sorted(route.path for route in ROUTES if not route.marks)
+    assert paths == [
+        *("/classify", "/compare", "/get_reward", "/pooling", "/predict", "/remote_rm", "/rerank"),
+        *("/score", "/v1/rewards", "/verify"),
+    ]
+    assert [route.path for route in ROUTES if route.marks] == ["/classify"]
     statuses = {kind.label: kind.status for kind in FailureKind}
     assert statuses == {
         "bad request": 400,
@@ -74,12 +79,16 @@ LONG: list[tuple[str, str, list[Any]]] = [
     ("/pooling", "messages", [5] * 1000),
     ("/score", "queries", [5] * 1000),
     ("/score", "documents", [5] * 1000),
+    ("/remote_rm", "prompt", [5] * 1000),
+    ("/predict", "inputs", [["a", 5] * 1000] * 5),
+    ("/rerank", "texts", [5] * 1000),
+    ("/compare", "response_objs", [5] * 1000),
 ]
 
 
 def test_lists_are_left_at_their_first_unfit_element() -> None:
     for path, field, wrong in LONG:
-        (route,) = (each for each in ROUTES if each.path == path)
+        route = next(each for each in ROUTES if each.path == path)
         body = {"query": ["a"], "queries": "a", "documents": "a"} if path != "/v1/rewards" else {}
         with pytest.raises(ServingError) as caught:
             route.read(parsed(route, {**body, field: wrong}))
@@ -199,3 +208,21 @@ def test_openrlhf_has_the_answer_of_its_own_server_and_fastapis_errors() -> None
     assert two["extra_logs"] == {"reward_helpful": [1.5], "reward_long": [2.0]}
     refused = OPENRLHF.refuse(RequestError("row 1: empty", FailureKind.bad_request), None)
     assert (refused.status, refused.content) == (400, {"detail": "row 1: empty"})
+
+
+def test_slimes_sample_is_a_text_or_a_conversation_and_its_reward_a_bare_number() -> None:
+    # As remote_rm of slime/rollout/rm_hub/__init__.py writes it.
+    body = {"prompt": "a ", "response": "b", "label": {"answer": 7}}
+    assert SLIME.read(parsed(SLIME, body)).texts == ["a b"]
+    of_messages = {**body, "prompt": TURNS[:1]}
+    assert SLIME.read(parsed(SLIME, of_messages)).texts == [TURNS]
+    found = SLIME.answer(parsed(SLIME, body), scored([1.5, 2.0]), SERVED)
+    assert SLIME.response.model_validate(found)
+    assert json.dumps(found) == "2.5"
+    wrong: list[tuple[Any, str]] = [
+        ({"prompt": "a"}, "response: missing, wanted"),
+        ({"prompt": "a", "response": None}, "response: got null, wanted a text"),
+        ({"prompt": [], "response": "b"}, "prompt: got no message, wanted a text or"),
+        ({"prompt": [{"role": "user"}], "response": "b"}, r"messages\[0\]: got .*wanted content"),
+    ]
+    assert not not_refused(lambda body: SLIME.read(parsed(SLIME, body)), wrong)

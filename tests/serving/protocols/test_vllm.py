@@ -1,4 +1,4 @@
-"""vLLM's /classify, /pooling and /score: its bodies, its answers, its errors."""
+"""vLLM's /classify, /pooling and /score, SGLang's /classify: bodies, answers, errors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 pytest.importorskip("pydantic")
 from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.serving.failures import FailureKind, RequestError
-from nemo_aligner.serving.protocols import ScoreRequest
+from nemo_aligner.serving.protocols import ScoreRequest, sglang
 from nemo_aligner.serving.protocols.base import Served
 from nemo_aligner.serving.protocols.vllm import ROUTES
 from tests.serving.protocols.bodies import not_refused, parsed, scored
 
 CLASSIFY, POOLING, SCORE = ROUTES
+(SGLANG,) = sglang.ROUTES
 SERVED = Served("reward_model", ("helpful", "long"), (1.0, 0.5))
 
 
@@ -160,3 +161,51 @@ def test_vllm_errors_are_its_own() -> None:
     assert refused.content == {
         "error": {"message": "why", "type": "ServiceUnavailableError", "param": None, "code": 503}
     }
+
+
+def test_sglang_has_an_object_for_one_input_and_a_list_for_a_list() -> None:
+    one, two = scored([1.5, 2.0]), scored([1.5, 2.0], [-0.5, -3.0])
+    cases: list[tuple[dict[str, Any], Any, Any]] = [
+        ({"text": "a", "rid": "mine"}, ["a"], {"id": "mine"}),
+        (
+            {"text": ["a", "b"], "model": "any", "rid": "r"},
+            ["a", "b"],
+            [{"id": "r_0"}, {"id": "r_1"}],
+        ),
+        ({"text": ["a"], "rid": ["r"], "image_data": None}, ["a"], [{"id": "r"}]),
+        ({"input_ids": [1, 2], "rid": "r"}, [[1, 2]], {"id": "r", "prompt_tokens": 2}),
+        (
+            {"input_ids": [[1, 2], [3]], "rid": ["r", "s"]},
+            [[1, 2], [3]],
+            [{"id": "r", "prompt_tokens": 2}, {"id": "s", "prompt_tokens": 1}],
+        ),
+    ]
+    for body, rows, metas in cases:
+        request = read(SGLANG, body)
+        assert (request.texts or request.token_lists) == rows
+        found = SGLANG.answer(parsed(SGLANG, body), one if len(rows) == 1 else two, SERVED)
+        SGLANG.response.model_validate(found)
+        several = found if isinstance(found, list) else [found]
+        assert [each["embedding"] for each in several] == [[1.5, 2.0], [-0.5, -3.0]][: len(rows)]
+        infos = [each["meta_info"] for each in several]
+        assert (infos if isinstance(found, list) else infos[0]) == metas
+    anonymous = SGLANG.answer(parsed(SGLANG, {"text": "a"}), one, SERVED)
+    assert len(anonymous["meta_info"]["id"]) == 32
+
+
+def test_sglang_refuses_what_is_no_text_and_more_than_a_reward() -> None:
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        (SGLANG, {"text": "a", "input_ids": [1]}, "wanted one of text and input_ids"),
+        (SGLANG, {"input_ids": None}, "wanted one of text and input_ids"),
+        (SGLANG, {"text": []}, "text: got none, wanted at least 1"),
+        (SGLANG, {"input_ids": []}, "input_ids: got none, wanted at least 1"),
+        (SGLANG, {"text": [["a", "b"]]}, "text.*wanted a text"),
+        (SGLANG, {"text": "a", "rid": ["r"]}, r'rid: got \["r"\], wanted a text, as text has'),
+        (SGLANG, {"text": ["a", "b"], "rid": ["r"]}, "rid: .*wanted a list of 2"),
+        (SGLANG, {"text": "a", "image_data": "x.png"}, 'image_data: got "x.png", wanted null'),
+        (SGLANG, {"text": "a", "lora_path": "x"}, 'lora_path: got "x", wanted null'),
+        (SGLANG, {"text": "a", "return_pooled_hidden_states": True}, "states: got true, wanted"),
+    ]
+    assert not not_refused(read, wrong)
+    refused = SGLANG.refuse(RequestError("why", FailureKind.bad_request), None)
+    assert (refused.status, refused.content) == (400, {"error": {"message": "why"}})

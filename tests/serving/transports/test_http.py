@@ -25,15 +25,23 @@ from tests.serving.gateway_calls import FakeClient, call, call_async
 GOOD = {
     "/v1/rewards": {"texts": ["ab"]},
     "/get_reward": {"query": ["ab"]},
+    "/remote_rm": {"prompt": "a", "response": "b", "label": None},
     "/classify": {"input": "ab"},
     "/pooling": {"input": "ab"},
     "/score": {"text_1": "a", "text_2": "b"},
+    "/predict": {"inputs": "ab"},
+    "/rerank": {"query": "a", "texts": ["b"]},
     "/verify": {
         "responses_create_params": {"input": "a"},
         "response": {"output": [{"role": "assistant", "content": "b"}]},
     },
+    "/compare": {
+        "conversation_history": [{"role": "user", "content": "a"}],
+        "response_objs": [{"output": [{"role": "assistant", "content": "b"}]}],
+    },
 }
-MERGED = ("/get_reward", "/score", "/verify")  # several attributes as one number
+# Several attributes as one number.
+MERGED = ("/get_reward", "/remote_rm", "/score", "/rerank", "/verify", "/compare")
 BEARER = {"Authorization": "Bearer s3cret"}
 
 
@@ -43,7 +51,8 @@ def make(client: FakeClient | None = None, token: str | None = None, **settings:
 
 def message(answer: Any) -> str:
     found = answer.json
-    found = found["detail"] if "detail" in found else found["error"]["message"]
+    found = found["detail"] if "detail" in found else found["error"]
+    found = found["message"] if isinstance(found, dict) else found
     assert isinstance(found, str)
     return found
 
@@ -56,6 +65,25 @@ def test_gateway_answers_at_every_route() -> None:
         assert answer.headers["content-type"] == "application/json"
         assert (merged if path in MERGED else whole) in answer.body.decode(), path
     assert call(make(), "/v1/contract").json == json.loads(json.dumps(CONTRACT.to_dict()))
+
+
+def test_gateway_tells_sglangs_classify_from_vllms_by_the_body() -> None:
+    app, whole = make(), total("ab")
+    (row,) = call(app, "/classify", {"model": "any", "text": ["ab"]}).json
+    assert row["embedding"] == [whole, -whole]
+    assert call(app, "/classify", {"input_ids": [1, 2]}).json["embedding"] == [3.0, -3.0]
+    assert call(app, "/classify", {"input": "ab"}).json["data"][0]["probs"] == [whole, -whole]
+    for body, error in (
+        ({"text": [""]}, {"message": "row 0: the text is empty"}),
+        (
+            {"text": 5},
+            {"message": "text.str: got 5, wanted a text; text.list[str]: got 5, wanted a list"},
+        ),
+    ):
+        answer = call(app, "/classify", body)
+        assert (answer.status, answer.json) == (400, {"error": error}), body
+    # Neither: vLLM's, which was here first.
+    assert call(app, "/classify", {}).json["error"]["type"] == "BadRequestError"
 
 
 def test_gateway_answers_a_malformed_body_with_a_400_in_the_protocols_own_shape() -> None:
@@ -131,12 +159,13 @@ def test_gateway_makes_no_one_reward_of_several_attributes_without_a_contract() 
 def test_gateway_describes_every_route_and_all_references_lead_somewhere() -> None:
     page = call(make(), "/openapi.json").json
     schemas = page["components"]["schemas"]
-    assert sorted(GOOD) == sorted(route.path for route in ROUTES)
+    assert set(GOOD) == {route.path for route in ROUTES}
     for route in ROUTES:
         described = page["paths"][route.path]["post"]
-        assert described["summary"] == route.about
-        body = described["requestBody"]["content"]["application/json"]["schema"]["$ref"]
-        assert body.endswith(route.request.__name__)
+        assert route.about in described["summary"]
+        body = described["requestBody"]["content"]["application/json"]["schema"]
+        named = [each["$ref"] for each in body.get("anyOf", [body])]
+        assert any(each.endswith(f"/{route.request.__name__}") for each in named)
         assert {"200", "400", "401", "413", "503"} <= set(described["responses"])
     references = re.findall(r'"\$ref": "([^"]+)"', json.dumps(page))
     assert references
@@ -289,7 +318,7 @@ def test_plain_routes_answer_what_an_agent_of_gym_asks_around_rollouts() -> None
 
 
 def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> None:
-    """By the doors of OpenRLHF and vLLM, and counted; not by our own, nor where it is off."""
+    """By the doors of trainers and other servers, and counted; not by ours, nor where it is off."""
     turn = TurnEnd("<|im_end|>", "\n", (7,), (8,))
     ended, whole, cut = "a<|im_end|>", "a<|im_end|>\n", "a rose"
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -305,6 +334,9 @@ def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> N
         with_tools = {"messages": conversation.messages, "tools": conversation.tools}
         assert (await call_async(app, "/classify", with_tools)).status == 200
         await call_async(app, "/pooling", {"input": [[5, 7], [5, 7, 8], [5]]})
+        await call_async(app, "/remote_rm", {"prompt": "a", "response": "<|im_end|>"})
+        await call_async(app, "/classify", {"text": ended})
+        await call_async(app, "/predict", {"inputs": ended})
         await call_async(app, "/v1/rewards", {"texts": [ended]})
         await call_async(app, "/v1/rewards", {"tokens": [[5, 7]]})
         return gone.status, (await call_async(app, "/metrics")).body.decode()
@@ -314,10 +346,11 @@ def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> N
     assert turn_end.await_count == 2
     assert client.asked == [
         [whole, whole, cut], [whole], [conversation], [[5, 7, 8], [5, 7, 8], [5]],
-        [ended], [[5, 7]],
+        [whole], [whole], [whole], [ended], [[5, 7]],
     ]  # fmt: skip
-    for path in ("/get_reward", "/classify", "/pooling"):
-        assert f'rows_total{{outcome="completed",route="{path}"}} 1.0' in metrics
+    counts = {"/get_reward": 1, "/classify": 2, "/pooling": 1, "/remote_rm": 1, "/predict": 1}
+    for path, count in counts.items():
+        assert f'rows_total{{outcome="completed",route="{path}"}} {count}.0' in metrics
 
     for ends in (None, AsyncMock(return_value=None)):
         client = FakeClient()

@@ -1,0 +1,166 @@
+"""``POST /predict`` and ``/rerank`` of Hugging Face's Text Embeddings Inference (TEI).
+
+The shapes are those of its ``router/src/http/types.rs`` (July 2026). ``inputs`` of ``/predict`` is
+a text, a pair (two texts), or a list of lists of one text or two; the answer is the attributes with
+their rewards, the largest first, for each. A text is scored as it stands, but for what a chat
+template has behind an end of turn; a pair is what the user says and the reply, as a conversation.
+``/rerank`` has one ``query``, the user's, with ``texts``, the replies; the answer is their numbers,
+one reward for each, the best first.
+
+``raw_scores`` is true here, whether it is sent or not: a reward has no activation. An explicit
+false, which asks for one, is refused, and so is ``truncate: true``: how a long text is cut is for
+the scoring contract.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, RootModel
+
+from nemo_aligner.contract.messages import Text
+from nemo_aligner.serving.failures import RequestError
+from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
+from nemo_aligner.serving.protocols.base import (
+    Body,
+    HttpAnswer,
+    Items,
+    Route,
+    Served,
+)
+from nemo_aligner.utils.errors import ServingError
+
+Direction = Literal["left", "right", "Left", "Right"]
+
+
+class PredictRequest(Body):
+    """A text, a pair, or a list of lists of one or two texts."""
+
+    inputs: str | Items[str] | Items[Items[str]] = Field(examples=["What is red? A rose."])
+    truncate: bool | None = None
+    truncation_direction: Direction = "Right"
+    raw_scores: bool = True
+
+
+class Prediction(Body):
+    """The reward of one attribute."""
+
+    score: float
+    label: str
+
+
+class PredictResponse(RootModel[list[Prediction] | list[list[Prediction]]]):
+    """For one input its attributes, for a list a list of these."""
+
+
+class RerankRequest(Body):
+    """What the user says, and replies to it."""
+
+    query: str = Field(examples=["What is red?"])
+    texts: Items[str] = Field(min_length=1, examples=[["A rose.", "The sky."]])
+    return_text: bool = False
+    truncate: bool | None = None
+    truncation_direction: Direction = "Right"
+    raw_scores: bool = True
+
+
+class Rank(Body):
+    """One of the texts, by its place in the request."""
+
+    index: int
+    score: float
+    text: str | None = None
+
+
+class RerankResponse(RootModel[list[Rank]]):
+    """The best first."""
+
+
+def read_predict(body: PredictRequest) -> ScoreRequest:
+    """Read texts and pairs; raise ServingError for none, for three, or for another score."""
+    _check_options(body)
+    given: Any = body.inputs
+    rows = given if _is_batch(body) else [[given] if isinstance(given, str) else given]
+    if not rows:
+        raise ServingError("inputs: got none, wanted a text, a pair, or a list of lists of them")
+    return ScoreRequest(texts=[_text(row, number) for number, row in enumerate(rows)])
+
+
+def _is_batch(body: PredictRequest) -> bool:
+    given: Any = body.inputs
+    return not isinstance(given, str) and (not given or not isinstance(given[0], str))
+
+
+def _text(row: list[str], number: int) -> Text:
+    """A text, or a pair as a conversation."""
+    if len(row) not in (1, 2):
+        raise ServingError(f"inputs, row {number}: got {len(row)} texts, wanted one or a pair")
+    return row[0] if len(row) == 1 else _conversation(*row)
+
+
+def _conversation(query: str, reply: str) -> Text:
+    return [{"role": "user", "content": query}, {"role": "assistant", "content": reply}]
+
+
+def read_rerank(body: RerankRequest) -> ScoreRequest:
+    """Read a query with each of its texts; raise ServingError for another score."""
+    _check_options(body)
+    return ScoreRequest(texts=[_conversation(body.query, text) for text in body.texts])
+
+
+def _check_options(body: PredictRequest | RerankRequest) -> None:
+    if body.truncate:
+        raise ServingError(
+            "truncate: got true, wanted false or null: how a long text is cut is for the model's "
+            "scoring contract"
+        )
+    if not body.raw_scores:
+        raise ServingError("raw_scores: got false, wanted true: a reward has no activation")
+
+
+def answer_predict(body: PredictRequest, scored: ScoredRows, served: Served) -> Any:
+    """Each attribute with its reward, the largest first."""
+    found = []
+    for rewards in scored.rewards.tolist():
+        labelled = zip(rewards, served.attributes, strict=True)
+        named = [{"score": reward, "label": label} for reward, label in labelled]
+        found.append(sorted(named, key=lambda each: -each["score"]))
+    return found if _is_batch(body) else found[0]
+
+
+def answer_rerank(body: RerankRequest, scored: ScoredRows, served: Served) -> Any:
+    """One number for each text, the best first; TEI puts the later of two equal ones first."""
+    ranks: list[dict[str, Any]] = []
+    for index, reward in enumerate(served.one_reward(scored.rewards)):
+        text = {"text": body.texts[index]} if body.return_text else {}
+        ranks.append({"index": index, **text, "score": reward})
+    return sorted(ranks, key=lambda rank: (rank["score"], rank["index"]), reverse=True)
+
+
+def refuse(failure: RequestError, body: Body | None) -> HttpAnswer:
+    """``{"error", "error_type"}``"""
+    kind = failure.kind
+    return HttpAnswer(kind.status, {"error": failure.message, "error_type": kind.tei_type})
+
+
+ROUTES: list[Route[Any]] = [
+    Route(
+        "/predict",
+        "Text Embeddings Inference: the reward of each attribute",
+        PredictRequest,
+        PredictResponse,
+        read_predict,
+        answer_predict,
+        refuse,
+        completes_turns=True,
+    ),
+    Route(
+        "/rerank",
+        "Text Embeddings Inference: replies to a query, the best first",
+        RerankRequest,
+        RerankResponse,
+        read_rerank,
+        answer_rerank,
+        refuse,
+    ),
+]
