@@ -166,6 +166,11 @@ class ScoringContract:
         return 1 if readout is None else readout.width
 
     @property
+    def num_outputs(self) -> int:
+        """Outputs of the head for a text, turn or step."""
+        return len(self.attributes) * self.outputs_per_attribute
+
+    @property
     def has_steps(self) -> bool:
         """True if a text has a reward for each of its turns or steps."""
         return self.scored_position in STEPPED

@@ -28,8 +28,7 @@ a text is longer than ``seq_length`` (``overlong``)                            d
                                                                                ``truncated``, or
                                                                                DataError
 labels of steps that were cut off so (``labels_cut_off``)                      counted
-labels of steps, and not as many steps in the text                             malformed, as above
-labels of steps, and a model that reads one reward of a text                   DataError
+labels of other steps than the text has                                        malformed, as above
 all texts have the same tokens (``same_tokens``)                               dropped and counted
 =============================================================================  ====================
 
@@ -559,8 +558,7 @@ def usable_encoded(
         elif _are_same_tokens(texts):
             counts["same_tokens"] += 1
         else:
-            reason = _check_steps(each.record, texts[0])
-            if reason is not None:
+            if (reason := _check_steps(each.record, texts[0])) is not None:
                 malformed.append(MalformedRecord(each.record.origin, reason))
                 counts["malformed"] += 1
                 continue
@@ -593,9 +591,8 @@ def _check_steps(record: Record, text: EncodedText) -> str | None:
 
 def _count_cut_off(record: Record, text: EncodedText) -> int:
     """Steps of a rated record that are cut off and have a label."""
-    if not isinstance(record, Rating) or record.steps is None:
-        return 0
-    return sum(any(label is not None for label in own) for own in record.steps[: text.lost])
+    steps = record.steps if isinstance(record, Rating) else None
+    return sum(any(label is not None for label in own) for own in (steps or ())[: text.lost])
 
 
 def _are_same_tokens(encoded: Sequence[EncodedText]) -> bool:

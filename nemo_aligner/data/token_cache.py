@@ -112,10 +112,8 @@ class FileIndex:
         lines: ``[N]`` int64.
         sources: ``[N]`` int32, which of the names in ``facts.summary.sources``.
         labels: ``[N, C]`` float32.
-        reads: where there are steps, ``[S]`` int32 places of the rewards in Q sequences; then
-            ``offsets`` is ``[Q + 1]``, ``bounds`` those of sequences, and ``labels`` of ratings
-            ``[S, C]``.
-        read_bounds: ``[Q + 1]`` int64 rewards of the sequences, in the same case.
+        reads, read_bounds: where there are steps, ``[S]`` int32 places of rewards and ``[Q + 1]``
+            int64 rewards of Q sequences; ``labels`` of ratings are then ``[S, C]``.
         record_keys: uint64 in ascending order, of records that differ.
         prompts: prompts of all records.
     """
@@ -131,10 +129,8 @@ class FileIndex:
         self.lines = arrays.read("lines", _INT)
         self.sources = arrays.read("sources", np.dtype(np.int32))
         self.labels = _labels(arrays, len(self.lines), facts.columns)
-        self.reads = self.read_bounds = None
-        if facts.has_steps:
-            self.reads = arrays.read("reads", _COUNT)
-            self.read_bounds = arrays.read("read_bounds", _INT)
+        self.reads = arrays.read("reads", _COUNT) if facts.has_steps else None
+        self.read_bounds = arrays.read("read_bounds", _INT) if facts.has_steps else None
         self.record_keys = arrays.read("record_keys", _KEY)
         prompts = arrays.read("prompt_keys", _KEY), arrays.read("prompt_lines", _INT)
         self.prompts = Prompts(facts.summary.path, *prompts)
@@ -258,10 +254,9 @@ class _Writer:
             prefixes=PrefixSummary(int(saved.sum()), int((prefixes == 0).sum())),
             malformed=every.malformed,
         )
-        reads = None
+        reads = arrays.read("reads", _COUNT) if has_steps else None
         if has_steps:
             bounds = arrays.read("read_bounds", _INT)[bounds]
-            reads = arrays.read("reads", _COUNT)
         sizes = np.diff(bounds) if len(labels) == bounds[-1] else 1
         summary = _with_labels(summary, rules.columns, labels, np.repeat(lines, sizes))
         end_digest(self._digest, labels, ranks, bounds, reads)

@@ -114,7 +114,7 @@ def _check_reads(contract: ScoringContract, objective: Objective) -> None:
     if contract.has_steps and wants_pairs and not hasattr(objective, "aggregate"):
         raise ConfigError(
             f"model.head.reads: got {reads}, wanted last_token or reply_mean: model.objective has "
-            "one reward for each text; model.objective=step_pairs compares those of all steps"
+            "one reward for each text; model.objective=bradley_terry makes one of all of them"
         )
 
 

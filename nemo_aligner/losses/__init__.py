@@ -21,7 +21,7 @@ from nemo_aligner.losses.listwise import PlackettLuce
 from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, RaoKupper
 from nemo_aligner.losses.ranking_and_regression import RankingAndRegression
 from nemo_aligner.losses.regression import Huber, MaskedMse, OrdinalBins, Quantiles
-from nemo_aligner.losses.steps import BinaryCrossEntropy, StepPairs
+from nemo_aligner.losses.steps import BinaryCrossEntropy
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 OBJECTIVES: dict[str, type[Any]] = {
@@ -35,7 +35,6 @@ OBJECTIVES: dict[str, type[Any]] = {
     "quantiles": Quantiles,
     "ranking_and_regression": RankingAndRegression,
     "binary_cross_entropy": BinaryCrossEntropy,
-    "step_pairs": StepPairs,
 }
 _DEFAULTS = {
     RewardModelType.binary_ranking: "bradley_terry",

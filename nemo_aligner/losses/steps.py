@@ -1,4 +1,4 @@
-"""Losses on the rewards of turns and steps: cross-entropy at each, and pairs of trajectories."""
+"""Losses on rewards of turns and steps: cross-entropy at each, and one reward of all of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_aligner.batch.packed import Records
-from nemo_aligner.losses.base import RatingObjective, check_choice
-from nemo_aligner.losses.pairwise import BradleyTerry
+from nemo_aligner.losses.base import RatingObjective
 from nemo_aligner.utils.host_transfer import to_device
 
 
@@ -41,43 +40,18 @@ class BinaryCrossEntropy(RatingObjective):
         return torch.where(present, losses, 0.0).sum(), present.sum()
 
 
-@dataclass(frozen=True)
-class StepPairs(BradleyTerry):
-    """Bradley-Terry on trajectories, each with one reward made of those of its turns or steps.
-
-    With its settings and metrics, on the aggregated rewards.
-
-    Attributes:
-        aggregate: ``last``, ``min`` and ``mean`` are of the rewards r; ``product`` is ``sum log
-            sigmoid(r)``, the logarithm of the product of the steps' probabilities (Lightman et al.
-            2023, "Let's Verify Step by Step", section 2.5, has product and minimum).
-    """
-
-    aggregate: str = "min"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self, "aggregate", AGGREGATES)
-
-    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum over records of their pairs' mean loss, and their count, of rewards ``[S, 1]``."""
-        return super().loss(aggregate(rewards, records, self.aggregate), records.of_texts())
-
-    def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
-        of_texts = aggregate(rewards, records, self.aggregate)
-        return super().step_metrics(of_texts, records.of_texts())
-
-    def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
-        of_texts = aggregate(rewards, records, self.aggregate)
-        ends = F.pad(reply_lengths.cumsum(0), (1, 0))[records.text_bounds()]
-        return super().report(of_texts, records.of_texts(), ends.diff())
-
+# One reward of a text, out of those of its turns or steps.
 
 AGGREGATES = ("last", "min", "mean", "product")
 
 
 def aggregate(rewards: Tensor, records: Records, how: str) -> Tensor:
-    """One reward of each text, ``[Q, A]``, of the rewards ``[S, A]`` of its turns or steps."""
+    """One reward of each text, ``[Q, A]``, of the rewards ``[S, A]`` of its turns or steps.
+
+    ``last``, ``min`` and ``mean`` are of the rewards r; ``product`` is ``sum log sigmoid(r)``, the
+    logarithm of the product of the steps' probabilities. Lightman et al. 2023, "Let's Verify Step
+    by Step", section 2.5, has product and minimum.
+    """
     bounds = records.text_bounds()
     if how == "last":
         return rewards[to_device(bounds[1:] - 1, rewards.device)]

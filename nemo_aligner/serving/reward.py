@@ -25,15 +25,10 @@ from nemo_aligner.serving.engine.batcher import BackpressureLimit, Batcher
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation
 from nemo_aligner.serving.engine.scorer import TokenCounts
 from nemo_aligner.serving.engine.shaping import RewardShaper
+from nemo_aligner.serving.engine.steps import StepScorer, by_text, mark_reads, score_marked
 from nemo_aligner.serving.failures import FailureKind, RefusedError, RequestError
 from nemo_aligner.serving.metrics import Meter, RecentRewards
-from nemo_aligner.serving.protocols import (
-    ScoredRows,
-    ScoreRequest,
-    StepRewards,
-    kserve,
-    place_rows,
-)
+from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, kserve, place_rows
 from nemo_aligner.serving.service import Endpoint, Tensors, answer_of, check_size
 from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
 
@@ -61,7 +56,7 @@ class RequestEncoder(Protocol):
         """Tokens of every text's reply alone."""
 
 
-class ServableScorer(RequestEncoder, Protocol):
+class ServableScorer(RequestEncoder, StepScorer, Protocol):
     """Scorer, as a server needs it.
 
     ``score_token_lists`` and ``reset_cache`` are collective over the ranks, the others are not.
@@ -85,16 +80,6 @@ class ServableScorer(RequestEncoder, Protocol):
     def score_outputs(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """``[N, outputs]`` float32 of the head."""
 
-    def score_step_outputs(
-        self,
-        token_lists: Sequence[Sequence[int] | np.ndarray],
-        reads: Sequence[Sequence[int]],
-    ) -> np.ndarray:
-        """``[S, outputs]`` float32 of the head, at all places ``reads`` of the token lists."""
-
-    def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """``[N, A]`` float32 rewards of ``outputs``, and their spreads, if any."""
-
     def reset_cache(self) -> None:
         """Empty the prefix cache."""
 
@@ -104,25 +89,6 @@ class RowQueue(Protocol):
 
     def submit(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
         """The future of a row of numbers for each token list."""
-
-
-# Rows of a model that has a reward for each turn or step: the ids that are read are marked, so that
-# a row goes through queue and ranks like any other. No id that comes from outside is negative.
-
-
-def mark_reads(token_ids: Sequence[int], reads: Sequence[int]) -> list[int]:
-    """The ids with those at the places ``reads`` as ``-1 - id``."""
-    marked = list(token_ids)
-    for place in reads:
-        marked[place] = ~marked[place]
-    return marked
-
-
-def unmark_reads(row: Sequence[int] | np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """The inverse of ``mark_reads``; without marks the last id is read."""
-    marked = np.asarray(row, dtype=np.int64)
-    reads = np.flatnonzero(marked < 0).tolist() or [len(marked) - 1]
-    return np.where(marked < 0, ~marked, marked), reads
 
 
 @dataclass
@@ -225,7 +191,7 @@ class RewardService:
         exceeded = np.array(encoded.exceeded, dtype=bool)
         steps = None
         if self._has_steps:
-            steps, last = _by_text(rewards, encoded.spans)
+            steps, last = by_text(rewards, encoded.spans)
             rewards = rewards[last]
             spread = None if spread is None else spread[last]
             outputs = None if outputs is None else outputs[last]
@@ -280,17 +246,6 @@ class RewardService:
                 )
 
 
-def _by_text(
-    rewards: np.ndarray, spans: Sequence[tuple[StepSpan, ...]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """``[N]`` rewards of the steps of each row, of rewards ``[S, A]``, and the last row of each."""
-    ends = np.cumsum([max(1, len(own)) for own in spans])
-    steps = np.full(len(spans), None, dtype=np.object_)
-    parts = np.split(rewards, ends[:-1])
-    steps[:] = [StepRewards(part, own) for part, own in zip(parts, spans, strict=True)]
-    return steps, ends - 1
-
-
 @contextmanager
 def _naming(row: int) -> Iterator[None]:
     """Prefix an error with the row's number, which clients read from it (``RefusedError.row``)."""
@@ -340,20 +295,11 @@ class RewardModelServable:
     def _score(self, sequences: Sequence[Sequence[int]]) -> object:
         self._prepare()
         if self._scorer.contract.has_steps:
-            return self._score_steps(sequences)
+            return score_marked(self._scorer, sequences)
         # With several outputs for an attribute, rank 0 makes rewards and spreads of them.
         if self._scorer.contract.readout is not None:
             return self._scorer.score_outputs(sequences)
         return self._scorer.score_token_lists(sequences)
-
-    def _score_steps(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """``[s, outputs or A]`` of each row, of whose ids s are marked."""
-        rows = [unmark_reads(row) for row in sequences]
-        reads = [own for _, own in rows]
-        outputs = self._scorer.score_step_outputs([ids for ids, _ in rows], reads)
-        if self._scorer.contract.readout is None:
-            outputs, _ = self._scorer.read_outputs(outputs)
-        return np.split(outputs, np.cumsum([len(own) for own in reads])[:-1])
 
 
 class RewardModel:

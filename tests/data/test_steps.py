@@ -231,10 +231,11 @@ def test_labels_of_steps_need_a_model_that_reads_them(tmp_path: Path, contracts:
     with pytest.raises(ConfigError, match=r"model.head.reads: got step_ends, .* pairs and ratings"):
         build(contracts, path, objective="ranking_and_regression")
     config = contracts.config()
+    config.objective = "plackett_luce"
     config.head = HeadConfig(reads=ScoredPosition.step_ends)
     config.data.data_prefix = DataPrefixConfig([str(path)])
     contract = build_contract(config, contracts.tokenizer, Precision.fp32)
-    with pytest.raises(ConfigError, match=r"one reward for each text; model.objective=step_pairs"):
+    with pytest.raises(ConfigError, match=r"for each text; model.objective=bradley_terry"):
         build_training_data(config, contract, contracts.tokenizer)
     bad = write(tmp_path / "b.jsonl", {**STEPWISE, "labels": [0, 1.5, 1]})
     with pytest.raises(DataError, match=r"b.jsonl:1: right: got 1.5, wanted 0 to 1, as model.obj"):
@@ -249,7 +250,6 @@ def test_trajectories_of_a_pair_share_their_beginning(tmp_path: Path, contracts:
     pair = {"prompt": "why", "chosen": reply(first, "yes"), "rejected": reply(first, "no", "no")}
     path = write(tmp_path / "a.jsonl", pair)
     config = contracts.config()
-    config.objective = "step_pairs"
     config.head = HeadConfig(reads=ScoredPosition.step_ends)
     config.data.data_prefix = DataPrefixConfig([str(path)])
     contract = build_contract(config, contracts.tokenizer, Precision.fp32)

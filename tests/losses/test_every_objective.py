@@ -14,7 +14,7 @@ from nemo_aligner.losses.listwise import PlackettLuce
 from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, RaoKupper
 from nemo_aligner.losses.ranking_and_regression import RankingAndRegression
 from nemo_aligner.losses.regression import Huber, MaskedMse, OrdinalBins, Quantiles
-from nemo_aligner.losses.steps import BinaryCrossEntropy, StepPairs
+from nemo_aligner.losses.steps import BinaryCrossEntropy
 from tests.losses.hand_made import check_any_batch, check_gradient, ranked, rated
 
 NAMES = ("help", "brief")
@@ -48,7 +48,6 @@ FAR_APART = [-1000.0, 0.0, 50.0, 1000.0, 50.0]
         Quantiles(NAMES),
         RankingAndRegression(NAMES, weights=(1.0, -0.5), regression_weight=0.25),
         BinaryCrossEntropy(NAMES),
-        StepPairs(label_margin="subtract", aggregate="product"),
     ],
     ids=lambda objective: type(objective).__name__,
 )

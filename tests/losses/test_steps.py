@@ -14,7 +14,7 @@ from nemo_aligner.losses import build_objective
 from nemo_aligner.losses.base import Objective, label_limits
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.losses.regression import MaskedMse, OrdinalBins
-from nemo_aligner.losses.steps import AGGREGATES, BinaryCrossEntropy, StepPairs
+from nemo_aligner.losses.steps import AGGREGATES, BinaryCrossEntropy
 from nemo_aligner.utils.errors import ConfigError
 from tests.losses.hand_made import check_any_batch, check_gradient, loss_of, ranked
 
@@ -86,7 +86,7 @@ def test_trajectories_are_compared_by_their_aggregates(how: str) -> None:
         texts=torch.tensor([0, 1, 0, 1]).repeat_interleave(torch.tensor(sizes)),
     )
     flat = [reward for own in texts for reward in own]
-    objective = StepPairs(aggregate=how)
+    objective = BradleyTerry(aggregate=how)
     assert loss_of(objective, flat, records) == (pytest.approx(wanted), 2)
     rewards = torch.tensor(flat)[:, None]
     check_gradient(objective, rewards, records)
@@ -104,7 +104,7 @@ def test_one_step_each_is_bradley_terry_to_the_bit() -> None:
     wanted = BradleyTerry().loss(rewards, records)
     with_texts = Records.of([0, 1, 2], [2, 2, 2], None, records.ranks, torch.tensor([0, 1] * 3))
     for how in AGGREGATES[:3]:
-        found = StepPairs(aggregate=how).loss(rewards, with_texts)
+        found = BradleyTerry(aggregate=how).loss(rewards, with_texts)
         assert [float(each) for each in found] == [float(each) for each in wanted]
 
 
@@ -148,6 +148,6 @@ def test_metrics_of_steps() -> None:
 
 
 def test_aggregate_is_one_that_is_known() -> None:
-    config = ModelConfig(objective="step_pairs", objective_kwargs={"aggregate": "max"})
+    config = ModelConfig(objective="bradley_terry", objective_kwargs={"aggregate": "max"})
     with pytest.raises(ConfigError, match="aggregate: got 'max', wanted one of last, min, mean"):
         build_objective(config, ["reward"])

@@ -15,8 +15,8 @@ from nemo_aligner.contract.steps import StepSpan
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.engine.scorer import load_scorer
+from nemo_aligner.serving.engine.steps import mark_reads, unmark_reads
 from nemo_aligner.serving.protocols import StepRewards
-from nemo_aligner.serving.reward import mark_reads, unmark_reads
 from tests.serving.gateway_calls import FakeClient, call
 from tests.serving.servers import SERVE, running
 

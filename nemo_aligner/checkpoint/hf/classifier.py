@@ -407,26 +407,12 @@ def contract_of(
         contract.check_template_ends(tokenizer)
         _check_own(contract, labels, tokenizer.fingerprint)
         return contract.with_dtype(precision)
-    longest = int(found.config["max_position_embeddings"])
-    has_steps = reads_steps(found) or step_separator is not None
-    is_ranking = len(labels) == 1 and not has_steps
-    settings = ModelConfig(
-        reward_model_type=RewardModelType.binary_ranking
-        if is_ranking
-        else RewardModelType.regression,
-        regression=RegressionConfig(attributes=labels),
-        data=DataConfig(
-            template=template,
-            seq_length=seq_length or min(longest, MAX_DEFAULT_SEQ_LENGTH),
-            step_separator=_separator(tokenizer, step_separator) if has_steps else None,
-        ),
-        head=HeadConfig(
-            reads=ScoredPosition.step_marks if has_steps else ScoredPosition.last_token
-        ),
+    contract = _new_contract(
+        found, labels, tokenizer, precision, template, seq_length, step_separator
     )
-    contract = build_contract(settings, tokenizer, precision)
     if reads_steps(found) and head is not None and head.outputs == 2:
         contract = contract.with_readout(Readout(BINS, ((0.0, 1.0),)))
+    is_ranking = contract.reward_model_type == RewardModelType.binary_ranking.value
     statistics: list[Any] = [found.config.get(key) for key in ("mean", "std")]
     if is_ranking and are_numbers(statistics) and statistics[1] > 0:
         # OpenRLHF's, which it subtracts and divides by only if told to (--normalize_reward).
@@ -442,6 +428,34 @@ def contract_of(
     if template is not None and not contract.template:
         raise CheckpointError(f"template: got {template!r}, but the tokenizer has no chat template")
     return dataclasses.replace(contract, attributes=tuple(labels))
+
+
+def _new_contract(
+    found: Source,
+    labels: list[str],
+    tokenizer: Tokenizer,
+    precision: Precision,
+    template: str | None,
+    seq_length: int | None,
+    step_separator: str | None,
+) -> ScoringContract:
+    longest = int(found.config["max_position_embeddings"])
+    has_steps = reads_steps(found) or step_separator is not None
+    is_ranking = len(labels) == 1 and not has_steps
+    reads = ScoredPosition.step_marks if has_steps else ScoredPosition.last_token
+    settings = ModelConfig(
+        reward_model_type=RewardModelType.binary_ranking
+        if is_ranking
+        else RewardModelType.regression,
+        regression=RegressionConfig(attributes=labels),
+        data=DataConfig(
+            template=template,
+            seq_length=seq_length or min(longest, MAX_DEFAULT_SEQ_LENGTH),
+            step_separator=_separator(tokenizer, step_separator) if has_steps else None,
+        ),
+        head=HeadConfig(reads=reads),
+    )
+    return build_contract(settings, tokenizer, precision)
 
 
 # The step token of Qwen2.5-Math-PRM.

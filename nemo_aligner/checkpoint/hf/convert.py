@@ -175,18 +175,14 @@ def _convert(
     archived = _with_zero_groups({**shaped, "precision": stored.nemo}, zero_groups)
     with scratch_beside(output) as scratch:
         tokenizer = _save_tokenizer(found, scratch / "tokenizer", config["vocab_size"])
-        contract = contract_of(
-            *(found, labels, tokenizer, stored.precision, template, seq_length),
-            head=head,
-            step_separator=step_separator,
-        )
+        options = template, seq_length, head, step_separator
+        contract = contract_of(found, labels, tokenizer, stored.precision, *options)
         if head is not None and contract is not None:
             head = head.with_rows_of(tokenizer)
             for name, tensor in head.tensors(config["hidden_size"]).items():
                 tensors[PREFIX + HEAD_PREFIX + name] = tensor
             archived["reward_model_type"] = contract.reward_model_type
-            outputs = len(contract.attributes) * contract.outputs_per_attribute
-            archived["regression"] = {"num_attributes": outputs}
+            archived["regression"] = {"num_attributes": contract.num_outputs}
         save_lazy(tensors, layers, scratch / "weights")
         score_rules = None if contract is None else contract.to_dict()
         write_nemo(output, archived, scratch / "weights", scratch / "tokenizer", score_rules)

@@ -91,7 +91,7 @@ class RewardScorer:
         self._layout = layout
         self._micro_batch_tokens = micro_batch_tokens
         self._watch = watch
-        self._num_outputs = len(contract.attributes) * contract.outputs_per_attribute
+        self._num_outputs = contract.num_outputs
         self._encoder = TextEncoder(contract, tokenizer)
         self.contract = contract
         self.counts = TokenCounts()

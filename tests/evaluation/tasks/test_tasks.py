@@ -397,7 +397,7 @@ def test_processbench_is_the_mean_over_sets_of_a_harmonic_mean(tmp_path: Path) -
         record("gsm8k-0", 1, 9, 2, 1),  # the first below 5 is the one
         record("gsm8k-1", 0, 9, 2, 1),  # is not the one
         record("gsm8k-2", -1, 9, 5),  # none is below
-        *(record(f"{name}-{n}", n, 2, 9) for name in ("math", "omnimath") for n in (0, -1)),
+        *(record(f"{name}-{n + 1}", n, 2, 9) for name in ("math", "omnimath") for n in (0, -1)),
         record("olympiadbench-0", 0, 2),
         record("olympiadbench-1", -1, 6),
     ]
