@@ -265,7 +265,7 @@ class OptimConfig:
 class ScoredPosition(Enum):
     last_token = "last_token"
     reply_mean = "reply_mean"
-    turn_ends = "turn_ends"
+    turns = "turns"
     step_ends = "step_ends"
     step_marks = "step_marks"
 

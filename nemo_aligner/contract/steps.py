@@ -3,7 +3,7 @@
 Which they are is a rule of the scoring contract (``scored_position``, ``model.head.reads``):
 
 ==============  ====================================================================================
-``turn_ends``   every assistant turn is a step, read where the text would end without what follows
+``turns``       every assistant turn is a step, read where the text would end without what follows
 ``step_ends``   the reply is cut at the separator; each step is read at its own last token, the last
                 one at the text's
 ``step_marks``  the same, read at the last token of the separator behind each step; it is put behind
@@ -32,7 +32,7 @@ from nemo_aligner.contract.messages import (
 )
 from nemo_aligner.utils.errors import DataError, short
 
-TURNS = ScoredPosition.turn_ends.value
+TURNS = ScoredPosition.turns.value
 MARKS = ScoredPosition.step_marks.value
 STEPPED = (TURNS, ScoredPosition.step_ends.value, MARKS)
 # Rules that need a separator.
@@ -68,7 +68,7 @@ def split_steps(
     """Write a text in the normal form, cut at its steps by the rule ``position``.
 
     Args:
-        separator: None for ``turn_ends``.
+        separator: None for ``turns``.
         write: writes a conversation by the contract's template.
         tail: what the template writes after a reply.
 
@@ -177,5 +177,5 @@ def _place(written: str, reply: str, tail: str) -> int:
                 return at - trimmed
     raise DataError(
         "the chat template does not write the reply as it is, so its steps are not found; wanted "
-        "model.head.reads=last_token or turn_ends, or another template"
+        "model.head.reads=last_token or turns, or another template"
     )

@@ -38,6 +38,6 @@ def test_program_gets_rewards_of_steps_and_measures_them(tmp_path: Path) -> None
     plain = tiny.write_reward_nemo(tmp_path / "plain.nemo", seq_length=64)
     with (
         na.RewardModel.from_pretrained(plain) as model,
-        pytest.raises(ConfigError, match=r"one reward for each text, wanted .*turn_ends"),
+        pytest.raises(ConfigError, match=r"one reward for each text, wanted .*turns"),
     ):
         model.score(TEXTS, steps=True)

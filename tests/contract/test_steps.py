@@ -70,7 +70,7 @@ def test_steps_of_a_reply_end_before_the_separator_or_with_it(
 def test_turns_are_read_where_the_conversation_could_end(
     contracts: Contracts, tokenizer: Tokenizer
 ) -> None:
-    contract = make(contracts, "turn_ends")
+    contract = make(contracts, "turns")
     plain = contracts(["right"])
     call = {"type": "function", "function": {"name": "look", "arguments": {"at": "cat"}}}
     for template in ("chatml", "llama3", "zephyr"):
@@ -82,7 +82,7 @@ def test_turns_are_read_where_the_conversation_could_end(
             USER,
             said("no"),
         ]
-        both = [make(contracts, rule, template=template) for rule in ("turn_ends", "last_token")]
+        both = [make(contracts, rule, template=template) for rule in ("turns", "last_token")]
         whole = both[0].encode(tokenizer, text)
         assert whole.reads is not None
         assert [span.message for span in whole.spans] == [1, 3, 5]
@@ -97,12 +97,12 @@ def test_ids_of_a_step_do_not_depend_on_what_follows(
     contracts: Contracts, tokenizer: Tokenizer, rule: str
 ) -> None:
     """So its reward is that of the text cut there; one step has the ids of no steps at all."""
-    contract = make(contracts, rule, step_separator=None if rule == "turn_ends" else "\n")
+    contract = make(contracts, rule, step_separator=None if rule == "turns" else "\n")
     plain = contracts(["right"])
     steps = ["the cat", "\tsings two", " quick"]
     texts: list[Text] = []
     for count in (1, 2, 3):
-        if rule == "turn_ends":
+        if rule == "turns":
             texts.append([turn for step in steps[:count] for turn in (USER, said(step))])
         else:
             texts.append([USER, said("\n".join(steps[:count]))])
@@ -174,15 +174,15 @@ def test_text_whose_steps_cannot_be_told_is_refused(
     with pytest.raises(DataError, match=r"does not write the separator .* wanted .*step_ends"):
         dataclasses.replace(marks, template=trims).encode(tokenizer, spaced)
     # It ends the last turn alone; others leave out what an earlier turn has reasoned.
-    turns = make(contracts, "turn_ends", template="plain")
+    turns = make(contracts, "turns", template="plain")
     with pytest.raises(DataError, match=r"messages\[1\]: the chat template writes this turn in"):
         turns.encode(tokenizer, [USER, said("a"), USER, said("b")])
 
 
 def test_separator_belongs_to_a_rule_that_has_steps(contracts: Contracts) -> None:
     assert make(contracts, "step_ends").step_separator == "\n\n"
-    assert make(contracts, "turn_ends").step_separator is None
-    for reads in ("last_token", "turn_ends"):
+    assert make(contracts, "turns").step_separator is None
+    for reads in ("last_token", "turns"):
         with pytest.raises(ConfigError, match=rf"step_separator: got '\\n', .* is {reads}, and"):
             make(contracts, reads, step_separator="\n")
     with pytest.raises(ConfigError, match="got an empty text"):

@@ -226,7 +226,7 @@ def test_what_is_cut_off_and_what_does_not_fit_is_counted(
 
 def test_labels_of_steps_need_a_model_that_reads_them(tmp_path: Path, contracts: Contracts) -> None:
     path = write(tmp_path / "a.jsonl", STEPWISE)
-    with pytest.raises(DataError, match=r"a.jsonl:1: got labels of 3 turns .*reads=turn_ends"):
+    with pytest.raises(DataError, match=r"a.jsonl:1: got labels of 3 turns .*reads=turns"):
         build(contracts, path, "last_token")
     with pytest.raises(ConfigError, match=r"model.head.reads: got step_ends, .* pairs and ratings"):
         build(contracts, path, objective="ranking_and_regression")

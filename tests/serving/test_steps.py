@@ -33,7 +33,7 @@ def stepped(
     """The tiny reward model, read at every turn."""
     path = tmp_path_factory.mktemp("stepped") / "steps.nemo"
     made = load_reward_model(archive, layout)
-    contract = dataclasses.replace(made.contract, scored_position="turn_ends")
+    contract = dataclasses.replace(made.contract, scored_position="turns")
     save_reward_model(path, made.model, made.config, made.tokenizer, contract)
     return path
 

@@ -59,7 +59,7 @@ def scorers(archive: Path, layout: ParallelLayout, *caches: int) -> list[RewardS
         model, tokenizer = loaded.model, loaded.tokenizer
         return RewardScorer(model, contract, tokenizer, layout, BUDGET, prefix_cache_tokens=cache)
 
-    turns = [make(ScoredPosition.turn_ends, cache) for cache in (0, *caches)]
+    turns = [make(ScoredPosition.turns, cache) for cache in (0, *caches)]
     return [*turns, make(ScoredPosition.last_token, 0)]
 
 
