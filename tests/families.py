@@ -19,6 +19,14 @@ LLAMA3_ROPE = {
     "high_freq_factor": 3.0,
     "original_max_position_embeddings": 32,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 1.0,
+    "beta_slow": 0.1,
+}
 GEMMA2 = {
     "head_dim": 32,
     "query_pre_attn_scalar": 24,
@@ -34,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
         "model_type": "llama",
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     },
+    "llama_yarn": {"model_type": "llama", "rope_parameters": YARN_ROPE},
     "qwen2": {"model_type": "qwen2"},
     "qwen2_untied_window": {
         "model_type": "qwen2",
@@ -50,10 +59,58 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "tie_word_embeddings": False,
     },
+    "qwen2_yarn": {
+        "model_type": "qwen2",
+        "rope_parameters": {
+            **YARN_ROPE,
+            "beta_slow": 0.25,
+            "truncate": False,
+            "mscale": 2.0,
+            "mscale_all_dim": 0.5,
+        },
+    },
+    "ministral": {
+        "model_type": "ministral",
+        "head_dim": 32,
+        "sliding_window": WINDOW,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+    },
+    "ministral3": {
+        "model_type": "ministral3",
+        "head_dim": 32,
+        "rope_parameters": {**YARN_ROPE, "llama_4_scaling_beta": 2.0},
+    },
+    "smollm3": {"model_type": "smollm3", "pad_token_id": 0, "no_rope_layer_interval": 2},
+    "smollm3_untied_window": {
+        "model_type": "smollm3",
+        "pad_token_id": 0,
+        "no_rope_layers": [1, 0, 0, 1],
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "tie_word_embeddings": False,
+    },
     "gemma": {"model_type": "gemma", "head_dim": 32},
     "gemma_untied": {"model_type": "gemma", "head_dim": 16, "tie_word_embeddings": False},
     "gemma2": {"model_type": "gemma2", **GEMMA2},
     "gemma2_untied": {"model_type": "gemma2", **GEMMA2, "tie_word_embeddings": False},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": WINDOW,
+        "sliding_window_pattern": 3,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "gemma3_untied": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "tie_word_embeddings": False,
+    },
     "nemotron": {
         "model_type": "nemotron",
         "rope_parameters": {
@@ -68,15 +125,87 @@ CASES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.25,
         "tie_word_embeddings": False,
     },
+    "olmo2": {"model_type": "olmo2", "tie_word_embeddings": False},
+    "olmo3": {
+        "model_type": "olmo3",
+        "sliding_window": WINDOW,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 4.0,
+        },
+        "rope_theta": 1000.0,
+    },
+    "exaone4": {
+        "model_type": "exaone4",
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * 4,
+        "head_dim": 32,
+    },
+    "exaone4_window": {
+        "model_type": "exaone4",
+        "sliding_window": WINDOW,
+        "sliding_window_pattern": 4,
+        "tie_word_embeddings": False,
+    },
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.35,
+        "logits_scaling": 4.0,
+    },
+    "phi3_window": {
+        "model_type": "phi3",
+        "sliding_window": WINDOW,
+        "partial_rotary_factor": 0.75,
+        "pad_token_id": 0,
+    },
+    "phi3_longrope": {
+        "model_type": "phi3",
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "short_factor": [1.0, 1.5, 2.0, 2.5],
+            "long_factor": [2.0, 4.0, 8.0, 16.0],
+        },
+        "original_max_position_embeddings": 64,
+        "pad_token_id": 0,
+    },
+    "phi3_untied": {"model_type": "phi3", "tie_word_embeddings": False, "pad_token_id": 0},
+    "glm": {"model_type": "glm", "head_dim": 32, "pad_token_id": 0},
+    "glm4": {
+        "model_type": "glm4",
+        "head_dim": 16,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+    },
+    "helium": {"model_type": "helium", "head_dim": 16, "tie_word_embeddings": False},
+    "arcee": {"model_type": "arcee"},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 32},
 }
 
 
-def hf_config(case: str) -> Any:
+def hf_config(case: str, **settings: Any) -> Any:
     """The case as a configuration of transformers."""
     from transformers import AutoConfig
 
-    shape = {**tiny.SHAPE, "initializer_range": 0.1, **CASES[case]}
+    shape = {**tiny.SHAPE, "initializer_range": 0.1, **CASES[case], **settings}
     return AutoConfig.for_model(**shape)
+
+
+def classifier(config: Any) -> Any:
+    """transformers' class for a reward model, or what its class would be where it has none."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    base = MODEL_MAPPING[type(config)].__base__
+    return type("Classifier", (GenericForSequenceClassification, base), {})
 
 
 def write_hf_checkpoint(folder: Path, case: str) -> None:
@@ -85,11 +214,26 @@ def write_hf_checkpoint(folder: Path, case: str) -> None:
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(hf_config(case))
+    _shift_norms(model)
+    model.save_pretrained(folder)
+    tiny.write_tokenizer(folder)
+
+
+def _shift_norms(model: Any) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    model.save_pretrained(folder)
+
+
+def write_reward_model(folder: Path, case: str, dtype: torch.dtype, **settings: Any) -> None:
+    """A random reward model of two labels."""
+    config = hf_config(case, **settings)
+    config.num_labels, config.pad_token_id = 2, 0
+    torch.manual_seed(0)
+    model = classifier(config)(config)
+    _shift_norms(model)
+    model.to(dtype).save_pretrained(folder)
     tiny.write_tokenizer(folder)
 
 

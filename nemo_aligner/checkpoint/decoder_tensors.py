@@ -38,18 +38,20 @@ def layer_tensors(shape: ModelShape) -> Shapes:
     heads = shape.num_attention_heads * channels
     rows = heads + 2 * shape.num_query_groups * channels
     tensors: Shapes = {
-        **_norm(shape, "self_attention.linear_qkv.layer_norm_"),
         "self_attention.linear_qkv.weight": (rows, hidden),
         "self_attention.linear_proj.weight": (hidden, heads),
-        **_norm(shape, "mlp.linear_fc1.layer_norm_"),
         "mlp.linear_fc1.weight": ((1 + shape.is_gated) * shape.ffn_hidden_size, hidden),
         "mlp.linear_fc2.weight": (hidden, shape.ffn_hidden_size),
     }
     if shape.qkv_bias:
         tensors["self_attention.linear_qkv.bias"] = (rows,)
     if shape.qk_layernorm:
-        tensors |= _norm(shape, "self_attention.q_layernorm.", channels)
-        tensors |= _norm(shape, "self_attention.k_layernorm.", channels)
+        query, key = shape.qk_norm_widths()
+        tensors |= _norm(shape, "self_attention.q_layernorm.", query)
+        tensors |= _norm(shape, "self_attention.k_layernorm.", key)
+    if shape.pre_layernorms:
+        tensors |= _norm(shape, "self_attention.linear_qkv.layer_norm_")
+        tensors |= _norm(shape, "mlp.linear_fc1.layer_norm_")
     if shape.post_layernorms:
         tensors |= _norm(shape, "self_attention.linear_proj.post_layernorm.")
         tensors |= _norm(shape, "mlp.linear_fc2.post_layernorm.")

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import field
 from enum import Enum
-from math import inf, nextafter
+from math import inf, nan, nextafter
 from typing import Any, TypeVar
 
 from nemo_aligner.utils.errors import CheckpointError, SettingsError, shown
@@ -184,6 +184,26 @@ def read_number(
         CheckpointError: it is not; ``wanted`` words what it should be.
     """
     return _read_in_range(value, where, wanted, (int, float), least, most)
+
+
+def count_of_config(config: Mapping[str, Any], key: str, default: Any = None) -> int:
+    """Read a whole number above 0 of a ``model_config.yaml``; see ``read_count``."""
+    value = config.get(key)
+    wanted = f"a whole number above 0 and of at most {MOST}"
+    return read_count(default if value is None else value, f"model_config.yaml: {key}", wanted)
+
+
+def number_of_config(config: Mapping[str, Any], key: str, default: float) -> float:
+    """Read a number above 0 of a ``model_config.yaml``; see ``read_number``."""
+    value = config.get(key)
+    wanted = f"a number above 0, from {LEAST_NUMBER} to {MOST_NUMBER}"
+    value = default if value is None else value
+    return float(read_number(value, f"model_config.yaml: {key}", wanted))
+
+
+def optional_number_of_config(config: Mapping[str, Any], key: str) -> float | None:
+    """Read a number above 0 of a ``model_config.yaml``, or None; see ``read_number``."""
+    return None if config.get(key) is None else number_of_config(config, key, nan)
 
 
 def _read_in_range(

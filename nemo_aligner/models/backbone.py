@@ -9,7 +9,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -32,8 +34,19 @@ from nemo_aligner.models import kernels
 from nemo_aligner.models.attention.packed import LastTokenAttention, PackedAttention
 from nemo_aligner.models.decoder_layer import LastLayer, PackedLayer
 from nemo_aligner.models.internals import has_weight_gradient_kernel, mlp_spec
-from nemo_aligner.models.layers import NORMS, by_whole_rows, gated_gelu, gated_silu, squared_relu
-from nemo_aligner.models.linear import ColumnLinear, RowLinear, rows_now
+from nemo_aligner.models.layers import (
+    NORMS,
+    NoNorm,
+    SequenceParallelRMSNorm,
+    Shared,
+    by_whole_rows,
+    gated_gelu,
+    gated_silu,
+    learns,
+    rms_norm,
+    squared_relu,
+)
+from nemo_aligner.models.linear import ColumnLinear, RowLinear, rows_now, sum_in_rank_order
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import ConfigError
 
@@ -165,6 +178,45 @@ class NormedRowLinear(RowLinear):
         return self.post_layernorm.forward(super().infer(x))
 
 
+class AcrossHeadsRMSNorm(SequenceParallelRMSNorm):
+    """RMSNorm of all heads of ``[T, ..., c]`` together, which tensor parallelism splits.
+
+    The weight is whole on every rank, as Megatron sums the gradients of the weights of such norms
+    over the TP ranks. In inference the ranks' sums are added in rank order.
+
+    Attributes:
+        heads: of all ranks; ``zero_heads`` of them are zeros, which are no part of the mean. Of the
+            class, because megatron-core calls a constructor without them.
+    """
+
+    heads: int
+    zero_heads: int
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
+    ) -> None:
+        super().__init__(config, self.heads * hidden_size, eps)
+        self._group = parallel_state.get_tensor_model_parallel_group()
+        self._is_plain = self._group.size() == 1 and self.zero_heads == 0
+        self._shared = Shared((self.heads - self.zero_heads) * hidden_size, self._total)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(1)
+        if self._is_plain:
+            return super().forward(rows).view(x.shape)
+        width = rows.size(-1)
+        weight = self.weight.narrow(0, self._group.rank() * width, width)
+        if self._is_zero_centered:
+            weight = weight.float() + 1
+        return rms_norm(rows, weight, self._eps, self._dtype, self._shared).view(x.shape)
+
+    def _total(self, partial: Tensor) -> Tensor:
+        if self._group.size() > 2 and not learns(self):
+            return sum_in_rank_order(partial, self._group, is_scattered=False)
+        dist.all_reduce(partial, group=self._group)
+        return partial
+
+
 @dataclass(frozen=True)
 class _Parts:
     """Modules of a layer; TransformerEngine fuses a norm with the linear layer behind it."""
@@ -179,7 +231,7 @@ class _Parts:
 def _torch_parts(config: TransformerConfig, shape: ModelShape) -> _Parts:
     norm = NORMS[config.normalization]
     return _Parts(
-        norm=norm,
+        norm=norm if shape.pre_layernorms else NoNorm,
         other_norm=norm,
         norm_linear=ColumnLinear,
         row_linear=NormedRowLinear if shape.post_layernorms else RowLinear,
@@ -210,11 +262,12 @@ def _transformer_engine_parts() -> _Parts:
 def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
     """Tell if layers are built from TransformerEngine: on a GPU, where it is installed.
 
-    Not for models with a norm behind a linear layer or with LoRA, which its fused layers lack, nor
-    in fp32, which it rounds to TF32 whatever torch's precision setting.
+    Not for models with a norm behind a linear layer or without one before it, or with LoRA, which
+    its fused layers lack, nor in fp32, which it rounds to TF32 whatever torch's precision setting.
     """
     has_parts = torch.cuda.is_available() and find_spec("transformer_engine") is not None
-    is_made_of_them = not shape.post_layernorms and shape.lora is None
+    has_its_norms = shape.pre_layernorms and not shape.post_layernorms
+    is_made_of_them = has_its_norms and shape.lora is None
     return has_parts and is_made_of_them and dtype is not torch.float32
 
 
@@ -262,7 +315,7 @@ class _SquaredReLU(_Activation):
 _ACTIVATIONS = {"swiglu": _SwiGLU, "geglu": _GeGLU, "squared-relu": _SquaredReLU}
 
 
-def _get_residual_add(training: bool, fused: bool) -> Callable[..., Tensor]:
+def _residual_add(multiplier: float) -> Callable[[bool, bool], Callable[..., Tensor]]:
     """Plain residual addition for megatron-core's bias-dropout-add: there is no bias or dropout.
 
     Before 0.19 megatron-core's own would round an fp32 residual stream to the dtype of ``output``.
@@ -270,19 +323,37 @@ def _get_residual_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 
     def add(output_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
         output, _ = output_and_bias
-        return residual + output
+        return torch.add(residual, output, alpha=multiplier)
 
-    return add
+    def choose(training: bool, fused: bool) -> Callable[..., Tensor]:
+        return add
+
+    return choose
+
+
+def _query_key_norms(parts: _Parts, shape: ModelShape) -> tuple[Any, Any]:
+    if not shape.qk_layernorm:
+        return IdentityOp, IdentityOp
+    if not shape.qk_layernorm_across_heads:
+        return parts.other_norm, parts.other_norm
+    groups, zeros = shape.num_query_groups, shape.zero_query_groups
+    query, key = (
+        {"heads": each * groups, "zero_heads": each * zeros}
+        for each in (shape.num_attention_heads // groups, 1)
+    )
+    across = (AcrossHeadsRMSNorm,)
+    return type("QueryNorm", across, query), type("KeyNorm", across, key)
 
 
 def _layer(parts: _Parts, shape: ModelShape, layer: type, core_attention: type) -> ModuleSpec:
-    qk_norm = parts.other_norm if shape.qk_layernorm else IdentityOp
+    query_norm, key_norm = _query_key_norms(parts, shape)
+    add = _residual_add(shape.residual_multiplier)
     attention = SelfAttentionSubmodules(
         linear_qkv=parts.norm_linear,
         core_attention=partial(core_attention, shape=shape),
         linear_proj=parts.row_linear,
-        q_layernorm=qk_norm,
-        k_layernorm=qk_norm,
+        q_layernorm=query_norm,
+        k_layernorm=key_norm,
     )
     mlp = MLPSubmodules(
         linear_fc1=parts.norm_linear,
@@ -296,10 +367,11 @@ def _layer(parts: _Parts, shape: ModelShape, layer: type, core_attention: type) 
             params={"attn_mask_type": AttnMaskType.causal},
             submodules=attention,
         ),
-        self_attn_bda=_get_residual_add,
+        self_attn_bda=add,
         pre_mlp_layernorm=parts.norm,
         mlp=mlp_spec(mlp),
-        mlp_bda=_get_residual_add,
+        mlp_bda=add,
         sharded_state_dict_keys_map=parts.key_map,
     )
-    return ModuleSpec(module=layer, submodules=submodules)
+    options = {"residual_multiplier": shape.residual_multiplier}
+    return ModuleSpec(module=layer, params=options, submodules=submodules)

@@ -20,7 +20,14 @@ class PackedLayer(TransformerLayer):
     For inference the same modules are called one after the other: megatron-core's way through them
     is 330 operations, of which on a CPU most cost more than what they compute. TransformerEngine's
     modules keep that way.
+
+    Args:
+        residual_multiplier: factor of what is added to the residual stream.
     """
+
+    def __init__(self, *args: Any, residual_multiplier: float = 1.0, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._multiplier = residual_multiplier
 
     def forward(
         self,
@@ -39,9 +46,16 @@ class PackedLayer(TransformerLayer):
         attention, mlp = self.self_attention, self.mlp
         mixed = attention.linear_qkv.infer(self.input_layernorm.forward(hidden))
         added = attention.linear_proj.infer(self._attend(mixed, segments))
-        hidden = _sum(added, self._read(hidden, segments))
+        hidden = self._sum(added, self._read(hidden, segments))
         inner = mlp.linear_fc1.infer(self.pre_mlp_layernorm.forward(hidden))
-        return _sum(mlp.linear_fc2.infer(mlp.activation_func.forward(inner)), hidden)
+        return self._sum(mlp.linear_fc2.infer(mlp.activation_func.forward(inner)), hidden)
+
+    def _sum(self, added: Tensor, hidden: Tensor) -> Tensor:
+        """Add to the residual stream, in the memory of what a product has just made if it can."""
+        if self._multiplier != 1:
+            # By two roundings: one with a fused product depends on the place in a vector.
+            added = added.to(hidden.dtype) * self._multiplier
+        return added.add_(hidden) if added.dtype is hidden.dtype else hidden + added
 
     def _attend(self, mixed: Tensor, segments: PackedSegments) -> Tensor:
         """``[T, 1, groups * (repeats + 2) * c]``, of linear_qkv, -> ``[T, 1, heads * c]``."""
@@ -65,11 +79,6 @@ class PackedLayer(TransformerLayer):
         return hidden
 
 
-def _sum(added: Tensor, hidden: Tensor) -> Tensor:
-    """Add to the residual stream, in the memory of what a product has just made if it can."""
-    return added.add_(hidden) if added.dtype is hidden.dtype else hidden + added
-
-
 class LastLayer(PackedLayer):
     """The layer before the head, ``[T, 1, hidden] -> [R, 1, hidden]``; TP splits T and R.
 
@@ -90,7 +99,8 @@ class LastLayer(PackedLayer):
             attention_mask=attention_mask,
             packed_seq_params=packed_seq_params,
         )
-        return attended + self._read(hidden_states, packed_seq_params), None
+        read = self._read(hidden_states, packed_seq_params)
+        return torch.add(read, attended, alpha=self._multiplier), None
 
     def _read(self, hidden: Tensor, segments: PackedSegments) -> Tensor:
         rows = segments.last_token

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -65,6 +66,17 @@ class SequenceParallelLayerNorm1P(torch.nn.LayerNorm):
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
         normed = F.layer_norm(x, self.normalized_shape, weight + 1, bias, self.eps)
         return normed.to(self._dtype)
+
+
+class NoNorm(torch.nn.Module):
+    """In the place of a norm that a model lacks: gives a residual stream the model's dtype."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **unused: Any) -> None:
+        super().__init__()
+        self._dtype = config.params_dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self._dtype)
 
 
 NORMS = {"RMSNorm": SequenceParallelRMSNorm, "LayerNorm": SequenceParallelLayerNorm1P}
@@ -183,36 +195,63 @@ class _Gated(Function):
         return out, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+@dataclass(frozen=True)
+class Shared:
+    """A norm of rows that lie in parts on several ranks.
+
+    Attributes:
+        width: channels of a whole row.
+        total: sums ``[..., 1]`` over the ranks.
+    """
+
+    width: int
+    total: Callable[[Tensor], Tensor]
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
+    shared: Shared | None = None,
+) -> Tensor:
     """Compute ``x / sqrt(mean(x^2) + eps) * weight`` over the last dim (Zhang and Sennrich 2019).
 
     In fp32, returned in ``dtype`` (that of ``x`` by default). Keeps ``x`` and one number per row
     for the backward. On CUDA torch's fused kernel is used if ``weight`` has the dtype of ``x`` or
-    ``x`` is fp32.
+    ``x`` is fp32, unless ranks share the rows.
     """
     dtype = x.dtype if dtype is None else dtype
-    if x.is_cuda and x.dtype in (weight.dtype, torch.float32):
+    if shared is None and x.is_cuda and x.dtype in (weight.dtype, torch.float32):
         return F.rms_norm(x, (x.size(-1),), weight.to(x.dtype), eps).to(dtype)
-    return _RMSNorm.apply(x, weight, eps, dtype)
+    return _RMSNorm.apply(x, weight, eps, dtype, shared or Shared(x.size(-1), _alone))
+
+
+def _alone(partial: Tensor) -> Tensor:
+    return partial
 
 
 class _RMSNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, shared: Shared
+    ) -> Tensor:
         wide = x.float()
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
+        scale = shared.total(norm.square_()).div_(shared.width).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
+        ctx.shared = shared
         return (wide * scale).mul_(weight).to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x, weight, scale = ctx.saved_tensors
         grad, wide_weight = grads[0].float(), weight.float()
         normed = x.float() * scale
         product = grad * normed
         to_weight = product.flatten(0, -2).sum(0)
-        mean = torch.matmul(product, wide_weight).div_(x.size(-1)).unsqueeze(-1)
+        mean = torch.matmul(product, wide_weight).unsqueeze(-1)
+        mean = ctx.shared.total(mean).div_(ctx.shared.width)
         to_x = torch.mul(grad, wide_weight, out=product)
         to_x.addcmul_(normed, mean, value=-1).mul_(scale)
-        return to_x.to(x.dtype), to_weight.to(weight.dtype), None, None
+        return to_x.to(x.dtype), to_weight.to(weight.dtype), None, None, None

@@ -30,7 +30,7 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.packed import PackedAttention, slow_attention
 from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, chains_of
 from nemo_aligner.models.backbone import layer_spec, transformer_config, use_transformer_engine
-from nemo_aligner.models.internals import fused_output_layer_allowed, scale_rotary_frequencies
+from nemo_aligner.models.internals import fused_output_layer_allowed
 from nemo_aligner.models.layers import learns
 from nemo_aligner.models.linear import (
     ColumnLinear,
@@ -40,6 +40,7 @@ from nemo_aligner.models.linear import (
     rows_now,
 )
 from nemo_aligner.models.lora import LoraDropout, attach_adapters
+from nemo_aligner.models.rotation import Tables, query_scale, rotations
 from nemo_aligner.models.shape import HeadShape, ModelShape
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.processes import is_main
@@ -93,14 +94,14 @@ class GPTRewardModel(GPTModel):
             )
         self.reads_every_token = reads_every_token
         self.reply_marker = reply_marker
-        if shape.rope_scaling is not None:
-            self.rotary_pos_emb.inv_freq = scale_rotary_frequencies(
-                self.rotary_pos_emb, shape.rope_scaling
-            )
+        self._rotations = rotations(shape, self.rotary_pos_emb)
+        self._query_scaling = shape.query_scaling
         self._has_engine = use_transformer_engine(shape, config.params_dtype)
         # Rounded to the model's dtype, as in Gemma's own training.
         scale = torch.tensor(shape.hidden_size**0.5, dtype=config.params_dtype)
-        self._embedding_scale = scale.item() if shape.apply_embedding_scaling else None
+        self._embedding_scale = shape.embedding_multiplier
+        if shape.apply_embedding_scaling:
+            self._embedding_scale *= scale.item()
         if self.pre_process:
             # Padding rows of the vocabulary are neither read nor loaded; zeros cannot spread a NaN.
             torch.nn.init.zeros_(self.embedding.word_embeddings.weight)
@@ -128,7 +129,7 @@ class GPTRewardModel(GPTModel):
         if self.pre_process:
             embedded = self.embedding(batch.tokens[None], batch.position_ids[None])
             embedded = embedded.to(self.stream_dtype)
-            if self._embedding_scale is not None:
+            if self._embedding_scale != 1:
                 embedded = embedded * self._embedding_scale
             if self.training and self.config.recompute_granularity == "full":
                 # Reentrant checkpointing gives no gradients unless an input requires one, and
@@ -139,9 +140,10 @@ class GPTRewardModel(GPTModel):
             rows = torch.arange(batch.num_tokens, device=rows.device)
         segments = PackedSegments.of(
             batch,
-            *self._rotation(batch.position_ids),
+            self._tables(batch.position_ids),
             self._rows_of_head(rows),
             self.key_value_pool,
+            self._query_scale(batch.position_ids),
         )
         if self._lora_dropout is not None and self.training:
             self._lora_dropout.begin(batch, segments)
@@ -199,15 +201,16 @@ class GPTRewardModel(GPTModel):
             next(self.parameters()).device,
         )
 
-    def _rotation(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines ``[T, 1, 1, rotary channels / 2]`` at ``position_ids [T]``."""
-        rope = self.rotary_pos_emb
-        positions = position_ids.float()
-        if rope.seq_len_interpolation_factor is not None:
-            positions = positions / rope.seq_len_interpolation_factor
-        angles = torch.outer(positions, rope.inv_freq.to(positions.device))[:, None, None]
+    def _tables(self, position_ids: Tensor) -> tuple[Tables, ...]:
+        """Cosines and sines of every rotation at ``position_ids [T]``."""
         dtype = self.config.params_dtype
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return tuple(each.tables(position_ids, dtype) for each in self._rotations)
+
+    def _query_scale(self, position_ids: Tensor) -> Tensor | None:
+        """Factors of queries at ``position_ids [T]``; None if they are not scaled by position."""
+        if self._query_scaling is None:
+            return None
+        return query_scale(self._query_scaling, position_ids, self.config.params_dtype)
 
     def _rows_of_head(self, rows: Tensor) -> Tensor:
         """Pad ``rows`` with 0 to a multiple of ``row_multiple``."""

@@ -5,13 +5,34 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nemo_aligner.config.common import LEAST_NUMBER, MOST, MOST_NUMBER, read_count, read_number
+from nemo_aligner.config.common import (
+    LEAST_NUMBER,
+    MOST,
+    MOST_NUMBER,
+    count_of_config,
+    number_of_config,
+    optional_number_of_config,
+    read_count,
+    read_number,
+)
 from nemo_aligner.config.model import LORA_TARGETS, HeadConfig, LoraConfig
+from nemo_aligner.models.rope_shape import (
+    Frequency,
+    LongRope,
+    QueryScaling,
+    RopeScaling,
+    YarnScaling,
+    is_in,
+    read_frequency,
+    read_longrope,
+    read_query_scaling,
+    read_rope_scaling,
+    read_yarn,
+)
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
 # The decoder.
@@ -21,12 +42,13 @@ _REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_head
 _SUPPORTED = {
     "normalization": ("rmsnorm", "layernorm1p"),
     "activation": ("fast-swiglu", "swiglu", "geglu", "fast-geglu", "squared-relu"),
-    "position_embedding_type": ("rope",),
+    "position_embedding_type": ("rope", "yarn", "longrope"),
     "bias": (False,),
     **dict.fromkeys(
         (
             "qkv_bias",
             "qk_layernorm",
+            "qk_layernorm_across_heads",
             "post_layernorms",
             "apply_embedding_scaling",
             "layernorm_zero_centered_gamma",
@@ -35,22 +57,13 @@ _SUPPORTED = {
         ),
         (False, True, None),
     ),
+    "pre_layernorms": (True, False, None),
     "transformer_block_type": ("pre_ln",),
     "rotary_interleaved": (False, None),
     "window_pattern": ("all", "alternate", None),
     "moe_num_experts": (None, 0),
     "num_moe_experts": (None, 0),
 }
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's frequency-dependent scaling of the rotary base frequencies."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    old_context_len: int
 
 
 @dataclass(frozen=True)
@@ -63,10 +76,25 @@ class ModelShape:
         normalization: ``rmsnorm``, or ``layernorm1p``: LayerNorm with a bias, whose stored weight
             is gamma - 1.
         layernorm_zero_centered_gamma: the stored weight is gamma - 1.
+        qk_layernorm_across_heads: the norms of queries and keys have the statistics of all heads
+            together, as in OLMo 2, rather than of each.
+        zero_query_groups: how many of the query groups are zeros, added for tensor parallelism.
+        pre_layernorms: the inputs of attention and MLP are normed.
         post_layernorms: the outputs of attention and MLP are normed before they are added.
+        embedding_multiplier: factor of the embeddings.
+        residual_multiplier: factor of what attention and MLP add to the residual stream.
         window_size: number of keys that a token sees, its own included; None is all before it.
         window_pattern: layers with the window: ``all``, or ``alternate`` for the odd ones, counted
             from 1.
+        window_attn_skip_freq: layers without the window instead: N for every N-th, or a 0 for each
+            of them and a 1 for each other layer, in order.
+        rotary_base_local: of the layers with a window, which are not scaled; None is the same
+            rotation in all layers.
+        dynamic_rope_factor: of a rotation that changes with texts longer than
+            ``max_position_embeddings``, which are refused.
+        query_scaling: factor of queries by their position; None is 1.
+        no_rope_freq: layers without rotation: N for every N-th, or a 1 for each of them and a 0 for
+            each other layer, in order.
         attn_logit_softcapping: c of ``c * tanh(score / c)``.
         query_pre_attn_scalar: scores are divided by its root; None is ``kv_channels``.
         lora: adapters beside the linear layers; None without LoRA.
@@ -87,15 +115,27 @@ class ModelShape:
     rotary_percentage: float
     seq_len_interpolation_factor: float | None
     rope_scaling: RopeScaling | None
+    yarn: YarnScaling | None
+    longrope: LongRope | None
+    rotary_base_local: float | None
+    dynamic_rope_factor: float | None
+    query_scaling: QueryScaling | None
+    no_rope_freq: Frequency
     activation: str
     normalization: str
     layernorm_zero_centered_gamma: bool
     qkv_bias: bool
     qk_layernorm: bool
+    qk_layernorm_across_heads: bool
+    zero_query_groups: int
+    pre_layernorms: bool
     post_layernorms: bool
+    embedding_multiplier: float
+    residual_multiplier: float
     apply_embedding_scaling: bool
     window_size: int | None
     window_pattern: str
+    window_attn_skip_freq: Frequency
     attn_logit_softcapping: float | None
     query_pre_attn_scalar: float | None
     lora: LoraShape | None = None
@@ -118,30 +158,45 @@ class ModelShape:
                 raise CheckpointError(
                     f"model_config.yaml: {key}: got {shown(value)}, wanted {wanted}"
                 )
-        heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
-        groups = _count(config, "num_query_groups", heads)
+        heads, hidden = (
+            count_of_config(config, "num_attention_heads"),
+            count_of_config(config, "hidden_size"),
+        )
+        groups = count_of_config(config, "num_query_groups", heads)
+        channels = count_of_config(config, "kv_channels", hidden // heads)
+        rotated = number_of_config(config, "rotary_percentage", 1.0)
         if heads % groups != 0:
             raise CheckpointError(
                 f"model_config.yaml: num_query_groups: got {groups}, wanted a divisor of the "
                 f"{heads} attention heads"
             )
         return cls(
-            num_layers=_count(config, "num_layers"),
+            num_layers=count_of_config(config, "num_layers"),
             hidden_size=hidden,
-            ffn_hidden_size=_count(config, "ffn_hidden_size"),
+            ffn_hidden_size=count_of_config(config, "ffn_hidden_size"),
             num_attention_heads=heads,
             num_query_groups=groups,
-            kv_channels=_count(config, "kv_channels", hidden // heads),
-            vocab_size=_count(config, "vocab_size"),
-            make_vocab_size_divisible_by=_count(config, "make_vocab_size_divisible_by", 128),
-            max_position_embeddings=_count(
+            kv_channels=channels,
+            vocab_size=count_of_config(config, "vocab_size"),
+            make_vocab_size_divisible_by=count_of_config(
+                config, "make_vocab_size_divisible_by", 128
+            ),
+            max_position_embeddings=count_of_config(
                 config, "max_position_embeddings", config.get("encoder_seq_length")
             ),
-            layernorm_epsilon=_number(config, "layernorm_epsilon", 1e-5),
-            rotary_base=_number(config, "rotary_base", 10000.0),
-            rotary_percentage=_number(config, "rotary_percentage", 1.0),
-            seq_len_interpolation_factor=_number_or_none(config, "seq_len_interpolation_factor"),
-            rope_scaling=_read_rope_scaling(config),
+            layernorm_epsilon=number_of_config(config, "layernorm_epsilon", 1e-5),
+            rotary_base=number_of_config(config, "rotary_base", 10000.0),
+            rotary_percentage=rotated,
+            seq_len_interpolation_factor=optional_number_of_config(
+                config, "seq_len_interpolation_factor"
+            ),
+            rope_scaling=read_rope_scaling(config),
+            yarn=read_yarn(config),
+            longrope=read_longrope(config, int(channels * rotated) // 2),
+            rotary_base_local=optional_number_of_config(config, "rotary_base_local"),
+            dynamic_rope_factor=optional_number_of_config(config, "dynamic_rope_factor"),
+            query_scaling=read_query_scaling(config),
+            no_rope_freq=read_frequency(config, "no_rope_freq"),
             **_read_layer(config),
             lora=read_lora(config),
             head=read_head_shape(config),
@@ -160,8 +215,39 @@ class ModelShape:
 
     def window_of(self, layer_number: int) -> int | None:
         """Number of keys that a token sees in layer 1 to ``num_layers``; None is all before it."""
-        is_without = self.window_pattern == "alternate" and layer_number % 2 == 0
-        return None if is_without else self.window_size
+        skipped = 2 if self.window_pattern == "alternate" else self.window_attn_skip_freq
+        return None if is_in(skipped, layer_number, 0) else self.window_size
+
+    def rotates(self, layer_number: int) -> bool:
+        """Tell if queries and keys of layer 1 to ``num_layers`` are rotated to their positions."""
+        return not is_in(self.no_rope_freq, layer_number, 1)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text that the model was made for and this package rotates."""
+        if self.longrope is None:
+            return self.max_position_embeddings
+        return min(self.longrope.old_context_len, self.max_position_embeddings)
+
+    def check_length(self, seq_length: int) -> None:
+        """Check that the rotation of texts of so many tokens is known.
+
+        Raises:
+            ConfigError: they are longer than ``max_position_embeddings`` of a dynamic rotation, or
+                than the original length of LongRoPE.
+        """
+        if self.longrope is not None and seq_length > self.longrope.old_context_len:
+            raise ConfigError(
+                f"seq_length: got {seq_length}, wanted at most {self.longrope.old_context_len}, "
+                "the model's original_max_position_embeddings: longer texts are rotated by other "
+                "factors (long_factor), which is not supported"
+            )
+        most = self.max_position_embeddings
+        if self.dynamic_rope_factor is not None and seq_length > most:
+            raise ConfigError(
+                f"seq_length: got {seq_length}, wanted at most the model's {most} positions: past "
+                "them its dynamic rotation is another one for each length of a text"
+            )
 
     def check_fits(self, tp: int, pp: int) -> None:
         """Check that a layout splits the model evenly.
@@ -203,10 +289,20 @@ class ModelShape:
     def layer_parameters(self) -> tuple[int, int]:
         """Parameters of a layer: those that TP shards, and those replicated on all ranks."""
         biases = (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
-        norms = (4 if self.post_layernorms else 2) * self.norm_parameters(self.hidden_size)
+        places = 2 * self.pre_layernorms + 2 * self.post_layernorms
+        norms = places * self.norm_parameters(self.hidden_size)
         if self.qk_layernorm:
-            norms += 2 * self.norm_parameters(self.kv_channels)
+            norms += sum(map(self.norm_parameters, self.qk_norm_widths()))
         return self._linear_parameters() + self.qkv_bias * biases, norms
+
+    def qk_norm_widths(self) -> tuple[int, int]:
+        """Channels of a norm of queries, and of one of keys, on all ranks together."""
+        if not self.qk_layernorm_across_heads:
+            return self.kv_channels, self.kv_channels
+        return (
+            self.num_attention_heads * self.kv_channels,
+            self.num_query_groups * self.kv_channels,
+        )
 
     def norm_parameters(self, width: int) -> int:
         """Parameters of a norm over ``width`` channels."""
@@ -239,13 +335,25 @@ def _read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         or bool(config.get("layernorm_zero_centered_gamma")),
         "qkv_bias": bool(config.get("qkv_bias")),
         "qk_layernorm": bool(config.get("qk_layernorm")),
+        "qk_layernorm_across_heads": bool(config.get("qk_layernorm_across_heads")),
+        "zero_query_groups": _read_zero_groups(config),
+        "pre_layernorms": config.get("pre_layernorms") is not False,
         "post_layernorms": bool(config.get("post_layernorms")),
         "apply_embedding_scaling": bool(config.get("apply_embedding_scaling")),
+        "embedding_multiplier": number_of_config(config, "embedding_multiplier", 1.0),
+        "residual_multiplier": number_of_config(config, "residual_multiplier", 1.0),
         "window_size": window,
-        "window_pattern": "all" if window is None else config.get("window_pattern") or "all",
-        "attn_logit_softcapping": _number_or_none(config, "attn_logit_softcapping"),
-        "query_pre_attn_scalar": _number_or_none(config, "query_pre_attn_scalar"),
+        **_read_window_pattern(config, window),
+        "attn_logit_softcapping": optional_number_of_config(config, "attn_logit_softcapping"),
+        "query_pre_attn_scalar": optional_number_of_config(config, "query_pre_attn_scalar"),
     }
+
+
+def _read_zero_groups(config: Mapping[str, Any]) -> int:
+    value = config.get("zero_query_groups") or 0
+    most = count_of_config(config, "num_query_groups", config["num_attention_heads"]) - 1
+    wanted = f"a whole number from 0 to {most}, fewer than the query groups"
+    return read_count(value, "model_config.yaml: zero_query_groups", wanted, 0, most)
 
 
 def _read_window(value: Any) -> int | None:
@@ -262,33 +370,18 @@ def _read_window(value: Any) -> int | None:
     )
 
 
-def _count(config: Mapping[str, Any], key: str, default: Any = None) -> int:
-    value = config.get(key)
-    wanted = f"a whole number above 0 and of at most {MOST}"
-    return read_count(default if value is None else value, f"model_config.yaml: {key}", wanted)
-
-
-def _number(config: Mapping[str, Any], key: str, default: float) -> float:
-    value = config.get(key)
-    wanted = f"a number above 0, from {LEAST_NUMBER} to {MOST_NUMBER}"
-    value = default if value is None else value
-    return float(read_number(value, f"model_config.yaml: {key}", wanted))
-
-
-def _number_or_none(config: Mapping[str, Any], key: str) -> float | None:
-    return None if config.get(key) is None else _number(config, key, math.nan)
-
-
-def _read_rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
-    if not config.get("scale_positional_embedding"):
-        return None
-    # Llama 3.1's values, which NeMo leaves out of its configs.
-    return RopeScaling(
-        factor=_number(config, "scale_factor", 8.0),
-        low_freq_factor=_number(config, "low_freq_factor", 1.0),
-        high_freq_factor=_number(config, "high_freq_factor", 4.0),
-        old_context_len=_count(config, "old_context_len", 8192),
-    )
+def _read_window_pattern(config: Mapping[str, Any], window: int | None) -> dict[str, Any]:
+    """Read which layers have the window, by either of the two keys for it."""
+    pattern, key = config.get("window_pattern") or "all", "window_attn_skip_freq"
+    skipped = read_frequency(config, key)
+    if pattern != "all" and skipped is not None:
+        raise CheckpointError(
+            f"model_config.yaml: {key}: got {shown(config[key])} and window_pattern={pattern}, "
+            "wanted one of them"
+        )
+    if window is None:
+        pattern, skipped = "all", None
+    return {"window_pattern": pattern, key: skipped}
 
 
 # The reward head, where it is more than one matrix.

@@ -89,6 +89,7 @@ def pack_activations(shape: ModelShape, plan: Plan, stage: int) -> float:
         if has_backward(plan, stage, layer)
     ]
     rotation = shape.kv_channels * shape.rotary_percentage * ELEMENT_BYTES[plan.precision]
+    rotation *= 1 if shape.rotary_base_local is None else 2
     sent = _state(shape, plan) if stage < plan.pp - 1 else 0.0
     return plan.packs.tokens * (sum(kept) + sent + rotation * bool(kept))
 
@@ -106,7 +107,7 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     Compare equations 1 to 4 of Korthikanti et al. 2022, for GPT. Numbers per token, in the
     precision of training:
 
-    - input and output of each norm, 2 h; sequence parallelism splits them over t
+    - input and output of each norm, 2 h, or h without it; sequence parallelism splits them over t
     - rotated queries, keys and values, q + 2 kv, and the attention's output, q
     - both products of a gated MLP, 2 f, and their combination, f (without a gate f and f)
     - with norms of queries and keys, the queries, q, and the unsplit projection, q + 2 kv
@@ -134,7 +135,8 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     size = ELEMENT_BYTES[plan.precision]
     is_last = layer == shape.num_layers - 1
     keeps = partial(keeps_input, shape, plan, layer)
-    norms = 1 if is_last else 2
+    places = 1 if is_last else 2
+    norms = places * shape.pre_layernorms
     inputs = keeps("linear_qkv") + (not is_last and keeps("linear_fc1"))
     heads, inner = shape.num_attention_heads, 2 * q + _key_width(shape, plan)
     is_selective = plan.recompute is Recompute.selective
@@ -146,11 +148,12 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     if shape.qk_layernorm:
         # Selective recomputation has the projection in one piece as it is.
         inner += q + kv if is_selective else 2 * q + 2 * kv
-        heads += shape.num_attention_heads + shape.num_query_groups
+        per_head = shape.num_attention_heads + shape.num_query_groups
+        heads += 2 * plan.tp if shape.qk_layernorm_across_heads else per_head
     split = plan.tp if plan.sequence_parallel else 1
     states = ((norms + inputs) * h * size + norms * FP32_BYTES) / split
     if shape.post_layernorms and not is_last:
-        states += norms * (h * size + FP32_BYTES) / split
+        states += places * (h * size + FP32_BYTES) / split
     rank = 0 if shape.lora is None else shape.lora.rank
     low = rank * size * len(adapter_widths(shape, layer))
     return states + low + (inner * size + heads * FP32_BYTES) / plan.tp

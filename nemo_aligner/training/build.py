@@ -143,6 +143,7 @@ def _load(config: TrainConfig, data: TrainingData, layout: ParallelLayout) -> Pr
         reply_marker=data.contract.reply_marker,
         lora_dropout=LoraDropout.from_settings(options.lora, options.seed),
     )
+    ModelShape.from_config(pretrained.config).check_length(data.contract.seq_length)
     _begin_head(config, data, pretrained)
     if pretrained.model.post_process:
         # Only now: archives have weights of texts' outputs, and none of an objective's own scalars.

@@ -37,7 +37,11 @@ LAYOUTS: dict[str, tuple[int, int, bool]] = {
     "PP=2": (1, 2, False),
 }
 # Of tests.families, one of each.
-CASES = ["llama3", "qwen2", "qwen3", "mistral_untied_window", "gemma", "gemma2", "nemotron"]
+CASES = [
+    "llama3", "qwen2", "qwen3", "mistral_untied_window", "ministral", "ministral3",
+    "smollm3_untied_window", "gemma", "gemma2", "gemma3", "nemotron", "olmo2", "granite",
+    "phi3_longrope", "glm4", "exaone4_window",
+]  # fmt: skip
 LENGTHENED = [list(range(3, 3 + length)) for length in (5, 21, 1, 12)]
 
 

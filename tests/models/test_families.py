@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification
 
 from nemo_aligner.batch.packed import PackedBatch, Records
 from nemo_aligner.checkpoint import decoder_tensors
@@ -61,13 +60,17 @@ def build(layout: ParallelLayout, tmp_path_factory: pytest.TempPathFactory) -> A
     def make(name: str) -> Case:
         path = families.write_base_nemo(folder / f"{name}.nemo", name)
         pretrained = load_pretrained(path, layout, num_attributes=2, precision=FP32)
-        theirs = AutoModelForSequenceClassification.from_pretrained(
-            path.with_suffix(".hf"),
-            num_labels=2,
-            pad_token_id=None,
-            dtype=torch.float32,
-            attn_implementation="eager",
-        ).eval()
+        theirs = (
+            families.classifier(families.hf_config(name))
+            .from_pretrained(
+                path.with_suffix(".hf"),
+                num_labels=2,
+                pad_token_id=None,
+                dtype=torch.float32,
+                attn_implementation="eager",
+            )
+            .eval()
+        )
         with torch.no_grad():
             theirs.score.weight.copy_(pretrained.model.rm_head.weight)
         return Case(name, path, pretrained.config, pretrained.model, theirs)
@@ -188,6 +191,36 @@ FEATURES = [
     ("gemma2", {"query_pre_attn_scalar": None}),
     ("gemma2", {"window_size": None}),
     ("gemma2", {"window_pattern": "all"}),
+    ("olmo2", {"post_layernorms": False}),
+    ("olmo2", {"pre_layernorms": True}),
+    ("olmo2", {"qk_layernorm": False}),
+    ("exaone4", {"qk_layernorm": False}),
+    ("granite", {"embedding_multiplier": 1.0}),
+    ("granite", {"residual_multiplier": 1.0}),
+    ("granite", {"query_pre_attn_scalar": None}),
+    ("olmo3", {"rotary_base_local": None}),
+    ("olmo3", {"window_attn_skip_freq": None}),
+    ("olmo3", {"position_embedding_type": "rope"}),
+    ("exaone4_window", {"no_rope_freq": None}),
+    ("phi3_longrope", {"position_embedding_type": "rope"}),
+    ("phi3_longrope", {"longrope_attention_factor": 1.0}),
+    ("phi3_window", {"window_size": None}),
+    ("phi3_window", {"rotary_percentage": 1.0}),
+    ("glm", {"qkv_bias": False}),
+    ("glm4", {"post_layernorms": False}),
+    ("llama_yarn", {"position_embedding_type": "rope"}),
+    ("llama_yarn", {"yarn_attention_factor": 1.0}),
+    ("llama_yarn", {"yarn_beta_fast": 32.0}),
+    ("qwen2_yarn", {"yarn_correction_range_round_to_int": True}),
+    ("qwen2_yarn", {"yarn_mscale": None}),
+    ("ministral", {"window_attn_skip_freq": 4}),
+    ("ministral", {"window_attn_skip_freq": None}),
+    ("ministral3", {"llama_4_scaling_beta": None}),
+    ("smollm3", {"no_rope_freq": None}),
+    ("smollm3_untied_window", {"no_rope_freq": [0, 0, 1, 1]}),
+    ("gemma3", {"rotary_base_local": None}),
+    ("gemma3", {"window_attn_skip_freq": None}),
+    ("gemma3", {"seq_len_interpolation_factor": None}),
     ("nemotron", {"rotary_percentage": 1.0}),
     ("nemotron", {"normalization": "rmsnorm"}),
 ]
@@ -257,12 +290,29 @@ NOT_BUILT = [
     ({"window_size": 0}, "got 0, wanted a number of keys above 0"),
     ({"window_size": [3, 3]}, "got [3, 3]"),
     ({"window_pattern": "odd"}, "got 'odd', wanted all or alternate"),
+    ({"window_attn_skip_freq": 0}, "got 0, wanted a number N for every N-th layer, or 0 or 1 for"),
+    ({"no_rope_freq": [0, 1, 0]}, "got [0, 1, 0], wanted a number N for every N-th layer, or 0 or"),
+    ({"no_rope_freq": [0, 2]}, "got [0, 2]"),
     ({"attn_logit_softcapping": 0}, "got 0, wanted a number above 0"),
     ({"query_pre_attn_scalar": "x"}, "got 'x'"),
     ({"qkv_bias": "yes"}, "got 'yes', wanted False or True or None"),
+    ({"pre_layernorms": 0.5}, "got 0.5, wanted True or False or None"),
+    ({"residual_multiplier": -1.0}, "got -1.0, wanted a number above 0"),
+    ({"zero_query_groups": 2}, "got 2, wanted a whole number from 0 to 1"),
     ({"num_layers": 2.5}, "got 2.5, wanted a whole number above 0"),
     ({"rotary_base": float("nan")}, "got nan, wanted a number above 0"),
     ({"num_query_groups": 4}, "got 4, wanted a divisor of the 2 attention"),
+]
+
+
+# And what one key forbids beside another.
+NOT_TOGETHER = [
+    (
+        {"window_size": 4, "window_pattern": "alternate", "window_attn_skip_freq": 2},
+        "wanted one of",
+    ),
+    ({"position_embedding_type": "yarn"}, "yarn_rotary_scaling_factor: got nan"),
+    ({"position_embedding_type": "yarn", "rotary_base": 1}, "rotary_base: got 1.0, wanted more"),
 ]
 
 
@@ -281,6 +331,9 @@ def test_model_config_of_what_is_not_built_is_refused() -> None:
             ModelShape.from_config({**config, **changes})
         (key,) = changes
         assert f"{key}: {said}" in str(caught.value)
+    for changes, said in NOT_TOGETHER:
+        with pytest.raises(CheckpointError, match=said):
+            ModelShape.from_config({**config, **changes})
 
 
 def watch(model: Any) -> dict[str, set[torch.dtype]]:
@@ -332,7 +385,9 @@ def test_stream_in_fp32_brings_rewards_nearer_to_those_in_fp32(
     assert (found - wanted).abs().mean() < 0.8 * (before - wanted).abs().mean()
 
 
-@pytest.mark.parametrize("case", ["mistral_untied_window", "gemma2", "nemotron", "qwen3"])
+@pytest.mark.parametrize(
+    "case", ["mistral_untied_window", "gemma2", "nemotron", "qwen3", "olmo2", "granite"]
+)
 def test_family_recomputed_has_the_same_gradients_and_a_stream_in_bf16(
     case: str, build: Any, layout: ParallelLayout
 ) -> None:
@@ -356,7 +411,7 @@ def test_family_recomputed_has_the_same_gradients_and_a_stream_in_bf16(
         assert all(weight.main_grad.abs().max() > 0 for weight in model.decoder.parameters())
 
 
-@pytest.mark.parametrize("case", ["qwen2", "qwen3", "gemma2", "nemotron"])
+@pytest.mark.parametrize("case", ["qwen2", "qwen3", "gemma2", "nemotron", "olmo2"])
 def test_family_with_added_query_groups_trains_alike(
     case: str, build: Any, layout: ParallelLayout
 ) -> None:

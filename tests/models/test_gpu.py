@@ -38,7 +38,7 @@ def test_varlen_kernel_equals_sdpa_forward_and_backward(
     for prefixes, groups in product((None, [Group(2, 0), Group(2, 40)]), (2, 8)):
         sequences = [[1] * length for length in (3, 200, 77, 90)]
         batch = PackedBatch.pack(sequences, groups=prefixes)
-        segments = PackedSegments.of(batch, cos=unused, sin=unused, last_token=unused)
+        segments = PackedSegments.of(batch, (), last_token=unused)
         results = []
         inputs = [draw(batch.num_tokens, heads) for heads in (8, groups, groups)]
         for attend in (kernel, _attend_one_by_one):
@@ -63,7 +63,7 @@ def test_varlen_kernel_sees_cached_beginnings(window: int | None) -> None:
     unused = torch.zeros(0, device="cuda")
     for groups in (2, 8):
         pool = KeyValuePool([1], 256, groups, 64, torch.bfloat16, "cuda")
-        segments = PackedSegments.of(batch, unused, unused, unused, pool)
+        segments = PackedSegments.of(batch, (), unused, pool)
         for kept in pool.layer(1):
             kept.copy_(draw(256, groups))
         tokens = batch.num_tokens

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_aligner.config.common import Precision
+from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models import kernels
 from nemo_aligner.models.layers import (
     by_whole_rows,
@@ -19,6 +21,9 @@ from nemo_aligner.models.layers import (
     rotate,
     squared_relu,
 )
+from nemo_aligner.models.reward_model import build_reward_model
+from nemo_aligner.models.shape import ModelShape
+from tests import tiny
 
 Function = Callable[..., Tensor]
 
@@ -30,6 +35,39 @@ def draw(*shape: int) -> Tensor:
 def rotation(tokens: int, pairs: int) -> tuple[Tensor, Tensor]:
     angles = torch.outer(torch.arange(tokens), torch.rand(pairs)).double()[:, None, None]
     return angles.cos(), angles.sin()
+
+
+def test_yarn_is_that_of_megatron_core(layout: ParallelLayout) -> None:
+    """By its own names and defaults, with frequencies on both sides of the ramp and within it."""
+    from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+
+    for mscales, rounded in (({}, True), ({"mscale": 2.0, "mscale_all_dim": 0.5}, False)):
+        given = {"original_max_position_embeddings": 32, "beta_fast": 8.0, **mscales}
+        named = {f"yarn_{key}": value for key, value in given.items()}
+        config = {
+            **tiny.SMALLEST,
+            "kv_channels": 64,
+            "rotary_base": 5000.0,
+            "position_embedding_type": "yarn",
+            "yarn_rotary_scaling_factor": 4.0,
+            "yarn_correction_range_round_to_int": rounded,
+            **named,
+        }
+        model = build_reward_model(
+            ModelShape.from_config(config), layout, num_attributes=1, precision=Precision.fp32
+        )
+        ((cos, sin),) = model._tables(torch.arange(40))
+        theirs = YarnRotaryEmbedding(
+            64,
+            rotary_base=5000.0,
+            scaling_factor=4.0,
+            correction_range_round_to_int=rounded,
+            **given,
+        )
+        angles, scale = theirs.get_emb(40)
+        torch.testing.assert_close(cos, angles.cos()[..., :32] * scale, rtol=0, atol=5e-6)
+        torch.testing.assert_close(sin, angles.sin()[..., :32] * scale, rtol=0, atol=5e-6)
+        assert scale > 1.1
 
 
 def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def test_keys_of_a_beginning_are_kept_once_more_for_each_that_has_it() -> None:
     for prefix in (0, 20):
         groups = [Group(2, prefix)] * 2
         batch = PackedBatch.pack([[1] * 30] * 4, Records.of(range(2), [2, 2]), groups=groups)
-        given = PackedSegments.of(batch, none, none, none).kv_cu_seqlens[-1]
+        given = PackedSegments.of(batch, (), none).kv_cu_seqlens[-1]
         packs = even_packs(2, 30, 120, prefix)
         assert packs.tokens == batch.num_tokens
         assert packs.kept_keys == pytest.approx(int(given) / batch.num_tokens)
@@ -225,6 +225,12 @@ FAMILIES = {
     "ungated": {"activation": "squared-relu", "normalization": "layernorm1p"},
     "qk_norms": {"qk_layernorm": True, "qkv_bias": True},
     "post_norms": {"activation": "geglu", "post_layernorms": True},
+    "norms_behind": {
+        "pre_layernorms": False,
+        "post_layernorms": True,
+        "qk_layernorm": True,
+        "qk_layernorm_across_heads": True,
+    },
 }
 WITH_LORA = ModelShape.from_config({**CONFIG, **FAMILIES["lora"]})
 TWO = {

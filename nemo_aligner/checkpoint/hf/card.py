@@ -57,7 +57,7 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 model = AutoModelForSequenceClassification.from_pretrained("{name}", dtype=torch.float32).eval()
 """
 
-_TWO_LAYERS = """from pathlib import Path
+_LOADED_IN_PARTS = """from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
@@ -87,15 +87,18 @@ with torch.no_grad():
     logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
 rewards = logits{plus_means}  # [texts, {count}]"""
 
-_SCORED_BY_TWO_LAYERS = """{texts}
+_SCORED_IN_PARTS = """{texts}
 batch = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
 mask = batch["attention_mask"]
 with torch.no_grad():
     hidden = body(batch["input_ids"], attention_mask=mask).last_hidden_state
     last = hidden[torch.arange(len(hidden)), mask.sum(dim=1) - 1]
-    inner = (last @ head["score.0.weight"].T + head["score.0.bias"]).relu()
-    logits = inner @ head["score.2.weight"].T + head["score.2.bias"]
+    {head}
 rewards = logits{plus_means}  # [texts, {count}]"""
+
+_LINEAR = """logits = last @ head["score.weight"].T"""
+_TWO_LAYERS = """inner = (last @ head["score.0.weight"].T + head["score.0.bias"]).relu()
+    logits = inner @ head["score.2.weight"].T + head["score.2.bias"]"""
 
 _CONVERSATION = """conversation = [
     {"role": "user", "content": "2+2?"},
@@ -114,11 +117,13 @@ def model_card(
     base: str | None = None,
     *,
     is_linear: bool = True,
+    is_loaded_whole: bool = True,
 ) -> str:
     """Render ``README.md`` of the folder ``name``; the run is looked up beside ``archive``.
 
     ``trained_in`` is the dtype before the export, by the contract's names. With a ``base`` the
     folder is an adapter of that model. Unless ``is_linear`` the head has two layers.
+    Unless ``is_loaded_whole`` transformers has a class for the decoder only.
     """
     return _CARD.format(
         name=name,
@@ -127,7 +132,9 @@ def model_card(
         attributes=", ".join(contract.attributes),
         kind={"binary_ranking": "ranking of pairs"}.get(contract.reward_model_type, "regression"),
         source=archive.name,
-        snippet=_snippet(name, contract, base, is_linear=is_linear),
+        snippet=_snippet(
+            name, contract, base, is_linear=is_linear, is_loaded_whole=is_loaded_whole
+        ),
         offsets=_offsets(contract),
         pad_token=f"`{pad_token}`",
         hash=contract.hash,
@@ -138,14 +145,22 @@ def model_card(
     )
 
 
-def _snippet(name: str, contract: ScoringContract, base: str | None, *, is_linear: bool) -> str:
+def _snippet(
+    name: str,
+    contract: ScoringContract,
+    base: str | None,
+    *,
+    is_linear: bool,
+    is_loaded_whole: bool,
+) -> str:
     means = list(contract.label_means)
     code = (_LOADED if base is None else _ADAPTED) + _SCORED
-    if not is_linear:
-        code = _TWO_LAYERS + _SCORED_BY_TWO_LAYERS
+    if not is_loaded_whole:
+        code = _LOADED_IN_PARTS + _SCORED_IN_PARTS
     return code.format(
         name=name,
         base=base,
+        head=_LINEAR if is_linear else _TWO_LAYERS,
         texts=_CONVERSATION if contract.template else f"texts = [{_raw('a text', contract)}]",
         plus_means=f" + torch.tensor({means})" if any(means) else "",
         count=len(contract.attributes),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import LAYERS
 from nemo_aligner.checkpoint.hf.heads import find_head, load_with_head
-from nemo_aligner.checkpoint.hf.source import HF_HEAD, open_source
+from nemo_aligner.checkpoint.hf.source import HF_HEAD, REWARD_SUFFIX, open_source
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.tokenizer import Tokenizer
@@ -79,18 +79,25 @@ def our_logits(
 
 
 def architecture_of(model_type: str) -> str:
-    """Class of transformers for a reward model of this type."""
-    from transformers import CONFIG_MAPPING
+    """Class for a reward model of this type, by the name that transformers has or would give it."""
+    from transformers import CONFIG_MAPPING, MODEL_MAPPING
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
 
     # Includes classes that third-party families registered with transformers' Auto classes.
     try:
-        found: Any = CLASSES[CONFIG_MAPPING[model_type]]
+        config = CONFIG_MAPPING[model_type]
+        found: Any = CLASSES[config] if config in CLASSES else MODEL_MAPPING[config]
     except KeyError as error:
-        raise CheckpointError(
-            f"{model_type}: transformers has no reward model of this type"
-        ) from error
-    return found.__name__
+        raise CheckpointError(f"{model_type}: transformers has no decoder of this type") from error
+    return found.__name__ if config in CLASSES else found.__name__[:-5] + REWARD_SUFFIX
+
+
+def has_class(architecture: str, model_type: str) -> bool:
+    """Tell if transformers has the class of a reward model; if not, it loads only the decoder."""
+    from transformers import CONFIG_MAPPING
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
+
+    return architecture.endswith(REWARD_SUFFIX) and CONFIG_MAPPING[model_type] in CLASSES
 
 
 def check_folder(
@@ -143,7 +150,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     found = open_source(folder)
-    if str(found.config["architectures"][0]).endswith(TWO_LAYERS_SUFFIX):
+    if not has_class(str(found.config["architectures"][0]), found.config["model_type"]):
         head = find_head(found)
         assert head is not None  # it was just written
         model = load_with_head(str(folder), found, head, "auto").to(current_device()).eval()

@@ -382,6 +382,7 @@ def contract_of(
     labels: list[str] | None,
     tokenizer: Tokenizer,
     precision: Precision,
+    longest: int,
     template: str | None,
     seq_length: int | None,
     head: FoundHead | None = None,
@@ -391,8 +392,9 @@ def contract_of(
 
     Args:
         labels: as ``labels_of`` gives them.
+        longest: tokens of the model's longest text.
         template: as ``model.data.template``; None is the tokenizer's.
-        seq_length: None is the model's longest text, but at most 4096 tokens.
+        seq_length: None is ``longest``, but at most 4096 tokens.
         step_separator: as of ``convert_hf_to_nemo``.
 
     Raises:
@@ -408,7 +410,7 @@ def contract_of(
         _check_own(contract, labels, tokenizer.fingerprint)
         return contract.with_dtype(precision)
     contract = _new_contract(
-        found, labels, tokenizer, precision, template, seq_length, step_separator
+        found, labels, tokenizer, precision, longest, template, seq_length, step_separator
     )
     if reads_steps(found) and head is not None and head.outputs == 2:
         contract = contract.with_readout(Readout(BINS, ((0.0, 1.0),)))
@@ -435,11 +437,11 @@ def _new_contract(
     labels: list[str],
     tokenizer: Tokenizer,
     precision: Precision,
+    longest: int,
     template: str | None,
     seq_length: int | None,
     step_separator: str | None,
 ) -> ScoringContract:
-    longest = int(found.config["max_position_embeddings"])
     has_steps = reads_steps(found) or step_separator is not None
     is_ranking = len(labels) == 1 and not has_steps
     reads = ScoredPosition.step_marks if has_steps else ScoredPosition.last_token

@@ -26,7 +26,6 @@ from nemo_aligner.checkpoint.hf.families.base import (
     ModelFamily,
     Rule,
     add_zero_groups,
-    group_axis,
     remove_zero_groups,
 )
 from nemo_aligner.checkpoint.hf.heads import (
@@ -80,6 +79,7 @@ class ConversionSummary:
     head: str
     contract: ScoringContract | None
     output: Path
+    left_out: str = ""
 
     def __str__(self) -> str:
         tied = "tied" if self.tied else "untied"
@@ -90,10 +90,11 @@ class ConversionSummary:
             raw = "" if self.contract.template else ", no chat template: raw texts only"
             meaning = f"\n{length}{raw}, scoring contract {self.contract.hash}"
         added = f"; query groups of zeros added: {self.zero_groups}" if self.zero_groups else ""
+        left_out = f"\nleft out: {self.left_out}" if self.left_out else ""
         return (
             f"{self.output}: {self.family} {kind}, {self.parameters:,} parameters in {self.dtype}, "
             f"{self.layers} layers of {self.hidden_size}, vocabulary of {self.vocab_size}, "
-            f"{tied} embeddings{added}\nhead: {self.head}{meaning}"
+            f"{tied} embeddings{added}{left_out}\nhead: {self.head}{meaning}"
         )
 
 
@@ -167,17 +168,18 @@ def _convert(
     if head is not None:
         left_out += [name for name in family.untied.hf if name in found.tensors.keys() - wanted]
     check_tensors(family, config, wanted, found.tensors, left_out)
-    groups = config["num_query_groups"]
-    zero_groups = -groups % tensor_parallel
-    tensors, layers = _plan(rules, config, found.tensors, dtype, groups + zero_groups)
+    zero_groups = -config["num_query_groups"] % tensor_parallel
+    tensors, layers = _plan(rules, config, found.tensors, dtype, zero_groups)
     stored = format_of(dtype_of_matrices(_all(tensors, layers)))
     shaped = with_head_shape(config, None if head is None else head.shape)
     archived = _with_zero_groups({**shaped, "precision": stored.nemo}, zero_groups)
     with scratch_beside(output) as scratch:
         tokenizer = _save_tokenizer(found, scratch / "tokenizer", config["vocab_size"])
-        options = template, seq_length, head, step_separator
+        shape = ModelShape.from_config(config)
+        options = shape.longest, template, seq_length, head, step_separator
         contract = contract_of(found, labels, tokenizer, stored.precision, *options)
         if head is not None and contract is not None:
+            shape.check_length(contract.seq_length)
             head = head.with_rows_of(tokenizer)
             for name, tensor in head.tensors(config["hidden_size"]).items():
                 tensors[PREFIX + HEAD_PREFIX + name] = tensor
@@ -198,6 +200,7 @@ def _convert(
         head=describe_head(head, left_out, contract),
         contract=contract,
         output=output,
+        left_out=found.left_out,
     )
 
 
@@ -227,7 +230,7 @@ def _plan(
     config: Mapping[str, Any],
     stored: Mapping[str, LazyTensor],
     dtype: torch.dtype | None,
-    num_query_groups: int,
+    zero_groups: int,
 ) -> tuple[dict[str, LazyTensor], dict[str, list[LazyTensor]]]:
     """Lazy Megatron tensors by key, outside and inside the layers."""
     tensors: dict[str, LazyTensor] = {}
@@ -238,7 +241,7 @@ def _plan(
         def join(parts: Sequence[Tensor], rule: Rule = rule) -> Tensor:
             data = rule.join(parts, config)
             groups = config["num_query_groups"]
-            data = add_zero_groups(rule.megatron, data, groups, num_query_groups)
+            data = add_zero_groups(rule.group_axis, data, groups, groups + zero_groups)
             return data.to(dtype or data.dtype).contiguous()
 
         outline = join([part.outline() for part in parts])
@@ -267,7 +270,14 @@ def _read_and_join(
 # Reward archives in Hugging Face's terms.
 
 # Defaults of keys that a NeMo config may leave out.
-_WITH_DEFAULTS = ("kv_channels", "max_position_embeddings", "layernorm_epsilon", "rotary_base")
+_WITH_DEFAULTS = (
+    "kv_channels",
+    "max_position_embeddings",
+    "layernorm_epsilon",
+    "rotary_base",
+    "rotary_percentage",
+    "qkv_bias",
+)
 
 
 def check_head(folder: NemoFolder, contract: ScoringContract) -> None:
@@ -306,6 +316,7 @@ class RewardArchive:
             **{name: getattr(shape, name) for name in _WITH_DEFAULTS},
             "num_attention_heads": shape.num_attention_heads // groups * kept,
             "num_query_groups": kept,
+            "zero_query_groups": 0,
         }
         family = family_of(config)
         rules = model_rules(family, config, is_reward_model=True)
@@ -326,14 +337,14 @@ class RewardArchive:
         if rule.megatron == EMBEDDING:
             data = data[: self.config["vocab_size"]]
         kept = self.config["num_query_groups"]
-        data = remove_zero_groups(rule.megatron, data, self.num_query_groups, kept)
+        data = remove_zero_groups(rule.group_axis, data, self.num_query_groups, kept)
         return rule.split(data, self.config)
 
     def join(self, rule: Rule, parts: Sequence[Tensor]) -> Tensor:
         """Invert ``split``, except for vocabulary padding."""
         data = rule.join(parts, self.config)
         kept = self.config["num_query_groups"]
-        return add_zero_groups(rule.megatron, data, kept, self.num_query_groups)
+        return add_zero_groups(rule.group_axis, data, kept, self.num_query_groups)
 
     def head(self) -> dict[str, Tensor]:
         """Read the reward head in fp32, by the names of ``HeadShape.tensors``."""
@@ -370,11 +381,9 @@ class RewardArchive:
             matrices = self._matrices(rule, layer)
             if matrices is None:
                 continue
-            pair, axis = list(matrices), group_axis(rule.megatron)
+            pair, axis = list(matrices), rule.group_axis
             if axis is not None:
-                pair[axis] = remove_zero_groups(
-                    rule.megatron, pair[axis], self.num_query_groups, kept
-                )
+                pair[axis] = remove_zero_groups(axis, pair[axis], self.num_query_groups, kept)
             for name, part in zip(rule.hf, rule.split(pair[0], self.config), strict=True):
                 yield name, pair[1], part
 

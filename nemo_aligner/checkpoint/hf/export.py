@@ -30,6 +30,7 @@ from nemo_aligner.checkpoint.hf.check import (
     compare,
     cut,
     encode_texts,
+    has_class,
     our_logits,
     read_as_it_runs,
 )
@@ -162,7 +163,8 @@ def _export(
     gc.collect()  # the modules form reference cycles
     logits = _as_exported(logits, contract, offset, merge=options.merge)
     pad_token, pad_id = choose_pad(tokenizer, {ids[-1] for _, ids in texts})
-    architecture = architecture_of(archive.family.to_hf(archive.config)["model_type"])
+    model_type = archive.family.to_hf(archive.config)["model_type"]
+    architecture = architecture_of(model_type)
     if HF_HEAD not in head:
         architecture = architecture.removesuffix(REWARD_SUFFIX) + TWO_LAYERS_SUFFIX
     config = hf_config(
@@ -181,6 +183,7 @@ def _export(
         options.base_license,
         contract.dtype,
         is_linear=HF_HEAD in head,
+        is_loaded_whole=has_class(architecture, model_type),
     )
     (staging / "README.md").write_text(card, encoding="utf-8")
     say("scoring the same texts with transformers ...")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING
 from nemo_aligner.checkpoint.hf.families import find_family
-from nemo_aligner.checkpoint.hf.families.base import is_tied
+from nemo_aligner.checkpoint.hf.families.settings import is_tied
 from nemo_aligner.checkpoint.hf.source import HF_HEAD, REWARD_SUFFIX, Source
 from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.contract.contract import ScoringContract

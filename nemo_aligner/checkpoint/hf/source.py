@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,15 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     layer_tensors,
     model_tensors,
 )
-from nemo_aligner.checkpoint.hf.families.base import Config, ModelFamily, Rule
+from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule
+from nemo_aligner.checkpoint.hf.families.settings import Config
 from nemo_aligner.checkpoint.hf.gguf import GgufCheckpoint, save_gguf_tokenizer
+from nemo_aligner.checkpoint.hf.multimodal import (
+    decoder_config,
+    decoder_name,
+    describe_others,
+    is_multimodal,
+)
 from nemo_aligner.checkpoint.nemo.open import CONTRACT_NAME, refuse_adapter
 from nemo_aligner.checkpoint.safe_load import read_json
 from nemo_aligner.checkpoint.weights.save import LazyTensor
@@ -58,12 +65,14 @@ class Source:
         tensors: lazy, by their Hugging Face names.
         save_tokenizer: writes the tokenizer's files into a new folder.
         contract: the scoring contract, in a folder that this package exported.
+        left_out: parts of a multimodal model beside its text decoder, in words.
     """
 
     config: Mapping[str, Any]
     tensors: Mapping[str, LazyTensor]
     save_tokenizer: Callable[[Path], None]
     contract: Mapping[str, Any] | None = None
+    left_out: str = ""
 
 
 def open_source(source: str | Path) -> Source:
@@ -144,12 +153,21 @@ def _open_folder(folder: Path) -> Source:
             f"{folder / _PICKLED_HEAD}: got a pickled reward head, which is not read; wanted it as "
             f"{_HEAD_NAME}"
         )
-    return Source(
+    found = Source(
         config,
         tensors,
         partial(_copy_tokenizer, folder),
         _read_json(contract) if contract.is_file() else None,
     )
+    return _text_decoder(found) if is_multimodal(config) else found
+
+
+def _text_decoder(found: Source) -> Source:
+    """The decoder in a multimodal model, as if it were alone."""
+    named = {name: decoder_name(name) for name in found.tensors}
+    tensors = {ours: found.tensors[name] for name, ours in named.items() if ours is not None}
+    config = decoder_config(found.config, tensors)
+    return replace(found, config=config, tensors=tensors, left_out=describe_others(named))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -38,7 +38,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "linear_attention_freq": (None,),
     "mtp_num_layers": (None, 0),
     "multi_latent_attention": (False, None),
-    "no_rope_freq": (None,),
     "num_experts": (None, 0),
     "num_moe_experts": (None, 0),
     "qk_l2_norm": (False, None),
@@ -47,7 +46,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "softmax_scale": (None,),
     "softmax_type": ("vanilla", None),
     "use_mup": (False, None),
-    "window_attn_skip_freq": (None,),
 }
 # Gemma 2's settings. NeMo applies the window in the layers where Google's model has none, so it is
 # not read. final_logit_softcapping is not listed, because it changes no hidden state.
@@ -55,12 +53,20 @@ _NEUTRAL_IN_ATTENTION: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None, 0),
     "query_pre_attn_scalar": (None,),
 }
+# What is read beside NeMo 1's other settings, but not in its section for those of megatron-core.
+_NOT_IN_SECTION: dict[str, tuple[Any, ...]] = {
+    "no_rope_freq": (None,),
+    "window_attn_skip_freq": (None,),
+}
 _CUSTOMIZATION = "mcore_customization_config"
 _SAME = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
     "kv_channels", "layernorm_epsilon", "make_vocab_size_divisible_by", "position_embedding_type",
     "rotary_base", "seq_len_interpolation_factor", "layernorm_zero_centered_gamma",
     "share_embeddings_and_output_weights", "window_size", "vocab_size", "padded_vocab_size",
+    "window_attn_skip_freq", "no_rope_freq", "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale",
+    "yarn_mscale_all_dim", "yarn_correction_range_round_to_int",
 )  # fmt: skip
 _ROPE_KEYS = ("scale_factor", "low_freq_factor", "high_freq_factor", "old_context_len")
 
@@ -130,7 +136,7 @@ def check_nemo1(config: Config, where: str) -> None:
     where = f"{where}: {_CUSTOMIZATION}"
     if not isinstance(section, Mapping):
         raise CheckpointError(f"{where}: got {section!r}, wanted a mapping")
-    _check_neutral({**_NEUTRAL, **_NEUTRAL_IN_ATTENTION}, section, where)
+    _check_neutral({**_NEUTRAL, **_NEUTRAL_IN_ATTENTION, **_NOT_IN_SECTION}, section, where)
 
 
 def _check_neutral(neutral: Mapping[str, tuple[Any, ...]], model: Config, where: str) -> None:

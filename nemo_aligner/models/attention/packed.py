@@ -24,14 +24,15 @@ from nemo_aligner.models.attention import cpu as cpu_attention
 from nemo_aligner.models.attention.segments import Attend, PackedSegments, Scores, attend_by_scores
 from nemo_aligner.models.attention.varlen import takes_equal_heads, varlen_kernel, why_no_kernel
 from nemo_aligner.models.layers import learns, rotate
+from nemo_aligner.models.rotation import rotation_of
 from nemo_aligner.models.shape import ModelShape
 
 
 class PackedAttention(MegatronModule):
     """Core attention of ``query [T, 1, heads, c]`` on ``key``, ``value [T, 1, groups, c]``.
 
-    Rotates query and key to their positions; then each segment attends causally to itself and to
-    its chain of prefixes. Returns ``[T, 1, heads * c]``.
+    Rotates query and key to their positions, if its layer does; then each segment attends causally
+    to itself and to its chain of prefixes. Returns ``[T, 1, heads * c]``.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class PackedAttention(MegatronModule):
         self.scores = Scores(
             shape.softmax_scale, shape.window_of(layer_number), shape.attn_logit_softcapping
         )
+        self.rotation = rotation_of(shape, layer_number)
 
     def forward(
         self,
@@ -55,8 +57,11 @@ class PackedAttention(MegatronModule):
         if packed_seq_params is None:
             raise ValueError("attention needs the bounds of the packed sequences")
         segments, scores = packed_seq_params, self.scores
-        query = rotate(query, segments.cos, segments.sin).squeeze(1)
-        key = rotate(key, segments.cos, segments.sin).squeeze(1)
+        if self.rotation is not None:
+            query, key = (rotate(each, *segments.tables[self.rotation]) for each in (query, key))
+        query, key = query.squeeze(1), key.squeeze(1)
+        if segments.query_scale is not None:
+            query = query * segments.query_scale
         # Only in training: in inference the choice of kernel must not depend on the pack.
         if learns(self) and scores.window is not None and scores.window >= segments.max_kv_length:
             scores = replace(scores, window=None)
@@ -72,8 +77,13 @@ class PackedAttention(MegatronModule):
             value: ``[T, groups, c]``.
         """
         has_kernel = compiled.can_attend(turning, self.scores)
-        turn = kernels.rotate if has_kernel and kernels.take(turning, 1) else rotate
-        turned = turn(turning, segments.cos, segments.sin)
+        if self.rotation is None:
+            turned = turning.contiguous()
+        else:
+            turn = kernels.rotate if has_kernel and kernels.take(turning, 1) else rotate
+            turned = turn(turning, *segments.tables[self.rotation])
+        if segments.query_scale is not None:
+            turned[:, :, :-1] *= segments.query_scale[..., None]
         out = (compiled if has_kernel else blocks).attend(
             turned, value, self.layer_number, segments, self.scores
         )

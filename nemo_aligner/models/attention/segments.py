@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.batch.packed import CacheUse, PackedBatch
+from nemo_aligner.models.rotation import Tables
 from nemo_aligner.utils.host_transfer import to_device
 
 Thing = TypeVar("Thing")
@@ -34,11 +35,10 @@ class PackedSegments:
     """Segments of a pack, passed where megatron-core passes ``PackedSeqParams``.
 
     ``qkv_format`` is not ``thd``, for which megatron-core would split the pack to rotate each
-    sequence. Instead ``cos`` and ``sin`` hold a row per token, and PackedAttention rotates.
+    sequence. Instead ``tables`` hold a row per token, and PackedAttention rotates.
 
     Attributes:
-        cos: ``[T, 1, 1, r]`` in the model's dtype, at the token's position in its sequence.
-        sin: like ``cos``.
+        tables: of each rotation cosines and sines at every token's position in its sequence.
         lengths: tokens of every segment.
         prefixes: number of each segment's prefix, -1 for none; numbers count cached ones first.
         cu_seqlens: ``[G + 1]`` int32 bounds of the queries.
@@ -46,11 +46,11 @@ class PackedSegments:
         kv_index: ``[K]`` int64 index of every key into the C cached tokens followed by the T of the
             pack; None if keys and tokens are the same.
         last_token: ``[R]`` int64 rows that the head reads.
+        query_scale: ``[T, 1, 1]`` factors of queries, past their rotation; None is 1.
         cached: tokens that the pack takes from ``pool``, and those it stores there.
     """
 
-    cos: Tensor
-    sin: Tensor
+    tables: tuple[Tables, ...]
     lengths: tuple[int, ...]
     prefixes: tuple[int, ...]
     cu_seqlens: Tensor
@@ -59,6 +59,7 @@ class PackedSegments:
     last_token: Tensor
     cached: CacheUse | None = None
     pool: KeyValuePool | None = None
+    query_scale: Tensor | None = None
     qkv_format: str = "packed"
     _memory: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -66,15 +67,15 @@ class PackedSegments:
     def of(
         cls,
         batch: PackedBatch,
-        cos: Tensor,
-        sin: Tensor,
+        tables: tuple[Tables, ...],
         last_token: Tensor,
         pool: KeyValuePool | None = None,
+        query_scale: Tensor | None = None,
     ) -> PackedSegments:
-        """Build the segments of ``batch`` on the device of ``cos``."""
+        """Build the segments of ``batch`` on the device of ``last_token``."""
         if batch.cached is not None and pool is None:
             raise ValueError("a pack uses cached keys, but its model has no pool of them")
-        device = cos.device
+        device = last_token.device
         lengths = tuple(batch.cu_seqlens.diff().tolist())
         prefixes = tuple(batch.prefixes.tolist())
         queries = keys = to_device(batch.cu_seqlens, device)
@@ -84,8 +85,18 @@ class PackedSegments:
             sizes, index = _keys_of(lengths, prefixes, cached_lengths)
             keys = to_device(torch.tensor([0, *sizes]).cumsum(0).int(), device)
             index = to_device(index, device)
-        rows = last_token
-        return cls(cos, sin, lengths, prefixes, queries, keys, index, rows, batch.cached, pool)
+        return cls(
+            tables,
+            lengths,
+            prefixes,
+            queries,
+            keys,
+            index,
+            last_token,
+            batch.cached,
+            pool,
+            query_scale,
+        )
 
     def remembered(self, name: Hashable, make: Callable[[], Thing]) -> Thing:
         """Return what ``make`` computes for ``name``, computing it only for the first layer."""

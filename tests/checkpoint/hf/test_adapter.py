@@ -16,7 +16,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_rewa
 from nemo_aligner.config.common import Precision
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.models.shape import LoraShape, is_of_adapter
-from tests import tiny
+from tests import families, tiny
 from tests.checkpoint.hf.exporting import edit_tensors, export, tensors_of
 from tests.checkpoint.refusals import refusals
 from tests.contracts import Contracts
@@ -79,6 +79,19 @@ def test_adapter_on_the_base_model_is_the_whole_export(
             added = 2.0 * high @ low
             assert added.abs().max() > 0.01
         torch.testing.assert_close(whole[name], weight + added, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["phi3_untied", "glm"])
+def test_adapter_of_fused_and_reordered_weights_is_checked(
+    case: str, make: Any, hf: Path, layout: Any, tmp_path: Path
+) -> None:
+    families.write_hf_checkpoint(hf, case)
+    archive = make(LoraShape(3, 6.0, ("linear_qkv", "linear_fc1")))
+    said = export_adapter(archive, tmp_path / "out", layout, AdapterOptions(str(hf)))
+    assert "checked: 7 texts" in said
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    fused = ["qkv_proj"] if case == "phi3_untied" else ["k_proj", "q_proj", "v_proj"]
+    assert config["target_modules"] == sorted(["gate_up_proj", *fused])
 
 
 def test_adapter_of_a_named_base_has_a_card_and_is_said_to_be_unchecked(

@@ -240,7 +240,7 @@ def test_conversion_refuses_a_base_model_that_cannot_be_carried(changed_base: Pa
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu'"),
         ({"sliding_window": 128}, "sliding_window: got 128"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: got"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type: got 'yarn'"),
+        ({"rope_parameters": {"rope_type": "mrope"}}, "rope_type: got 'mrope'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor: got 0\.5"),
         ({"num_hidden_layers": None}, "num_hidden_layers: got None"),
         ({"num_hidden_layers": 5}, r"9 tensors are missing, the first is model\.layers\.4"),

@@ -387,6 +387,7 @@ def test_head_of_rows_has_the_logits_of_the_output_layer(name: str, tmp_path: Pa
 def test_head_of_rows_that_are_no_logits_is_refused(tmp_path: Path) -> None:
     write_hf_checkpoint(tmp_path / "llama", "llama_untied")
     write_hf_checkpoint(tmp_path / "gemma2", "gemma2")
+    write_hf_checkpoint(tmp_path / "granite", "granite")
     rows = tiny.SHAPE["vocab_size"]
     for source, choice, config, said in (
         ("llama", "lm_head:", {}, "wanted lm_head:ROW or lm_head:ROW,ROW"),
@@ -395,6 +396,7 @@ def test_head_of_rows_that_are_no_logits_is_refused(tmp_path: Path) -> None:
         ("llama", "lm_head:thank the", {}, "token 'thank the': got 6 tokens for it, wanted one"),
         ("llama", None, {"classifier_from_token": ["a", "b", "c"]}, "wanted two tokens with"),
         ("gemma2", "lm_head:0", {}, "final_logit_softcapping: got 30.0, so its logits are no"),
+        ("granite", "lm_head:0", {}, "logits_scaling: got 4.0, so its logits are no"),
     ):
         edit(tmp_path / source, **{"classifier_from_token": None, **config})
         with pytest.raises(CheckpointError) as caught:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
 
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.checkpoint.hf.check import compute_in_fp32, read_as_it_runs
@@ -19,6 +18,7 @@ from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import infer
 from tests import families
 
+DTYPES = (torch.bfloat16, torch.float32)
 pytestmark = pytest.mark.usefixtures("layout")
 
 
@@ -68,8 +68,8 @@ def test_layerwise_model_computes_in_fp32_as_the_whole_would(case: str) -> None:
     config.num_labels, config.pad_token_id = 2, 0
     torch.manual_seed(0)
     # Not by .to(), which would round the rotary frequencies, too.
-    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16).eval()
-    whole = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
+    made = families.classifier(config)
+    model, whole = (made._from_config(config, dtype=each).eval() for each in DTYPES)
     whole.load_state_dict(model.state_dict())
     ids = torch.tensor([families.SEQUENCES[0]])
     with torch.no_grad():

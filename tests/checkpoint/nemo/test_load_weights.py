@@ -170,6 +170,28 @@ def test_megatron_config_of_a_gemma_is_that_of_nemo_1(theirs: Theirs, layout: An
     torch.testing.assert_close(scores(found, layout), scores(wanted, layout), rtol=0, atol=0)
 
 
+def test_megatron_config_of_layers_that_differ_is_read_by_its_own_names(
+    theirs: Theirs, layout: Any
+) -> None:
+    """Windows, layers without rotation, and YaRN; what each of them does is compared elsewhere."""
+    settings = {
+        "window_size": [7, 0],
+        "window_attn_skip_freq": 2,
+        "no_rope_freq": [0, 1, 0, 0],
+        "position_embedding_type": "yarn",
+        "yarn_rotary_scaling_factor": 4.0,
+        "yarn_original_max_position_embeddings": 16,
+    }
+    plain, wanted = (
+        scores(load(theirs(nemo1, name, **more), layout).model, layout)
+        for name, more in (("a", {}), ("b", {**settings, "scale_positional_embedding": False}))
+    )
+    more = {**settings, "rope_scaling": False, "scale_factor": None}
+    found = scores(load(theirs(bridge, "c", **more), layout).model, layout)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert (found - plain).abs().max() > 1e-2
+
+
 # Of NeMo 2 and Megatron-Bridge: what their models can be, and ours cannot.
 NOT_BUILT = [
     ({"rotary_interleaved": True}, "rotary_interleaved: got True"),
@@ -196,6 +218,7 @@ SECTION = "mcore_customization_config"
 NOT_BUILT_OF_NEMO_1 = [
     ({"softmax_scale": 0.1}, r"model_config\.yaml: softmax_scale: got 0\.1"),
     ({SECTION: {"query_pre_attn_scalar": 224}}, f"{SECTION}: query_pre_attn_scalar: got 224"),
+    ({SECTION: {"no_rope_freq": 2}}, f"{SECTION}: no_rope_freq: got 2"),
     ({SECTION: [1]}, f"{SECTION}: got .*wanted a mapping"),
 ]
 

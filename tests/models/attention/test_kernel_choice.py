@@ -180,9 +180,7 @@ def attend_as_on_a_gpu(
     ]
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
     none = torch.zeros(0)
-    segments = PackedSegments(
-        none, none, tuple(LENGTHS), tuple(PREFIXES), bounds, bounds, None, none
-    )
+    segments = PackedSegments((), tuple(LENGTHS), tuple(PREFIXES), bounds, bounds, None, none)
     with monkeypatch.context() as patched:
         if major:
             patched.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))

@@ -151,7 +151,7 @@ def attended(
     """The outputs of each sequence that are in the pack."""
     none = torch.zeros(0)
     dtype = torch.float32 if attend is by_kernel else torch.float64
-    segments = PackedSegments.of(batch, none, none, none, pool(dtype))
+    segments = PackedSegments.of(batch, (), none, pool(dtype))
     query, key, value = (table[batch.tokens, batch.position_ids] for table in tables)
     if attend not in (by_blocks, by_kernel):
         key, value = segments.with_cached(3, key, value)
@@ -209,7 +209,7 @@ def test_pack_has_outputs_and_gradients_of_the_definition(way: str) -> None:
 def test_pack_keeps_a_nan_in_its_sequence() -> None:
     none = torch.zeros(0)
     batch = PackedBatch.pack(SEQUENCES, groups=UNCACHED)
-    segments = PackedSegments.of(batch, none, none, none)
+    segments = PackedSegments.of(batch, (), none)
     last = int(batch.scored_tokens[3])
     others = torch.ones(batch.num_tokens, dtype=torch.bool)
     others[last + 1 - len(SEQUENCES[3]) : last + 1] = False
@@ -244,7 +244,7 @@ def test_stored_tokens_can_be_in_the_prefix_and_the_rest_of_a_sequence() -> None
     assert tokens.tolist() == SEQUENCES[1][36:44] + SEQUENCES[6][:2]
     assert positions.tolist() == [*range(36, 44), 0, 1]
     kept, none = pool(), torch.zeros(0)
-    segments = PackedSegments.of(batch, none, none, none, kept)
+    segments = PackedSegments.of(batch, (), none, kept)
     segments.store(3, *(table[batch.tokens, batch.position_ids] for table in TABLES[1:]))
     for pooled, table in zip(kept.layer(3), TABLES[1:], strict=True):
         assert torch.equal(pooled[3:11], at(table, SEQUENCES[1])[36:44])
@@ -253,11 +253,11 @@ def test_stored_tokens_can_be_in_the_prefix_and_the_rest_of_a_sequence() -> None
 def test_pool_is_of_no_use_without_cached_tokens_and_asked_for_with_them() -> None:
     batch = PackedBatch.pack(SEQUENCES[5:], groups=[Group(2, 11)])
     assert batch.cached is None
-    segments = PackedSegments.of(batch, *[torch.zeros(0)] * 3, pool())
+    segments = PackedSegments.of(batch, (), torch.zeros(0), pool())
     key, value = torch.zeros(4, GROUPS, CHANNELS), torch.ones(4, GROUPS, CHANNELS)
     assert segments.with_cached(3, key, value) == (key, value)
     with pytest.raises(ValueError, match="its model has no pool"):
-        PackedSegments.of(PackedBatch.pack(SEQUENCES, groups=PACKED), *[torch.zeros(0)] * 3)
+        PackedSegments.of(PackedBatch.pack(SEQUENCES, groups=PACKED), (), torch.zeros(0))
 
 
 TOKENS = 230
@@ -280,7 +280,7 @@ def of_second(
 ) -> Tensor:
     """``[TOKENS, heads, c]`` of the second sequence."""
     none = torch.zeros(0)
-    segments = PackedSegments.of(batch, none, none, none)
+    segments = PackedSegments.of(batch, (), none)
     out = attend(*(table[batch.tokens] for table in tables), segments, scores)
     return whole(out, batch, 1)
 

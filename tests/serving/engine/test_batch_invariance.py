@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed import cpu_products
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention import blocks, compiled, packed
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
 from nemo_aligner.tools.invariance import score_alone, score_calls
-from tests import tiny
+from tests import families, tiny
 from tests.once import Once
 from tests.serving.engine.company import (
     BUDGET,
@@ -68,11 +69,31 @@ def test_rewards_have_the_same_bits_in_any_company(
     torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(
+    "case", ["smollm3_untied_window", "gemma3", "olmo2", "granite", "phi3_window", "glm4"]
+)
+def test_rewards_of_other_decoders_have_the_same_bits_in_any_company(
+    case: str, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    """With norms, windows, rotations and factors that a Llama does not have."""
+    assert compare(replace(of_family(tmp_path, case), orders=4), layout) == NOTHING
+
+
+def of_family(folder: Path, case: str) -> Case:
+    families.write_reward_model(folder / case, case, torch.float32)
+    convert_hf_to_nemo(folder / case, folder / f"{case}.nemo")
+    return Case(str(folder / f"{case}.nemo"), draw_texts(40, LONGEST, 90), orders=3)
+
+
 def test_rewards_have_the_same_bits_in_any_company_at_any_layout(
     short: Case, very_long: Case, tmp_path: Path
 ) -> None:
-    """Each rank with one thread."""
-    cases = {"short": replace(short, texts=short.texts[:60], orders=4), "very long": very_long}
+    """Each rank with one thread. The statistics of OLMo 2's norms span both ranks."""
+    cases = {
+        "short": replace(short, texts=short.texts[:60], orders=4),
+        "very long": very_long,
+        "olmo2": of_family(tmp_path, "olmo2"),
+    }
     layouts = ("TP=2", "PP=2", "TP=2+SP")
     arguments = (str(write_cases(tmp_path / "cases.json", cases)), *layouts)
     done = tiny.run_script("tests/serving/engine/company.py", *arguments, processes=2, timeout=600)

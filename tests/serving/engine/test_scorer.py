@@ -17,7 +17,7 @@ from tests.serving.engine import cached_layouts
 from tests.serving.engine.cached_layouts import CACHES, scorers
 
 # All keys at once, windows, and windows in every other layer with capped scores.
-CASES = ("llama3", "mistral_untied_window", "gemma2")
+CASES = ("llama3", "mistral_untied_window", "gemma2", "smollm3_untied_window", "gemma3")
 SIZES = {
     "one": LayoutSizes(),
     "TP=2": LayoutSizes(tp=2),

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_aligner.checkpoint.hf.families.base import Config, GgufFormat, ModelFamily, beside_llama
-from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2
+from nemo_aligner.checkpoint.hf.families.arcee import ARCEE
+from nemo_aligner.checkpoint.hf.families.base import NAME_KEY, GgufFormat, ModelFamily, beside_llama
+from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
+from nemo_aligner.checkpoint.hf.families.glm import GLM, GLM4, HELIUM
+from nemo_aligner.checkpoint.hf.families.granite import GRANITE
 from nemo_aligner.checkpoint.hf.families.internlm import INTERNLM2
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA, MISTRAL
+from nemo_aligner.checkpoint.hf.families.llama import LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, SMOLLM3
 from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
-from nemo_aligner.checkpoint.hf.families.qwen import QWEN2, QWEN3
+from nemo_aligner.checkpoint.hf.families.olmo import EXAONE4, OLMO2, OLMO3
+from nemo_aligner.checkpoint.hf.families.phi import PHI3
+from nemo_aligner.checkpoint.hf.families.qwen import QWEN2, QWEN3, SEED_OSS
+from nemo_aligner.checkpoint.hf.families.settings import Config
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
@@ -21,17 +27,29 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 _BUILT_IN = (
     LLAMA,
     MISTRAL,
+    MINISTRAL,
+    MINISTRAL3,
+    SMOLLM3,
     QWEN2,
     QWEN3,
     GEMMA,
     GEMMA2,
+    GEMMA3,
     NEMOTRON,
     INTERNLM2,
+    OLMO2,
+    OLMO3,
+    EXAONE4,
+    GRANITE,
+    PHI3,
+    GLM,
+    GLM4,
+    HELIUM,
+    ARCEE,
+    SEED_OSS,
 )
 _FAMILIES = {family.name: family for family in _BUILT_IN}
 _EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
-# Key of a NeMo config that names the family where the decoder alone does not determine it.
-NAME_KEY = "hf_model_type"
 
 
 def register_family(family: ModelFamily) -> None:

@@ -1,7 +1,7 @@
 """ModelFamily: translation of a family's config and tensors to Megatron's and back.
 
-Also here: the parts of a ``config.json`` that families share, rules for tensors, query groups of
-zeros, and GGUF's names.
+Also here: rules for tensors, query groups of zeros, and GGUF's names. ``settings.py`` has the parts
+of a ``config.json`` that families share.
 """
 
 from __future__ import annotations
@@ -13,139 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_aligner.config.common import LEAST_NUMBER, MOST, MOST_NUMBER, read_count, read_number
+from nemo_aligner.checkpoint.hf.families.settings import Config, is_tied
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.utils.errors import CheckpointError, shown
-
-# Settings that all families have. A key missing from ``config.json`` has transformers' default.
-
-
-def decoder_to_nemo(config: Config, rotated: float | None = None, **family: Any) -> dict[str, Any]:
-    """Translate a ``config.json`` to a NeMo config; ``family`` adds the family's own settings.
-
-    Args:
-        rotated: share of a head's channels that are rotated unless the config says otherwise; None
-            for a family that rotates all.
-
-    Raises:
-        CheckpointError: it names a key whose value is not supported.
-    """
-    read = HfSettings(config)
-    read.only("attention_bias", False, None)
-    read.only("mlp_bias", False, None)
-    read.only("quantization_config", None)
-    read.only("is_causal", True, None)
-    read.only("use_bidirectional_attention", None, False)
-    heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
-    nemo = {
-        "num_layers": read.layers(),
-        "hidden_size": hidden,
-        "ffn_hidden_size": read.count("intermediate_size"),
-        "num_attention_heads": heads,
-        "num_query_groups": read.count("num_key_value_heads", heads),
-        "kv_channels": read.count("head_dim", hidden // heads),
-        "encoder_seq_length": read.count("max_position_embeddings"),
-        "max_position_embeddings": read.count("max_position_embeddings"),
-        "normalization": "rmsnorm",
-        "layernorm_epsilon": read.number("rms_norm_eps", 1e-6),
-        "activation": "fast-swiglu",
-        "bias": False,
-        "qkv_bias": False,
-        "qk_layernorm": False,
-        **rope_to_nemo(config, rotated),
-        "vocab_size": read.count("vocab_size"),
-        "make_vocab_size_divisible_by": 128,
-        "share_embeddings_and_output_weights": read.flag("tie_word_embeddings", False),
-        **family,
-    }
-    ModelShape.from_config(nemo)  # raises now for what a load would refuse
-    return nemo
-
-
-def decoder_to_hf(config: Config, model_type: str, **family: Any) -> dict[str, Any]:
-    """Translate a NeMo config to the decoder's part of a ``config.json``; ``family`` overrides.
-
-    Raises:
-        CheckpointError: Hugging Face cannot express its rotary embedding.
-    """
-    shape = ModelShape.from_config(config)
-    return {
-        "model_type": model_type,
-        "num_hidden_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.ffn_hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_query_groups,
-        "head_dim": shape.kv_channels,
-        "hidden_act": "silu",
-        "max_position_embeddings": shape.max_position_embeddings,
-        "rms_norm_eps": shape.layernorm_epsilon,
-        **rope_to_hf(shape),
-        "vocab_size": shape.vocab_size,
-        "tie_word_embeddings": is_tied(config),
-        **family,
-    }
-
-
-def is_tied(config: Config) -> bool:
-    """Tell if a NeMo config ties the output layer to the embedding table."""
-    return bool(config.get("share_embeddings_and_output_weights", True))
-
-
-# Reading of a ``config.json`` key by key; every error names the key.
-
-Config = Mapping[str, Any]
-# Far above any model's: a config may imply a list of them before any weight is looked at.
-_MOST_LAYERS = 10_000
-
-
-class HfSettings:
-    """Typed access to a ``config.json``; a null key counts as absent.
-
-    Raises:
-        CheckpointError: from every method, for an unsupported value; it names the key.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
-    def number(self, key: str, default: float | None = None) -> Any:
-        """Read a number above 0."""
-        value = self.config.get(key)
-        wanted = f"a number above 0, from {LEAST_NUMBER} to {MOST_NUMBER}"
-        return read_number(default if value is None else value, key, wanted)
-
-    def count(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
-        """Read an integer."""
-        value = self.config.get(key)
-        wanted = f"a whole number from {least} on, at most {most}"
-        return read_count(default if value is None else value, key, wanted, least, most)
-
-    def flag(self, key: str, default: bool) -> bool:
-        """Read a bool."""
-        value = self.config.get(key)
-        if not isinstance(value, bool | None):
-            raise CheckpointError(f"{key}: got {shown(value)}, wanted true or false")
-        return default if value is None else value
-
-    def layers(self) -> int:
-        """Read ``num_hidden_layers``."""
-        return self.count("num_hidden_layers", most=_MOST_LAYERS)
-
-    def window(self) -> int | None:
-        """Read ``sliding_window``: null is none, and a missing key is 4096."""
-        is_null = self.config.get("sliding_window", 4096) is None
-        return None if is_null else self.count("sliding_window", 4096)
-
-    def only(self, key: str, *allowed: Any) -> None:
-        """Refuse any value but ``allowed``, of which the first is the default."""
-        value = self.config.get(key, allowed[0])
-        if value not in allowed:
-            wanted = " or ".join(repr(choice) for choice in allowed)
-            raise CheckpointError(
-                f"{key}: got {shown(value)}, which is not supported; wanted {wanted}"
-            )
-
+from nemo_aligner.utils.errors import CheckpointError
 
 # Rules: how Hugging Face tensors are joined to a Megatron tensor, and split again.
 
@@ -167,12 +37,22 @@ class Rule:
     """A Megatron tensor, and the Hugging Face tensors that make it up, by ``join`` and ``split``.
 
     Both functions take the NeMo config without added query groups.
+
+    Attributes:
+        is_by_group: the tensor has a part for each query group along its first axis, though its
+            name does not say so.
     """
 
     megatron: str
     hf: tuple[str, ...]
     join: Join = _copy
     split: Split = _whole
+    is_by_group: bool = False
+
+    @property
+    def group_axis(self) -> int | None:
+        """Axis of query groups in the Megatron tensor; None if it has none."""
+        return 0 if self.is_by_group else _GROUP_AXES.get(self.megatron)
 
 
 def norm_rule(megatron: str, hf: str, *, hf_is_zero_centered: bool = False) -> Rule:
@@ -224,6 +104,49 @@ def qkv_rule(megatron: str, query: str, key: str, value: str) -> Rule:
     return Rule(megatron, (query, key, value), join, split)
 
 
+def fused_qkv_rule(megatron: str, fused: str) -> Rule:
+    """Rule for queries, keys and values that lie in one tensor, one after the other."""
+
+    def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
+        heads, groups = config["num_attention_heads"], config["num_query_groups"]
+        size = config["kv_channels"]
+        query, key, value = tensors[0].split([heads * size, groups * size, groups * size])
+        return pack_qkv(query, key, value, heads, groups)
+
+    def split(tensor: Tensor, config: Config) -> Sequence[Tensor]:
+        parts = unpack_qkv(tensor, config["num_attention_heads"], config["num_query_groups"])
+        return (torch.cat(parts),)
+
+    return Rule(megatron, (fused,), join, split)
+
+
+def interleaved(rule: Rule) -> Rule:
+    """Change a ``qkv_rule`` for a family that rotates pairs of neighbouring channels.
+
+    Channel ``2 i`` of a head, which they rotate with ``2 i + 1``, is channel ``i`` here, rotated
+    with ``i + r``. Scores are sums over channels, whose order is free.
+    """
+
+    def reorder(tensor: Tensor, config: Config, sizes: tuple[int, int]) -> Tensor:
+        channels, rest = config["kv_channels"], tensor.shape[1:]
+        turned = int(channels * config["rotary_percentage"])
+        heads = tensor.reshape(-1, channels, *rest)
+        first = heads[:, :turned].unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
+        return torch.cat([first, heads[:, turned:]], dim=1).reshape(-1, *rest)
+
+    def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
+        query, key, value = tensors
+        query, key = (reorder(each, config, (-1, 2)) for each in (query, key))
+        return rule.join((query, key, value), config)
+
+    def split(tensor: Tensor, config: Config) -> Sequence[Tensor]:
+        query, key, value = rule.split(tensor, config)
+        query, key = (reorder(each, config, (2, -1)) for each in (query, key))
+        return query, key, value
+
+    return replace(rule, join=join, split=split)
+
+
 # Rules for tensors that several families name alike.
 
 FINAL_NORM = "decoder.final_layernorm.weight"
@@ -233,7 +156,9 @@ MLP_NORM = "mlp.linear_fc1.layer_norm_weight"
 EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
 OUTPUT = Rule("output_layer.weight", ("lm_head.weight",))
 PROJECTION = Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",))
+FUSED_GATED = Rule("mlp.linear_fc1.weight", ("mlp.gate_up_proj.weight",))
 GATED = stacked_rule("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight")
+UNGATED = Rule("mlp.linear_fc1.weight", ("mlp.up_proj.weight",))
 DOWN = Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",))
 
 
@@ -243,6 +168,19 @@ def _qkv(kind: str) -> Rule:
 
 
 QKV, QKV_BIAS = _qkv("weight"), _qkv("bias")
+POST_ATTENTION_NORM = "self_attention.linear_proj.post_layernorm.weight"
+POST_MLP_NORM = "mlp.linear_fc2.post_layernorm.weight"
+
+
+def query_key_norms(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
+    """Rules for norms of queries and keys."""
+    return (
+        norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+        norm("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+    )
+
+
+QUERY_KEY_NORMS = query_key_norms(norm_rule)
 
 
 def model_rules_with(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
@@ -266,123 +204,6 @@ def layer_rules_with(
 MODEL, LAYER = model_rules_with(norm_rule), layer_rules_with(norm_rule)
 
 
-# Rotary embedding.
-
-
-def rope_to_nemo(config: Config, rotated: float | None) -> dict[str, Any]:
-    """Translate to NeMo's keys from ``rope_parameters`` (transformers 5) or the older keys.
-
-    Args:
-        rotated: see ``decoder_to_nemo``.
-
-    Raises:
-        CheckpointError: the rotary embedding is not supported.
-    """
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise CheckpointError(f"rope_parameters: got {shown(rope)}, wanted keys and values")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    beside = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
-    inside = {key: value for key, value in rope.items() if value is not None}
-    scaling = HfSettings({**beside, **inside})
-    if rotated is None:
-        scaling.only("partial_rotary_factor", None, 1.0)
-    rotary = {
-        "position_embedding_type": "rope",
-        "rotary_base": scaling.number("rope_theta", 10000.0),
-        "rotary_percentage": scaling.number("partial_rotary_factor", rotated or 1.0),
-        "scale_positional_embedding": kind == "llama3",
-    }
-    if kind == "default":
-        return rotary
-    if kind == "linear":
-        return {**rotary, "seq_len_interpolation_factor": scaling.number("factor")}
-    if kind == "llama3":
-        return {
-            **rotary,
-            "scale_factor": scaling.number("factor"),
-            "low_freq_factor": scaling.number("low_freq_factor"),
-            "high_freq_factor": scaling.number("high_freq_factor"),
-            "old_context_len": scaling.number("original_max_position_embeddings"),
-        }
-    raise CheckpointError(
-        f"rope_type: got {shown(kind)}, which is not supported; wanted 'default' or 'linear' or "
-        "'llama3'"
-    )
-
-
-def rope_to_hf(shape: ModelShape) -> dict[str, Any]:
-    """Translate to the keys of ``config.json`` for transformers 4 and 5.
-
-    Raises:
-        CheckpointError: Hugging Face cannot express its rotary embedding.
-    """
-    rope: dict[str, Any] = {"rope_theta": shape.rotary_base, "rope_type": "default"}
-    linear, llama3 = shape.seq_len_interpolation_factor, shape.rope_scaling
-    if linear is not None and llama3 is not None:
-        raise CheckpointError(
-            f"model_config.yaml: got seq_len_interpolation_factor={linear} and "
-            "scale_positional_embedding=True, wanted one of them: Hugging Face has no name for both"
-        )
-    if linear is not None:
-        rope |= {"rope_type": "linear", "factor": linear}
-    if llama3 is not None:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": llama3.factor,
-            "low_freq_factor": llama3.low_freq_factor,
-            "high_freq_factor": llama3.high_freq_factor,
-            "original_max_position_embeddings": llama3.old_context_len,
-        }
-    # transformers 5 reads the first, 4 the other two.
-    scaling = None if rope["rope_type"] == "default" else rope
-    return {"rope_parameters": rope, "rope_theta": shape.rotary_base, "rope_scaling": scaling}
-
-
-# Sliding windows.
-
-SLIDING, FULL = "sliding_attention", "full_attention"
-
-
-def window_to_nemo(config: Config, size: int | None, kinds: list[str]) -> dict[str, Any]:
-    """Translate a window of ``size`` keys, in the layers that ``layer_types`` names.
-
-    Args:
-        kinds: default of ``layer_types``, one entry for each layer.
-
-    Raises:
-        CheckpointError: the layers with a window are not all, none, or every other one.
-    """
-    count, kinds = len(kinds), config.get("layer_types") or kinds
-    if kinds == [FULL] * count:
-        return {}
-    if size is not None and kinds == [SLIDING] * count:
-        return window_everywhere(size)
-    if size is not None and kinds == alternating_layers(count):
-        return {"window_size": size, "window_pattern": "alternate"}
-    raise CheckpointError(
-        f"layer_types: got {shown(kinds)}, a window of {size} and {count} layers, which is not "
-        "supported; wanted a window in all layers, in none, or in the first, the third, and so on"
-    )
-
-
-def window_everywhere(size: int) -> dict[str, Any]:
-    """NeMo's keys for a window in every layer."""
-    return {"window_size": size, "window_pattern": "all"}
-
-
-def alternating_layers(layers: int) -> list[str]:
-    """``layer_types`` of a model with windows in its odd layers, counted from 1."""
-    return [FULL if layer % 2 else SLIDING for layer in range(layers)]
-
-
-def layer_types(config: Config) -> list[str]:
-    """``layer_types`` of a NeMo config."""
-    shape = ModelShape.from_config(config)
-    windows = [shape.window_of(layer + 1) for layer in range(shape.num_layers)]
-    return [FULL if window is None else SLIDING for window in windows]
-
-
 # Megatron's order of queries, keys and values, and added query groups of zeros.
 
 # Axis of query groups by tensor.
@@ -391,11 +212,6 @@ _GROUP_AXES = {
     "self_attention.linear_qkv.bias": 0,
     "self_attention.linear_proj.weight": 1,
 }
-
-
-def group_axis(name: str) -> int | None:
-    """Axis of query groups in a Megatron tensor; None if it has none."""
-    return _GROUP_AXES.get(name)
 
 
 def pack_qkv(query: Tensor, key: Tensor, value: Tensor, heads: int, groups: int) -> Tensor:
@@ -417,13 +233,15 @@ def unpack_qkv(packed: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor,
     return (query.reshape(-1, *rest), key.reshape(-1, *rest), value.reshape(-1, *rest))
 
 
-def add_zero_groups(name: str, tensor: Tensor, groups: int, wanted: int) -> Tensor:
+def add_zero_groups(axis: int | None, tensor: Tensor, groups: int, wanted: int) -> Tensor:
     """Pad a Megatron tensor of ``groups`` query groups with groups of zeros up to ``wanted``.
 
     Their values are zero and so are their columns of the output projection: they add nothing, their
     gradients are exactly zero, and so they stay zero.
+
+    Args:
+        axis: of query groups, by ``Rule.group_axis``.
     """
-    axis = group_axis(name)
     if axis is None:
         return tensor
     shape = list(tensor.shape)
@@ -431,9 +249,8 @@ def add_zero_groups(name: str, tensor: Tensor, groups: int, wanted: int) -> Tens
     return torch.cat([tensor, tensor.new_zeros(shape)], dim=axis)
 
 
-def remove_zero_groups(name: str, tensor: Tensor, groups: int, kept: int) -> Tensor:
+def remove_zero_groups(axis: int | None, tensor: Tensor, groups: int, kept: int) -> Tensor:
     """Invert ``add_zero_groups``: keep the first ``kept`` of ``groups`` query groups."""
-    axis = group_axis(name)
     if axis is None:
         return tensor
     return tensor.narrow(axis, 0, tensor.size(axis) // groups * kept)
@@ -503,16 +320,28 @@ PLAIN: Mapping[str, Any] = {
     "normalization": "rmsnorm",
     "qkv_bias": False,
     "qk_layernorm": False,
+    "qk_layernorm_across_heads": False,
+    "pre_layernorms": True,
     "post_layernorms": False,
     "apply_embedding_scaling": False,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
     "rotary_percentage": 1.0,
+    "rotary_base_local": None,
+    "query_scaling": None,
+    "no_rope_freq": None,
     "window_size": None,
     "window_pattern": "all",
+    "window_attn_skip_freq": None,
     "attn_logit_softcapping": None,
     "query_pre_attn_scalar": None,
 }
 ANY = object()
-ANY_WINDOW: Mapping[str, Any] = {"window_size": ANY, "window_pattern": ANY}
+# Key of a NeMo config that names the family where the decoder alone does not determine it.
+NAME_KEY = "hf_model_type"
+ANY_WINDOW: Mapping[str, Any] = dict.fromkeys(
+    ("window_size", "window_pattern", "window_attn_skip_freq"), ANY
+)
 
 
 @dataclass(frozen=True)
@@ -558,6 +387,7 @@ class ModelFamily:
                 (self._in_layer(rule, layer), layer)
                 for layer in range(config["num_layers"])
                 for rule in self.layer
+                if rule.megatron != QKV_BIAS.megatron or config["qkv_bias"]
             ),
             *(() if is_tied(config) else ((self.untied, None),)),
         ]

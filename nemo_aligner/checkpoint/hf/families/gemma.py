@@ -1,4 +1,4 @@
-"""Gemma and Gemma 2."""
+"""Gemma, Gemma 2 and the text decoder of Gemma 3."""
 
 from __future__ import annotations
 
@@ -16,21 +16,31 @@ from nemo_aligner.checkpoint.hf.families.base import (
     GATED,
     GATED_MLP_NAMES,
     MLP_NORM,
+    POST_ATTENTION_NORM,
+    POST_MLP_NORM,
     PROJECTION,
     QKV,
-    Config,
     GgufFormat,
+    layer_rules_with,
+    model_rules_with,
+    norm_rule,
+    query_key_norms,
+)
+from nemo_aligner.checkpoint.hf.families.llama import LLAMA
+from nemo_aligner.checkpoint.hf.families.settings import (
+    FULL,
+    SLIDING,
+    Config,
     HfSettings,
     alternating_layers,
     decoder_to_hf,
     decoder_to_nemo,
-    layer_rules_with,
+    every_nth_layer,
     layer_types,
-    model_rules_with,
-    norm_rule,
+    rope_to_nemo,
+    rotations_by_layer,
     window_to_nemo,
 )
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA
 from nemo_aligner.models.shape import ModelShape
 
 # Gemma: GEGLU, scaled embeddings, and norms that store gamma - 1.
@@ -149,13 +159,11 @@ GEMMA2 = replace(
         gemma_norm(ATTENTION_NORM, "input_layernorm.weight"),
         QKV,
         PROJECTION,
-        gemma_norm(
-            "self_attention.linear_proj.post_layernorm.weight", "post_attention_layernorm.weight"
-        ),
+        gemma_norm(POST_ATTENTION_NORM, "post_attention_layernorm.weight"),
         gemma_norm(MLP_NORM, "pre_feedforward_layernorm.weight"),
         GATED,
         DOWN,
-        gemma_norm("mlp.linear_fc2.post_layernorm.weight", "post_feedforward_layernorm.weight"),
+        gemma_norm(POST_MLP_NORM, "post_feedforward_layernorm.weight"),
     ),
     made_of={
         **GEMMA.made_of,
@@ -165,4 +173,76 @@ GEMMA2 = replace(
         "query_pre_attn_scalar": ANY,
     },
     gguf=_GGUF,
+)
+
+
+# Gemma 3: Gemma 2 with norms of queries and keys instead of the cap, windows in all layers but
+# every sixth, and a rotation of their own in the layers with a window.
+
+_GLOBAL_BASE, _LOCAL_BASE = 1000000.0, 10000.0
+# Of transformers' class. Releases with vision parts leave out what does not differ from it.
+_GEMMA3_SIZES = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+}
+
+
+def _gemma3_to_nemo(config: Config) -> dict[str, Any]:
+    config = {**_GEMMA3_SIZES, **config}
+    read = HfSettings(config)
+    read.only("hidden_activation", "gelu_pytorch_tanh")
+    read.only("attn_logit_softcapping", None)
+    size, layers = read.window(), read.layers()
+    kinds = every_nth_layer(layers, read.count("sliding_window_pattern", 6))
+    window = window_to_nemo(config, size, kinds)
+    of_global, of_local = rotations_by_layer(config, "rope_local_base_freq")
+    local = rope_to_nemo({"rope_parameters": of_local}, None, _LOCAL_BASE, ("default",))
+    rest = {key: value for key, value in config.items() if not key.startswith("rope_")}
+    return gemma_to_nemo(
+        rest,
+        **rope_to_nemo({"rope_parameters": of_global}, None, _GLOBAL_BASE, ("default", "linear")),
+        post_layernorms=True,
+        qk_layernorm=True,
+        query_pre_attn_scalar=read.number("query_pre_attn_scalar", 256),
+        rotary_base_local=local["rotary_base"] if window else None,
+        **window,
+    )
+
+
+def _gemma3_to_hf(config: Config) -> dict[str, Any]:
+    shape = ModelShape.from_config(config)
+    gemma2 = _gemma2_to_hf(config)
+    del gemma2["attn_logit_softcapping"]
+    of_global = gemma2.pop("rope_parameters")
+    local = shape.rotary_base_local or _LOCAL_BASE
+    of_local = {"rope_type": "default", "rope_theta": local}
+    return {
+        **gemma2,
+        "model_type": "gemma3_text",
+        "rope_local_base_freq": local,
+        "rope_parameters": {FULL: of_global, SLIDING: of_local},
+    }
+
+
+GEMMA3 = replace(
+    GEMMA2,
+    name="gemma3_text",
+    to_nemo=_gemma3_to_nemo,
+    to_hf=_gemma3_to_hf,
+    layer=(
+        *GEMMA2.layer,
+        *query_key_norms(gemma_norm),
+    ),
+    made_of={
+        **GEMMA2.made_of,
+        "attn_logit_softcapping": None,
+        "qk_layernorm": True,
+        "rotary_base_local": ANY,
+    },
+    gguf=None,
 )

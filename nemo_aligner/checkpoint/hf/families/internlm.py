@@ -7,22 +7,19 @@ exports of it are Llama's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from nemo_aligner.checkpoint.hf.families.base import (
     ATTENTION_NORM,
     FINAL_NORM,
     MLP_NORM,
-    Config,
-    HfSettings,
     ModelFamily,
     Rule,
-    decoder_to_nemo,
     norm_rule,
     stacked_rule,
 )
 from nemo_aligner.checkpoint.hf.families.llama import LLAMA
+from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings, decoder_to_nemo
 
 
 def _to_nemo(config: Config) -> dict[str, Any]:
@@ -30,10 +27,6 @@ def _to_nemo(config: Config) -> dict[str, Any]:
     read.only("hidden_act", "silu", "swish")
     # Absent, it is true in their class.
     HfSettings({"bias": True, **config}).only("bias", False)
-    scaling = config.get("rope_scaling")
-    if isinstance(scaling, Mapping) and scaling.get("type") == "dynamic":
-        # It changes nothing up to max_position_embeddings, and no text here is longer.
-        config = {**config, "rope_scaling": None}
     return decoder_to_nemo(config)
 
 

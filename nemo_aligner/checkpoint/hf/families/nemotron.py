@@ -17,14 +17,17 @@ from nemo_aligner.checkpoint.hf.families.base import (
     MLP_NORM_NAMES,
     PROJECTION,
     QKV,
-    Config,
+    UNGATED,
     GgufFormat,
-    HfSettings,
     Rule,
+)
+from nemo_aligner.checkpoint.hf.families.llama import LLAMA
+from nemo_aligner.checkpoint.hf.families.settings import (
+    Config,
+    HfSettings,
     decoder_to_hf,
     decoder_to_nemo,
 )
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA
 from nemo_aligner.models.shape import ModelShape
 
 
@@ -81,7 +84,7 @@ NEMOTRON = replace(
         PROJECTION,
         Rule(MLP_NORM, ("post_attention_layernorm.weight",)),
         Rule("mlp.linear_fc1.layer_norm_bias", ("post_attention_layernorm.bias",)),
-        Rule("mlp.linear_fc1.weight", ("mlp.up_proj.weight",)),
+        UNGATED,
         DOWN,
     ),
     made_of={

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3."""
+"""Qwen2, Qwen2.5 and Qwen3, and Seed-OSS, a Qwen2 without windows."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ from dataclasses import replace
 from typing import Any
 
 from nemo_aligner.checkpoint.hf.families.base import (
+    ANY,
     ANY_WINDOW,
     ATTENTION_NAMES,
-    FULL,
     GATED_MLP_NAMES,
     LAYER,
     MLP_NORM_NAMES,
+    NAME_KEY,
     QKV_BIAS,
+    QUERY_KEY_NORMS,
+    GgufFormat,
+)
+from nemo_aligner.checkpoint.hf.families.llama import LLAMA
+from nemo_aligner.checkpoint.hf.families.settings import (
+    FULL,
     SLIDING,
     Config,
-    GgufFormat,
     HfSettings,
     decoder_to_hf,
     decoder_to_nemo,
     layer_types,
-    norm_rule,
     window_to_nemo,
 )
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA
 from nemo_aligner.models.shape import ModelShape
 
 # Qwen2 and Qwen2.5: Llama with biases of queries, keys and values.
@@ -74,6 +78,37 @@ QWEN2 = replace(
 )
 
 
+# Seed-OSS: the size of its heads is its own.
+
+
+def _seed_to_nemo(config: Config) -> dict[str, Any]:
+    read = HfSettings(config)
+    read.only("hidden_act", "silu", "swish")
+    read.only("attention_out_bias", False)
+    nemo = decoder_to_nemo(
+        {**config, "attention_bias": None},
+        kv_channels=read.count("head_dim", 128),
+        qkv_bias=read.flag("attention_bias", True),
+    )
+    return {**nemo, NAME_KEY: "seed_oss"}
+
+
+def _seed_to_hf(config: Config) -> dict[str, Any]:
+    has_bias = ModelShape.from_config(config).qkv_bias
+    biases = {"attention_bias": has_bias, "attention_out_bias": False, "mlp_bias": False}
+    return decoder_to_hf(config, "seed_oss", **biases)
+
+
+SEED_OSS = replace(
+    QWEN2,
+    name="seed_oss",
+    to_nemo=_seed_to_nemo,
+    to_hf=_seed_to_hf,
+    made_of={"qkv_bias": ANY},
+    gguf=None,
+)
+
+
 # Qwen3: Llama with norms of queries and keys.
 
 
@@ -99,11 +134,7 @@ QWEN3 = replace(
     name="qwen3",
     to_nemo=_qwen3_to_nemo,
     to_hf=_qwen3_to_hf,
-    layer=(
-        *LAYER,
-        norm_rule("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
-        norm_rule("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
-    ),
+    layer=(*LAYER, *QUERY_KEY_NORMS),
     made_of={"qk_layernorm": True, **ANY_WINDOW},
     gguf=GgufFormat("qwen3", layer=_GGUF_NAMES),
 )

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -26,13 +27,14 @@ from nemo_aligner.checkpoint.hf.families.base import (
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA2
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError
 from tests import families, tiny
-from tests.checkpoint.hf.exporting import export
+from tests.checkpoint.hf.exporting import config_of, edit, export
 from tests.checkpoint.refusals import refusals
 from tests.families import CASES, WINDOW
 
-NAMES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "nemotron")
+NAMES = tuple(sorted({case["model_type"] for case in CASES.values()}))
 # What every config.json says.
 SIZES = {
     key: value
@@ -65,12 +67,11 @@ def test_family_config_that_came_back_is_the_same_model(case: str) -> None:
     config = nemo_config(case)
     family = find_family(CASES[case]["model_type"])
     assert family.to_nemo(family.to_hf(config)) == config
-    # A Mistral without a window is a Llama.
     of_this = family_of(config)
-    assert of_this.name == ("llama" if case == "mistral" else family.name)
+    assert of_this.name == {"mistral": "llama"}.get(case, family.name)  # without a window
     for back in (family.to_hf(config), of_this.to_hf(config)):
         again = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**back), attn_implementation="eager"
+            AutoConfig.for_model(**{"pad_token_id": 0, **back}), attn_implementation="eager"
         ).eval()
         again.load_state_dict(model(case).state_dict())
         tokens = torch.arange(5, 60)[None]
@@ -92,8 +93,9 @@ def test_family_config_leaves_out_what_transformers_adds() -> None:
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("mixtral", {}, "got 'mixtral', a mixture of experts, wanted one of: llama, mistral"),
     ("qwen3_moe", {}, "got 'qwen3_moe', a mixture of experts"),
-    ("smollm3", {}, "got 'smollm3', wanted one of: llama, mistral"),
-    ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, "layer_types: got"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers: got \[1, 0\], wanted a 1 for each"),
+    ("smollm3", {"layer_types": ["sliding_attention"] * 4}, "a window of None and 4 layers"),
+    ("ministral", {"layer_types": ["chunked_attention"] * 4}, "layer_types: got"),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers: got"),
     ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window: got 'yes', wanted true or"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "a window of None and 4 layers"),
@@ -108,19 +110,36 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("llama", {"num_key_value_heads": 3}, "num_query_groups: got 3, wanted a divisor of the 4"),
     ("gemma", {"hidden_activation": "relu"}, "hidden_activation: got 'relu'"),
     ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention: got True"),
-    ("gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
+    ("gemma2", {"layer_types": 4}, "layer_types: got 4"),
+    ("gemma3_text", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping: got 30.0"),
+    ("gemma3_text", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters: got .*, wanted th"),
+    ("gemma3_text", {"rope_scaling": {"type": "yarn"}}, "rope_type: got 'yarn', .* 'default' or '"),
+    ("gemma3_text", {"rope_local_base_freq": "x"}, "rope_theta: got 'x'"),
     ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping: got 0.0"),
     ("nemotron", {"hidden_act": "silu"}, "hidden_act: got 'silu'"),
+    ("olmo2", {"clip_qkv": 8.0}, "clip_qkv: got 8.0"),
+    ("exaone4", {"sliding_window_pattern": 0}, "sliding_window_pattern: got 0"),
+    ("olmo3", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters: got .*, wanted those"),
+    ("phi3", {"rope_scaling": {"type": "su"}}, "longrope_short_factor: got None, wanted 8 numbers"),
+    ("granite", {"residual_multiplier": 0.0}, "residual_multiplier: got 0.0, wanted a number"),
+    ("granite", {"attention_bias": True}, "attention_bias: got True"),
+    ("phi3", {"sliding_window": -1}, "sliding_window: got -1"),
+    ("glm", {"attention_bias": 1}, "attention_bias: got 1, wanted true or false"),
+    ("seed_oss", {"attention_out_bias": True}, "attention_out_bias: got True"),
     ("nemotron", {"mlp_bias": True}, "mlp_bias: got True"),
-    ("qwen2", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type: got"),
+    ("qwen2", {"rope_parameters": {"rope_type": "proportional"}}, "rope_type: got 'prop"),
     *((name, {}, "got .*, wanted one of: llama, mist") for name in (None, "mamba", ["llama"], 7)),
 ]
 DECODERS: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"rotary_percentage": 0.5}, "a decoder with rotary_percentage=0.5"),
+    ("qwen3", {"rotary_percentage": 0.5}, "qk_layernorm=True, rotary_percentage=0.5"),
+    ("exaone4_window", {"no_rope_freq": 2}, "no_rope_freq: got 2, wanted the layers without"),
+    ("glm", {"window_size": 5}, "window_size=5, which is not of the family glm"),
+    ("olmo2", {"pre_layernorms": True}, "qk_layernorm_across_heads=True, post_layernorms=True"),
+    ("granite", {"qkv_bias": True}, "qkv_bias=True, embedding_multiplier=3.0"),
     ("gemma", {"window_size": 5}, "window_size=5, which is not of any family"),
     ("qwen2", {"qk_layernorm": True}, "qkv_bias=True, qk_layernorm=True"),
     ("nemotron", {"activation": "swiglu"}, "normalization=layernorm1p"),
-    ("mistral_untied_window", {"window_pattern": "alternate"}, "window_pattern=alternate"),
+    ("smollm3", {"qk_layernorm": True}, "qk_layernorm=True, no_rope_freq=2"),
     ("llama3", {"seq_len_interpolation_factor": 2.0}, r"seq_len_interpolation_factor=2\.0 and"),
 ]
 
@@ -218,11 +237,11 @@ def test_family_biases_of_query_groups_have_zeros_added() -> None:
     config = nemo_config("qwen2")
     rule = find("self_attention.linear_qkv.bias", QWEN2.layer)
     bias = rule.join([torch.ones(rows) for rows in (64, 32, 32)], config)
-    padded = add_zero_groups(rule.megatron, bias, 2, 3)
+    padded = add_zero_groups(rule.group_axis, bias, 2, 3)
     assert padded.shape == (3 * (2 + 2) * 16,)
     assert padded[: bias.numel()].equal(bias)
     assert not padded[bias.numel() :].any()
-    assert remove_zero_groups(rule.megatron, padded, 3, 2).equal(bias)
+    assert remove_zero_groups(rule.group_axis, padded, 3, 2).equal(bias)
     with pytest.raises(CheckpointError, match=r"got \[64, 16, 16\] rows, wanted \[64, 32, 32\]"):
         rule.join([torch.zeros(rows) for rows in (64, 16, 16)], config)
 
@@ -242,27 +261,12 @@ def test_family_qkv_is_interleaved_by_group_and_comes_apart_again() -> None:
         torch.testing.assert_close(got, wanted)
 
 
-def write_reward_model(folder: Path, case: str, dtype: torch.dtype) -> None:
-    from transformers import AutoModelForSequenceClassification
-
-    config = families.hf_config(case)
-    config.num_labels, config.pad_token_id = 2, 0
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    model.to(dtype).save_pretrained(folder)
-    tiny.write_tokenizer(folder)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @every_case
 def test_family_export_is_what_was_converted(
     case: str, dtype: torch.dtype, layout: Any, tmp_path: Path
 ) -> None:
-    write_reward_model(tmp_path / "there", case, dtype)
+    families.write_reward_model(tmp_path / "there", case, dtype)
     # Of two query groups, for which a third of zeros is added and removed again.
     convert(tmp_path / "there", tmp_path / "rm.nemo", tensor_parallel=3)
     summary = export(tmp_path / "rm.nemo", tmp_path / "back", layout)
@@ -273,3 +277,60 @@ def test_family_export_is_what_was_converted(
     for name, tensor in there.items():
         wanted = tensor.float() if name == "score.weight" else tensor
         assert torch.equal(back[name], wanted), name
+
+
+def test_family_of_longrope_ends_where_its_factors_change(layout: Any, tmp_path: Path) -> None:
+    """As released: the original length beside a rotation of an older name."""
+    rope = {
+        "rope_type": "su",
+        "short_factor": [1.0 + 0.1 * each for each in range(8)],
+        "long_factor": [4.0] * 8,
+    }
+    source = tmp_path / "hf"
+    families.write_reward_model(source, "phi3_untied", torch.float32)
+    edit(source, rope_scaling=rope, original_max_position_embeddings=100, rope_parameters=None)
+    with pytest.raises(CheckpointError, match=r"got 101, wanted at most 100, .*long_factor"):
+        convert(source, tmp_path / "longer.nemo", seq_length=101)
+    summary = convert(source, tmp_path / "rm.nemo")
+    assert summary.contract is not None
+    assert summary.contract.seq_length == 100
+    assert export(tmp_path / "rm.nemo", tmp_path / "back", layout).largest_difference < 2e-5
+    found = AutoConfig.from_pretrained(tmp_path / "back").rope_parameters
+    assert {key: found[key] for key in rope} == {**rope, "rope_type": "longrope"}
+    assert found["original_max_position_embeddings"] == 100
+
+
+def test_family_without_a_class_in_transformers_has_a_card_whose_program_scores(
+    layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    families.write_reward_model(tmp_path / "hf", "granite", torch.float32)
+    convert(tmp_path / "hf", tmp_path / "rm.nemo")
+    export(tmp_path / "rm.nemo", tmp_path / "out", layout)
+    found = config_of(tmp_path / "out")
+    assert found["architectures"] == ["GraniteForSequenceClassification"]
+    _, _, program = (tmp_path / "out/README.md").read_text().partition("```python\n")
+    monkeypatch.chdir(tmp_path)
+    variables: dict[str, Any] = {}
+    exec(program.partition("```")[0], variables)
+    wanted = load_scorer(tmp_path / "rm.nemo", layout).score([variables["conversation"]])
+    np.testing.assert_allclose(variables["rewards"].numpy(), wanted, atol=1e-5, rtol=0)
+    # And it is a reward model again.
+    back = convert(tmp_path / "out", tmp_path / "back.nemo")
+    assert back.contract is not None
+
+
+def test_family_of_a_dynamic_rotation_ends_where_it_changes(layout: Any, tmp_path: Path) -> None:
+    """Up to there it is the usual one, and stays in the config."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
+    source, longest = tmp_path / "hf", tiny.SHAPE["max_position_embeddings"]
+    families.write_reward_model(source, "llama", torch.float32, rope_parameters=rope)
+    with pytest.raises(
+        CheckpointError, match="seq_length: got 257, wanted at most the model's 256"
+    ):
+        convert(source, tmp_path / "longer.nemo", seq_length=257)
+    summary = convert(source, tmp_path / "rm.nemo")
+    assert summary.contract is not None
+    assert summary.contract.seq_length == longest
+    # Its longest text has all positions.
+    assert export(tmp_path / "rm.nemo", tmp_path / "back", layout).largest_difference < 2e-5
+    assert AutoConfig.from_pretrained(tmp_path / "back").rope_parameters == rope

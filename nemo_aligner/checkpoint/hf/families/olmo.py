@@ -1,0 +1,163 @@
+"""OLMo 2, OLMo 3 and EXAONE 4, which norm what attention and MLP add, not what they read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from nemo_aligner.checkpoint.hf.families.base import (
+    ANY,
+    ANY_WINDOW,
+    DOWN,
+    GATED,
+    POST_ATTENTION_NORM,
+    POST_MLP_NORM,
+    PROJECTION,
+    QKV,
+    QUERY_KEY_NORMS,
+    norm_rule,
+)
+from nemo_aligner.checkpoint.hf.families.llama import LLAMA
+from nemo_aligner.checkpoint.hf.families.settings import (
+    FULL,
+    SLIDING,
+    Config,
+    HfSettings,
+    decoder_to_hf,
+    decoder_to_nemo,
+    every_nth_layer,
+    frequency,
+    layer_types,
+    rope_to_nemo,
+    rotations_by_layer,
+    window_to_nemo,
+)
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.utils.errors import CheckpointError
+
+
+def _behind_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
+    read = HfSettings(config)
+    read.only("hidden_act", "silu", "swish")
+    return decoder_to_nemo(
+        config,
+        pre_layernorms=False,
+        post_layernorms=True,
+        qk_layernorm=True,
+        layernorm_epsilon=read.number("rms_norm_eps", 1e-5),
+        **family,
+    )
+
+
+# OLMo 2: the norms of queries and keys are over all heads together.
+
+
+def _olmo2_to_nemo(config: Config) -> dict[str, Any]:
+    HfSettings(config).only("clip_qkv", None)
+    return _behind_to_nemo(config, qk_layernorm_across_heads=True)
+
+
+def _olmo2_to_hf(config: Config) -> dict[str, Any]:
+    return decoder_to_hf(config, "olmo2", attention_bias=False)
+
+
+_BLOCKS = (
+    QKV,
+    PROJECTION,
+    norm_rule(POST_ATTENTION_NORM, "post_attention_layernorm.weight"),
+    GATED,
+    DOWN,
+    norm_rule(POST_MLP_NORM, "post_feedforward_layernorm.weight"),
+)
+_NORMS_BEHIND = {"pre_layernorms": False, "post_layernorms": True, "qk_layernorm": True}
+
+OLMO2 = replace(
+    LLAMA,
+    name="olmo2",
+    to_nemo=_olmo2_to_nemo,
+    to_hf=_olmo2_to_hf,
+    layer=(*_BLOCKS, *(replace(rule, is_by_group=True) for rule in QUERY_KEY_NORMS)),
+    made_of={**_NORMS_BEHIND, "qk_layernorm_across_heads": True},
+    gguf=None,
+)
+
+
+# OLMo 3: OLMo 2 with a window in three of four layers, in which the rotation is not scaled.
+
+_BASE = 500000.0
+
+
+def _olmo3_to_nemo(config: Config) -> dict[str, Any]:
+    read = HfSettings(config)
+    window = window_to_nemo(config, read.window(), every_nth_layer(read.layers(), 4))
+    of_full, of_sliding = rotations_by_layer(config, "rope_theta")
+    local = rope_to_nemo({"rope_parameters": of_sliding}, None, _BASE, ("default",))
+    rest = {key: value for key, value in config.items() if not key.startswith("rope_")}
+    return _behind_to_nemo(
+        rest,
+        **rope_to_nemo({**rest, "rope_parameters": of_full}, None, _BASE),
+        qk_layernorm_across_heads=True,
+        rotary_base_local=local["rotary_base"] if window else None,
+        **window,
+    )
+
+
+def _olmo3_to_hf(config: Config) -> dict[str, Any]:
+    shape = ModelShape.from_config(config)
+    olmo2 = _olmo2_to_hf(config)
+    base = shape.rotary_base_local or shape.rotary_base
+    of_sliding = {"rope_type": "default", "rope_theta": base}
+    return {
+        **olmo2,
+        "model_type": "olmo3",
+        "rope_parameters": {FULL: olmo2["rope_parameters"], SLIDING: of_sliding},
+        "sliding_window": shape.window_size,
+        "layer_types": layer_types(config),
+    }
+
+
+OLMO3 = replace(
+    OLMO2,
+    name="olmo3",
+    to_nemo=_olmo3_to_nemo,
+    to_hf=_olmo3_to_hf,
+    made_of={**OLMO2.made_of, **ANY_WINDOW, "rotary_base_local": ANY},
+)
+
+
+# EXAONE 4: with windows, the layers that have none do not rotate either.
+
+
+def _exaone4_to_nemo(config: Config) -> dict[str, Any]:
+    read = HfSettings(config)
+    size, kinds = read.window(), [FULL] * read.layers()
+    if size is not None:
+        kinds = config.get("layer_types") or every_nth_layer(
+            len(kinds), read.count("sliding_window_pattern", 4)
+        )
+    window = window_to_nemo({**config, "layer_types": kinds}, size, kinds)
+    without = [int(kind == FULL) for kind in kinds]
+    rotating = {"no_rope_freq": frequency(without, 1)} if size is not None and any(without) else {}
+    return _behind_to_nemo(config, **window, **rotating)
+
+
+def _exaone4_to_hf(config: Config) -> dict[str, Any]:
+    shape = ModelShape.from_config(config)
+    kinds = layer_types(config)
+    for layer, kind in enumerate(kinds, 1):
+        if shape.rotates(layer) != (shape.window_size is None or kind == SLIDING):
+            raise CheckpointError(
+                f"model_config.yaml: no_rope_freq: got {config.get('no_rope_freq')!r}, wanted the "
+                "layers without a window of an EXAONE 4 that has windows"
+            )
+    return decoder_to_hf(config, "exaone4", sliding_window=shape.window_size, layer_types=kinds)
+
+
+EXAONE4 = replace(
+    OLMO2,
+    name="exaone4",
+    to_nemo=_exaone4_to_nemo,
+    to_hf=_exaone4_to_hf,
+    layer=(*_BLOCKS, *QUERY_KEY_NORMS),
+    made_of={**_NORMS_BEHIND, **ANY_WINDOW, "no_rope_freq": ANY},
+)

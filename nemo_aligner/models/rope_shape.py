@@ -1,0 +1,173 @@
+"""Rotary embedding and patterns of layers as ``model_config.yaml`` has them; imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_aligner.config.common import (
+    LEAST_NUMBER,
+    MOST,
+    MOST_NUMBER,
+    count_of_config,
+    number_of_config,
+    optional_number_of_config,
+)
+from nemo_aligner.utils.errors import CheckpointError, shown
+
+Frequency = int | tuple[int, ...] | None
+"""Layers as megatron-core names them: every N-th, or a 0 or 1 for each; None is none."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's frequency-dependent scaling of the rotary base frequencies."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    old_context_len: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023): slow frequencies divided by ``factor``, fast ones kept.
+
+    Attributes:
+        old_context_len: length of the texts before the scaling; frequencies that turn less than
+            ``beta_slow`` times in it are slow, and those with more than ``beta_fast`` fast.
+        attention_factor: of cosines and sines.
+        rounded: the channels at which the ramp between both begins and ends are whole numbers.
+    """
+
+    factor: float
+    old_context_len: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    rounded: bool
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """LongRoPE (Ding et al. 2024): each frequency divided by a factor of its own.
+
+    Attributes:
+        short: factors for texts of at most ``old_context_len`` tokens. Longer texts have others.
+        attention_factor: of cosines and sines.
+    """
+
+    short: tuple[float, ...]
+    old_context_len: int
+    attention_factor: float
+
+
+def read_longrope(config: Mapping[str, Any], frequencies: int) -> LongRope | None:
+    """Read a scaling with so many factors; its keys are this package's own.
+
+    Raises:
+        CheckpointError: the factors are no such list.
+    """
+    if config.get("position_embedding_type") != "longrope":
+        return None
+    key = "longrope_short_factor"
+    given = config.get(key)
+    factors = given if isinstance(given, list) else []
+    if len(factors) != frequencies or not all(
+        type(each) in (int, float) and LEAST_NUMBER <= each <= MOST_NUMBER for each in factors
+    ):
+        raise CheckpointError(
+            f"model_config.yaml: {key}: got {shown(given)}, wanted {frequencies} numbers above 0"
+        )
+    length = count_of_config(config, "longrope_original_max_position_embeddings")
+    ratio = count_of_config(config, "max_position_embeddings") / length
+    ratio = number_of_config(config, "longrope_factor", ratio)
+    usual = math.sqrt(1 + math.log(ratio) / math.log(length)) if min(ratio, length) > 1 else 1.0
+    return LongRope(
+        short=tuple(map(float, factors)),
+        old_context_len=length,
+        attention_factor=number_of_config(config, "longrope_attention_factor", usual),
+    )
+
+
+@dataclass(frozen=True)
+class QueryScaling:
+    """Queries at position p are multiplied by ``1 + beta ln(1 + floor(p / old_context_len))``."""
+
+    beta: float
+    old_context_len: int
+
+
+def read_query_scaling(config: Mapping[str, Any]) -> QueryScaling | None:
+    """Read Llama 4's scaling of queries by Megatron-Bridge's keys."""
+    if config.get("llama_4_scaling_beta") is None:
+        return None
+    return QueryScaling(
+        beta=number_of_config(config, "llama_4_scaling_beta", math.nan),
+        old_context_len=count_of_config(config, "llama_4_original_max_position_embeddings"),
+    )
+
+
+def read_rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
+    """Read Llama 3.1's scaling by NeMo's keys."""
+    if not config.get("scale_positional_embedding"):
+        return None
+    # Llama 3.1's values, which NeMo leaves out of its configs.
+    return RopeScaling(
+        factor=number_of_config(config, "scale_factor", 8.0),
+        low_freq_factor=number_of_config(config, "low_freq_factor", 1.0),
+        high_freq_factor=number_of_config(config, "high_freq_factor", 4.0),
+        old_context_len=count_of_config(config, "old_context_len", 8192),
+    )
+
+
+def read_yarn(config: Mapping[str, Any]) -> YarnScaling | None:
+    """Read megatron-core's settings; it has no ``yarn_attention_factor``, which overrides mscale.
+
+    Without it the factor is ``m(mscale) / m(mscale_all_dim)``, or ``m(1)`` if one is missing, with
+    ``m(x) = 0.1 x ln(factor) + 1``.
+    """
+    if config.get("position_embedding_type") != "yarn":
+        return None
+    base = number_of_config(config, "rotary_base", 10000.0)
+    if base <= 1:
+        raise CheckpointError(f"model_config.yaml: rotary_base: got {base}, wanted more than 1")
+    factor = number_of_config(config, "yarn_rotary_scaling_factor", math.nan)
+    above = optional_number_of_config(config, "yarn_mscale")
+    below = optional_number_of_config(config, "yarn_mscale_all_dim")
+    if above is None or below is None:
+        above, below = 1.0, 0.0
+    of_factor = 0.1 * math.log(max(factor, 1.0))
+    by_mscales = (above * of_factor + 1) / (below * of_factor + 1)
+    rounded = config.get("yarn_correction_range_round_to_int")
+    return YarnScaling(
+        factor=factor,
+        old_context_len=count_of_config(config, "yarn_original_max_position_embeddings"),
+        beta_fast=number_of_config(config, "yarn_beta_fast", 32.0),
+        beta_slow=number_of_config(config, "yarn_beta_slow", 1.0),
+        attention_factor=number_of_config(config, "yarn_attention_factor", by_mscales),
+        rounded=True if rounded is None else bool(rounded),
+    )
+
+
+def read_frequency(config: Mapping[str, Any], key: str) -> Frequency:
+    """Read which layers are meant as megatron-core has it: every N-th, or a 0 or 1 for each."""
+    value, layers = config.get(key), config.get("num_layers")
+    if value is None or (type(value) is int and 0 < value <= MOST):
+        return value
+    marks = value if isinstance(value, list | tuple) else ()
+    if len(marks) == layers and all(type(mark) in (int, bool) and 0 <= mark <= 1 for mark in marks):
+        return tuple(map(int, marks))
+    raise CheckpointError(
+        f"model_config.yaml: {key}: got {shown(value)}, wanted a number N for every N-th layer, or "
+        f"0 or 1 for each of the {layers} layers"
+    )
+
+
+def is_in(frequency: Frequency, layer_number: int, mark: int) -> bool:
+    """Tell if a layer is one of every N-th, or has this ``mark`` in the list of all layers."""
+    if isinstance(frequency, tuple):
+        return frequency[layer_number - 1] == mark
+    return frequency is not None and layer_number % frequency == 0

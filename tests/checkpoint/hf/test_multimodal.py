@@ -1,0 +1,194 @@
+"""Text decoders inside models with vision parts, against those models as transformers has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
+
+from nemo_aligner.batch.packed import PackedBatch
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+from nemo_aligner.checkpoint.hf.families import find_family
+from nemo_aligner.checkpoint.hf.multimodal import decoder_config, decoder_name, is_multimodal
+from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
+from nemo_aligner.config.common import Precision
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.step import infer
+from tests import families, tiny
+from tests.checkpoint.hf.exporting import assert_same, export, tensors_of
+from tests.checkpoint.refusals import refusals
+from tests.families import SEQUENCES, WINDOW
+
+TEXT = {**tiny.SHAPE, "initializer_range": 0.1}
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "image_size": 28}
+CLIP = {"model_type": "clip_vision_model", **SMALL, "num_attention_heads": 2, "patch_size": 14}
+PIXTRAL = {**CLIP, "model_type": "pixtral", "head_dim": 16}
+QWEN = {"depth": 1, "num_heads": 2, "patch_size": 14}
+# Rotations whose parts differ for the three coordinates of an image.
+MROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 3, 3]}
+CASES: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": {**TEXT, **families.CASES["gemma3"]},
+        "vision_config": {**CLIP, "model_type": "siglip_vision_model"},
+        "mm_tokens_per_image": 4,
+    },
+    "internvl": {
+        "text_config": {**TEXT, "model_type": "qwen2"},
+        "vision_config": {**SMALL, "image_size": [28, 28], "num_attention_heads": 2},
+    },
+    "llava": {
+        "text_config": {**TEXT, "model_type": "llama", "tie_word_embeddings": False},
+        "vision_config": CLIP,
+    },
+    "llava_next": {
+        "text_config": {**TEXT, **families.CASES["mistral_untied_window"]},
+        "vision_config": CLIP,
+    },
+    "mistral3": {
+        "text_config": {**TEXT, "model_type": "mistral", "sliding_window": WINDOW},
+        "vision_config": PIXTRAL,
+    },
+    "mistral3 with a ministral3": {
+        "text_config": {**TEXT, **families.CASES["ministral3"]},
+        "vision_config": PIXTRAL,
+    },
+    "qwen2_vl": {
+        "text_config": {**TEXT, "model_type": "qwen2_vl_text", "rope_parameters": MROPE},
+        "vision_config": {**QWEN, "embed_dim": 32, "hidden_size": 64},
+        "tie_word_embeddings": True,
+    },
+    "qwen2_5_vl": {
+        "text_config": {
+            **TEXT,
+            "model_type": "qwen2_5_vl_text",
+            "rope_parameters": {**families.YARN_ROPE, "mrope_section": [2, 3, 3]},
+        },
+        "vision_config": {**QWEN, "hidden_size": 32, "out_hidden_size": 64},
+    },
+    "qwen3_vl": {
+        "text_config": {
+            **TEXT,
+            "model_type": "qwen3_vl_text",
+            "head_dim": 32,
+            "rope_parameters": {**MROPE, "mrope_section": [6, 5, 5], "mrope_interleaved": True},
+        },
+        "vision_config": {
+            **QWEN,
+            "hidden_size": 32,
+            "out_hidden_size": 64,
+            "deepstack_visual_indexes": [0],
+        },
+    },
+}
+
+
+def write(folder: Path, case: str, kind: Any = AutoModelForImageTextToText, **config: Any) -> Any:
+    config = AutoConfig.for_model(case.split()[0], **CASES[case], **config)
+    torch.manual_seed(0)
+    model = kind.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.model.language_model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    model.save_pretrained(folder)
+    tiny.write_tokenizer(folder)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_decoder_in_a_multimodal_folder_is_taken(
+    case: str, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    theirs = write(tmp_path / "hf", case)
+    summary = convert_hf_to_nemo(tmp_path / "hf", tmp_path / "base.nemo")
+    assert "\nleft out: " in str(summary)
+    assert "tensors of other parts (" in str(summary)
+    ours = load_pretrained(
+        tmp_path / "base.nemo", layout, num_attributes=3, precision=Precision.fp32
+    ).model
+    with torch.no_grad():
+        hidden = [theirs.model(torch.tensor([each])).last_hidden_state for each in SEQUENCES]
+        wanted = torch.cat([each[:, -1] for each in hidden]) @ ours.rm_head.weight.T
+    found = infer(ours, [PackedBatch.pack(SEQUENCES)], layout)
+    assert found is not None
+    assert wanted.std() > 0.02
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_reward_model_with_vision_parts_is_exported_as_its_decoder(
+    layout: ParallelLayout, tmp_path: Path
+) -> None:
+    labels = {"num_labels": 2, "id2label": {0: "one", 1: "other"}}
+    theirs = write(tmp_path / "hf", "gemma3", AutoModelForSequenceClassification, **labels)
+    summary = convert_hf_to_nemo(tmp_path / "hf", tmp_path / "rm.nemo")
+    assert summary.contract is not None
+    assert summary.contract.attributes == ("one", "other")
+    export(tmp_path / "rm.nemo", tmp_path / "back", layout)
+    back = AutoModelForSequenceClassification.from_pretrained(tmp_path / "back")
+    assert type(back).__name__ == "Gemma3TextForSequenceClassification"
+    decoder = {
+        f"model.{name}": each for name, each in theirs.model.language_model.state_dict().items()
+    }
+    assert_same(
+        tensors_of(tmp_path / "back"), {**decoder, "score.weight": theirs.score.weight.data}
+    )
+
+
+def test_decoder_has_the_same_names_however_the_whole_is_written() -> None:
+    for name, wanted in (
+        ("model.language_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("language_model.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("v_head.summary.weight", "v_head.summary.weight"),
+        ("visual.merger.mlp.0.bias", None),
+        ("model.vision_tower.head.weight", None),
+    ):
+        assert decoder_name(name) == wanted, name
+    # Before transformers 5, Qwen2-VL had no text_config.
+    text = {**tiny.SHAPE, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    older = {**text, "model_type": "qwen2_vl", "vision_config": {}}
+    newer = {"model_type": "qwen2_vl", "text_config": text, "tie_word_embeddings": True}
+    found, wanted = (
+        find_family("qwen2").to_nemo(decoder_config(each, [])) for each in (older, newer)
+    )
+    assert found == wanted
+    assert found["rotary_base"] == 1000000.0
+    # No flag: what is stored decides.
+    for names, tied in (([], True), (["lm_head.weight"], False)):
+        assert decoder_config({"model_type": "llava"}, names)["tie_word_embeddings"] is tied
+
+
+def test_multimodal_config_that_is_not_known_is_refused() -> None:
+    text: dict[str, Any] = {"text_config": dict(tiny.SHAPE)}
+    assert not is_multimodal({"model_type": "llama", "text_config": None})
+    with refusals() as refused:
+        for config, pattern in (
+            (
+                {"model_type": "paligemma", **text},
+                "'paligemma', .* sees a prompt in both directions",
+            ),
+            (
+                {"model_type": "new", **text},
+                "got 'new', a model with more than .*, or one of gemma3, ",
+            ),
+            ({"model_type": ["x"], **text}, r"model_type: got \['x'\]"),
+            (
+                {"model_type": "gemma3", "text_config": 5},
+                "text_config: got 5, wanted keys and values",
+            ),
+        ):
+            assert is_multimodal(config)
+            with refused(config, pattern):
+                decoder_config(config, [])
+        with refused("mixture", "got 'qwen3_moe', a mixture of experts"):
+            inside = {**tiny.SHAPE, "model_type": "qwen3_moe"}
+            found = decoder_config({"model_type": "internvl", "text_config": inside}, [])
+            find_family(found["model_type"])
