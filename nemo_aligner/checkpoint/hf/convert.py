@@ -29,6 +29,7 @@ from nemo_aligner.checkpoint.hf.families.base import (
     remove_zero_groups,
 )
 from nemo_aligner.checkpoint.hf.heads import (
+    FoundHead,
     describe_head,
     find_head,
     reads_steps,
@@ -159,11 +160,8 @@ def _convert(
     labels = labels_of(found, head, attributes)
     refuse_options(found, labels, (template, seq_length, attributes, step_separator))
     rules = model_rules(family, config, labels is not None)
-    wanted = hf_shapes(rules, config)
-    if head is not None and labels is not None:
-        # The embeddings, whose rows a head may be of, are among them already.
-        outputs = head.outputs if reads_steps(found) else len(labels)
-        wanted = replace(head, outputs=outputs).sizes(config["hidden_size"]) | wanted
+    # The embeddings, whose rows a head may be of, are among the others already.
+    wanted = _sizes_of_head(found, head, labels, config["hidden_size"]) | hf_shapes(rules, config)
     left_out = unread_head_tensors(found, head, choice)
     if head is not None:
         left_out += [name for name in family.untied.hf if name in found.tensors.keys() - wanted]
@@ -202,6 +200,16 @@ def _convert(
         output=output,
         left_out=found.left_out,
     )
+
+
+def _sizes_of_head(
+    found: Source, head: FoundHead | None, labels: Sequence[str] | None, hidden_size: int
+) -> dict[str, tuple[int, ...]]:
+    """Shapes that a reward head's tensors have to have."""
+    if head is None or labels is None:
+        return {}
+    outputs = head.outputs if reads_steps(found) else len(labels)
+    return replace(head, outputs=outputs).sizes(hidden_size)
 
 
 def _with_zero_groups(config: Mapping[str, Any], zero_groups: int) -> dict[str, Any]:
