@@ -110,16 +110,22 @@ def write_base_nemo(path: Path, **changes: object) -> Path:
     return path
 
 
-def write_reward_nemo(path: Path, **data: Any) -> Path:
+def write_reward_nemo(path: Path, reads: str = "last_token", **data: Any) -> Path:
     """A reward model's ``.nemo`` with two attributes, norms that are not 1, and label means.
 
-    ``data`` are settings of a DataConfig.
+    ``data`` are settings of a DataConfig, ``reads`` that of the head.
     """
     import torch
 
     from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model
     from nemo_aligner.config.common import Precision, RewardModelType
-    from nemo_aligner.config.model import DataConfig, ModelConfig, RegressionConfig
+    from nemo_aligner.config.model import (
+        DataConfig,
+        HeadConfig,
+        ModelConfig,
+        RegressionConfig,
+        ScoredPosition,
+    )
     from nemo_aligner.contract.from_settings import build_contract
     from nemo_aligner.distributed.launch import launch
     from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
@@ -127,6 +133,7 @@ def write_reward_nemo(path: Path, **data: Any) -> Path:
     settings = ModelConfig(
         reward_model_type=RewardModelType.regression,
         regression=RegressionConfig(attributes=["helpfulness", "verbosity"]),
+        head=HeadConfig(reads=ScoredPosition(reads)),
         data=DataConfig(**data),
     )
     base = write_base_nemo(path.with_suffix(".base"))

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 from weakref import WeakKeyDictionary
 
 from nemo_aligner.config.common import Precision
@@ -38,10 +38,12 @@ if TYPE_CHECKING:
     from nemo_aligner.evaluation.run import Evaluation
     from nemo_aligner.evaluation.sources import RewardSource
     from nemo_aligner.serving.client import ScoredRows
+    from nemo_aligner.serving.protocols import StepRewards
 
 # Settings of an evaluation; the others are about the model, which is loaded already.
 _OF_EVALUATION = (
-    "data", "task", "swapped", "robustness_pairs", "output", "output_rewards", "report",
+    "data", "task", "threshold", "swapped", "robustness_pairs", "output", "output_rewards",
+    "report",
 )  # fmt: skip
 _SHARD_BYTES = 5 * 10**9
 
@@ -122,9 +124,25 @@ class RewardModel:
             raise ConfigError(f"{self.name}: got a model of transformers, which has no contract")
         return contract
 
+    @overload
     def score(
-        self, texts: Sequence[Text], *, on_error: Literal["raise", "nan"] = "raise"
-    ) -> np.ndarray:
+        self,
+        texts: Sequence[Text],
+        *,
+        on_error: Literal["raise", "nan"] = "raise",
+        steps: Literal[False] = False,
+    ) -> np.ndarray: ...
+
+    @overload
+    def score(self, texts: Sequence[Text], *, steps: Literal[True]) -> list[StepRewards]: ...
+
+    def score(
+        self,
+        texts: Sequence[Text],
+        *,
+        on_error: Literal["raise", "nan"] = "raise",
+        steps: bool = False,
+    ) -> np.ndarray | list[StepRewards]:
         """Rewards ``[N, A]`` float32 of N texts, a column for each of ``attributes``.
 
         A string is scored as it is. A list of messages (``role`` and ``content``, the reply last)
@@ -132,7 +150,12 @@ class RewardModel:
         ``tools`` and ``documents``. With ``on_error="nan"`` a text that the contract refuses has
         NaN, as with the client of a server.
 
+        With ``steps`` they are those of every turn or step instead, of a model that reads them: for
+        each text ``rewards`` ``[S, A]``, of which the last is the text's, and ``spans``, which say
+        what characters of which message each is the reward of. One pass computes all of them.
+
         Raises:
+            ConfigError: there are no rewards of steps.
             DataError: the contract refuses a text; the message has its number, from 0.
             ServingError: the model's reward of a text is not a finite number.
             TypeError: ``texts`` is one text, and no list of them.
@@ -140,6 +163,8 @@ class RewardModel:
         from nemo_aligner.serving.client.calls import check_on_error
 
         check_on_error(on_error)
+        if steps:
+            return self._score_steps(check_texts(texts))
         if on_error == "nan":
             return self.score_rows(texts).rewards
         rewards = self._source().score(check_texts(texts))
@@ -147,6 +172,19 @@ class RewardModel:
             if not all(map(math.isfinite, reward)):
                 raise ServingError(f"text {row}: the model's reward is not a finite number")
         return rewards
+
+    def _score_steps(self, texts: list[Text]) -> list[StepRewards]:
+        score_steps = self._source().score_steps
+        if score_steps is None:
+            raise ConfigError(
+                f"steps: {self.name} has one reward for each text, wanted a model that was trained "
+                "with model.head.reads=turns, step_ends or step_marks"
+            )
+        found = score_steps(texts)
+        for row, own in enumerate(found):
+            if not all(map(math.isfinite, own.rewards.flat)):
+                raise ServingError(f"text {row}: the model's reward is not a finite number")
+        return found
 
     def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
         """``score``, with the reasons why refused texts have none, as ``RewardClient.score_rows``.
@@ -172,8 +210,9 @@ class RewardModel:
         counted from 1.
 
         Args:
-            settings: those of the verb that are not about the model: ``task``, ``swapped``,
-                ``robustness_pairs``, ``output``, ``output_rewards``, ``report`` and ``data.*``
+            settings: those of the verb that are not about the model: ``task``, ``threshold``,
+                ``swapped``, ``robustness_pairs``, ``output``, ``output_rewards``, ``report`` and
+                ``data.*``
 
         Raises:
             AlignerError: what ends the verb, with the same message.

@@ -150,7 +150,8 @@ class LabelColumns:
 
     Attributes:
         names: C names.
-        values: ``[R, C]`` float32 as in the data, NaN where a label is missing.
+        values: ``[R, C]`` float32 as in the data, NaN where a label is missing; ``[S, C]`` where
+            every reward has labels of its own (``of_rewards``).
         means: of every column the number that ``targets`` subtracts; None for a column that is not
             centred.
     """
@@ -158,11 +159,12 @@ class LabelColumns:
     names: tuple[str, ...]
     values: Tensor
     means: tuple[float | None, ...]
+    of_rewards: bool = False
 
     @classmethod
-    def of(cls, names: Sequence[str], values: Tensor) -> LabelColumns:
+    def of(cls, names: Sequence[str], values: Tensor, of_rewards: bool = False) -> LabelColumns:
         """Columns that are not centred."""
-        return cls(tuple(names), values, (None,) * len(names))
+        return cls(tuple(names), values, (None,) * len(names), of_rewards)
 
     @classmethod
     def none(cls, records: int) -> LabelColumns:
@@ -174,7 +176,7 @@ class LabelColumns:
         return replace(self, means=tuple(means.get(name) for name in self.names))
 
     def select(self, indices: Tensor) -> LabelColumns:
-        """The labels of the records at ``indices [r]``."""
+        """The labels of the records, or rewards, at ``indices [r]``."""
         return replace(self, values=self.values[indices])
 
     def measured_means(self) -> tuple[float, ...]:
@@ -204,7 +206,8 @@ class Records:
     """R records, and which of S rewards each owns.
 
     A record owns any number of adjacent scored tokens, and so of rewards: 2 or more for a
-    comparison, 1 for a rated reply or a text to score.
+    comparison, 1 for a rated reply or a text to score, and of each text one for every turn or step
+    where these are scored.
 
     Attributes:
         ids: ``[R]`` int64 index of each record in its data set (or request).
@@ -213,12 +216,15 @@ class Records:
         labels: what people said of the records.
         ranks: ``[S]`` integer of completions among those of their record: a lower one is better,
             equal ones are tied.
+        texts: ``[S]`` integer, which of its record's texts each reward is of, where turns or steps
+            are scored; None where every reward is of a text of its own.
     """
 
     ids: Tensor
     bounds: Tensor
     labels: LabelColumns
     ranks: Tensor
+    texts: Tensor | None = None
 
     @classmethod
     def of(
@@ -227,6 +233,7 @@ class Records:
         sizes: Sequence[int],
         labels: LabelColumns | None = None,
         ranks: Tensor | None = None,
+        texts: Tensor | None = None,
     ) -> Records:
         """Records with ``sizes`` rewards each, by default without labels, the best one first."""
         bounds = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0)
@@ -235,6 +242,7 @@ class Records:
             bounds,
             LabelColumns.none(len(ids)) if labels is None else labels,
             _places(bounds) if ranks is None else ranks,
+            texts,
         )
 
     def __len__(self) -> int:
@@ -265,21 +273,43 @@ class Records:
     def select(self, indices: Sequence[int] | Tensor) -> Records:
         """The records at ``indices``, in that order, as if there were no others."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
-        sizes = self._sizes_of(chosen).tolist()
-        labels, ranks = self.labels.select(chosen), self.ranks[self.rows(chosen)]
-        return Records.of(self.ids[chosen].tolist(), sizes, labels, ranks)
+        sizes, rows = self._sizes_of(chosen).tolist(), self.rows(chosen)
+        labels = self.labels.select(rows if self.labels.of_rewards else chosen)
+        texts = None if self.texts is None else self.texts[rows]
+        return Records.of(self.ids[chosen].tolist(), sizes, labels, self.ranks[rows], texts)
+
+    def text_bounds(self) -> Tensor:
+        """``[Q + 1]`` int64 bounds of the rewards of each of Q texts, record by record."""
+        if self.texts is None:
+            return torch.arange(self.num_rewards + 1)
+        owner = torch.arange(len(self)).repeat_interleave(self.sizes)
+        begins = (owner.diff() != 0) | (self.texts.diff() != 0)
+        inner = begins.nonzero().flatten() + 1
+        ends = [torch.zeros(1, dtype=torch.int64), inner, self.bounds[-1:]]
+        return torch.cat(ends)
+
+    def of_texts(self) -> Records:
+        """The same records with one reward for each text, that of its last step."""
+        if self.texts is None:
+            return self
+        last = self.text_bounds()[1:] - 1
+        sizes = torch.bincount(torch.bucketize(last, self.bounds[1:], right=True))
+        labels = self.labels
+        if labels.of_rewards:
+            labels = replace(labels.select(last), of_rewards=False)
+        return Records.of(self.ids.tolist(), sizes.tolist(), labels, self.ranks[last])
 
     def pairs(self, with_ties: bool = False) -> PairRows:
         """All pairs of completions of one record of which one is better, and the tied ones, too."""
         return pair_rows(self.bounds, self.ranks, with_ties)
 
     def as_single(self, rewards: Tensor) -> Tensor:
-        """``rewards [S, ...]`` as they are, once every record is found to own one.
+        """``rewards [S, ...]`` as they are, once each is found to have labels of its own.
 
         Raises:
-            ValueError: a record does not.
+            ValueError: a record owns several rewards, and not the labels of each.
         """
-        if bool((self.sizes != 1).any()):
+        if not self.labels.of_rewards and bool((self.sizes != 1).any()):
             sizes = self.sizes.unique().tolist()
             raise ValueError(f"got records of {sizes} rewards, wanted one of each")
         return rewards
@@ -314,11 +344,16 @@ class _Segments:
         self.prefixes: list[int] = []
         self.ends: list[int] = []  # the segment that each sequence ends with
         self.num_tokens = 0
+        self.reads: list[Tensor] = []
         self._stored: list[Tensor] = []
         self._slots: list[Tensor] = []
 
     def add_group(
-        self, sequences: Sequence[Tokens], group: Group, stored: Sequence[Stored | None]
+        self,
+        sequences: Sequence[Tokens],
+        group: Group,
+        stored: Sequence[Stored | None],
+        reads: Sequence[Tensor] | None,
     ) -> None:
         if group.prefix >= min(map(len, sequences)):
             raise ValueError(
@@ -332,8 +367,11 @@ class _Segments:
         if group.prefix > known:
             self._add(sequences[0], known, group.prefix, segment)
             segment = len(self.cached) + len(self.lengths) - 1
-        for sequence, its in zip(sequences, stored, strict=True):
+        for number, (sequence, its) in enumerate(zip(sequences, stored, strict=True)):
             own = self.num_tokens - group.prefix
+            if reads is not None:
+                offsets = torch.where(reads[number] < group.prefix, first, own)
+                self.reads.append(reads[number] + offsets)
             self.ends.append(len(self.lengths))
             self._add(sequence, group.prefix, len(sequence), segment)
             if its is not None:
@@ -419,29 +457,32 @@ class PackedBatch:
         rows: Sequence[int] | Tensor | None = None,
         groups: Sequence[Group] | None = None,
         stored: Sequence[Stored | None] | None = None,
+        reads: Sequence[Tensor] | None = None,
     ) -> PackedBatch:
-        """Lay ``sequences`` (S of them, in record order, none empty) end to end.
+        """Lay ``sequences`` (in record order, none empty) end to end.
 
-        The last token of each is scored. Without ``records`` every sequence is one; without
-        ``rows`` the rewards belong where the sequences stand. ``groups`` says which of them have
-        a common prefix; without it none do. ``stored`` says of each which of its tokens' keys and
-        values are to be kept, and where; these are tokens that are not cached.
+        The last token of each is scored, or the tokens at its ``reads [s]`` int64, which are not
+        cached. Without ``records`` every sequence is one; without ``rows`` the rewards belong where
+        they stand. ``groups`` says which of the sequences have a common prefix; without it none
+        do. ``stored`` says of each which of its tokens' keys and values are to be kept, and where;
+        these are tokens that are not cached.
 
         Raises:
-            ValueError: records or rows are not of as many sequences, or a sequence is empty.
+            ValueError: records or rows are not of as many rewards, or a sequence is empty.
         """
+        sizes = [1] * len(sequences) if reads is None else [*map(len, reads)]
+        count = sum(sizes)
         if records is None:
-            records = Records.of(range(len(sequences)), [1] * len(sequences))
-        if len(sequences) != records.num_rewards:
+            records = Records.of(range(len(sequences)), sizes)
+        if count != records.num_rewards:
             raise ValueError(
-                f"got {len(sequences)} sequences, wanted {records.num_rewards}, those of "
+                f"got {count} {'sequences' if reads is None else 'rewards'}, wanted "
+                f"{records.num_rewards}, those of "
                 f"{len(records)} records"
             )
-        rows = torch.as_tensor(range(len(sequences)) if rows is None else rows, dtype=torch.int64)
-        if len(rows) != len(sequences):
-            raise ValueError(
-                f"got {len(rows)} rows, wanted {len(sequences)}, one for each sequence"
-            )
+        rows = torch.as_tensor(range(count) if rows is None else rows, dtype=torch.int64)
+        if len(rows) != count:
+            raise ValueError(f"got {len(rows)} rows, wanted {count}, one for each reward")
         if len(sequences) == 0 or min(map(len, sequences)) < 1:
             raise ValueError("a pack needs at least one sequence, and no sequence may be empty")
         groups = groups or [Group(1, 0)] * len(sequences)
@@ -449,14 +490,17 @@ class PackedBatch:
         segments, end = _Segments(groups), 0
         for group in groups:
             start, end = end, end + group.size
-            segments.add_group(sequences[start:end], group, stored[start:end])
+            its = None if reads is None else reads[start:end]
+            segments.add_group(sequences[start:end], group, stored[start:end], its)
         bounds = torch.tensor([0, *segments.lengths], dtype=torch.int32).cumsum(0).int()
         return cls(
             tokens=torch.cat(segments.tokens),
             position_ids=torch.cat(segments.positions),
             cu_seqlens=bounds,
             prefixes=torch.tensor(segments.prefixes),
-            scored_tokens=bounds[1:][torch.tensor(segments.ends)].long() - 1,
+            scored_tokens=bounds[1:][torch.tensor(segments.ends)].long() - 1
+            if reads is None
+            else torch.cat(segments.reads),
             rows=rows,
             records=records,
             cached=segments.cache_use(),

@@ -49,6 +49,11 @@ def convert_parser() -> Parser:
     rules.add_argument(
         "--attributes", type=names, metavar="A,B", help="names of its outputs; default: id2label"
     )
+    rules.add_argument(
+        "--step-separator", metavar="TEXT",
+        help="text behind each step of a reply, for a reward at each; default: <extra_0> for a "
+        "process reward model",
+    )  # fmt: skip
     return parser
 
 
@@ -68,6 +73,7 @@ def run_convert(options: argparse.Namespace) -> int:
         template=options.template,
         seq_length=options.seq_length,
         attributes=options.attributes,
+        step_separator=options.step_separator,
     )
     print(summary)
     return 0

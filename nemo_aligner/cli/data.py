@@ -223,7 +223,7 @@ def run_split(options: argparse.Namespace) -> int:
 
 
 _DEMO = (
-    """Make a demo set of preference pairs that anyone can judge: train.jsonl and heldout.jsonl."""
+    """Make a demo set of pairs, or of steps, that anyone can judge: train.jsonl, heldout.jsonl."""
 )
 
 
@@ -231,7 +231,13 @@ def demo_parser() -> Parser:
     """The options of ``nemo-aligner data demo``."""
     parser = Parser("data demo", _DEMO)
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="to make")
-    parser.add_argument("--pairs", type=positive, default=2400, metavar="N", help="default: 2400")
+    parser.add_argument(
+        "--kind", choices=("pairs", "steps"), default="pairs",
+        help="preference pairs, or chains of sums with a label for each step; default: pairs",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pairs", type=positive, default=2400, metavar="N", help="or chains; default: 2400"
+    )
     parser.add_argument(
         "--heldout", type=fraction, default=0.1, metavar="FRACTION", help="default: 0.1"
     )
@@ -242,6 +248,8 @@ def demo_parser() -> Parser:
 def run_demo(options: argparse.Namespace) -> int:
     """Write the two files, and print what is in them."""
     from nemo_aligner.data.demo import write_demo
+    from nemo_aligner.data.demo_steps import write_step_demo
 
-    print(write_demo(options.output, options.pairs, options.heldout, options.seed))
+    write = write_demo if options.kind == "pairs" else write_step_demo
+    print(write(options.output, options.pairs, options.heldout, options.seed))
     return 0

@@ -22,6 +22,9 @@ class EvaluateDataConfig:
     prompt_file: str | None = setting(None, "as training's model.data.prompt_file")
     input_template: str | None = setting(None, "as training's model.data.input_template")
     loss_mask_val: float = setting(-100.0, "number that means a missing label, like null")
+    neutral_label: float | None = setting(
+        DataConfig.neutral_label, "as training's model.data.neutral_label"
+    )
     malformed: Malformed = setting(DataConfig.malformed, "as training's model.data.malformed")
     max_malformed: float = setting(
         DataConfig.max_malformed, "as training's model.data.max_malformed"
@@ -63,6 +66,9 @@ class EvaluateConfig:
     precision: Precision | None = setting(None, "null: that of the scoring contract")
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
     task: str | None = setting(None, "a benchmark; data.path is its file (docs/evaluation.md)")
+    threshold: float | None = setting(
+        None, "task=processbench: reward of a right step; null: 0.5, or log-odds of 0"
+    )
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
     swapped: bool = setting(False, "exchange chosen and rejected: accuracy has to become 1 less it")
     robustness_pairs: int | None = setting(

@@ -81,6 +81,12 @@ class DataConfig:
     )
     add_bos: bool | None = setting(None, "put BOS before every text")
     add_eos: bool | None = setting(None, "put EOS after every text")
+    step_separator: str | None = setting(
+        None, "what stands between a reply's steps (null: a blank line)"
+    )
+    neutral_label: float | None = setting(
+        1.0, "label of PRM800K's neutral steps: 1 right, 0 wrong, null: left out"
+    )
     allow_prompt_overlap: bool = setting(False, "allow prompts in both training and validation")
     malformed: Malformed = setting(
         Malformed.error, "records that cannot be read: stop with an error, or skip them"
@@ -259,6 +265,9 @@ class OptimConfig:
 class ScoredPosition(Enum):
     last_token = "last_token"
     reply_mean = "reply_mean"
+    turns = "turns"
+    step_ends = "step_ends"
+    step_marks = "step_marks"
 
 
 @dataclass
@@ -266,7 +275,8 @@ class HeadConfig:
     """Head that computes rewards from hidden states, in fp32."""
 
     reads: ScoredPosition = setting(
-        ScoredPosition.last_token, "read the last token, or the mean over the reply"
+        ScoredPosition.last_token,
+        "read the last token, the reply's mean, or each turn or step",
     )
     bias: bool = setting(False, "add a bias to each layer of the head")
     mlp_size: int | None = setting(None, "width of a hidden layer with ReLU; null: none")

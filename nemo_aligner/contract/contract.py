@@ -18,6 +18,9 @@ decides.
 A model that reads its reward at a token of its own (``reward_token_id``) gets it behind every text
 that does not end with it.
 
+A model with a reward for each turn or step reads it by the rule of ``steps.py``; the reward of a
+text is that of its last one.
+
 Too long (more than ``seq_length`` tokens in one sequence): ``truncate_left`` keeps the last tokens,
 and a BOS that the sequence begins with; ``drop`` and ``error`` raise OverlongError, which training
 turns into a counted drop or an error.
@@ -30,6 +33,8 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -38,7 +43,9 @@ from nemo_aligner.config.common import Overlong, Precision, RecordKind, RewardMo
 from nemo_aligner.contract.fields import check_fields
 from nemo_aligner.contract.messages import Text, read_text, reply_of
 from nemo_aligner.contract.readout import Readout
+from nemo_aligner.contract.steps import MARKS, STEPPED, SteppedText, StepSpan, split_steps
 from nemo_aligner.contract.template_check import check_it_ends
+from nemo_aligner.contract.templates import after_reply
 from nemo_aligner.contract.tokenizer import TextIds, Tokenizer, WrittenText, encode_records
 from nemo_aligner.contract.turns import write_conversation
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError, short, shown
@@ -47,7 +54,14 @@ VERSION = 1
 # For people, and for trainers that normalize rewards; no score depends on them.
 _NOT_HASHED = ("reward_mean", "reward_std", "measured_on")
 # Left out where None, so that contracts from before these fields keep their hash.
-_LATER = ("shaping", "readout", "reply_marker", "chat_template_kwargs", "reward_token_id")
+_LATER = (
+    "shaping",
+    "readout",
+    "reply_marker",
+    "chat_template_kwargs",
+    "reward_token_id",
+    "step_separator",
+)
 
 
 class OverlongError(DataError):
@@ -60,10 +74,18 @@ class NoTemplateError(DataError):
 
 @dataclass(frozen=True)
 class EncodedText:
-    """The token ids of one text, and whether ``truncate_left`` cut it."""
+    """The token ids of one text, and whether ``truncate_left`` cut it.
+
+    Where a contract has steps, ``reads`` are the places of the S ids that are read, the last one
+    among them, ``spans`` what they are the rewards of, and ``lost`` counts steps that were cut off
+    before them.
+    """
 
     token_ids: list[int]
     truncated: bool
+    reads: tuple[int, ...] | None = None
+    spans: tuple[StepSpan, ...] = ()
+    lost: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,7 +98,8 @@ class ScoringContract:
     ``readout`` says as JSON how a head with several outputs for each attribute is read;
     ``reply_marker`` are the ids that come before a reply, where its mean is scored;
     ``chat_template_kwargs`` says as JSON what else the template is given;
-    ``reward_token_id`` is a token that is appended to every text, conversations included.
+    ``reward_token_id`` is a token that is appended to every text, conversations included;
+    ``step_separator`` stands between the steps of a reply, where these are scored (``steps.py``).
     """
 
     template: str
@@ -101,6 +124,7 @@ class ScoringContract:
     reply_marker: tuple[int, ...] | None = None
     chat_template_kwargs: str | None = None
     reward_token_id: int | None = None
+    step_separator: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -149,6 +173,16 @@ class ScoringContract:
             return list(self.attributes)
         rows = zip(self.attributes, readout.numbers, strict=True)
         return [f"{name}={number:g}" for name, row in rows for number in row]
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs of the head for a text, turn or step."""
+        return len(self.attributes) * self.outputs_per_attribute
+
+    @property
+    def has_steps(self) -> bool:
+        """True if a text has a reward for each of its turns or steps."""
+        return self.scored_position in STEPPED
 
     @property
     def template_kwargs(self) -> str:
@@ -270,6 +304,9 @@ class ScoringContract:
             DataError: it is empty, malformed, or a conversation and there is no chat template.
         """
         text = read_text(text)
+        if self.has_steps:
+            stepped, ids, reads = self._encode_steps(tokenizer, [text])[0]
+            return self.fit(ids, reads, stepped.spans)
         written = self._write(tokenizer, text)
         end = self._encode_end(tokenizer, text, written)
         if end is not None:
@@ -307,6 +344,8 @@ class ScoringContract:
     def tokenize(self, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[list[int]]:
         """Token ids of many texts at their full lengths; ``fit`` is the rule for long ones."""
         texts = [*map(read_text, texts)]
+        if self.has_steps:
+            return [ids for _, ids, _ in self._encode_steps(tokenizer, texts)]
         written = [self._write(tokenizer, text) for text in texts]
         ids = tokenizer.encode_batch(written)
         return [self._complete(sequence, text) for sequence, text in zip(ids, texts, strict=True)]
@@ -316,12 +355,14 @@ class ScoringContract:
     ) -> list[list[TextIds]]:
         """``tokenize`` and ``count_reply_tokens`` of the texts of many records at once."""
         records = [[*map(read_text, texts)] for texts in records]
+        if self.has_steps:
+            return self._tokenize_steps(tokenizer, records)
         written = [[self._write_apart(tokenizer, text) for text in texts] for texts in records]
         encoded = encode_records(tokenizer, written)
         return [
             [
-                TextIds(self._complete(ids, text), reply)
-                for (ids, reply), text in zip(own, texts, strict=True)
+                TextIds(self._complete(each.token_ids, text), each.reply_tokens)
+                for each, text in zip(own, texts, strict=True)
             ]
             for own, texts in zip(encoded, records, strict=True)
         ]
@@ -331,19 +372,76 @@ class ScoringContract:
         replies = [reply_of(read_text(text)) for text in texts]
         return [len(ids) for ids in tokenizer.encode_batch(replies)]
 
-    def fit(self, token_ids: list[int]) -> EncodedText:
+    def _tokenize_steps(
+        self, tokenizer: Tokenizer, records: Sequence[Sequence[Text]]
+    ) -> list[list[TextIds]]:
+        texts = [text for record in records for text in record]
+        encoded = self._encode_steps(tokenizer, texts)
+        lengths = self.count_reply_tokens(tokenizer, texts)
+        found = iter(
+            TextIds(ids, length, reads)
+            for (_, ids, reads), length in zip(encoded, lengths, strict=True)
+        )
+        return [[next(found) for _ in record] for record in records]
+
+    def _encode_steps(
+        self, tokenizer: Tokenizer, texts: Sequence[Text]
+    ) -> list[tuple[SteppedText, list[int], tuple[int, ...]]]:
+        """Each text cut at its steps; its ids at their full length, and the places read."""
+        if not self.template:
+            tail = ""
+        else:
+            bos, eos = tokenizer.bos_token, tokenizer.eos_token
+            tail = after_reply(self.template, bos, eos, self.template_kwargs)
+        write = partial(self._write, tokenizer)
+        position, separator = self.scored_position, self.step_separator
+        stepped = [split_steps(text, position, separator, write, tail) for text in texts]
+        ids = iter(tokenizer.encode_batch([piece for each in stepped for piece in each.pieces]))
+        return [
+            (each, *self._join([next(ids) for _ in each.pieces], each.read, text))
+            for each, text in zip(stepped, texts, strict=True)
+        ]
+
+    def _join(
+        self, pieces: Sequence[list[int]], read: Sequence[int], text: Text
+    ) -> tuple[list[int], tuple[int, ...]]:
+        ids = [token for piece in pieces for token in piece]
+        ends = [*accumulate(map(len, pieces))]
+        # Of a separator that ends the sequence: nothing stands behind it, not even EOS.
+        whole = self._complete(ids, text, ends=self.scored_position != MARKS)
+        begun = len(self._complete(ids, text, ends=False)) - len(ids)
+        reads = [ends[piece] - 1 + begun for piece in read]
+        reads[-1] = len(whole) - 1
+        if any(low >= high for low, high in pairwise([-1, *reads])):
+            raise DataError("got a step that has no tokens, wanted some in each")
+        return whole, tuple(reads)
+
+    def fit(
+        self,
+        token_ids: list[int],
+        reads: tuple[int, ...] | None = None,
+        spans: tuple[StepSpan, ...] = (),
+    ) -> EncodedText:
         """Apply the rule for sequences of more than ``seq_length`` tokens.
+
+        ``reads`` and ``spans`` are those of its steps, where the contract has any.
 
         Raises:
             OverlongError: it is too long, and the rule is not ``truncate_left``.
         """
         if len(token_ids) <= self.seq_length:
-            return EncodedText(token_ids, False)
+            return EncodedText(token_ids, False, reads, spans)
         if self.overlong != Overlong.truncate_left.value:
             raise OverlongError(f"got {len(token_ids)} tokens, wanted at most {self.seq_length}")
         keeps_bos = self.bos_id is not None and token_ids[0] == self.bos_id
         head = token_ids[:1] if keeps_bos and self.seq_length > 1 else []
-        return EncodedText(head + token_ids[len(token_ids) - self.seq_length + len(head) :], True)
+        first = len(token_ids) - self.seq_length + len(head)
+        kept = head + token_ids[first:]
+        if reads is None:
+            return EncodedText(kept, True)
+        lost = sum(place < first for place in reads)
+        places = tuple(place - first + len(head) for place in reads[lost:])
+        return EncodedText(kept, True, places, spans[lost:], lost)
 
     def _write(self, tokenizer: Tokenizer, text: Text) -> str:
         """``text`` is in the normal form."""
@@ -360,15 +458,16 @@ class ScoringContract:
         written = self._write(tokenizer, text)
         return WrittenText(written, None if isinstance(text, str) else reply_of(text))
 
-    def _complete(self, ids: list[int], text: Text) -> list[int]:
+    def _complete(self, ids: list[int], text: Text, ends: bool = True) -> list[int]:
+        """``ids`` with BOS, EOS and the like; without what stands behind them unless ``ends``."""
         if isinstance(text, str):
             if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
                 ids = [self.bos_id, *ids]
-            if self.add_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
+            if ends and self.add_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
                 ids = [*ids, self.eos_id]
         if not ids:
             raise DataError("the text has no tokens: it is empty")
-        if self.reward_token_id is not None and ids[-1] != self.reward_token_id:
+        if ends and self.reward_token_id is not None and ids[-1] != self.reward_token_id:
             ids = [*ids, self.reward_token_id]
         if self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]:
             raise DataError("the text begins with BOS twice; write it once, or not at all")
@@ -461,4 +560,10 @@ def check_last_token(contract: ScoringContract, where: str, who: str) -> None:
         raise CheckpointError(
             f"{where}: its head reads the mean of the reply (model.head.reads), wanted one that "
             f"reads the last token: {who} cannot average"
+        )
+    if contract.has_steps:
+        raise CheckpointError(
+            f"{where}: its head reads every turn or step (model.head.reads is "
+            f"{contract.scored_position}), wanted one that reads the last token: {who} has one "
+            "reward for each text"
         )

@@ -9,11 +9,13 @@ from typing import Any
 
 from nemo_aligner.config.common import Overlong, Precision, RewardModelType
 from nemo_aligner.config.model import ScoredPosition
+from nemo_aligner.contract.steps import SEPARATED
 from nemo_aligner.utils.errors import DataError, shown
 
 # Far more than any has; as JSON in an archive it takes at most 12 bytes a character.
 MAX_TEMPLATE = 2**16
 _MOST = 2**31
+_LONGEST_SEPARATOR = 100
 
 
 def check_fields(contract: Any) -> None:
@@ -31,6 +33,13 @@ def check_fields(contract: Any) -> None:
         raise DataError(
             f"scoring contract: reply_marker: got {shown(contract.reply_marker)} where "
             f"{contract.scored_position} is scored, wanted it for reply_mean, and for nothing else"
+        )
+    has_steps = contract.scored_position in SEPARATED
+    if has_steps == (contract.step_separator is None):
+        raise DataError(
+            f"scoring contract: step_separator: got {shown(contract.step_separator)} where "
+            f"{contract.scored_position} is scored, wanted it for {' and '.join(SEPARATED)}, and "
+            "for nothing else"
         )
 
 
@@ -124,6 +133,10 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a JSON object that is not empty, or null",
     ),
     "reward_token_id": _ID,
+    "step_separator": (
+        lambda value: value is None or (is_text(value) and 0 < len(value) <= _LONGEST_SEPARATOR),
+        f"a text of 1 to {_LONGEST_SEPARATOR} characters, or null",
+    ),
     "reply_marker": (
         lambda value: value is None or (_are_ids(value) and len(value) > 0),
         "ids of tokens, or null",

@@ -9,6 +9,7 @@ from typing import Any
 from nemo_aligner.config.common import Precision, RewardModelType
 from nemo_aligner.config.model import DataConfig, ModelConfig, ScoredPosition
 from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.steps import SEPARATED
 from nemo_aligner.contract.template_check import check_template, freeze_date
 from nemo_aligner.contract.templates import canonical_kwargs, resolve_template
 from nemo_aligner.contract.tokenizer import Tokenizer
@@ -64,6 +65,7 @@ def build_contract(
         reply_marker=make_reply_marker(template, tokenizer, kwargs) if is_mean else None,
         chat_template_kwargs=kwargs or None,
         reward_token_id=None if start is None else start.reward_token_id,
+        step_separator=_separator(data, reads, start),
     )
     if contract.template:
         check_template(contract.template, data.template or "tokenizer", tokenizer, kwargs)
@@ -89,6 +91,24 @@ def _kwargs(data: DataConfig, template: str, start: ScoringContract | None) -> s
     return start.template_kwargs if start is not None and start.template == template else ""
 
 
+def _separator(
+    data: DataConfig, reads: ScoredPosition, start: ScoringContract | None
+) -> str | None:
+    """What stands between steps: of the settings, or else of ``start``, or a blank line."""
+    given = data.step_separator
+    if reads.value not in SEPARATED:
+        if given is not None:
+            raise ConfigError(
+                f"model.data.step_separator: got {given!r}, wanted null: model.head.reads is "
+                f"{reads.value}, and only {' and '.join(SEPARATED)} cut replies into steps"
+            )
+        return None
+    if given == "":
+        raise ConfigError("model.data.step_separator: got an empty text, wanted a separator")
+    known = None if start is None else start.step_separator
+    return given or known or "\n\n"
+
+
 def _resolve(setting: bool | None, habit: bool, token_id: int | None, name: str) -> bool:
     if setting and token_id is None:
         token = name.removeprefix("add_").upper()
@@ -108,6 +128,7 @@ _SETTINGS = {
     "attributes": "model.regression.attributes",
     "dtype": "trainer.precision",
     "scored_position": "model.head.reads",
+    "step_separator": "model.data.step_separator",
     "reward_model_type": "model.reward_model_type",
 }
 _SHOWN_CHARACTERS = 40

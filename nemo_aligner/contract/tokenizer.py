@@ -277,10 +277,14 @@ class WrittenText(NamedTuple):
 
 
 class TextIds(NamedTuple):
-    """The ids of a text at its full length, and how many tokens its reply alone has."""
+    """The ids of a text at its full length, and how many tokens its reply alone has.
+
+    ``reads`` are the places of the ids that are read, where a contract has steps.
+    """
 
     token_ids: list[int]
     reply_tokens: int
+    reads: tuple[int, ...] | None = None
 
 
 def encode_records(

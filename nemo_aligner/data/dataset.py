@@ -17,10 +17,54 @@ from nemo_aligner.batch.packed import LabelColumns, Records
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.readers import MalformedRule, check_malformed, nothing_left
 from nemo_aligner.data.record_arrays import Origins, Sources, TokenSequences
-from nemo_aligner.data.records import Origin, Record
+from nemo_aligner.data.records import Origin, Record, label_rows
 from nemo_aligner.data.report import FileReport, find_in
 from nemo_aligner.data.token_cache import FileIndex, add_sequence, end_digest
 from nemo_aligner.utils.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class StepReads:
+    """S rewards in Q sequences that have one for each of their turns or steps.
+
+    Attributes:
+        records: ``[N + 1]`` int64 bounds of the sequences of each record.
+        sequences: ``[Q + 1]`` int64 bounds of the rewards of each sequence.
+        places: ``[S]`` int32, of the token in its sequence that each is read at.
+    """
+
+    records: Tensor
+    sequences: Tensor
+    places: Tensor
+
+    def of(self, first: int, end: int) -> list[Tensor]:
+        """Places of the sequences from ``first`` to ``end``, int64."""
+        bounds = self.sequences[first : end + 1]
+        sizes = bounds.diff().tolist()
+        return list(self.places[int(bounds[0]) : int(bounds[-1])].long().split(sizes))
+
+    def texts(self) -> Tensor:
+        """``[S]`` int32, which of its record's sequences each reward is of."""
+        count = len(self.sequences) - 1
+        number = torch.arange(count, dtype=torch.int32)
+        first = number[self.records[:-1]].repeat_interleave(self.records.diff())
+        return (number - first).repeat_interleave(self.sequences.diff())
+
+    def select(self, sequences: Tensor, counts: Tensor) -> StepReads:
+        """Those of ``sequences [q]``, of which each record has ``counts [n]``."""
+        places = [self.of(number, number + 1)[0] for number in sequences.tolist()]
+        return StepReads.build(counts.tolist(), [own.tolist() for own in places])
+
+    @classmethod
+    def build(cls, counts: Sequence[int], places: Sequence[Sequence[int]]) -> StepReads:
+        """Of the ``places`` in each sequence, of which each record has ``counts [N]``."""
+        sizes = torch.tensor([0, *map(len, places)], dtype=torch.int64)
+        flat = [place for own in places for place in own]
+        return cls(
+            torch.tensor([0, *counts], dtype=torch.int64).cumsum(0),
+            sizes.cumsum(0),
+            torch.tensor(flat, dtype=torch.int32),
+        )
 
 
 @dataclass(frozen=True)
@@ -30,14 +74,15 @@ class TokenizedDataset:
     Attributes:
         kind: comparison or rating.
         name: name of the set in logs.
-        sequences: S of them, in record order.
-        records: the sequences that each record owns, and its labels.
+        sequences: S of them, in record order; fewer where ``steps`` says so.
+        records: the rewards that each record owns, and its labels.
         origins: file and line of every record.
         reply_lengths: ``[S]`` int32 tokens of every reply, before any cut.
         sources: where every record says it is from; "" where it says nothing.
         reports: one for each file.
         prefixes: ``[N]`` int32 tokens that all sequences of a record begin with; 0 for a lone one.
         known_digest: ``digest`` where the indexes have it.
+        steps: which rewards a sequence has; None is one, at its last token.
     """
 
     kind: RecordKind
@@ -50,6 +95,7 @@ class TokenizedDataset:
     reports: Sequence[FileReport]
     prefixes: Tensor
     known_digest: str | None = None
+    steps: StepReads | None = None
 
     def __len__(self) -> int:
         return len(self.origins)
@@ -84,8 +130,26 @@ class TokenizedDataset:
         """T, of all sequences."""
         return self.sequences.num_tokens
 
+    @property
+    def sequence_bounds(self) -> Tensor:
+        """``[N + 1]`` int64 sequences of the records, from 0 on."""
+        return self.records.bounds if self.steps is None else self.steps.records
+
     def _rows(self, index: int) -> tuple[int, int]:
-        return int(self.records.bounds[index]), int(self.records.bounds[index + 1])
+        bounds = self.sequence_bounds
+        return int(bounds[index]), int(bounds[index + 1])
+
+    def reads(self, index: int) -> list[Tensor] | None:
+        """Places that are read in each sequence of one record, int64; None is the last of each."""
+        return None if self.steps is None else self.steps.of(*self._rows(index))
+
+    @property
+    def label_origins(self) -> Sequence[Origin]:
+        """File and line of each row of labels."""
+        if not self.records.labels.of_rewards:
+            return self.origins
+        sizes = self.records.sizes.tolist()
+        return [self.origins[record] for record, size in enumerate(sizes) for _ in range(size)]
 
     @property
     def digest(self) -> str:
@@ -98,7 +162,8 @@ class TokenizedDataset:
         for sequence in self.sequences:
             add_sequence(digest, sequence)
         labels, ranks = records.labels.values.numpy(), records.ranks.numpy()
-        end_digest(digest, labels, ranks, records.bounds.numpy())
+        reads = None if self.steps is None else self.steps.places.numpy()
+        end_digest(digest, labels, ranks, records.bounds.numpy(), reads)
         return digest.hexdigest()
 
     def first(self, count: int) -> TokenizedDataset:
@@ -117,9 +182,15 @@ class TokenizedDataset:
     def select(self, indices: Sequence[int]) -> TokenizedDataset:
         """The records at ``indices``, numbered anew in that order, with the reports of all."""
         rows, chosen = self.records.rows(indices), self.records.select(indices)
+        texts, steps = rows, self.steps
+        if steps is not None:
+            parts = [torch.arange(*self._rows(index)) for index in indices]
+            texts = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
+            steps = steps.select(texts, torch.tensor([len(part) for part in parts]))
         return replace(
             self,
-            sequences=TokenSequences.of([self.sequences[row] for row in rows.tolist()]),
+            steps=steps,
+            sequences=TokenSequences.of([self.sequences[row] for row in texts.tolist()]),
             records=replace(chosen, ids=torch.arange(len(chosen))),
             known_digest=None,
             origins=[self.origins[index] for index in indices],
@@ -161,11 +232,13 @@ def join_indexes(indexes: Sequence[FileIndex], name: str) -> TokenizedDataset:
     if not any(map(len, indexes)):
         raise DataError("\n".join(str(nothing_left(each.path, each.counts)) for each in reports))
     facts = indexes[0].facts
+    steps = _join_steps(indexes) if facts.has_steps else None
     return TokenizedDataset(
+        steps=steps,
         kind=facts.summary.kind,
         name=name,
         sequences=TokenSequences([(index.tokens, index.offsets) for index in indexes]),
-        records=_join_records(indexes),
+        records=_join_records(indexes, steps),
         origins=Origins([(index.facts.summary.path, index.lines) for index in indexes]),
         reply_lengths=_join([index.reply_lengths for index in indexes]),
         sources=Sources([(list(each.facts.summary.sources), each.sources) for each in indexes]),
@@ -200,13 +273,31 @@ def report_on(indexes: Sequence[FileIndex], name: str) -> list[FileReport]:
     return reports
 
 
-def _join_records(indexes: Sequence[FileIndex]) -> Records:
-    bounds = indexes[0].bounds
-    for index in indexes[1:]:
-        bounds = np.concatenate([bounds, bounds[-1] + index.bounds[1:]])
-    labels = LabelColumns.of(indexes[0].facts.columns, _join([each.labels for each in indexes]))
-    ids = torch.arange(len(bounds) - 1)
-    return Records(ids, torch.from_numpy(bounds), labels, _join([each.ranks for each in indexes]))
+def _join_records(indexes: Sequence[FileIndex], steps: StepReads | None) -> Records:
+    bounds, facts = _join_bounds([index.bounds for index in indexes]), indexes[0].facts
+    of_rewards = steps is not None and facts.summary.kind is RecordKind.rating
+    labels = LabelColumns.of(facts.columns, _join([each.labels for each in indexes]), of_rewards)
+    ids, ranks = torch.arange(len(bounds) - 1), _join([each.ranks for each in indexes])
+    if steps is None:
+        return Records(ids, bounds, labels, ranks)
+    return Records(ids, steps.sequences[bounds], labels, ranks, steps.texts())
+
+
+def _join_steps(indexes: Sequence[FileIndex]) -> StepReads:
+    reads = [(index.reads, index.read_bounds) for index in indexes]
+    return StepReads(
+        _join_bounds([index.bounds for index in indexes]),
+        _join_bounds([bounds for _, bounds in reads if bounds is not None]),
+        _join([places for places, _ in reads if places is not None]),
+    )
+
+
+def _join_bounds(parts: Sequence[np.ndarray]) -> Tensor:
+    """Bounds ``[n + 1]`` of files that follow on each other."""
+    bounds = parts[0]
+    for part in parts[1:]:
+        bounds = np.concatenate([bounds, bounds[-1] + part[1:]])
+    return torch.from_numpy(bounds)
 
 
 def _join(arrays: Sequence[np.ndarray]) -> Tensor:
@@ -228,10 +319,10 @@ def label_columns(records: Sequence[Record], columns: Sequence[str]) -> LabelCol
     """The labels of ``records`` as ``columns``, not centred, NaN where one is missing."""
     missing = float("nan")
     # Comparisons among ratings have none at all.
-    labels = [record.labels or (None,) * len(columns) for record in records]
+    labels = [own or (None,) * len(columns) for record in records for own in label_rows(record)]
     rows = [[missing if label is None else label for label in own] for own in labels]
-    values = torch.tensor(rows, dtype=torch.float32).view(len(records), len(columns))
-    return LabelColumns.of(columns, values)
+    values = torch.tensor(rows, dtype=torch.float32).view(len(rows), len(columns))
+    return LabelColumns.of(columns, values, of_rewards=len(rows) > len(records))
 
 
 # The order of an epoch: every record once, or each file by its weight.

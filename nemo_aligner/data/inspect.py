@@ -16,7 +16,7 @@ from nemo_aligner.data.dataset import label_columns, report_on
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.readers import MOST_LISTED, Reading, RecordFile, parse_file
 from nemo_aligner.data.record_arrays import ArraysInMemory, far_labels
-from nemo_aligner.data.records import Comparison, Record, text_names
+from nemo_aligner.data.records import Comparison, Record, label_rows, text_names
 from nemo_aligner.data.report import (
     FileReport,
     FileSummary,
@@ -145,7 +145,9 @@ def report_in_characters(file: RecordFile, name: str) -> FileReport:
         labels=LabelSummary.of(labels),
         longer_chosen=longer_chosen(file.records, replies),
         malformed=file.malformed,
-        far_labels=far_labels(labels, [record.origin for record in file.records]),
+        far_labels=far_labels(
+            labels, [record.origin for record in file.records for _ in label_rows(record)]
+        ),
     )
     prompt_table = Prompts.of(file.path, file.records)
     columns = tuple(file.columns)
@@ -163,8 +165,11 @@ def render_record(record: Record, how: Inspection) -> str:
 def _names_of_texts(record: Record) -> list[str]:
     if isinstance(record, Comparison):
         return text_names(record)
-    labels = ("none" if label is None else f"{label:g}" for label in record.labels)
-    return [f"labels {' '.join(labels)}" if record.labels else "rated"]
+    rows = [
+        " ".join("none" if label is None else f"{label:g}" for label in own)
+        for own in label_rows(record)
+    ]
+    return [f"labels {', '.join(rows)}" if any(rows) else "rated"]
 
 
 def _text_lines(name: str, text: Text, how: Inspection) -> list[str]:

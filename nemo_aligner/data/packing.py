@@ -48,7 +48,7 @@ class RecordSize(NamedTuple):
 
     Attributes:
         tokens: with those of the prefix once.
-        sequences: that have a reward each.
+        sequences: that have a reward each; where turns or steps are scored, rewards.
         query_keys: pairs of a query and a key that it attends to.
     """
 
@@ -63,9 +63,10 @@ def measure_record(dataset: TokenizedDataset, record: int) -> RecordSize:
     again = len(lengths) - 1
     # Every token sees itself and all before it; the prefix attends once.
     seen = sum(length * (length + 1) for length in lengths) / 2
+    rewards = len(lengths) if dataset.steps is None else sum(map(len, dataset.reads(record) or ()))
     return RecordSize(
         tokens=sum(lengths) - again * prefix,
-        sequences=len(lengths),
+        sequences=rewards,
         query_keys=seen - again * prefix * (prefix + 1) / 2,
     )
 
@@ -78,7 +79,7 @@ def packed_size(dataset: TokenizedDataset, record: int) -> int:
 def largest_record(dataset: TokenizedDataset) -> tuple[int, int]:
     """The first of the largest records by ``packed_size``, and that size."""
     best = (0, 0)
-    bounds, prefixes = dataset.records.bounds.numpy(), dataset.prefixes.numpy()
+    bounds, prefixes = dataset.sequence_bounds.numpy(), dataset.prefixes.numpy()
     for start in range(0, len(dataset), _RECORDS_AT_ONCE):
         own = bounds[start : start + _RECORDS_AT_ONCE + 1]
         totals = np.add.reduceat(dataset.sequences.lengths(own[0], own[-1]), own[:-1] - own[0])
@@ -146,19 +147,34 @@ def _pack(
     dataset: TokenizedDataset, record_ids: Sequence[int], first_rows: Sequence[int]
 ) -> PackedBatch:
     of_record = [dataset.record(record) for record in record_ids]
+    records = dataset.records.select(record_ids)
+    sizes = records.sizes.tolist()
+    reads = [own for record in record_ids for own in dataset.reads(record) or ()]
     return PackedBatch.pack(
         [sequence for sequences in of_record for sequence in sequences],
-        dataset.records.select(record_ids),
-        [row + n for row, own in zip(first_rows, of_record, strict=True) for n in range(len(own))],
+        records,
+        [row + n for row, size in zip(first_rows, sizes, strict=True) for n in range(size)],
         [
             Group(len(own), int(dataset.prefixes[record]))
             for record, own in zip(record_ids, of_record, strict=True)
         ],
+        reads=reads or None,
     )
 
 
-def pack_sequences(sequences: Sequence[Tokens], micro_batch_tokens: int) -> list[PackedBatch]:
-    """Packs of single sequences to score; ``rows`` are positions in ``sequences``.
+class SequenceReads(NamedTuple):
+    """Places ``[s]`` int64 that are read in a sequence, and where each reward belongs."""
+
+    places: Tensor
+    rows: list[int]
+
+
+def pack_sequences(
+    sequences: Sequence[Tokens],
+    micro_batch_tokens: int,
+    reads: Sequence[SequenceReads] | None = None,
+) -> list[PackedBatch]:
+    """Packs of single sequences to score; ``rows`` are positions in ``sequences``, or of ``reads``.
 
     Raises:
         DataError: a sequence alone is larger than the budget, or empty.
@@ -170,7 +186,7 @@ def pack_sequences(sequences: Sequence[Tokens], micro_batch_tokens: int) -> list
                 f"model.micro_batch_tokens ({micro_batch_tokens})"
             )
     groups = find_prefix_groups(sequences, micro_batch_tokens)
-    return pack_groups(sequences, groups, micro_batch_tokens)
+    return pack_groups(sequences, groups, micro_batch_tokens, reads=reads)
 
 
 def pack_groups(
@@ -178,10 +194,12 @@ def pack_groups(
     groups: Sequence[PrefixGroup],
     micro_batch_tokens: int,
     stored: Mapping[int, Stored | None] | None = None,
+    reads: Sequence[SequenceReads] | None = None,
 ) -> list[PackedBatch]:
     """Packs of ``groups``, whose members are positions in ``sequences``, as ``rows`` are.
 
-    ``stored`` says of each member what of it is kept.
+    ``stored`` says of each member what of it is kept, ``reads`` of each what is read of it instead
+    of its last token.
     """
     packs = []
     weights = [group.weight for group in groups]
@@ -190,7 +208,10 @@ def pack_groups(
         packs.append(
             PackedBatch.pack(
                 [sequences[member] for member in members],
-                rows=members,
+                rows=members
+                if reads is None
+                else [row for member in members for row in reads[member].rows],
+                reads=None if reads is None else [reads[member].places for member in members],
                 groups=[groups[index].in_pack for index in chosen],
                 stored=None if stored is None else [stored[member] for member in members],
             )

@@ -27,6 +27,8 @@ a text is longer than ``seq_length`` (``overlong``)                            d
                                                                                cut and counted as
                                                                                ``truncated``, or
                                                                                DataError
+labels of steps that were cut off so (``labels_cut_off``)                      counted
+labels of other steps than the text has                                        malformed, as above
 all texts have the same tokens (``same_tokens``)                               dropped and counted
 =============================================================================  ====================
 
@@ -315,6 +317,7 @@ class Reading:
         prompts: what is put around them.
         rule: what becomes of malformed records.
         ties: keep comparisons whose completions are all tied.
+        neutral: label of a step that is rated as neither right nor wrong; None leaves it out.
     """
 
     kind: RecordKind | None = None
@@ -326,6 +329,7 @@ class Reading:
     prompts: PromptWrapping | None = None
     rule: MalformedRule = field(default_factory=MalformedRule)
     ties: bool = False
+    neutral: float | None = 1.0
 
     def columns_of(self, kind: RecordKind) -> tuple[str, ...]:
         """Names of the label columns of such records."""
@@ -398,7 +402,9 @@ class FileRules:
         columns = how.columns_of(self.kind)
         counts["rows_in_cells"] += count_swallowed(lines)
         chosen = format_named(self.format, how.pair_keys)
-        parsed = parse_lines(chosen, lines, self.path, WantedLabels(columns, how.loss_mask_val))
+        parsed = parse_lines(
+            chosen, lines, self.path, WantedLabels(columns, how.loss_mask_val, how.neutral)
+        )
         for each in parsed:
             record = _with_prompts(each, how.prompts)
             counts["read"] += 1
@@ -482,7 +488,8 @@ def _why_drop(record: Record, labelled: bool, ties: bool) -> str | None:
         if all(text == record.texts[0] for text in record.texts):
             return "identical"
         return "tied" if record.is_tied and not ties else None
-    if labelled and all(label is None for label in record.labels):
+    rows = [record.labels] if record.steps is None else record.steps
+    if labelled and all(label is None for row in rows for label in row):
         return "no_label"
     return None
 
@@ -551,8 +558,41 @@ def usable_encoded(
         elif _are_same_tokens(texts):
             counts["same_tokens"] += 1
         else:
+            if (reason := _check_steps(each.record, texts[0])) is not None:
+                malformed.append(MalformedRecord(each.record.origin, reason))
+                counts["malformed"] += 1
+                continue
             counts["truncated"] += any(text.truncated for text in texts)
+            counts["labels_cut_off"] += _count_cut_off(each.record, texts[0])
             yield each, texts
+
+
+def _check_steps(record: Record, text: EncodedText) -> str | None:
+    """Why the labels of a record's steps are not those of the steps that the contract finds.
+
+    Raises:
+        DataError: the contract has no steps at all, which is no fault of this record.
+    """
+    if not isinstance(record, Rating) or record.steps is None:
+        return None
+    if text.reads is None:
+        raise DataError(
+            f"{record.origin}: got labels of {len(record.steps)} turns or steps, wanted a model "
+            "that has a reward for each: model.head.reads=turns, step_ends or step_marks"
+        )
+    found = len(text.reads) + text.lost
+    if found != len(record.steps):
+        return (
+            f"got labels of {len(record.steps)} turns or steps, and the scoring contract finds "
+            f"{found} in the text (model.head.reads, model.data.step_separator)"
+        )
+    return None
+
+
+def _count_cut_off(record: Record, text: EncodedText) -> int:
+    """Steps of a rated record that are cut off and have a label."""
+    steps = record.steps if isinstance(record, Rating) else None
+    return sum(any(label is not None for label in own) for own in (steps or ())[: text.lost])
 
 
 def _are_same_tokens(encoded: Sequence[EncodedText]) -> bool:

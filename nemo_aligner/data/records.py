@@ -92,12 +92,17 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Rating:
-    """A text with one label per attribute, None where it is missing; ``source`` may be ""."""
+    """A text with one label per attribute, None where it is missing; ``source`` may be "".
+
+    Where the record has labels for each of its turns or steps, ``steps`` are those of every one,
+    and ``labels`` are empty.
+    """
 
     response: Text
     labels: tuple[float | None, ...]
     origin: Origin
     source: str = ""
+    steps: tuple[tuple[float | None, ...], ...] | None = None
 
     @property
     def texts(self) -> tuple[Text, ...]:
@@ -110,6 +115,12 @@ class Rating:
 
 
 Record: TypeAlias = Comparison | Rating
+
+
+def label_rows(record: Record) -> Sequence[tuple[float | None, ...]]:
+    """Labels of a record, or of each of its steps."""
+    steps = record.steps if isinstance(record, Rating) else None
+    return [record.labels] if steps is None else steps
 
 
 def text_names(record: Record) -> list[str]:

@@ -156,7 +156,7 @@ def _length_correlation(records: Sequence[Record], index: int) -> float:
     points = [
         (_lengths(record)[0], record.labels[index])
         for record in records
-        if isinstance(record, Rating) and record.labels[index] is not None
+        if isinstance(record, Rating) and record.labels and record.labels[index] is not None
     ]
     known = np.array(points, dtype=np.float64).reshape(-1, 2)
     if len(known) < 2 or not known.std(axis=0).all():
@@ -364,6 +364,9 @@ class FileReport:
             yield "different prompts in pair", counts.get("different_prompts", 0)
         if counts.get("rows_in_cells"):
             yield "cells with rows in them", f"{counts['rows_in_cells']}; is a quote missing?"
+        if counts.get("steps"):
+            yield "turns or steps", counts["steps"]
+            yield "their labels cut off", counts.get("labels_cut_off", 0)
         yield "duplicate records", counts.get("duplicates", 0)
         yield "prompts", f"{len(self.prompts)}, {counts['kept'] - len(self.prompts)} repeated"
         if self.prompts_in_training is not None:

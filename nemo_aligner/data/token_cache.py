@@ -79,6 +79,7 @@ class IndexFacts:
         parsed: records that were read and not dropped before they were tokenized.
         token_type: type of the ids.
         digest: sha256 (hex) of token ids, labels and ranks (see ``digest_of``).
+        has_steps: whether sequences have a reward for each of their turns or steps.
     """
 
     summary: FileSummary
@@ -86,6 +87,7 @@ class IndexFacts:
     parsed: int
     token_type: str
     digest: str
+    has_steps: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -110,6 +112,8 @@ class FileIndex:
         lines: ``[N]`` int64.
         sources: ``[N]`` int32, which of the names in ``facts.summary.sources``.
         labels: ``[N, C]`` float32.
+        reads, read_bounds: where there are steps, ``[S]`` int32 places of rewards and ``[Q + 1]``
+            int64 rewards of Q sequences; ``labels`` of ratings are then ``[S, C]``.
         record_keys: uint64 in ascending order, of records that differ.
         prompts: prompts of all records.
     """
@@ -125,6 +129,8 @@ class FileIndex:
         self.lines = arrays.read("lines", _INT)
         self.sources = arrays.read("sources", np.dtype(np.int32))
         self.labels = _labels(arrays, len(self.lines), facts.columns)
+        self.reads = arrays.read("reads", _COUNT) if facts.has_steps else None
+        self.read_bounds = arrays.read("read_bounds", _INT) if facts.has_steps else None
         self.record_keys = arrays.read("record_keys", _KEY)
         prompts = arrays.read("prompt_keys", _KEY), arrays.read("prompt_lines", _INT)
         self.prompts = Prompts(facts.summary.path, *prompts)
@@ -155,7 +161,7 @@ def make_index(
     """
     of_file, blocks = open_file(path, rules.reading)
     to_tokens = TokenRules(of_file, rules.contract, rules.tokenizer)
-    writer = _Writer(arrays)
+    writer = _Writer(arrays, rules.contract.has_steps)
     for block in tokenize_blocks(blocks, to_tokens, processes):
         writer.add(block)
         if told is not None:
@@ -166,7 +172,7 @@ def make_index(
 class _Writer:
     """Block after block to arrays; what is left in memory does not grow with them."""
 
-    def __init__(self, arrays: Arrays) -> None:
+    def __init__(self, arrays: Arrays, has_steps: bool) -> None:
         self.records = 0
         self._arrays = arrays
         self._all = TokenizedBlock()
@@ -174,6 +180,8 @@ class _Writer:
         self._sources: list[int] = []
         self._ends = {"offsets": 0, "bounds": 0}
         self._digest = hashlib.sha256()
+        if has_steps:
+            self._ends["read_bounds"] = 0
         for name in self._ends:
             arrays.append(name, np.zeros(1, _INT))
 
@@ -188,6 +196,8 @@ class _Writer:
         self._add_to_digest(parts["tokens"], parts["lengths"])
         self._add_ends("offsets", parts.pop("lengths"))
         self._add_ends("bounds", parts.pop("sizes"))
+        if "read_bounds" in self._ends:
+            self._add_ends("read_bounds", parts.pop("read_counts"))
         parts["sources"] = self._codes(block.sources)
         for name, part in parts.items():
             self._arrays.append(name, part)
@@ -226,6 +236,7 @@ class _Writer:
             "duplicates": self.records - len(different),
             "kept": self.records,
         }
+        has_steps = "read_bounds" in self._ends
         labels = _labels(arrays, self.records, rules.columns)
         ranks, bounds = arrays.read("ranks", _COUNT), arrays.read("bounds", _INT)
         prefixes = arrays.read("prefixes", _COUNT)
@@ -243,10 +254,14 @@ class _Writer:
             prefixes=PrefixSummary(int(saved.sum()), int((prefixes == 0).sum())),
             malformed=every.malformed,
         )
-        summary = _with_labels(summary, rules.columns, labels, lines)
-        end_digest(self._digest, labels, ranks, bounds)
+        reads = arrays.read("reads", _COUNT) if has_steps else None
+        if has_steps:
+            bounds = arrays.read("read_bounds", _INT)[bounds]
+        sizes = np.diff(bounds) if len(labels) == bounds[-1] else 1
+        summary = _with_labels(summary, rules.columns, labels, np.repeat(lines, sizes))
+        end_digest(self._digest, labels, ranks, bounds, reads)
         digest = self._digest.hexdigest()
-        return IndexFacts(summary, rules.columns, every.parsed, token_type, digest)
+        return IndexFacts(summary, rules.columns, every.parsed, token_type, digest, has_steps)
 
 
 def _with_labels(
@@ -263,12 +278,20 @@ def add_sequence(digest: Any, tokens: np.ndarray) -> None:
     digest.update(tokens.astype(np.int32).tobytes())
 
 
-def end_digest(digest: Any, labels: np.ndarray, ranks: np.ndarray, bounds: np.ndarray) -> None:
-    """Add labels to a digest, and ranks where the order of completions does not say them."""
+def end_digest(
+    digest: Any,
+    labels: np.ndarray,
+    ranks: np.ndarray,
+    bounds: np.ndarray,
+    reads: np.ndarray | None = None,
+) -> None:
+    """Add labels to a digest, ranks where the order of completions does not say them, and reads."""
     digest.update(np.ascontiguousarray(labels).tobytes())
     places = np.arange(len(ranks)) - np.repeat(bounds[:-1], np.diff(bounds))
     if not np.array_equal(ranks, places):
         digest.update(ranks.astype(_INT).tobytes())
+    if reads is not None:
+        add_sequence(digest, reads)
 
 
 # The folder of a file's index, and whether the index still fits the file.
@@ -291,6 +314,7 @@ _DECIDE_IDS = (
     "tokenizer_fingerprint",
     "reward_token_id",
 )
+_DECIDE_STEPS = ("scored_position", "step_separator")
 # A file may be written to twice within one tick of its clock (coarse: two seconds on FAT).
 _TICK_NS = 2_000_000_000
 _READ_BYTES = 1 << 22
@@ -322,7 +346,9 @@ def describe_rules(rules: IndexRules) -> dict[str, Any]:
     import tokenizers
 
     how, contract = rules.reading, rules.contract
+    steps = {name: getattr(contract, name) for name in _DECIDE_STEPS}
     return {
+        **(steps if contract.has_steps else {}),
         "version": VERSION,
         "nemo_aligner": __version__,
         "tokenizers": tokenizers.__version__,
@@ -335,6 +361,7 @@ def describe_rules(rules: IndexRules) -> dict[str, Any]:
         "pair_keys": None if how.pair_keys is None else asdict(how.pair_keys),
         "prompts": None if how.prompts is None else asdict(how.prompts),
         "ties": how.ties,
+        **({} if how.neutral == Reading.neutral else {"neutral": how.neutral}),
     }
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice, pairwise
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from nemo_aligner.data.readers import EncodedRecord, FileRules, encode_record, u
 from nemo_aligner.data.records import (
     Comparison,
     MalformedRecord,
+    Rating,
     Record,
     better_and_worse,
     prompt_hash,
@@ -75,7 +77,9 @@ class TokenizedBlock:
         parsed: records that were read and not dropped before they were tokenized.
         arrays: ``tokens [T]``, ``lengths [S]``, ``ranks [S]``, ``reply_lengths [S]``,
             ``sizes [N]`` (sequences of a record), ``prefixes [N]``, ``lines [N]``,
-            ``labels [N, C]``, ``record_keys [N]``, ``prompt_keys [N]``.
+            ``labels [N, C]``, ``record_keys [N]``, ``prompt_keys [N]``. Where the contract has
+            steps, there are Q sequences and S rewards: ``lengths [Q]``, ``reads [S]`` (places in
+            their sequences), ``read_counts [Q]``, and of ratings ``labels [S, C]``.
         sources: source of every record.
         pairs, longer: pairs of completions of which one is better, and how many of these are the
             longer ones; equal lengths are one half.
@@ -94,6 +98,19 @@ class _Kept(NamedTuple):
     record: Record
     sequences: list[np.ndarray]
     reply_lengths: Sequence[int]
+    # Of each sequence, where the contract has steps, and how many were cut off before them.
+    reads: Sequence[Sequence[int]] | None = None
+    lost: int = 0
+
+    def label_rows(self, columns: int) -> list[Sequence[float | None]]:
+        """Labels of the record, or of every step of a rated one that is still there."""
+        record, none = self.record, (None,) * columns
+        if self.reads is None or not isinstance(record, Rating):
+            return [record.labels or none]
+        if record.steps is not None:
+            return [own or none for own in record.steps[self.lost :]]
+        # A label of the whole text is that of its last step.
+        return [none] * (len(self.reads[0]) - 1) + [record.labels or none]
 
 
 def tokenize_block(block: Block, rules: TokenRules) -> TokenizedBlock:
@@ -111,11 +128,18 @@ def tokenize_block(block: Block, rules: TokenRules) -> TokenizedBlock:
     done.sources = [each.record.source for each in kept]
     done.malformed.sort(key=lambda record: record.origin.line)
     pairs = better_and_worse(
-        [each.record for each in kept], [n for each in kept for n in each.reply_lengths]
+        [each.record for each in kept], [n for each in kept for n in _reply_lengths(each)]
     )
     done.pairs, done.longer = len(pairs), sum((a > b) + 0.5 * (a == b) for a, b in pairs)
     done.arrays = _arrays(kept, rules)
     return done
+
+
+def _reply_lengths(kept: _Kept) -> list[int]:
+    """Of each text, those of its steps together."""
+    lengths = iter(kept.reply_lengths)
+    counts = [1] * len(kept.sequences) if kept.reads is None else map(len, kept.reads)
+    return [sum(islice(lengths, count)) for count in counts]
 
 
 def _kept(records: Sequence[Record], rules: TokenRules, done: TokenizedBlock) -> Iterator[_Kept]:
@@ -127,26 +151,52 @@ def _kept(records: Sequence[Record], rules: TokenRules, done: TokenizedBlock) ->
         if isinstance(record, Comparison) and record.has_ties:
             done.counts["all_tied" if record.is_tied else "some_tied"] += 1
         sequences = [np.array(text.token_ids, dtype=np.int32) for text in texts]
-        yield _Kept(record, sequences, each.reply_tokens)
+        reads = [text.reads for text in texts if text.reads is not None]
+        if not reads:
+            yield _Kept(record, sequences, each.reply_tokens)
+            continue
+        done.counts["steps"] += sum(map(len, reads))
+        lengths = [
+            length
+            for tokens, own in zip(each.reply_tokens, reads, strict=True)
+            for length in _step_lengths(tokens, own)
+        ]
+        yield _Kept(record, sequences, lengths, reads, texts[0].lost)
+
+
+def _step_lengths(reply_tokens: int, reads: Sequence[int]) -> list[int]:
+    """Tokens of each step; the first has what the others leave of the reply."""
+    rest = [high - low for low, high in pairwise(reads)]
+    return [max(1, reply_tokens - sum(rest)), *rest]
 
 
 def _arrays(kept: Sequence[_Kept], rules: TokenRules) -> dict[str, np.ndarray]:
     sequences = [sequence for each in kept for sequence in each.sequences]
     columns = rules.file.columns
-    none = (None,) * len(columns)
     labels = [
-        [float("nan") if n is None else n for n in each.record.labels or none] for each in kept
+        [float("nan") if n is None else n for n in own]
+        for each in kept
+        for own in each.label_rows(len(columns))
     ]
     tokens = np.concatenate(sequences) if sequences else np.zeros(0)
+    ranks = [rank for each in kept for rank in each.record.ranks]
+    steps = {}
+    if rules.contract.has_steps:
+        reads = [own for each in kept for own in each.reads or ()]
+        counts = [len(own) for own in reads]
+        ranks = np.repeat(_counts(ranks), counts).tolist()
+        steps = {"reads": _counts([place for own in reads for place in own])}
+        steps["read_counts"] = _integers(counts)
     return {
+        **steps,
         "tokens": tokens.astype(rules.token_type),
         "lengths": _integers([len(sequence) for sequence in sequences]),
-        "ranks": _counts([rank for each in kept for rank in each.record.ranks]),
+        "ranks": _counts(ranks),
         "reply_lengths": _counts([n for each in kept for n in each.reply_lengths]),
         "sizes": _integers([len(each.sequences) for each in kept]),
         "prefixes": _counts([prefix_of_all(each.sequences) for each in kept]),
         "lines": _integers([each.record.origin.line for each in kept]),
-        "labels": np.array(labels, dtype=np.float32).reshape(len(kept), len(columns)),
+        "labels": np.array(labels, dtype=np.float32).reshape(len(labels), len(columns)),
         "record_keys": np.array([_record_key(each) for each in kept], dtype=np.uint64),
         "prompt_keys": np.array([prompt_hash(each.record) for each in kept], dtype=np.uint64),
     }
@@ -162,7 +212,10 @@ def _counts(values: Sequence[int]) -> np.ndarray:
 
 def _record_key(kept: _Kept) -> int:
     """The same for records that are one, token for token and label for label."""
-    said = repr((kept.record.labels, kept.record.ranks, [len(ids) for ids in kept.sequences]))
+    record = kept.record
+    said = repr((record.labels, record.ranks, [len(ids) for ids in kept.sequences]))
+    if isinstance(record, Rating) and record.steps is not None:
+        said += repr(record.steps)
     return short_hash(said.encode(), *(ids.tobytes() for ids in kept.sequences))
 
 
@@ -175,7 +228,7 @@ def _encode_all(
             if isinstance(texts, MalformedRecord):
                 yield texts
                 continue
-            fitted = [_fit(text.token_ids, contract) for text in texts]
+            fitted = [_fit(text, contract) for text in texts]
             yield EncodedRecord(record, fitted, [text.reply_tokens for text in texts])
 
 
@@ -192,9 +245,9 @@ def _tokenize(
         ]
 
 
-def _fit(token_ids: list[int], contract: ScoringContract) -> EncodedText | OverlongError:
+def _fit(text: TextIds, contract: ScoringContract) -> EncodedText | OverlongError:
     try:
-        return contract.fit(token_ids)
+        return contract.fit(text.token_ids, text.reads)
     except OverlongError as error:
         return error
 

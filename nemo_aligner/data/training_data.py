@@ -72,6 +72,7 @@ def build_training_data(
     if not prefix.train:
         raise ConfigError("model.data.data_prefix.train: got no file, wanted at least one")
     objective = build_objective(config, contract.attributes, contract.attribute_weights)
+    _check_reads(contract, objective)
     how = how_to_read(config, objective)
     indexes = open_indexes(
         prefix.all_files,
@@ -101,6 +102,22 @@ def build_training_data(
     return TrainingData(train, validation, contract, objective, test)
 
 
+def _check_reads(contract: ScoringContract, objective: Objective) -> None:
+    """Refuse an objective that cannot learn from what the head reads."""
+    reads = contract.scored_position
+    if contract.has_steps and getattr(objective, "takes_comparisons", False):
+        raise ConfigError(
+            f"model.head.reads: got {reads}, wanted last_token or reply_mean: model.objective "
+            "learns from pairs and ratings at once, and has no rule for rewards of steps"
+        )
+    wants_pairs = objective.record_kind is RecordKind.comparison
+    if contract.has_steps and wants_pairs and not hasattr(objective, "aggregate"):
+        raise ConfigError(
+            f"model.head.reads: got {reads}, wanted last_token or reply_mean: model.objective has "
+            "one reward for each text; model.objective=bradley_terry makes one of all of them"
+        )
+
+
 def how_to_read(config: ModelConfig, objective: Objective) -> Reading:
     """Rules by which the files of ``model.data.data_prefix`` become records."""
     is_rating = objective.record_kind is RecordKind.rating
@@ -115,6 +132,7 @@ def how_to_read(config: ModelConfig, objective: Objective) -> Reading:
         ),
         prompts=PromptWrapping.of(config.data, "model.data"),
         ties=objective.learns_from_ties,
+        neutral=config.data.neutral_label,
         rule=MalformedRule(config.data.malformed, config.data.max_malformed),
     )
 
@@ -171,7 +189,7 @@ def _check_labels(dataset: TokenizedDataset, objective: Objective) -> None:
         least, most = float(low[column]), float(high[column])
         wanted = f"{least:g} or more" if most == math.inf else f"{least:g} to {most:g}"
         raise DataError(
-            f"{dataset.origins[record]}: {labels.names[column]}: got "
+            f"{dataset.label_origins[record]}: {labels.names[column]}: got "
             f"{float(labels.values[record, column]):g}, wanted {wanted}, as "
             f"model.objective needs it ({len(outside)} labels of {dataset.name} are not)"
         )

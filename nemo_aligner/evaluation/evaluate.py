@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nemo_aligner.batch.packed import LabelColumns, Records
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.contract import EncodedText, OverlongError, one_reward
 from nemo_aligner.contract.messages import Text, reply_of
@@ -38,12 +39,13 @@ from nemo_aligner.data.records import (
     Comparison,
     MalformedRecord,
     Rating,
+    label_rows,
     write_lines,
 )
 from nemo_aligner.evaluation.predictions import Item, Prediction, Predictions
 from nemo_aligner.evaluation.sources import Measure, RewardSource, Score
-from nemo_aligner.losses import default_objective
-from nemo_aligner.losses.base import measure_set
+from nemo_aligner.losses import default_objective, default_step_objective
+from nemo_aligner.losses.base import RatingObjective, measure_set
 from nemo_aligner.metrics.ranking import wilson_interval
 from nemo_aligner.metrics.regression import RatedRewards
 from nemo_aligner.metrics.table import BY_SOURCE, Shown, all_metrics, find_metric, measure_spreads
@@ -207,6 +209,65 @@ def evaluate_ratings(
     return EvalResult(Predictions(rows, tuple(attributes)), metrics, counts)
 
 
+def _evaluate_steps(source: RewardSource, ratings: Sequence[Rating]) -> EvalResult:
+    """Measure the rewards of all turns or steps; the predictions are those of the last ones.
+
+    Raises:
+        DataError: there is no rating, or a reward is not finite.
+    """
+    assert source.score_steps is not None
+    assert source.contract is not None
+    names = source.attributes
+    scored = source.score_steps([record.response for record in ratings])
+    rewards = np.concatenate([each.rewards for each in scored])
+    _check_finite(
+        rewards, [own for own, each in zip(ratings, scored, strict=True) for _ in each.rewards]
+    )
+    labels = [
+        _last_labels(own, len(each.rewards), len(names))
+        for own, each in zip(ratings, scored, strict=True)
+    ]
+    values = torch.tensor([row for own in labels for row in own], dtype=torch.float32)
+    sizes = [len(each.rewards) for each in scored]
+    texts = torch.zeros(len(rewards), dtype=torch.int64)
+    columns = LabelColumns.of(names, values.view(len(rewards), len(names)), of_rewards=True)
+    metrics = measure_set(
+        default_step_objective(source.contract.readout, source.contract.label_means, names),
+        torch.from_numpy(rewards),
+        Records.of(range(len(ratings)), sizes, columns, texts, texts),
+        torch.tensor([span.end - span.start for each in scored for span in each.spans]),
+        [record.source for record in ratings],
+    )
+    rows = [
+        Prediction(
+            item=Item("", record.source, record.texts, num_right=0),
+            rewards=each.rewards[-1],
+            record=str(record.origin),
+            labels=np.array(own[-1]),
+        )
+        for record, each, own in zip(ratings, scored, labels, strict=True)
+    ]
+    counts = {"read": len(ratings), "kept": len(ratings)}
+    return EvalResult(Predictions(rows, tuple(names)), metrics, counts)
+
+
+def right_from(source: RewardSource) -> float:
+    """The reward from which on a step counts as right."""
+    if source.contract is None:
+        return RatingObjective.right_from
+    contract = source.contract
+    objective = default_step_objective(contract.readout, contract.label_means, source.attributes)
+    return float(getattr(objective, "right_from", RatingObjective.right_from))
+
+
+def _last_labels(record: Rating, steps: int, columns: int) -> list[list[float]]:
+    """Labels of the last ``steps`` of a record, NaN where one is missing."""
+    none: list[tuple[float | None, ...]] = [(None,) * columns] * steps
+    known = [own or none[0] for own in label_rows(record)]
+    rows = [*none, *known][-steps:]
+    return [[math.nan if label is None else label for label in own] for own in rows]
+
+
 def _measure(
     attributes: Sequence[str],
     rewards: np.ndarray,
@@ -252,9 +313,17 @@ def evaluate_file(
         turned = [each.swapped() for each in file.records if isinstance(each, Comparison)]
         file = replace(file, records=turned)
     file = keep_scorable(file, source, how.rule)
+    has_labels = any(isinstance(each, Rating) and each.steps for each in file.records)
+    if has_labels and source.score_steps is None:
+        raise DataError(
+            f"{path}: got labels of turns or steps, wanted a model in this process that has a "
+            "reward for each (rm_model_file)"
+        )
     if source.encode is None:
         file, source = drop_refused(file, source)
-    if file.kind is RecordKind.rating:
+    if file.kind is RecordKind.rating and source.score_steps is not None:
+        found = _evaluate_steps(source, file.records)
+    elif file.kind is RecordKind.rating:
         spreads = None
         if source.score_and_spread is not None:  # in one pass
             rewards, spreads = source.score_and_spread([each.response for each in file.records])
@@ -348,12 +417,15 @@ def _checked(
         raise DataError(
             f"got scores of shape {scores.shape}, wanted {len(texts)} rows of attributes"
         )
+    _check_finite(scores, [record for record in records for _ in record.texts])
+    return scores
+
+
+def _check_finite(scores: np.ndarray, owners: Sequence[Comparison | Rating]) -> None:
     bad = np.flatnonzero(~np.isfinite(scores).all(axis=1))
     if bad.size:
-        owners = [record for record in records for _ in record.texts]
         origin = owners[bad[0]].origin
         raise DataError(f"{origin}: got a reward that is not finite, and {bad.size - 1} more")
-    return scores
 
 
 def _reply_lengths(

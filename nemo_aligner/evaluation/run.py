@@ -16,7 +16,7 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.readers import MalformedRule, PromptWrapping, Reading
 from nemo_aligner.distributed.collectives import on_main
-from nemo_aligner.evaluation.evaluate import EvalResult, evaluate_file
+from nemo_aligner.evaluation.evaluate import EvalResult, evaluate_file, right_from
 from nemo_aligner.evaluation.report.run_report import RunReport
 from nemo_aligner.evaluation.robustness import (
     Robustness,
@@ -106,6 +106,7 @@ class _Asked:
     how: Reading
     robustness_pairs: int | None
     swapped: bool
+    threshold: float | None
 
     @classmethod
     def of(cls, config: EvaluateConfig) -> _Asked:
@@ -119,7 +120,10 @@ class _Asked:
             check_pairwise(task)
         if task is not None and config.swapped:
             raise ConfigError(f"swapped: got true with task={config.task}, wanted a file of pairs")
-        return cls(data_file, task, _reading(config), most, config.swapped)
+        threshold = config.threshold
+        if threshold is not None and not (task is not None and task.reads_steps):
+            raise ConfigError(f"threshold: got {threshold}, wanted null: no steps are judged by it")
+        return cls(data_file, task, _reading(config), most, config.swapped, threshold)
 
 
 def _check_unread(config: EvaluateConfig) -> None:
@@ -147,6 +151,7 @@ def _reading(config: EvaluateConfig) -> Reading:
         pair_keys=PairKeys.of(data.prompt_key, data.chosen_key, data.rejected_key),
         prompts=PromptWrapping.of(data, "data"),
         rule=MalformedRule(data.malformed, data.max_malformed, section="data."),
+        neutral=data.neutral_label,
     )
 
 
@@ -196,7 +201,11 @@ def _measure(asked: _Asked, source: RewardSource) -> _Measured:
     if task is None:
         result = evaluate_file(source, path, asked.how, swapped=asked.swapped)
     else:
-        result = run_task(task, path, source.score, source.attribute_weights, source.encode)
+        weights, score_steps = source.attribute_weights, source.score_steps
+        threshold = asked.threshold
+        if threshold is None:
+            threshold = right_from(source)
+        result = run_task(task, path, source.score, weights, source.encode, score_steps, threshold)
     robustness, most = None, asked.robustness_pairs
     if most is not None:
         robustness = check_robustness(result.predictions, source.score_as_one, source.fits, most)

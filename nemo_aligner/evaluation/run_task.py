@@ -17,10 +17,10 @@ from nemo_aligner.contract.turns import TurnMarkError
 from nemo_aligner.data.files import BadLine, Line, read_lines
 from nemo_aligner.data.records import write_lines
 from nemo_aligner.evaluation.predictions import Item, Prediction, Predictions
-from nemo_aligner.evaluation.sources import Score
+from nemo_aligner.evaluation.sources import Score, ScoreSteps
 from nemo_aligner.evaluation.tasks.base import Level, Task, TaskRow
 from nemo_aligner.utils.console import fit_row
-from nemo_aligner.utils.errors import DataError
+from nemo_aligner.utils.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,8 @@ def run_task(
     score: Score,
     attribute_weights: Sequence[float] = (1.0,),
     encode: Callable[[Text], object] | None = None,
+    score_steps: ScoreSteps | None = None,
+    threshold: float = 0.5,
 ) -> TaskResult:
     """Score every text of a benchmark's file, and summarise the verdicts as the benchmark does.
 
@@ -100,8 +102,11 @@ def run_task(
         attribute_weights: A weights that make one reward of a text's A.
         encode: raises OverlongError or TurnMarkError for a text that the model cannot take; items
             with such a text are left out and counted. Without it the scorer refuses texts itself.
+        score_steps: rewards of all steps of texts, for a benchmark of these.
+        threshold: the reward from which on a step is right.
 
     Raises:
+        ConfigError: it is a benchmark of steps, and the model has no rewards of them.
         DataError: the file cannot be read, or a line is not a record of this benchmark.
     """
     left_out: Counter[str] = Counter()
@@ -113,14 +118,24 @@ def run_task(
             f"{dict(left_out)}"
         )
     texts: list[Text] = [text for item in items for text in item.texts]
-    rewards = one_reward(np.asarray(score(texts)), attribute_weights).reshape(-1)
-    bounds = np.cumsum([len(item.texts) for item in items])[:-1]
+    if task.reads_steps:
+        if score_steps is None:
+            raise ConfigError(
+                f"task: {task.name} judges steps, wanted a model in this process that has a reward "
+                "for each (model.head.reads=step_ends or step_marks)"
+            )
+        scored = [one_reward(each.rewards, attribute_weights) for each in score_steps(texts)]
+    else:
+        rewards = one_reward(np.asarray(score(texts)), attribute_weights).reshape(-1)
+        bounds = np.cumsum([len(item.texts) for item in items])[:-1]
+        scored = np.split(rewards, bounds)
     rows = []
-    for (line, item), of_item in zip(found, np.split(rewards, bounds), strict=True):
+    for (line, item), of_item in zip(found, scored, strict=True):
         if np.isnan(of_item).any():
             left_out["without a reward"] += 1
         else:
-            rows.append(Prediction(item, of_item, task.judge(item, of_item), f"{path}:{line}"))
+            above = of_item.astype(np.float64) - threshold if task.reads_steps else of_item
+            rows.append(Prediction(item, of_item, task.judge(item, above), f"{path}:{line}"))
     if not rows:
         raise DataError(f"{path}: no item of {task.name} got rewards; left out: {dict(left_out)}")
     predictions = Predictions(rows, is_benchmark=True)

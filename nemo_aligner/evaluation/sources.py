@@ -30,6 +30,7 @@ from nemo_aligner.serving.client.posting import JsonAnswer, PostingAddress, post
 from nemo_aligner.serving.client.reward import RewardClient
 from nemo_aligner.serving.engine.scorer import RowValues, load_scorer, score_encodable
 from nemo_aligner.serving.failures import FailureKind
+from nemo_aligner.serving.protocols import StepRewards
 from nemo_aligner.serving.tokens import find_token
 from nemo_aligner.utils.console import Counter, say
 from nemo_aligner.utils.errors import ConfigError, ServingError, short
@@ -57,6 +58,9 @@ class EvaluableScorer(Protocol):
     def count_reply_tokens(self, texts: Sequence[Text]) -> Sequence[int]: ...
 
 
+ScoreSteps = Callable[[Sequence[Text]], list[StepRewards]]
+
+
 @runtime_checkable
 class SpreadScorer(Protocol):
     """A scorer whose model may report how uncertain its rewards are."""
@@ -79,6 +83,7 @@ class RewardSource:
         score_and_spread: ``score`` together with the uncertainty of the rewards, in one pass; None
             for a model that reports none.
         score_rows: rewards, and why refused texts have none; None for a running server.
+        score_steps: rewards of all turns or steps of texts; None for a source that has none.
     """
 
     name: str
@@ -90,6 +95,7 @@ class RewardSource:
     measure: Measure | None = None
     score_and_spread: ScoreAndSpread | None = None
     score_rows: Callable[[Sequence[Text]], ScoredRows] | None = None
+    score_steps: ScoreSteps | None = None
 
     @property
     def takes_ratings(self) -> bool:
@@ -223,7 +229,8 @@ def _archive(config: EvaluateConfig, name: str, layout: ParallelLayout) -> Rewar
         invariant_rows=config.model.invariant_rows,
         watch=Counter("scoring", "texts").show,
     )
-    return replace(of_scorer(scorer, name), score_rows=scorer.score_rows)
+    score_steps = scorer.score_steps if scorer.contract.has_steps else None
+    return replace(of_scorer(scorer, name), score_rows=scorer.score_rows, score_steps=score_steps)
 
 
 def _hugging_face(config: EvaluateConfig, name: str, layout: ParallelLayout) -> RewardSource:

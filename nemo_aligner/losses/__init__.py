@@ -21,6 +21,7 @@ from nemo_aligner.losses.listwise import PlackettLuce
 from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, RaoKupper
 from nemo_aligner.losses.ranking_and_regression import RankingAndRegression
 from nemo_aligner.losses.regression import Huber, MaskedMse, OrdinalBins, Quantiles
+from nemo_aligner.losses.steps import BinaryCrossEntropy
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 OBJECTIVES: dict[str, type[Any]] = {
@@ -33,6 +34,7 @@ OBJECTIVES: dict[str, type[Any]] = {
     "ordinal_bins": OrdinalBins,
     "quantiles": Quantiles,
     "ranking_and_regression": RankingAndRegression,
+    "binary_cross_entropy": BinaryCrossEntropy,
 }
 _DEFAULTS = {
     RewardModelType.binary_ranking: "bradley_terry",
@@ -79,6 +81,17 @@ def default_objective(kind: RecordKind, attributes: Sequence[str]) -> Objective:
     """Objective that measures records of a kind where nothing is trained."""
     model_type = next(each for each in RewardModelType if each.record_kind is kind)
     return OBJECTIVES[_DEFAULTS[model_type]](tuple(attributes))
+
+
+def default_step_objective(
+    readout: str | None, label_means: Sequence[float], attributes: Sequence[str]
+) -> Objective:
+    """Objective that measures rewards of turns and steps where nothing is trained.
+
+    A head whose labels were centred, or that has a readout, predicts labels; any other, log-odds.
+    """
+    is_of_labels = readout is not None or any(label_means)
+    return (MaskedMse if is_of_labels else BinaryCrossEntropy)(tuple(attributes))
 
 
 def objective_name(config: ModelConfig) -> str:

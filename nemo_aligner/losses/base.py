@@ -16,7 +16,8 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.readout import BINS, Readout
 from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.metrics.regression import RatedRewards
-from nemo_aligner.metrics.table import by_source, measure_pairs, measure_ratings
+from nemo_aligner.metrics.steps import StepVerdicts
+from nemo_aligner.metrics.table import by_source, measure_pairs, measure_ratings, measure_steps
 
 # The interface, and what objectives on pairs and on ratings share.
 
@@ -131,12 +132,26 @@ class RatingObjective:
         errors = torch.where(present, records.as_single(rewards) - labels.nan_to_num(), 0.0)
         return errors, present
 
+    # Where steps are scored, the reward from which on one counts as right.
+    right_from: ClassVar[float] = 0.5
+
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
         rated = self._rated(rewards, records, torch.zeros(len(rewards), dtype=torch.int64))
-        return measure_ratings(rated, in_step=True)
+        found = measure_ratings(rated, in_step=True)
+        return {**found, **measure_steps(self._verdicts(rated, records), in_step=True)}
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
-        return measure_ratings(self._rated(rewards, records, reply_lengths))
+        rated = self._rated(rewards, records, reply_lengths)
+        return {**measure_ratings(rated), **measure_steps(self._verdicts(rated, records))}
+
+    def _verdicts(self, rated: RatedRewards, records: Records) -> StepVerdicts | None:
+        if not records.labels.of_rewards:
+            return None
+        means = dict(zip(records.labels.names, records.labels.means, strict=True))
+        offsets = torch.tensor([[means[name] or 0.0 for name in self.attributes]]).double()
+        rewards, labels = rated.rewards + offsets, rated.labels + offsets
+        sizes = records.sizes.tolist()
+        return StepVerdicts.of(rewards, labels, sizes, self.attributes, self.right_from)
 
     def _rated(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> RatedRewards:
         outputs, labels = records.as_single(rewards), records.labels.targets(self.attributes)
@@ -196,10 +211,12 @@ def label_limits(objective: Objective, names: Sequence[str]) -> Tensor:
     """Least and greatest label allowed in each column, ``[len(names), 2]`` float32."""
     # A label beyond the outer bins would silently be learned as the outer one.
     lowest, readout = objective.lowest_label, readout_of(objective)
-    limits = dict.fromkeys(names, (-math.inf if lowest is None else lowest, math.inf))
+    highest = getattr(objective, "highest_label", None)
+    ends = -math.inf if lowest is None else lowest, math.inf if highest is None else highest
+    limits = dict.fromkeys(names, ends)
     if readout is not None and readout.kind == BINS:
-        ends = [(row[0], row[-1]) for row in readout.numbers]
-        limits |= dict(zip(objective.attributes, ends, strict=True))
+        bins = [(row[0], row[-1]) for row in readout.numbers]
+        limits |= dict(zip(objective.attributes, bins, strict=True))
     return torch.tensor([limits[name] for name in names], dtype=torch.float32).view(-1, 2)
 
 

@@ -18,6 +18,7 @@ from nemo_aligner.losses.base import (
     check_flag,
     check_number,
 )
+from nemo_aligner.losses.steps import AGGREGATES, aggregate
 from nemo_aligner.utils.host_transfer import to_device
 
 # Bradley-Terry and its variants.
@@ -48,6 +49,8 @@ class BradleyTerry(PairObjective):
             them.
         center_rewards_coefficient: adds this times ``(better + worse) ** 2``, which keeps rewards
             around 0 (Eisenstein et al. 2023, "Helping or herding?", as in TRL).
+        aggregate: where turns or steps are scored, what becomes the reward of a text: ``last``,
+            ``min``, ``mean`` or ``product`` of theirs (see ``steps.aggregate``).
     """
 
     label_smoothing: float = 0.0
@@ -55,8 +58,10 @@ class BradleyTerry(PairObjective):
     focal_gamma: float = 0.0
     label_margin: str = "none"
     ties: str = "drop"
+    aggregate: str = "last"
 
     def __post_init__(self) -> None:
+        check_choice(self, "aggregate", AGGREGATES)
         check_number(self, "label_smoothing", 0, 0.5)
         check_number(self, "center_rewards_coefficient", 0)
         check_number(self, "focal_gamma", 0)
@@ -77,6 +82,7 @@ class BradleyTerry(PairObjective):
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
         """Sum over records of their pairs' mean loss, and their count, of rewards ``[S, 1]``."""
+        rewards, records = self._of_texts(rewards, records)
         # K ranked completions are K (K - 1) / 2 pairs, which share one record's weight (eq. 1).
         pairs = records.pairs(with_ties=self.learns_from_ties)
         better, worse = pairs.of(rewards[:, 0])
@@ -88,6 +94,19 @@ class BradleyTerry(PairObjective):
         if self.center_rewards_coefficient:
             losses = losses + self.center_rewards_coefficient * (better + worse).square()
         return pairs.sum_and_count(losses)
+
+    def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
+        return super().step_metrics(*self._of_texts(rewards, records))
+
+    def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
+        ends = F.pad(reply_lengths.cumsum(0), (1, 0))[records.text_bounds()]
+        return super().report(*self._of_texts(rewards, records), ends.diff())
+
+    def _of_texts(self, rewards: Tensor, records: Records) -> tuple[Tensor, Records]:
+        """One reward of each text, and the records that own them."""
+        if records.texts is None:
+            return rewards, records
+        return aggregate(rewards, records, self.aggregate), records.of_texts()
 
     def _labels(self, pairs: PairRows, records: Records) -> Tensor | None:
         """Label ``[P]`` of every pair's record; None if labels are unused."""

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from enum import Enum, Flag, auto
 from typing import Any
 
-from nemo_aligner.metrics import ranking, regression
+from nemo_aligner.metrics import ranking, regression, steps
 from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.metrics.regression import RatedRewards
+from nemo_aligner.metrics.steps import StepVerdicts
 
 
 class Shown(Flag):
@@ -178,6 +179,32 @@ RATINGS: list[Metric] = [
     *SPREADS,
 ]
 
+# Where turns or steps are scored, and labels are from 0 (wrong) to 1 (right).
+STEPS: list[Metric] = [
+    Metric(
+        "step_accuracy",
+        "steps judged as they are labelled",
+        steps.step_accuracy,
+        Better.higher,
+        shown=_EVERYWHERE | Shown.source,
+        in_step=True,
+    ),
+    Metric(
+        "first_error_accuracy",
+        "texts whose first wrong step, or none, is found",
+        steps.first_error_accuracy,
+        Better.higher,
+        shown=Shown.validation,
+    ),
+    Metric(
+        "first_error_f1",
+        "harmonic mean of that in texts with and without an error",
+        steps.first_error_f1,
+        Better.higher,
+        shown=Shown.validation | Shown.source,
+    ),
+]
+
 # For each attribute, over all texts of a set; the scoring contract stores those of the first
 # validation set.
 REWARDS = [
@@ -208,6 +235,11 @@ def measure_ratings(rated: RatedRewards, *, in_step: bool = False) -> dict[str, 
     return _measure(RATINGS, rated, in_step)
 
 
+def measure_steps(verdicts: StepVerdicts | None, *, in_step: bool = False) -> dict[str, float]:
+    """Compute every metric of ``STEPS``, or only those for a single batch; nothing for None."""
+    return {} if verdicts is None else _measure(STEPS, verdicts, in_step)
+
+
 def measure_spreads(rated: RatedRewards) -> dict[str, float]:
     """Compute every metric of ``SPREADS``."""
     return _measure(SPREADS, rated, in_step=False)
@@ -228,7 +260,7 @@ def _measure(rows: Sequence[Metric], data: object, in_step: bool) -> dict[str, f
 
 def all_metrics() -> list[Metric]:
     """List the whole table in display order."""
-    return [LOSS, *PAIRS, *RATINGS, *REWARDS, *RUN]
+    return [LOSS, *PAIRS, *RATINGS, *STEPS, *REWARDS, *RUN]
 
 
 def find_metric(name: str) -> Metric | None:

@@ -18,12 +18,14 @@ import numpy as np
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.contract.contract import EncodedText, ScoringContract
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.steps import StepSpan
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client.calls import OnError
 from nemo_aligner.serving.engine.batcher import BackpressureLimit, Batcher
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation
 from nemo_aligner.serving.engine.scorer import TokenCounts
 from nemo_aligner.serving.engine.shaping import RewardShaper
+from nemo_aligner.serving.engine.steps import StepScorer, by_text, mark_reads, score_marked
 from nemo_aligner.serving.failures import FailureKind, RefusedError, RequestError
 from nemo_aligner.serving.metrics import Meter, RecentRewards
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, kserve, place_rows
@@ -54,7 +56,7 @@ class RequestEncoder(Protocol):
         """Tokens of every text's reply alone."""
 
 
-class ServableScorer(RequestEncoder, Protocol):
+class ServableScorer(RequestEncoder, StepScorer, Protocol):
     """Scorer, as a server needs it.
 
     ``score_token_lists`` and ``reset_cache`` are collective over the ranks, the others are not.
@@ -78,9 +80,6 @@ class ServableScorer(RequestEncoder, Protocol):
     def score_outputs(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """``[N, outputs]`` float32 of the head."""
 
-    def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """``[N, A]`` float32 rewards of ``outputs``, and their spreads, if any."""
-
     def reset_cache(self) -> None:
         """Empty the prefix cache."""
 
@@ -97,6 +96,7 @@ class _Encoded:
     token_lists: list[list[int]] = field(default_factory=list)
     exceeded: list[bool] = field(default_factory=list)
     reply_tokens: list[int] | None = None
+    spans: list[tuple[StepSpan, ...]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -128,6 +128,8 @@ class RewardService:
         self._meter = meter
         self._encoders = ThreadPoolExecutor(_ENCODERS, "encoder")
         self._shaper = shaper
+        # What shapes rewards has a rule for one of each text.
+        self._has_steps = scorer.contract.has_steps and shaper is None
         self.contract = scorer.contract if shaper is None else shaper.contract
         self._contract_hash = self.contract.hash
 
@@ -135,7 +137,8 @@ class RewardService:
     def optional_outputs(self) -> tuple[str, ...]:
         """Names of the outputs beside rewards, by shaping and by a head with several outputs."""
         shaped = () if self._shaper is None else ("raw_rewards", *self._shaper.outputs)
-        return shaped if self._read_outputs is None else (*shaped, "spread", "outputs")
+        read = () if self._read_outputs is None else ("spread", "outputs")
+        return (*shaped, *read, *(("steps",) if self._has_steps else ()))
 
     @property
     def rows_in_flight(self) -> int:
@@ -186,8 +189,14 @@ class RewardService:
             what = f"row {wrong[0]}: the model's reward is not a finite number"
             raise RequestError(what, FailureKind.internal)
         exceeded = np.array(encoded.exceeded, dtype=bool)
+        steps = None
+        if self._has_steps:
+            steps, last = by_text(rewards, encoded.spans)
+            rewards = rewards[last]
+            spread = None if spread is None else spread[last]
+            outputs = None if outputs is None else outputs[last]
         scored = ScoredRows(
-            rewards, {}, exceeded, self._contract_hash, spread=spread, outputs=outputs
+            rewards, {}, exceeded, self._contract_hash, spread=spread, outputs=outputs, steps=steps
         )
         if self._shaper is None:
             return scored
@@ -203,11 +212,14 @@ class RewardService:
                 self._scorer.check_tokens(token_list)
             encoded.token_lists.append(token_list)
             encoded.exceeded.append(False)
+            encoded.spans.append(())
         for row, text in enumerate(request.texts or ()):
             with _naming(row):
                 found = self._scorer.encode(text)
-            encoded.token_lists.append(list(found.token_ids))
+            reads = found.reads if self._has_steps else None
+            encoded.token_lists.append(mark_reads(found.token_ids, reads or ()))
             encoded.exceeded.append(found.truncated)
+            encoded.spans.append(found.spans)
         if self._shaper is not None and self._shaper.needs_lengths:
             encoded.reply_tokens = self._count_reply_tokens(request)
         return encoded
@@ -282,6 +294,8 @@ class RewardModelServable:
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> object:
         self._prepare()
+        if self._scorer.contract.has_steps:
+            return score_marked(self._scorer, sequences)
         # With several outputs for an attribute, rank 0 makes rewards and spreads of them.
         if self._scorer.contract.readout is not None:
             return self._scorer.score_outputs(sequences)
@@ -302,7 +316,10 @@ class RewardModel:
         self._scorer = scorer
         self._config = config
         self._meter = Meter()
-        self._batcher = Batcher(partial(ranks.submit, _SCORE), scorer.tokens_per_call, self._meter)
+        join = np.concatenate if scorer.contract.has_steps else np.stack
+        self._batcher = Batcher(
+            partial(ranks.submit, _SCORE), scorer.tokens_per_call, self._meter, join
+        )
         read_outputs = None if scorer.contract.readout is None else scorer.read_outputs
         self._service = RewardService(
             scorer, self._batcher, config, self._meter, shaper, read_outputs

@@ -264,7 +264,7 @@ def validation_metric_names(
     """
     names = []
     for dataset in datasets:
-        are_ratings = (dataset.records.sizes == 1).tolist()
+        are_ratings = (dataset.sequence_bounds.diff() == 1).tolist()
         first: dict[tuple[str, bool], int] = {}
         for index, kind in enumerate(zip(dataset.sources, are_ratings, strict=True)):
             first.setdefault(kind, index)
@@ -333,7 +333,7 @@ def _named(dataset: TokenizedDataset, record_ids: Sequence[int]) -> str:
 
 def _far_labels(dataset: TokenizedDataset) -> str:
     """A label outside the batch can spoil it, too: by the mean that is subtracted from all."""
-    far = far_labels(dataset.records.labels, dataset.origins)
+    far = far_labels(dataset.records.labels, dataset.label_origins)
     if not far:
         return ""
     more = f", and {len(far) - _NAMED} more" if len(far) > _NAMED else ""
@@ -410,14 +410,14 @@ def check_rewards(step: StepRecords, rewards: Tensor, loss: RewardLoss) -> None:
 
 def _without_labels(step: StepRecords, indices: Sequence[int]) -> str:
     """A note on records without a label, which a loss reads as NaN; empty if all have theirs."""
-    labels = step.records.labels
-    absent = torch.isnan(labels.values[list(indices)])
+    labels = step.records.select(indices).labels
+    absent = torch.isnan(labels.values)
     if not bool(absent.any()):
         return ""
     some = absent.any(0).tolist()
     names = " or ".join(name for name, lacks in zip(labels.names, some, strict=True) if lacks)
     return (
-        f" ({int(absent.any(1).sum())} of its {len(indices)} records have no {names}: a missing "
+        f" ({int(absent.any(1).sum())} of its {len(absent)} records have no {names}: a missing "
         "label is NaN, which the loss has to leave out)"
     )
 

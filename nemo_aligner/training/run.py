@@ -259,7 +259,7 @@ def export(
         **pretrained.config,
         "reward_model_type": contract.reward_model_type,
         # What NeMo makes the head's width.
-        "regression": {"num_attributes": len(contract.attributes) * contract.outputs_per_attribute},
+        "regression": {"num_attributes": contract.num_outputs},
     }
     with waiting_for(f"writing {path}"):
         save_reward_model(path, learner.model, config, pretrained.tokenizer, contract)

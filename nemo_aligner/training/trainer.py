@@ -35,7 +35,7 @@ from nemo_aligner.training.loggers import (
 )
 from nemo_aligner.training.signals import SignalHandler, StopReason
 from nemo_aligner.utils.console import Counter, Watch, say, waiting_for
-from nemo_aligner.utils.errors import AlignerError, TrainingError
+from nemo_aligner.utils.errors import AlignerError, DataError, TrainingError
 
 _NO_PROOF = (
     "note: an accuracy is no proof that replies are told apart by what they say\n"
@@ -320,6 +320,9 @@ class HeldoutRewards:
             self._texts[dataset.name] = self._read_texts([dataset.origins[i] for i in chosen])
         texts = self._texts[dataset.name]
         if texts:
+            if dataset.steps is not None:
+                rewards = rewards[dataset.records.text_bounds()[1:] - 1]
+                dataset = replace(dataset, records=dataset.records.of_texts(), steps=None)
             is_pairs = dataset.kind is RecordKind.comparison
             describe = self._pairs if is_pairs else self._ratings
             rows = describe(dataset, rewards.double().cpu(), chosen, texts)
@@ -378,7 +381,10 @@ class HeldoutRewards:
         known: dict[Origin, tuple[Text, ...]] = {}
         try:
             for path in dict.fromkeys(origin.path for origin in origins):
-                known |= {each.origin: each.texts for each in parse_file(path, self._how).records}
+                found = parse_file(path, self._how).records
+                known |= {each.origin: each.texts for each in found}
+                if len({each.origin for each in found}) < len(found):
+                    raise DataError(f"{path}: several records are made of one line")
             return [known[origin] for origin in origins]
         except (AlignerError, OSError, KeyError) as error:
             say(f"held-out rewards are not kept for a report: their texts cannot be read: {error}")

@@ -117,6 +117,7 @@ TEXTS = "format prompt_key chosen_key rejected_key system_prompt_file prompt_fil
 # What does something in every use of its verb, or is refused where it would not.
 AT_WORK = {
     *under("", "rm_model_file hf_model server expect_contract precision task robustness_pairs"),
+    *under("", "threshold"),
     *under("", "swapped source.head"),
     *under("", "output output_rewards report backends backend_token_file backend_token_variable"),
     *under(
@@ -137,7 +138,7 @@ AT_WORK = {
     *under("model.data.data_prefix", "train validation test train_weights"),
     *under("model.data", TEXTS),
     *under("model.data", "seq_length overlong template chat_template_kwargs add_bos add_eos"),
-    *under("model.data", "malformed index_dir keep_index"),
+    *under("model.data", "malformed index_dir keep_index step_separator neutral_label"),
     *under("exp_manager", RUN),
     f"{CALLBACKS}.monitor",
     f"{EARLY}.patience",
@@ -148,7 +149,7 @@ AT_WORK = {
     *under("shaping", "length_penalty length_penalty_from clip threshold"),
     "ensemble.files",
     *under("source", "attribute_weights tokenizer token_variable timeout_s"),
-    *under("data", f"path {TEXTS} malformed"),
+    *under("data", f"path {TEXTS} malformed neutral_label"),
     *under("gateway", "host port token_file token_variable certificate_file key_file"),
     *under("gateway", "complete_turns reward_threshold max_request_bytes max_queue_rows"),
     *under("gateway", "max_connections timeout_s retry_s drift_rows exit_timeout_secs ready_file"),

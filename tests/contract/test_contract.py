@@ -58,10 +58,15 @@ def test_contract_hash_is_of_every_field_that_changes_a_score() -> None:
         "reward_token_id": 3,
     }  # fmt: skip
     told: dict[str, Any] = {"reward_mean": (1.0,), "reward_std": (1.0,), "measured_on": "x"}
-    together = {"scored_position": "reply_mean", "reply_marker": (0, 2)}
+    together: list[dict[str, Any]] = [
+        {"scored_position": "reply_mean", "reply_marker": (0, 2)},
+        {"scored_position": "step_ends", "step_separator": "\n"},
+        {"scored_position": "step_ends", "step_separator": "\n\n"},
+        {"scored_position": "step_marks", "step_separator": "\n"},
+    ]
     fields = {field.name for field in dataclasses.fields(FIXED)}
-    assert set(changes) | set(told) | set(together) == fields
-    assert changed(**together).hash != FIXED.hash
+    assert set(changes).union(told, *together) == fields
+    assert len({FIXED.hash, *(changed(**each).hash for each in together)}) == 1 + len(together)
     for name, value in changes.items():
         assert changed(**{name: value}).hash != FIXED.hash, name
     assert changed(**told).hash == FIXED.hash
@@ -84,6 +89,7 @@ def test_contract_survives_json_and_cannot_be_changed_in_place() -> None:
     shaped = changed(shaping='{"clip": [-1.0, 1.0]}')
     # Contracts of before there were any have no such fields.
     later = {"shaping", "readout", "reply_marker", "chat_template_kwargs", "reward_token_id"}
+    later.add("step_separator")
     assert not later & set(FIXED.to_dict())
     assert FIXED.differences(shaped) == {"shaping": (None, shaped.shaping)}
     assert shaped.differences(FIXED) == {"shaping": (shaped.shaping, None)}
@@ -174,6 +180,7 @@ BAD_VALUES: dict[str, tuple[str, tuple[Any, ...]]] = {
         "a JSON object that is not empty, or null",
         (1, "", "{}", "[1]", "{", '{"a b": 1}', {"a": 1}, HALF_A_PAIR),
     ),
+    "step_separator": ("a text of 1 to 100 characters", (1, "", "x" * 101, ["x"], HALF_A_PAIR)),
     "reply_marker": ("ids of tokens, or null", (1, "x", (), (1, -1), (1.5,), [True])),
 }
 

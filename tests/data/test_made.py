@@ -153,3 +153,24 @@ def test_demo_set_of_too_many_pairs_is_refused(tmp_path: Path, run: Run) -> None
     failed = run("data demo", "--output", tmp_path, "--pairs", 90000, code=1)
     assert "wanted" in failed.stderr
     assert "Traceback" not in failed.stderr
+
+
+def test_demo_set_of_steps_has_an_error_in_every_second_chain(tmp_path: Path) -> None:
+    command = ["data", "demo", "--kind", "steps", "--pairs", "60", "--output", str(tmp_path)]
+    assert main(command) == 0
+    train, heldout = (rows_of(tmp_path / f"{name}.jsonl") for name in ("train", "heldout"))
+    assert (len(train), len(heldout)) == (54, 6)
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in heldout}
+    wrong = 0
+    for row in [*train, *heldout]:
+        known = [label for label in row["labels"] if label is not None]
+        for step, label in zip(row["completions"], row["labels"], strict=False):
+            asked, result = step.split(" = ")
+            first, second = map(int, asked.split(" + "))
+            # Behind an error the chain goes on from what it found.
+            assert label in (None, first + second == int(result))
+        assert False not in known[:-1]
+        wrong += known[-1] is False
+    assert wrong == 30
+    file = read_records(tmp_path / "train.jsonl", Reading(RecordKind.rating, attributes=["right"]))
+    assert (file.format, len(file.records)) == ("stepwise", 54)

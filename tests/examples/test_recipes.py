@@ -53,6 +53,13 @@ def preference(rng: random.Random) -> Record:
     return {**texts, "preference_strength": rng.choice((-3, -2, -1, 1, 2, 3))}
 
 
+def solution(rng: random.Random) -> Record:
+    """As TRL's stepwise supervision has it."""
+    steps = [tiny.sentence(rng) for _ in range(rng.randrange(1, 5))]
+    labels = [rng.choice((True, False)) for _ in steps]
+    return {"prompt": tiny.sentence(rng), "completions": steps, "labels": labels}
+
+
 LADDER = ("helpsteer2_preference_1_regression", "helpsteer2_preference_2_scaled_bt")
 RECORDS: dict[str, Callable[[random.Random], Record]] = {
     "ultrafeedback_ranking": chat_pair,
@@ -61,6 +68,7 @@ RECORDS: dict[str, Callable[[random.Random], Record]] = {
     LADDER[1]: preference,
     "skywork_8b": chat_pair,
     "lora_one_gpu": chat_pair,
+    "process_reward_model": solution,
 }
 
 

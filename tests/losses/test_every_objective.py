@@ -14,6 +14,7 @@ from nemo_aligner.losses.listwise import PlackettLuce
 from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, RaoKupper
 from nemo_aligner.losses.ranking_and_regression import RankingAndRegression
 from nemo_aligner.losses.regression import Huber, MaskedMse, OrdinalBins, Quantiles
+from nemo_aligner.losses.steps import BinaryCrossEntropy
 from tests.losses.hand_made import check_any_batch, check_gradient, ranked, rated
 
 NAMES = ("help", "brief")
@@ -46,6 +47,7 @@ FAR_APART = [-1000.0, 0.0, 50.0, 1000.0, 50.0]
         OrdinalBins(NAMES, values={"help": [0, 1, 4], "brief": [-1, 0, 1]}),
         Quantiles(NAMES),
         RankingAndRegression(NAMES, weights=(1.0, -0.5), regression_weight=0.25),
+        BinaryCrossEntropy(NAMES),
     ],
     ids=lambda objective: type(objective).__name__,
 )

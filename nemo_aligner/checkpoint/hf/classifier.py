@@ -26,13 +26,20 @@ from nemo_aligner.checkpoint.hf.heads import (
     find_head,
     is_of_head,
     load_with_head,
+    reads_steps,
 )
 from nemo_aligner.checkpoint.hf.source import Source, open_source
 from nemo_aligner.checkpoint.nemo.open import CONTRACT_NAME
 from nemo_aligner.checkpoint.weights.safe_pickle import bounded_torch_load
 from nemo_aligner.config.common import Precision, RewardModelType
 from nemo_aligner.config.dtypes import torch_dtype
-from nemo_aligner.config.model import DataConfig, ModelConfig, RegressionConfig
+from nemo_aligner.config.model import (
+    DataConfig,
+    HeadConfig,
+    ModelConfig,
+    RegressionConfig,
+    ScoredPosition,
+)
 from nemo_aligner.contract.contract import (
     EncodedText,
     NoTemplateError,
@@ -49,7 +56,7 @@ from nemo_aligner.contract.messages import (
     read_text,
     reply_of,
 )
-from nemo_aligner.contract.readout import Readout
+from nemo_aligner.contract.readout import BINS, Readout
 from nemo_aligner.contract.template_check import freeze_date
 from nemo_aligner.contract.template_probe import TemplateReading
 from nemo_aligner.contract.templates import names_in
@@ -287,6 +294,8 @@ def _with_own_head(name: str, dtype: torch.dtype, choice: str | None = None) -> 
         head = find_head(found, choice)
         if head is None:
             raise CheckpointError("it has no reward head")
+        if reads_steps(found):
+            raise CheckpointError("its head reads steps: wanted its conversion to .nemo")
         if head.rows:
             found.save_tokenizer(Path(scratch) / "tokenizer")
             head = head.with_rows_of(load_tokenizer(Path(scratch) / "tokenizer"))
@@ -318,6 +327,8 @@ def labels_of(
     """
     if head is None:
         return None
+    if reads_steps(found):
+        return _labels_of_steps(found, head, attributes)
     problem = found.config.get("problem_type")
     if problem not in (None, "regression"):
         raise CheckpointError(
@@ -348,6 +359,18 @@ def _contract_of_bins(found: Source) -> ScoringContract | None:
     if found.contract is None or found.contract.get("readout") is None:
         return None
     return ScoringContract.from_dict(found.contract)
+
+
+def _labels_of_steps(found: Source, head: FoundHead, attributes: Sequence[str] | None) -> list[str]:
+    """One name: a head of two outputs says how probable a wrong and a right step are."""
+    if head.outputs > 2:
+        name = head.names["weight"]
+        raise CheckpointError(
+            f"{name}: got {head.outputs} rows, wanted 2 (a step is wrong or right) or 1, as "
+            f"architectures is {shown(found.config.get('architectures'))}; head none takes its "
+            "body as a base model"
+        )
+    return ["reward"] if attributes is None else list(attribute_names(attributes, 1))
 
 
 def _stated_labels(found: Source, head: FoundHead) -> list[str]:
@@ -396,6 +419,8 @@ def contract_of(
     longest: int,
     template: str | None,
     seq_length: int | None,
+    head: FoundHead | None = None,
+    step_separator: str | None = None,
 ) -> ScoringContract | None:
     """Contract of a reward model: its own if this package exported it, else a new one.
 
@@ -404,6 +429,7 @@ def contract_of(
         longest: tokens of the model's longest text.
         template: as ``model.data.template``; None is the tokenizer's.
         seq_length: None is ``longest``, but at most 4096 tokens.
+        step_separator: as of ``convert_hf_to_nemo``.
 
     Raises:
         CheckpointError: its own contract is of another model, or the tokenizer lacks what a new one
@@ -420,18 +446,12 @@ def contract_of(
         contract.check_template_ends(tokenizer)
         _check_own(contract, labels, tokenizer.fingerprint)
         return contract.with_dtype(precision)
-    is_ranking = len(labels) == 1
-    settings = ModelConfig(
-        reward_model_type=RewardModelType.binary_ranking
-        if is_ranking
-        else RewardModelType.regression,
-        regression=RegressionConfig(attributes=labels),
-        data=DataConfig(
-            template=template,
-            seq_length=seq_length or min(longest, MAX_DEFAULT_SEQ_LENGTH),
-        ),
+    contract = _new_contract(
+        found, labels, tokenizer, precision, longest, template, seq_length, step_separator
     )
-    contract = build_contract(settings, tokenizer, precision)
+    if reads_steps(found) and head is not None and head.outputs == 2:
+        contract = contract.with_readout(Readout(BINS, ((0.0, 1.0),)))
+    is_ranking = contract.reward_model_type == RewardModelType.binary_ranking.value
     statistics: list[Any] = [found.config.get(key) for key in ("mean", "std")]
     if is_ranking and are_numbers(statistics) and statistics[1] > 0:
         # OpenRLHF's, which it subtracts and divides by only if told to (--normalize_reward).
@@ -447,6 +467,52 @@ def contract_of(
     if template is not None and not contract.template:
         raise CheckpointError(f"template: got {template!r}, but the tokenizer has no chat template")
     return dataclasses.replace(contract, attributes=tuple(labels))
+
+
+def _new_contract(
+    found: Source,
+    labels: list[str],
+    tokenizer: Tokenizer,
+    precision: Precision,
+    longest: int,
+    template: str | None,
+    seq_length: int | None,
+    step_separator: str | None,
+) -> ScoringContract:
+    has_steps = reads_steps(found) or step_separator is not None
+    is_ranking = len(labels) == 1 and not has_steps
+    reads = ScoredPosition.step_marks if has_steps else ScoredPosition.last_token
+    settings = ModelConfig(
+        reward_model_type=RewardModelType.binary_ranking
+        if is_ranking
+        else RewardModelType.regression,
+        regression=RegressionConfig(attributes=labels),
+        data=DataConfig(
+            template=template,
+            seq_length=seq_length or min(longest, MAX_DEFAULT_SEQ_LENGTH),
+            step_separator=_separator(tokenizer, step_separator) if has_steps else None,
+        ),
+        head=HeadConfig(reads=reads),
+    )
+    return build_contract(settings, tokenizer, precision)
+
+
+# The step token of Qwen2.5-Math-PRM.
+_STEP_TOKEN = "<extra_0>"
+
+
+def _separator(tokenizer: Tokenizer, given: str | None) -> str:
+    """The text behind each step, which checkpoints do not say."""
+    if given is not None:
+        return given
+    try:
+        tokenizer.token_id(_STEP_TOKEN)
+    except DataError as error:
+        raise CheckpointError(
+            f"step_separator: got none, and the tokenizer has no {_STEP_TOKEN}; wanted the text "
+            "behind each step, at which the head reads (a line break, if TRL trained it)"
+        ) from error
+    return _STEP_TOKEN
 
 
 def _check_own(contract: ScoringContract, labels: Sequence[str], fingerprint: str) -> None:

@@ -33,7 +33,13 @@ from nemo_aligner.checkpoint.hf.families.base import (
     add_zero_groups,
     remove_zero_groups,
 )
-from nemo_aligner.checkpoint.hf.heads import describe_head, find_head, unread_head_tensors
+from nemo_aligner.checkpoint.hf.heads import (
+    FoundHead,
+    describe_head,
+    find_head,
+    reads_steps,
+    unread_head_tensors,
+)
 from nemo_aligner.checkpoint.hf.source import (
     Source,
     check_tensors,
@@ -108,6 +114,7 @@ def convert_hf_to_nemo(
     template: str | None = None,
     seq_length: int | None = None,
     attributes: Sequence[str] | None = None,
+    step_separator: str | None = None,
 ) -> ConversionSummary:
     """Write the model in ``source`` as the archive ``output``; one process calls it.
 
@@ -122,6 +129,8 @@ def convert_hf_to_nemo(
         seq_length: of a reward model, tokens of the longest text; None is the model's own limit,
             but at most 4096.
         attributes: of a reward model, names of its outputs; None are those of ``id2label``.
+        step_separator: the text behind each step, where a reward is read for each; None is none, or
+            ``<extra_0>`` for a class that reads steps.
 
     Raises:
         CheckpointError: an unknown family, an unsupported setting, a missing or surplus tensor, or
@@ -131,7 +140,8 @@ def convert_hf_to_nemo(
         if tensor_parallel < 1:
             raise CheckpointError(f"tensor_parallel: got {tensor_parallel}, wanted 1 or more")
         with single_process():
-            found, rules = open_source(source), (template, seq_length, attributes)
+            found = open_source(source)
+            rules = (template, seq_length, attributes, step_separator)
             return _convert(found, Path(output), dtype, tensor_parallel, head, *rules)
     except AlignerError as error:
         named = str(error).startswith((str(source), str(output)))
@@ -147,17 +157,16 @@ def _convert(
     template: str | None,
     seq_length: int | None,
     attributes: Sequence[str] | None,
+    step_separator: str | None,
 ) -> ConversionSummary:
     family = find_family(found.config.get("model_type"))
     config = family.to_nemo(found.config)
     head = find_head(found, choice)
     labels = labels_of(found, head, attributes)
-    refuse_options(found, labels, (template, seq_length, attributes))
+    refuse_options(found, labels, (template, seq_length, attributes, step_separator))
     rules = model_rules(family, config, labels is not None)
-    wanted = hf_shapes(rules, config)
-    if head is not None and labels is not None:
-        # The embeddings, whose rows a head may be of, are among them already.
-        wanted = head.sizes(config["hidden_size"], num_outputs(found, labels)) | wanted
+    # The embeddings, whose rows a head may be of, are among the others already.
+    wanted = _sizes_of_head(found, head, labels, config["hidden_size"]) | hf_shapes(rules, config)
     left_out = unread_head_tensors(found, head, choice)
     if head is not None:
         left_out += [name for name in family.untied.hf if name in found.tensors.keys() - wanted]
@@ -170,16 +179,15 @@ def _convert(
     with scratch_beside(output) as scratch:
         tokenizer = _save_tokenizer(found, scratch / "tokenizer", config["vocab_size"])
         shape = ModelShape.from_config(config)
-        contract = contract_of(
-            found, labels, tokenizer, stored.precision, shape.longest, template, seq_length
-        )
+        options = shape.longest, template, seq_length, head, step_separator
+        contract = contract_of(found, labels, tokenizer, stored.precision, *options)
         if head is not None and contract is not None:
             shape.check_length(contract.seq_length)
             head = head.with_rows_of(tokenizer)
             for name, tensor in head.tensors(config["hidden_size"]).items():
                 tensors[PREFIX + HEAD_PREFIX + name] = tensor
             archived["reward_model_type"] = contract.reward_model_type
-            archived["regression"] = {"num_attributes": len(contract.output_names)}
+            archived["regression"] = {"num_attributes": contract.num_outputs}
         save_lazy(tensors, layers, scratch / "weights")
         score_rules = None if contract is None else contract.to_dict()
         write_nemo(output, archived, scratch / "weights", scratch / "tokenizer", score_rules)
@@ -192,11 +200,21 @@ def _convert(
         vocab_size=config["vocab_size"],
         tied=config["share_embeddings_and_output_weights"],
         zero_groups=zero_groups,
-        head=describe_head(head, left_out, None if contract is None else contract.reward_token_id),
+        head=describe_head(head, left_out, contract),
         contract=contract,
         output=output,
         left_out=found.left_out,
     )
+
+
+def _sizes_of_head(
+    found: Source, head: FoundHead | None, labels: Sequence[str] | None, hidden_size: int
+) -> dict[str, tuple[int, ...]]:
+    """Shapes that a reward head's tensors have to have."""
+    if head is None or labels is None:
+        return {}
+    outputs = head.outputs if reads_steps(found) else num_outputs(found, labels)
+    return head.sizes(hidden_size, outputs)
 
 
 def _with_zero_groups(config: Mapping[str, Any], zero_groups: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from nemo_aligner.checkpoint.hf.families.base import HF_HEAD
 from nemo_aligner.checkpoint.hf.families.settings import is_tied
 from nemo_aligner.checkpoint.hf.source import REWARD_SUFFIX, Source
 from nemo_aligner.checkpoint.weights.save import LazyTensor
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.models.shape import HeadShape
 from nemo_aligner.utils.errors import CheckpointError, short, shown
@@ -70,8 +71,8 @@ PREFIX_KEY = "value_head_prefix"
 REWARD_TOKEN_KEY = "reward_token_id"
 # How rewards follow from logits of bins, in a config.json that this package exported.
 READOUT_KEY = "readout"
-# Heads of another kind: they read each step, or each token, and not a text.
-_OTHER_READERS = ("ForTokenClassification", "ForProcessRewardModel")
+# Heads that read each step, or each token, and not a text.
+_STEP_READERS = ("ForTokenClassification", "ForProcessRewardModel")
 NO_HEAD, OUTPUT_LAYER_HEAD = "none", "lm_head:"
 # A tensor without columns may claim any number of rows at no cost.
 _MOST_OUTPUTS = 10_000
@@ -211,11 +212,6 @@ def find_head(found: Source, choice: str | None = None) -> FoundHead | None:
         wanted = ", ".join([NO_HEAD, "lm_head:ROW", "lm_head:ROW,ROW", *layouts])
         raise CheckpointError(f"head: got {shown(choice)}, wanted one of {wanted}")
     architecture = _architecture(found)
-    if architecture.endswith(_OTHER_READERS):
-        raise CheckpointError(
-            f"architectures: got {shown(architecture)}, whose head reads every step or token of a "
-            "text; wanted one reward for a text (head none takes its body as a base model)"
-        )
     present = [each for each in layouts.values() if each.names()["weight"] in found.tensors]
     chosen = [each for each in present if choice in (None, each.last)]
     if len(chosen) > 1:
@@ -226,13 +222,23 @@ def find_head(found: Source, choice: str | None = None) -> FoundHead | None:
     rows = _rows_of_config(found) if choice is None else None
     if rows is not None:
         return FoundHead.of_rows(rows, found)
-    if choice is not None or architecture.endswith(REWARD_SUFFIX) or "Reward" in architecture:
+    if (
+        choice is not None
+        or reads_steps(found)
+        or "Reward" in architecture
+        or (architecture.endswith(REWARD_SUFFIX))
+    ):
         wanted = " or ".join(f"{each}.weight" for each in ([choice] if choice else layouts))
         raise CheckpointError(
             f"got a {short(architecture)} without {wanted}, wanted it as its head (head none takes "
             "its body as a base model)"
         )
     return None
+
+
+def reads_steps(found: Source) -> bool:
+    """Tell if the head of a checkpoint reads the steps of a text, by the name of its class."""
+    return _architecture(found).endswith(_STEP_READERS)
 
 
 def unread_head_tensors(found: Source, head: FoundHead | None, choice: str | None) -> list[str]:
@@ -244,7 +250,7 @@ def unread_head_tensors(found: Source, head: FoundHead | None, choice: str | Non
 
 
 def describe_head(
-    head: FoundHead | None, left_out: Sequence[str], reward_token_id: int | None
+    head: FoundHead | None, left_out: Sequence[str], contract: ScoringContract | None
 ) -> str:
     """Say in a line which head was found, what it reads, and whether it is kept."""
     beside = f"; left out: {', '.join(left_out)}" if left_out else ""
@@ -252,8 +258,10 @@ def describe_head(
         asked = " as asked" if left_out else " in the source"
         return f"none{asked}{beside}; training begins with a fresh one"
     token = "the last token of a text"
-    if reward_token_id is not None:
-        token = f"token {reward_token_id}, which is appended to a text"
+    if contract is not None and contract.reward_token_id is not None:
+        token = f"token {contract.reward_token_id}, which is appended to a text"
+    if contract is not None and contract.step_separator is not None:
+        token = f"the end of {contract.step_separator!r} behind each step"
     return f"{head.about}, reads {token}, kept{beside}"
 
 

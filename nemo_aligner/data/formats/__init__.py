@@ -26,6 +26,12 @@ pandalm                comparison  ``{"instruction", "input", "response1", "resp
                                    "annotator1", "annotator2", "annotator3"}``
 rated_text             rating      ``{"text", "label"}``: raw text, a number or null per attribute
 rated_chat             rating      ``{"prompt", "response", "<attribute>": number or null, ...}``
+stepwise               rating      ``{"prompt", "completions", "labels"}``: TRL's, a label for each
+                                   step
+math_shepherd          rating      ``{"input", "label"}``: a mark and a sign behind each step
+prm800k                rating      ``{"question": {"problem"}, "label": {"steps"}}``: one record or
+                                   more
+labelled_turns         rating      ``{"messages"}``, with a ``"label"`` in assistant turns
 =====================  ==========  ==============================================================
 
 But for raw text a string prompt is one user turn, and a string reply one assistant turn. A reply
@@ -66,8 +72,9 @@ from nemo_aligner.data.formats.pairs import (
 )
 from nemo_aligner.data.formats.preference import NEMO_RL_PREFERENCE, OPENAI_PREFERENCE
 from nemo_aligner.data.formats.ratings import RATED_CHAT, RATED_TEXT
+from nemo_aligner.data.formats.steps import LABELLED_TURNS, MATH_SHEPHERD, PRM800K, STEPWISE
 from nemo_aligner.data.formats.ultrafeedback import PANDALM, QA_FEEDBACK, ULTRAFEEDBACK
-from nemo_aligner.data.records import MalformedRecord, Origin, Rating, Record
+from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Rating, Record
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 _BAD_LINES_SHOWN = 3
@@ -90,6 +97,10 @@ FORMATS: dict[str, Format] = {
         PANDALM,
         RATED_TEXT,
         RATED_CHAT,
+        STEPWISE,
+        MATH_SHEPHERD,
+        PRM800K,
+        LABELLED_TURNS,
     )
 }
 
@@ -202,25 +213,27 @@ def parse_lines(
     """
     size = chosen.lines_per_record
     for start in range(0, len(lines), size):
-        yield _parse_record(chosen, lines[start : start + size], path, wanted)
+        yield from _parse_records(chosen, lines[start : start + size], path, wanted)
 
 
-def _parse_record(
+def _parse_records(
     chosen: Format, group: Sequence[AnyLine], path: str, wanted: WantedLabels
-) -> Record | MalformedRecord:
+) -> Sequence[Record | MalformedRecord]:
     good: list[Line] = []
     for line in group:
         reason = _why_unfit(chosen, line)
         if isinstance(line, BadLine) or reason:
-            return MalformedRecord(Origin(path, line.number), reason)
+            return [MalformedRecord(Origin(path, line.number), reason)]
         good.append(line)
     origin = Origin(path, good[0].number)
     value = good[0].value
     try:
-        record = _with_tools(chosen.parse([line.value for line in good], origin, wanted), value)
+        parsed = chosen.parse([line.value for line in good], origin, wanted)
+        some = [parsed] if isinstance(parsed, Comparison | Rating) else parsed
+        records = [_with_tools(record, value) for record in some]
     except DataError as error:
-        return MalformedRecord(origin, str(error))
-    return replace(record, source=record.source or _source(value))
+        return [MalformedRecord(origin, str(error))]
+    return [replace(record, source=record.source or _source(value)) for record in records]
 
 
 def _with_tools(record: Record, value: dict[str, Any]) -> Record:

@@ -24,10 +24,12 @@ class WantedLabels:
     Attributes:
         names: of the columns, in order; none are read where it is empty.
         missing: the number that, like null, stands for a missing label.
+        neutral: label of a step that is rated as neither right nor wrong; None leaves it out.
     """
 
     names: Sequence[str] = ()
     missing: float | None = None
+    neutral: float | None = 1.0
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ class Format:
         kind: what its records are.
         matches: whether an object of a file is a record of it, or a line of one.
         wanted: the keys by which it is known, for errors.
-        parse: a record of the objects that it is made of; raises DataError without file and
-            line, which the caller knows.
+        parse: a record, or some, of the objects that it is made of; raises DataError without file
+            and line, which the caller knows.
         sample: the objects of one record.
         lines_per_record: objects that make a record.
     """
@@ -65,7 +67,7 @@ class Format:
     kind: RecordKind
     matches: Callable[[dict[str, Any]], bool]
     wanted: str
-    parse: Callable[[list[dict[str, Any]], Origin, WantedLabels], Record]
+    parse: Callable[[list[dict[str, Any]], Origin, WantedLabels], Record | Sequence[Record]]
     sample: tuple[dict[str, Any], ...]
     lines_per_record: int = 1
 

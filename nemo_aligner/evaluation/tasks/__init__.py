@@ -6,6 +6,7 @@ from nemo_aligner.config.describe import suggestion
 from nemo_aligner.evaluation.tasks.base import Task
 from nemo_aligner.evaluation.tasks.best_of_n import BEST_OF_N, PPE_CORRECTNESS
 from nemo_aligner.evaluation.tasks.pair_sets import AUTOJ, HHH, HUMANEVALPACK, JUDGEBENCH, LLMBAR
+from nemo_aligner.evaluation.tasks.processbench import PROCESSBENCH
 from nemo_aligner.evaluation.tasks.rewardbench import REWARDBENCH, REWARDBENCH2
 from nemo_aligner.evaluation.tasks.rm_bench import RM_BENCH
 from nemo_aligner.utils.errors import ConfigError
@@ -23,6 +24,7 @@ TASKS = {
         HHH,
         PPE_CORRECTNESS,
         BEST_OF_N,
+        PROCESSBENCH,
     )
 }
 

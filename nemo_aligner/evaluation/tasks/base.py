@@ -46,6 +46,8 @@ class Task:
         summarise: the benchmark's figures, in the order of its table.
         sample: an object of the file.
         of_name: keys that objects lack and the file's name (without its ending) has.
+        reads_steps: the rewards of an item, which has one text, are those of its steps, and
+            ``judge`` gets them less the threshold from which on a step is right.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Task:
     summarise: Callable[[Sequence[Prediction]], list[TaskRow]]
     sample: dict[str, Any]
     of_name: Callable[[str], dict[str, Any]] = lambda stem: {}
+    reads_steps: bool = False
 
 
 def asked(prompt: Any, reply: Any, key: str) -> Text:

@@ -309,6 +309,10 @@ class RowCollector:
         rows = self._outputs[name]
         if not rows:
             return None
+        if name == "steps":
+            values = np.full(len(rows), None, dtype=np.object_)
+            values[:] = [*rows.values()]
+            return place_rows(values, [*rows], total)
         return place_rows(np.stack([*rows.values()]).astype(np.float32), [*rows], total)
 
     def _tell(self, total: int) -> None:

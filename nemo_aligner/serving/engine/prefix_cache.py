@@ -4,6 +4,9 @@ Keys and values are kept in blocks of 16 tokens. A block is identified by the bl
 its own token ids, which are compared themselves: no hash decides a score. The least recently used
 blocks are evicted first, and a block before the one that it follows.
 
+Where turns or steps of a text are scored, the head's outputs at tokens of kept blocks are kept
+beside them, so that the next turn of a dialogue costs its own tokens.
+
 Every rank has the block managers of all data parallel replicas and makes the same calls, so all of
 them agree; keys and values are in the pool of each rank's model.
 """
@@ -11,8 +14,8 @@ them agree; keys and values are in the pool of each rank's model.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,7 +23,12 @@ import torch
 from nemo_aligner.batch.packed import CachedPrefix, PackedBatch, Stored
 from nemo_aligner.config.common import BLOCK_TOKENS
 from nemo_aligner.contract.turns import find_marker
-from nemo_aligner.data.packing import PrefixGroup, find_prefix_groups, pack_groups
+from nemo_aligner.data.packing import (
+    PrefixGroup,
+    SequenceReads,
+    find_prefix_groups,
+    pack_groups,
+)
 from nemo_aligner.distributed.layout import ParallelLayout
 
 _BLOCK_BYTES = BLOCK_TOKENS * 4  # of token ids as int32
@@ -31,12 +39,13 @@ _NONE = -1  # the block before the first
 class BlockTable:
     """The blocks of one sequence: cached ones, and those to compute and keep from ``first`` on.
 
-    Blocks between them are computed by another sequence of the same call.
+    Blocks between them are computed by another sequence of the same call. ``path`` is all of them.
     """
 
     found: tuple[int, ...]
     first: int
     new: tuple[int, ...]
+    path: tuple[int, ...] = ()
 
 
 def as_key(tokens: np.ndarray) -> bytes:
@@ -56,31 +65,57 @@ class BlockManager:
         self._blocks: dict[tuple[int, bytes], int] = {}
         # By block, the least recently used first; a block comes before the one that it follows.
         self._keys: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
+        # By block, and by the token's place in it.
+        self._outputs: dict[int, dict[int, np.ndarray]] = {}
         self._free = list(range(self._capacity - 1, -1, -1))
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def find(self, key: bytes) -> tuple[int, ...]:
-        """The cached blocks at a sequence's beginning; its last token is always computed."""
+    def find(self, key: bytes, reads: Sequence[int] = ()) -> tuple[int, ...]:
+        """The cached blocks at a sequence's beginning; its last token is always computed.
+
+        And so is the first of the places ``reads`` whose outputs are not known, and what follows.
+        """
         found: list[int] = []
         block = _NONE
+        wanted: dict[int, list[int]] = {}
+        for place in reads:
+            wanted.setdefault(place // BLOCK_TOKENS, []).append(place % BLOCK_TOKENS)
         # Without the block that ends with the last token, whose state the head reads.
         for start in range(0, len(key) - _BLOCK_BYTES, _BLOCK_BYTES):
             known = self._blocks.get((block, key[start : start + _BLOCK_BYTES]))
             if known is None:
                 break
+            inside = wanted.get(len(found))
+            if inside is not None and not set(inside) <= set(self._outputs.get(known, ())):
+                break
             block = known
             found.append(block)
         return tuple(found)
 
-    def use(self, keys: Sequence[bytes]) -> list[BlockTable]:
+    def outputs_of(self, found: Sequence[int], reads: Sequence[int]) -> list[np.ndarray]:
+        """The kept outputs of the first of ``reads``, which lie in the blocks ``found``."""
+        places = (divmod(place, BLOCK_TOKENS) for place in reads)
+        return [self._outputs[found[at]][place] for at, place in places if at < len(found)]
+
+    def keep_outputs(self, path: Sequence[int], reads: Sequence[int], outputs: np.ndarray) -> None:
+        """Keep ``outputs [s, K]`` at the places ``reads`` that blocks of ``path`` have."""
+        for place, own in zip(reads, outputs, strict=True):
+            at, place_in_block = divmod(place, BLOCK_TOKENS)
+            if at < len(path):
+                self._outputs.setdefault(path[at], {})[place_in_block] = own
+
+    def use(
+        self, keys: Sequence[bytes], reads: Sequence[Sequence[int]] | None = None
+    ) -> list[BlockTable]:
         """Look up the sequences of one call, and allocate blocks for what is new.
 
         Blocks that the call uses are not evicted by it. If the pool is too small for all of its
         blocks, the earliest of each sequence are kept.
         """
-        found = [self.find(key) for key in keys]
+        reads = [()] * len(keys) if reads is None else reads
+        found = [self.find(key, own) for key, own in zip(keys, reads, strict=True)]
         paths = [list(blocks) for blocks in found]
         pinned = {block for blocks in found for block in blocks}
         for block in pinned:
@@ -91,8 +126,10 @@ class BlockManager:
         for path in paths:
             for block in reversed(path):
                 self._keys.move_to_end(block)
-        uses = zip(found, new, strict=True)
-        return [BlockTable(known, min(its, default=0), tuple(its.values())) for known, its in uses]
+        return [
+            BlockTable(known, min(its, default=0), tuple(its.values()), tuple(path))
+            for known, its, path in zip(found, new, paths, strict=True)
+        ]
 
     def _extend(
         self, keys: Sequence[bytes], paths: Sequence[list[int]], pinned: set[int]
@@ -136,6 +173,7 @@ class BlockManager:
             if block == _NONE or block in pinned:
                 return None
             del self._blocks[self._keys.pop(block)]
+            self._outputs.pop(block, None)
         self._blocks[key] = block
         self._keys[block] = key
         return block
@@ -149,11 +187,15 @@ class CallPlan:
         packs: of this replica.
         computed: tokens that all replicas compute.
         cached: tokens of all sequences that need no computing.
+        known: kept outputs, by the row of the reward.
+        keep: what to call with the outputs ``[S, K]`` of the call.
     """
 
     packs: list[PackedBatch]
     computed: int
     cached: int
+    known: dict[int, np.ndarray] = field(default_factory=dict)
+    keep: Callable[[np.ndarray], None] = lambda outputs: None
 
 
 class PrefixCache:
@@ -183,13 +225,34 @@ class PrefixCache:
         for manager in self._managers:
             manager.clear()
 
-    def plan(self, sequences: Sequence[np.ndarray]) -> CallPlan:
-        """Plan what to compute, in which packs; it counts as cached from here on."""
+    def plan(
+        self, sequences: Sequence[np.ndarray], reads: Sequence[SequenceReads] | None = None
+    ) -> CallPlan:
+        """Plan what to compute, in which packs; it counts as cached from here on.
+
+        ``reads`` are places in each sequence, where turns or steps are scored.
+        """
         keys = [as_key(self._kept(sequence)) for sequence in sequences]
+        places = [()] * len(keys) if reads is None else [own.places.tolist() for own in reads]
         packs: list[PackedBatch] = []
         computed = cached = 0
-        for replica, members in enumerate(self._share_out(sequences, keys)):
-            uses = self._managers[replica].use([keys[member] for member in members])
+        known: dict[int, np.ndarray] = {}
+        kept: list[tuple[BlockManager, BlockTable, SequenceReads]] = []
+        for replica, members in enumerate(self._share_out(sequences, keys, places)):
+            manager = self._managers[replica]
+            uses = manager.use(
+                [keys[member] for member in members], [places[member] for member in members]
+            )
+            rest = reads
+            if reads is not None:
+                rest = list(reads)
+                for member, use in zip(members, uses, strict=True):
+                    own = manager.outputs_of(use.found, places[member])
+                    known |= dict(zip(reads[member].rows, own, strict=False))
+                    rest[member] = SequenceReads(
+                        reads[member].places[len(own) :], reads[member].rows[len(own) :]
+                    )
+                    kept.append((manager, use, reads[member]))
             prefixes = dict(zip(members, _prefixes_of(uses), strict=True))
             groups = find_prefix_groups(sequences, self._budget, prefixes)
             size = sum(group.size for group in groups)
@@ -199,8 +262,13 @@ class PrefixCache:
             # Every rank knows what all replicas cache, and packs only its own part.
             if replica == self._replica:
                 stored = dict(zip(members, map(_stored_of, uses), strict=True))
-                packs = pack_groups(sequences, groups, self._budget, stored)
-        return CallPlan(packs, computed, cached)
+                packs = pack_groups(sequences, groups, self._budget, stored, rest)
+
+        def keep(outputs: np.ndarray) -> None:
+            for manager, use, own in kept:
+                manager.keep_outputs(use.path, own.places.tolist(), outputs[own.rows])
+
+        return CallPlan(packs, computed, cached, known, keep)
 
     def _kept(self, sequence: np.ndarray) -> np.ndarray:
         """The part of a sequence that may be cached, and one token, which is always computed."""
@@ -208,7 +276,12 @@ class PrefixCache:
             return sequence
         return sequence[: max(0, find_marker(sequence, self._reply_marker)) + 1]
 
-    def _share_out(self, sequences: Sequence[np.ndarray], keys: Sequence[bytes]) -> list[list[int]]:
+    def _share_out(
+        self,
+        sequences: Sequence[np.ndarray],
+        keys: Sequence[bytes],
+        reads: Sequence[Sequence[int]],
+    ) -> list[list[int]]:
         """Assign sequences to replicas: the largest groups first, each where it ends soonest.
 
         A group larger than a replica's share of all tokens is split.
@@ -218,7 +291,10 @@ class PrefixCache:
             return [list(range(len(sequences)))]
         total = sum(group.size for group in find_prefix_groups(sequences, self._budget))
         share = min(self._budget, -(-total // len(replicas)))
-        known = [[BLOCK_TOKENS * len(of.find(key)) for key in keys] for of in self._managers]
+        known = [
+            [BLOCK_TOKENS * len(of.find(key, own)) for key, own in zip(keys, reads, strict=True)]
+            for of in self._managers
+        ]
         parts: list[list[int]] = [[] for _ in replicas]
         loads = [0] * len(replicas)
         groups = find_prefix_groups(sequences, share)

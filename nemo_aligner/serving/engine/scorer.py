@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
 from nemo_aligner.config.common import Precision
@@ -18,9 +19,10 @@ from nemo_aligner.config.model import BATCH_INVARIANT_ROWS
 from nemo_aligner.contract.contract import EncodedText, ScoringContract, TextEncoder
 from nemo_aligner.contract.from_settings import describe_differences
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.steps import STEPPED
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.data.packing import pack_sequences
+from nemo_aligner.data.packing import SequenceReads, pack_sequences
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.reward_model import (
     GPTRewardModel,
@@ -30,7 +32,7 @@ from nemo_aligner.models.reward_model import (
 )
 from nemo_aligner.models.step import count_parts, gather_rewards, infer_in_parts
 from nemo_aligner.serving.engine.prefix_cache import CallPlan, PrefixCache
-from nemo_aligner.serving.protocols import ScoredRows, place_rows
+from nemo_aligner.serving.protocols import ScoredRows, StepRewards, place_rows
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
 
@@ -89,7 +91,7 @@ class RewardScorer:
         self._layout = layout
         self._micro_batch_tokens = micro_batch_tokens
         self._watch = watch
-        self._num_outputs = len(contract.attributes) * contract.outputs_per_attribute
+        self._num_outputs = contract.num_outputs
         self._encoder = TextEncoder(contract, tokenizer)
         self.contract = contract
         self.counts = TokenCounts()
@@ -137,8 +139,35 @@ class RewardScorer:
             DataError: the contract refuses a text; the message has its number.
         """
         return self.score_token_lists(
-            [self._encode_numbered(i, text) for i, text in enumerate(texts)]
+            [self._encode_numbered(i, text).token_ids for i, text in enumerate(texts)]
         )
+
+    def score_steps(self, texts: Sequence[Text]) -> list[StepRewards]:
+        """Rewards of every turn or step of each text, in one pass over it.
+
+        Raises:
+            DataError: the contract refuses a text, whose number the message has, or has no steps.
+        """
+        check_has_steps(self.contract)
+        encoded = [self._encode_numbered(i, text) for i, text in enumerate(texts)]
+        ids, reads = [each.token_ids for each in encoded], [each.reads or () for each in encoded]
+        rewards = self.contract.rewards_of(self.score_step_outputs(ids, reads))
+        ends = np.cumsum([len(own) for own in reads])[:-1]
+        return [
+            StepRewards(own, each.spans)
+            for own, each in zip(np.split(rewards, ends), encoded, strict=True)
+        ]
+
+    def score_step_outputs(
+        self,
+        token_lists: Sequence[Sequence[int] | np.ndarray],
+        reads: Sequence[Sequence[int]],
+    ) -> np.ndarray:
+        """``[S, A * K]`` float32 outputs of the head at all ``reads``, places in each token list.
+
+        The last place of each is that of its last token.
+        """
+        return self._score_outputs(token_lists, reads)
 
     def score_tokens(self, token_lists: Sequence[Sequence[int]]) -> np.ndarray:
         """Rewards of token ids as they stand.
@@ -168,7 +197,7 @@ class RewardScorer:
         Raises:
             DataError: as ``score``.
         """
-        ids = [self._encode_numbered(i, text) for i, text in enumerate(texts)]
+        ids = [self._encode_numbered(i, text).token_ids for i, text in enumerate(texts)]
         return self.read_outputs(self.score_outputs(ids))
 
     def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
@@ -198,17 +227,27 @@ class RewardScorer:
 
     def score_outputs(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """``[N, A * K]`` float32 outputs of the head, for token ids that were checked."""
+        return self._score_outputs(token_lists, None)
+
+    def _score_outputs(
+        self,
+        token_lists: Sequence[Sequence[int] | np.ndarray],
+        reads: Sequence[Sequence[int]] | None,
+    ) -> np.ndarray:
         if not token_lists:
             return np.zeros((0, self._num_outputs), dtype=np.float32)
         try:
-            return self._score([np.array(tokens, dtype=np.int64) for tokens in token_lists])
+            sequences = [np.array(tokens, dtype=np.int64) for tokens in token_lists]
+            return self._score(sequences, None if reads is None else _numbered(reads))
         except BaseException:
             self.reset_cache()
             raise
 
-    def _score(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
+    def _score(
+        self, sequences: Sequence[np.ndarray], reads: Sequence[SequenceReads] | None
+    ) -> np.ndarray:
         count = len(sequences)
-        plan = self._plan(sequences)
+        plan = self._plan(sequences, reads)
         parts = count_parts(plan.computed, self._micro_batch_tokens, self._layout)
         self.model.key_value_pool = self._pool
         self._watch(0, count)
@@ -219,23 +258,45 @@ class RewardScorer:
             parts,
             lambda share: self._watch(round(share * count), count),
         )
-        shape = (count, self._num_outputs)
-        everyone = gather_rewards(rewards, plan.packs, shape, self._layout)
+        shape = (count if reads is None else sum(len(own.rows) for own in reads), self._num_outputs)
+        everyone = gather_rewards(rewards, plan.packs, shape, self._layout).numpy()
+        for row, outputs in plan.known.items():
+            everyone[row] = outputs
+        plan.keep(everyone)
         self.counts = self.counts.after(sum(map(len, sequences)), plan.computed, plan.cached)
-        return everyone.numpy()
+        return everyone
 
-    def _plan(self, sequences: Sequence[np.ndarray]) -> CallPlan:
+    def _plan(
+        self, sequences: Sequence[np.ndarray], reads: Sequence[SequenceReads] | None
+    ) -> CallPlan:
         if self._pool is not None:
-            return self._cache.plan(sequences)
-        packs = pack_sequences(sequences, self._micro_batch_tokens)
+            return self._cache.plan(sequences, reads)
+        packs = pack_sequences(sequences, self._micro_batch_tokens, reads)
         mine = packs[self._layout.dp_rank :: self._layout.dp]
         return CallPlan(mine, sum(pack.num_tokens for pack in packs), 0)
 
-    def _encode_numbered(self, number: int, text: Text) -> list[int]:
+    def _encode_numbered(self, number: int, text: Text) -> EncodedText:
         try:
-            return self.encode(text).token_ids
+            return self.encode(text)
         except DataError as error:
             raise DataError(f"text {number}: {error}") from error
+
+
+def check_has_steps(contract: ScoringContract) -> None:
+    """Raise DataError if a model has no reward for each turn or step."""
+    if not contract.has_steps:
+        raise DataError(
+            f"steps: got a model with one reward of a text (model.head.reads is "
+            f"{contract.scored_position}), wanted one that reads {', '.join(STEPPED)}"
+        )
+
+
+def _numbered(reads: Sequence[Sequence[int]]) -> list[SequenceReads]:
+    rows = iter(range(sum(map(len, reads))))
+    return [
+        SequenceReads(torch.tensor(own, dtype=torch.int64), [next(rows) for _ in own])
+        for own in reads
+    ]
 
 
 RowValues = tuple[np.ndarray, "np.ndarray | None", "np.ndarray | None"]
@@ -374,6 +435,15 @@ class RewardEnsemble:
         return np.concatenate(
             [member.score_outputs(token_lists) for member in self._members], axis=1
         )
+
+    def score_step_outputs(
+        self,
+        token_lists: Sequence[Sequence[int] | np.ndarray],
+        reads: Sequence[Sequence[int]],
+    ) -> np.ndarray:
+        """``[S, M * A * K]`` float32 outputs of the heads at all ``reads`` of the token lists."""
+        found = [member.score_step_outputs(token_lists, reads) for member in self._members]
+        return np.concatenate(found, axis=1)
 
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """``[N, M * A]`` float32 rewards of ``outputs``, and their spreads, if any."""

@@ -5,6 +5,7 @@ The client imports this, so nothing here needs pydantic: that is for ``base.py``
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.steps import StepSpan
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,29 @@ class ScoreRequest:
 
 
 @dataclass(frozen=True)
+class StepRewards:
+    """Rewards ``[S, A]`` float32 of a text's turns or steps, and where each stands in it.
+
+    ``spans`` are empty for token ids, of which the last one alone is read.
+    """
+
+    rewards: np.ndarray
+    spans: tuple[StepSpan, ...] = ()
+
+    def to_json(self) -> str:
+        """JSON of which ``from_json`` makes the same bits."""
+        spans = [[span.message, span.start, span.end] for span in self.spans]
+        return json.dumps({"rewards": self.rewards.tolist(), "spans": spans})
+
+    @classmethod
+    def from_json(cls, text: str) -> StepRewards:
+        """The inverse of ``to_json``; KeyError, TypeError or ValueError where it is none."""
+        found = json.loads(text)
+        spans = tuple(StepSpan(*span) for span in found["spans"])
+        return cls(np.array(found["rewards"], dtype=np.float32), spans)
+
+
+@dataclass(frozen=True)
 class ScoredRows:
     """Rewards of N texts: of one request on a server, or of a whole call of a client.
 
@@ -53,6 +78,9 @@ class ScoredRows:
 
     From a model with K outputs for each attribute (``ordinal_bins``, ``quantiles``) also ``spread``
     ``[N, A]``, the uncertainty of the rewards, and the head's ``outputs`` ``[N, M * A * K]``.
+
+    From a model with a reward for each turn or step also ``steps`` ``[N]``, a ``StepRewards`` or
+    None for each row; the reward of a row is that of its last one.
     """
 
     rewards: np.ndarray
@@ -64,11 +92,12 @@ class ScoredRows:
     passed: np.ndarray | None = None
     spread: np.ndarray | None = None
     outputs: np.ndarray | None = None
+    steps: np.ndarray | None = None
 
 
 def place_rows(values: np.ndarray, rows: Sequence[int], total: int) -> np.ndarray:
-    """Put ``values`` at their ``rows`` of ``total``; the other rows are NaN, or False."""
-    nothing = False if values.dtype == np.bool_ else np.nan
+    """Put ``values`` at their ``rows`` of ``total``; the other rows are NaN, False or None."""
+    nothing: Any = {"b": False, "O": None}.get(values.dtype.kind, np.nan)
     placed = np.full((total, *values.shape[1:]), nothing, dtype=values.dtype)
     placed[rows] = values
     return placed

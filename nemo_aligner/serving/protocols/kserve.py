@@ -22,7 +22,10 @@ rule, and for ``tokens``, which are never altered, too long is an error. A serve
 rewards also answers with ``raw_rewards`` FP32 [B, M * A], those of each of M models before;
 ``deviation`` FP32 [B, A] where it has several; and ``passed`` INT32 [B, 1] where it has a
 threshold. A model with K outputs for each attribute also answers with ``spread`` FP32 [B, A], the
-uncertainty of the rewards, and ``outputs`` FP32 [B, M * A * K].
+uncertainty of the rewards, and ``outputs`` FP32 [B, M * A * K]. A model with a reward for each turn
+or step also answers with ``steps`` BYTES [B, 1], JSON: ``rewards``, S rows of A, and ``spans``, of
+each what message (null in a raw text) and which characters of it it is the reward of; for
+``tokens`` it has the last one alone, and no spans.
 
 The model ``contract``, not batched, answers with ``contract`` BYTES [1]: the scoring contract as
 JSON, its hash included; and with ``statistics`` BYTES [1]: what the server has counted since its
@@ -49,7 +52,7 @@ import numpy as np
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Conversation, Messages, Text, as_json, read_text
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, TensorSpec
+from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, StepRewards, TensorSpec
 from nemo_aligner.utils.errors import DataError, ServingError, shown
 
 MODEL_NAME = "reward_model"
@@ -76,6 +79,7 @@ OPTIONAL_OUTPUTS = (
     TensorSpec("passed", np.int32, (1,)),
     TensorSpec("spread", np.float32, (-1,)),
     TensorSpec("outputs", np.float32, (-1,)),
+    TensorSpec("steps", bytes, (1,)),
 )
 CONTRACT_INPUTS = (TensorSpec("dummy_var", np.int64, (1,), optional=True),)
 CONTRACT_OUTPUTS = (
@@ -122,7 +126,9 @@ def encode_rewards(scored: ScoredRows) -> dict[str, np.ndarray]:
     }
     for spec in OPTIONAL_OUTPUTS:
         values = getattr(scored, spec.name)
-        if values is not None:
+        if values is not None and spec.dtype is bytes:
+            outputs[spec.name] = _bytes_column(each.to_json().encode() for each in values)
+        elif values is not None:
             outputs[spec.name] = np.asarray(values, dtype=spec.dtype).reshape(len(values), -1)
     return outputs
 
@@ -135,7 +141,9 @@ def decode_rewards(outputs: Mapping[str, np.ndarray]) -> ScoredRows:
     optional = {spec.name: outputs.get(spec.name) for spec in OPTIONAL_OUTPUTS}
     for spec in OPTIONAL_OUTPUTS:
         values = optional[spec.name]
-        if values is not None and spec.shape == (1,):  # one number a row: [B, 1] on the wire
+        if values is not None and spec.dtype is bytes:
+            optional[spec.name] = _decode_steps(values)
+        elif values is not None and spec.shape == (1,):  # one number a row: [B, 1] on the wire
             optional[spec.name] = values.reshape(-1)
     return ScoredRows(
         rewards,
@@ -144,6 +152,13 @@ def decode_rewards(outputs: Mapping[str, np.ndarray]) -> ScoredRows:
         _decode_bytes(hashes.reshape(-1)[0]) or None,
         **optional,
     )
+
+
+def _decode_steps(values: np.ndarray) -> np.ndarray:
+    found = np.full(len(values), None, dtype=np.object_)
+    for row, raw in enumerate(values.reshape(-1)):
+        found[row] = StepRewards.from_json(_decode_bytes(raw))
+    return found
 
 
 def encode_contract(contract: ScoringContract) -> dict[str, np.ndarray]:

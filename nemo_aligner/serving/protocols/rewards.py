@@ -5,7 +5,9 @@ objects with ``messages``, ``tools`` and ``documents``, which get the model's ch
 ``tokens`` (token ids, scored as they stand). ``rewards`` has a row for each, with a number for each
 of ``attributes``, or null where it cannot be scored, and ``errors`` says why. ``truncated`` says
 which texts were cut to the model's length. With ``outputs: true`` a model with several outputs for
-each attribute adds ``spread``, how uncertain each reward is, and its ``outputs``.
+each attribute adds ``spread``, how uncertain each reward is, and its ``outputs``. With
+``steps: true`` a model with a reward for each turn or step adds ``steps``: of each row all of them,
+each with the ``message`` (null in a raw text) and the characters ``start`` to ``end`` of it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 from pydantic import Field, WithJsonSchema
 
 from nemo_aligner.serving.failures import RequestError
-from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
+from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, StepRewards
 from nemo_aligner.serving.protocols.base import (
     Body,
     HttpAnswer,
@@ -63,6 +65,7 @@ class RewardsRequest(Body, extra="forbid"):
     conversations: Items[RewardConversation] | None = Field(None, min_length=1)
     tokens: Items[Items[int]] | None = Field(None, min_length=1)
     outputs: bool = Field(False, description="also answer spread and outputs, if there are any")
+    steps: bool = Field(False, description="also answer the rewards of turns or steps")
 
 
 class RowError(Body):
@@ -70,6 +73,15 @@ class RowError(Body):
 
     row: int
     message: str
+
+
+class StepReward(Body):
+    """Rewards of a turn or step, and the characters of a message that it is; null for tokens."""
+
+    rewards: list[float]
+    message: int | None = None
+    start: int | None = None
+    end: int | None = None
 
 
 class RewardsResponse(Body):
@@ -85,6 +97,7 @@ class RewardsResponse(Body):
     passed: list[bool | None] | None = None
     spread: list[list[float] | None] | None = None
     outputs: list[list[float] | None] | None = None
+    steps: list[list[StepReward] | None] | None = None
 
 
 def read(body: RewardsRequest) -> ScoreRequest:
@@ -111,6 +124,12 @@ def answer(body: RewardsRequest, scored: ScoredRows, served: Served) -> dict[str
     """See the top of this file."""
     more = (*_SHAPED, *_READ) if body.outputs else _SHAPED
     shaped = {name: getattr(scored, name) for name in more}
+    if body.steps and scored.steps is None and not scored.errors:
+        raise ServingError(
+            "steps: got true, wanted false: the model has one reward for each text, or its server "
+            "shapes them"
+        )
+    steps = {} if not body.steps or scored.steps is None else {"steps": _steps(scored.steps)}
     passed = {} if scored.passed is None else {"passed": _booleans(scored.passed)}
     return {
         "rewards": _rows(scored.rewards),
@@ -120,7 +139,21 @@ def answer(body: RewardsRequest, scored: ScoredRows, served: Served) -> dict[str
         "errors": [{"row": row, "message": why} for row, why in scored.errors.items()],
         **{name: _rows(values) for name, values in shaped.items() if values is not None},
         **passed,
+        **steps,
     }
+
+
+def _steps(rows: np.ndarray) -> list[list[dict[str, Any]] | None]:
+    """Each row's turns or steps; null in place of a row that has no reward."""
+    return [None if row is None else _steps_of(row) for row in rows]
+
+
+def _steps_of(row: StepRewards) -> list[dict[str, Any]]:
+    spans = [vars(span) for span in row.spans] or [{}] * len(row.rewards)
+    return [
+        {"rewards": rewards, **span}
+        for rewards, span in zip(row.rewards.tolist(), spans, strict=True)
+    ]
 
 
 def _rows(values: np.ndarray) -> list[Any]:

@@ -6,6 +6,9 @@ turn; ``messages`` is one conversation, which gets the model's chat template, wi
 ``documents``. ``/score`` takes pairs, 1 with 1, 1 with N or N with N: the first is what the user
 says, the second the reply, and both are scored as a conversation.
 
+``/pooling`` with ``"task": "token_classify"`` answers the rewards of a text's turns or steps, a row
+for each, as vLLM does for its step pooling: where they are read is for the scoring contract.
+
 A reward is a reward: there is no activation, ``probs`` and ``data`` have the model's numbers for
 each attribute, and ``score`` one of them all. What would have a text scored by other rules than the
 scoring contract's (truncation, another template, special tokens) is refused.
@@ -53,7 +56,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "media_io_kwargs": (None, {}),
     "cache_salt": (None,),
     "priority": (None, 0),
-    "task": (None, "classify"),
+    "task": (None, "classify", "token_classify"),
     "dimensions": (None,),
     "encoding_format": (None, "float"),
     "instruction": (None,),
@@ -74,6 +77,7 @@ _REASONS = {
     "dimensions": _ONE_FORM,
     "encoding_format": _ONE_FORM,
 }
+_STEPS = "token_classify"
 _BESIDE = ("tools", "documents")
 # Prompt and reply, by each of vLLM's names.
 _PAIRS = (
@@ -205,6 +209,13 @@ def _sides(given: Any, name: str) -> list[Any]:
     return contents
 
 
+def read_texts(body: PoolingRequest) -> ScoreRequest:
+    """``read_input`` for a route that answers one reward for each text."""
+    if (body.model_extra or {}).get("task") == _STEPS:
+        raise ServingError(f'task: got "{_STEPS}", wanted "classify", or POST /pooling')
+    return read_input(body)
+
+
 def _check_fixed(body: Body, special_tokens: bool) -> None:
     """Raise ServingError if a field asks for what the scoring contract decides."""
     fixed = {**_FIXED, "add_special_tokens": (None, special_tokens)}
@@ -230,10 +241,18 @@ def answer_classify(body: PoolingRequest, scored: ScoredRows, served: Served) ->
 
 
 def answer_pooling(body: PoolingRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """The rewards of each input."""
+    """The rewards of each input, or of each of its turns or steps."""
+    rows: Any = scored.rewards
+    if (body.model_extra or {}).get("task") == _STEPS:
+        if scored.steps is None:
+            raise ServingError(
+                f'task: got "{_STEPS}", wanted "classify": the model has one reward for each text, '
+                "or its server shapes them"
+            )
+        rows = [each.rewards for each in scored.steps]
     data = [
         {"index": index, "object": "pooling", "data": rewards.tolist()}
-        for index, rewards in enumerate(scored.rewards)
+        for index, rewards in enumerate(rows)
     ]
     return _listed("pool", body, served, data)
 
@@ -287,7 +306,7 @@ ROUTES: list[Route[Any]] = [
         "vLLM's classification: a reward for each attribute",
         PoolingRequest,
         PoolingResponse,
-        read_input,
+        read_texts,
         answer_classify,
         refuse,
         completes_turns=True,

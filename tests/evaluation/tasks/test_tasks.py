@@ -20,6 +20,7 @@ from nemo_aligner.evaluation.tasks import TASKS, find_task
 from nemo_aligner.evaluation.tasks.base import Level
 from nemo_aligner.evaluation.tasks.best_of_n import best_of
 from nemo_aligner.evaluation.tasks.rewardbench import PRIOR_SETS, SUBSETS, ties_score
+from nemo_aligner.serving.protocols import StepRewards
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.data.files import published
 from tests.evaluation.refusals import refusal
@@ -39,14 +40,24 @@ def by_length(texts: Sequence[Text]) -> np.ndarray:
     return np.array([[float(len(reply_of(text)))] for text in texts])
 
 
+def by_last_letter(texts: Sequence[Text]) -> list[StepRewards]:
+    """The reward of a step is the number that it ends with."""
+    contents = [text[-1]["content"] for text in texts]  # type: ignore[index]
+    return [
+        StepRewards(np.array([[float(step["text"][-1])] for step in steps], dtype=np.float32))
+        for steps in contents
+    ]
+
+
 def test_every_task_reads_and_scores_its_sample(tmp_path: Path) -> None:
     """Its table, its report and its verdicts, and the line of a record that it cannot read."""
     for name in TASKS:
         task = find_task(name)
         path = write(tmp_path / "sample.jsonl", [task.sample])
-        report = run_task(task, path, by_length)
+        report = run_task(task, path, by_length, score_steps=by_last_letter)
         (judged,) = report.predictions.rows
-        assert len(judged.item.texts) == len(judged.rewards) >= 2, name
+        of_steps = len(judged.item.texts[0][-1]["content"]) if task.reads_steps else None
+        assert (of_steps or len(judged.item.texts)) == len(judged.rewards) >= 2, name
         assert report.rows, name
         assert f"task          {name}" in report.render({"data": str(path)})
         report.write(tmp_path / "report.json", {})
@@ -373,3 +384,40 @@ def test_real_files_are_read_whole() -> None:
         found = len(report.predictions.rows), sum(report.left_out.values())
         assert found == (count, left_out), file
         assert 0 < report.rows[-1].value < 1, file
+
+
+def test_processbench_is_the_mean_over_sets_of_a_harmonic_mean(tmp_path: Path) -> None:
+    task = find_task("processbench")
+
+    def record(name: str, label: int, *steps: int) -> dict[str, Any]:
+        written = [f"step {reward}" for reward in steps]
+        return {"id": name, "problem": "why", "steps": written, "label": label}
+
+    rows = [
+        record("gsm8k-0", 1, 9, 2, 1),  # the first below 5 is the one
+        record("gsm8k-1", 0, 9, 2, 1),  # is not the one
+        record("gsm8k-2", -1, 9, 5),  # none is below
+        *(record(f"{name}-{n + 1}", n, 2, 9) for name in ("math", "omnimath") for n in (0, -1)),
+        record("olympiadbench-0", 0, 2),
+        record("olympiadbench-1", -1, 6),
+    ]
+    path = write(tmp_path / "all.jsonl", rows)
+    report = run_task(task, path, by_length, score_steps=by_last_letter, threshold=5.0)
+    found = {row.name: row.value for row in report.rows}
+    assert found["gsm8k, with an error"] == 0.5
+    assert found["gsm8k, without"] == 1.0
+    figures = [found[f"{name}, F1"] for name in ("gsm8k", "math", "olympiadbench", "omnimath")]
+    assert figures == [pytest.approx(2 * 0.5 / 1.5), 0.0, 1.0, 0.0]
+    assert report.accuracy == found["ProcessBench"] == pytest.approx(sum(figures) / 4)
+    # A file of one set says by its name which it is.
+    one = [{**row, "id": "7"} for row in rows[:3]]
+    path = write(tmp_path / "gsm8k.jsonl", one)
+    report = run_task(task, path, by_length, score_steps=by_last_letter, threshold=5.0)
+    assert report.metrics["gsm8k, F1"] == figures[0]
+    assert report.accuracy is None
+    assert "wanted a model in this process that has a" in refusal(
+        ConfigError, run_task, task, path, by_length
+    )
+    for change, said in (({"label": 3}, "label: got 3, wanted the"), ({"steps": []}, "steps: got")):
+        write(path, [{**rows[0], **change}])
+        assert said in refusal(DataError, run_task, task, path, by_length)

@@ -1,0 +1,181 @@
+"""Steps of a text: where a model reads a reward that has several of them in one text.
+
+Which they are is a rule of the scoring contract (``scored_position``, ``model.head.reads``):
+
+==============  ====================================================================================
+``turns``       every assistant turn is a step, read where the text would end without what follows
+``step_ends``   the reply is cut at the separator; each step is read at its own last token, the last
+                one at the text's
+``step_marks``  the same, read at the last token of the separator behind each step; it is put behind
+                the last step if it is not there, and what follows it is not read at all
+==============  ====================================================================================
+
+Pieces of a text are tokenized one by one, so that the ids of a step do not depend on what follows:
+a reward is that of the text cut behind its step, and a text of one step has the ids that it has
+without steps. In a raw text all of it is the reply. A last message whose content is a list of text
+parts says its steps itself. White space between two separators is no step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from nemo_aligner.config.model import ScoredPosition
+from nemo_aligner.contract.messages import (
+    Conversation,
+    Messages,
+    Text,
+    messages_of,
+    said,
+    with_messages,
+)
+from nemo_aligner.utils.errors import DataError, short
+
+TURNS = ScoredPosition.turns.value
+MARKS = ScoredPosition.step_marks.value
+STEPPED = (TURNS, ScoredPosition.step_ends.value, MARKS)
+# Rules that need a separator.
+SEPARATED = STEPPED[1:]
+
+Write = Callable[[Messages | Conversation], str]
+
+
+@dataclass(frozen=True)
+class StepSpan:
+    """Characters ``start`` to ``end`` of what ``message`` says, None in a raw text.
+
+    Parts of a message's content count as joined by the separator.
+    """
+
+    message: int | None
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class SteppedText:
+    """A text as pieces to tokenize, and the S of them at whose last token a reward is read."""
+
+    pieces: tuple[str, ...]
+    read: tuple[int, ...]
+    spans: tuple[StepSpan, ...]
+
+
+def split_steps(
+    text: Text, position: str, separator: str | None, write: Write, tail: str
+) -> SteppedText:
+    """Write a text in the normal form, cut at its steps by the rule ``position``.
+
+    Args:
+        separator: None for ``turns``.
+        write: writes a conversation by the contract's template.
+        tail: what the template writes after a reply.
+
+    Raises:
+        DataError: its steps cannot be told apart in what the template writes.
+    """
+    if position == TURNS:
+        return _at_turns(text, write)
+    assert separator is not None
+    reply = _reply(text, separator)
+    steps = _find(reply, separator)
+    if position == MARKS and not reply[steps[-1].end :].startswith(separator):
+        reply = reply[: steps[-1].end] + separator
+    written = reply if isinstance(text, str) else write(_with_reply(text, reply))
+    start = _place(written, reply, tail)
+    number = None if isinstance(text, str) else len(messages_of(text)) - 1
+    spans = tuple(StepSpan(number, step.start, step.end) for step in steps)
+    ends = [start + step.end for step in steps]
+    if position == MARKS:
+        return _at_marks(written, ends, separator, spans)
+    pieces = _cut(written, [*ends[:-1], len(written)])
+    return SteppedText(pieces, tuple(range(len(pieces))), spans)
+
+
+def _at_turns(text: Text, write: Write) -> SteppedText:
+    messages = messages_of(text)
+    if isinstance(text, str):
+        return SteppedText((text,), (0,), (StepSpan(None, 0, len(text)),))
+    turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    written = [write(with_messages(text, messages[: number + 1])) for number in turns]
+    whole = written[-1]
+    for number, begun, longer in zip(turns, written, written[1:], strict=False):
+        if not longer.startswith(begun) or not whole.startswith(longer):
+            raise DataError(
+                f"messages[{number}]: the chat template writes this turn in another way once more "
+                "turns follow, so it has no reward of its own; wanted a template that does not, or "
+                "model.head.reads=last_token"
+            )
+    pieces = _cut(whole, [len(each) for each in written])
+    spans = tuple(StepSpan(number, 0, len(said(messages[number]))) for number in turns)
+    return SteppedText(pieces, tuple(range(len(pieces))), spans)
+
+
+def _at_marks(
+    written: str, ends: Sequence[int], separator: str, spans: tuple[StepSpan, ...]
+) -> SteppedText:
+    # Cut on both sides, so that the separator is the same tokens behind every step.
+    pieces = _cut(written, [place for end in ends for place in (end, end + len(separator))])
+    if set(pieces[1::2]) != {separator}:
+        raise DataError(
+            f"the chat template does not write the separator {separator!r} behind the last step, "
+            "as it trims replies; wanted model.head.reads=step_ends, or another separator "
+            "(model.data.step_separator)"
+        )
+    return SteppedText(pieces, tuple(range(1, len(pieces), 2)), spans)
+
+
+def _cut(written: str, ends: Sequence[int]) -> tuple[str, ...]:
+    return tuple(written[a:b] for a, b in zip([0, *ends], ends, strict=False))
+
+
+def _reply(text: Text, separator: str) -> str:
+    """What is cut into steps: all of a raw text, or the content of the last message."""
+    if isinstance(text, str):
+        return text
+    content = messages_of(text)[-1]["content"]
+    if not isinstance(content, list):
+        return content or ""
+    steps = [part["text"] for part in content]
+    for number, step in enumerate(steps):
+        if separator in step or not step.strip():
+            raise DataError(
+                f"step {number + 1} of {len(steps)}: got {short(step)!r}, wanted one that is not "
+                f"blank and does not hold the separator {separator!r} (model.data.step_separator)"
+            )
+    return separator.join(steps)
+
+
+def _with_reply(text: Messages | Conversation, reply: str) -> Messages | Conversation:
+    *before, last = messages_of(text)
+    if last["content"] is None and not reply:
+        return text
+    return with_messages(text, [*before, {**last, "content": reply}])
+
+
+def _find(reply: str, separator: str) -> list[StepSpan]:
+    """The steps of a reply, at least one; their message is not known here."""
+    found, start = [], 0
+    while start <= len(reply):
+        end = reply.find(separator, start)
+        end = len(reply) if end < 0 else end
+        if reply[start:end].strip():
+            found.append(StepSpan(None, start, end))
+        start = end + len(separator)
+    return found or [StepSpan(None, 0, len(reply))]
+
+
+def _place(written: str, reply: str, tail: str) -> int:
+    """Where the reply would begin in what the template has written, had it trimmed nothing."""
+    end = len(written) - len(tail) if tail and written.endswith(tail) else len(written)
+    lead = len(reply) - len(reply.lstrip())
+    for trimmed in (0, lead):
+        for shown in (reply[trimmed:], reply[trimmed:].rstrip()):
+            at = written.rfind(shown, 0, end)
+            if at >= 0:
+                return at - trimmed
+    raise DataError(
+        "the chat template does not write the reply as it is, so its steps are not found; wanted "
+        "model.head.reads=last_token or turns, or another template"
+    )

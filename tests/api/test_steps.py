@@ -1,0 +1,43 @@
+"""Rewards of turns and steps for programs, and their evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nemo_aligner as na
+from nemo_aligner.contract.steps import StepSpan
+from nemo_aligner.utils.errors import ConfigError
+from tests import tiny
+
+QUESTION = {"role": "user", "content": "why"}
+TEXTS = [
+    [QUESTION, {"role": "assistant", "content": "the cat\n\nsings"}],
+    [QUESTION, {"role": "assistant", "content": "no"}],
+]
+
+
+def test_program_gets_rewards_of_steps_and_measures_them(tmp_path: Path) -> None:
+    path = tiny.write_reward_nemo(tmp_path / "rm.nemo", "step_ends", seq_length=64)
+    with na.RewardModel.from_pretrained(path) as model:
+        found = model.score(TEXTS, steps=True)
+        assert [each.rewards.shape for each in found] == [(2, 2), (1, 2)]
+        assert found[0].spans == (StepSpan(1, 0, 7), StepSpan(1, 9, 14))
+        last = np.stack([each.rewards[-1] for each in found])
+        assert model.score(TEXTS).tobytes() == last.tobytes()
+        both = {"helpfulness": True, "verbosity": None}
+        record = {"prompt": "why", "completions": ["the cat", "sings"], "labels": [both, [0, 1]]}
+        metrics = model.evaluate([record]).metrics
+        (helpful, _), (second, verbose) = found[0].rewards.astype(float).tolist()
+        squares = (helpful - 1) ** 2 + second**2 + (verbose - 1) ** 2
+        assert metrics["loss"] == pytest.approx(squares / 3)
+        judged = [[helpful >= 0.5, second < 0.5], [verbose >= 0.5]]
+        assert metrics["step_accuracy"] == np.mean([np.mean(each) for each in judged])
+    plain = tiny.write_reward_nemo(tmp_path / "plain.nemo", seq_length=64)
+    with (
+        na.RewardModel.from_pretrained(plain) as model,
+        pytest.raises(ConfigError, match=r"one reward for each text, wanted .*turns"),
+    ):
+        model.score(TEXTS, steps=True)

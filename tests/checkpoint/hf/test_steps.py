@@ -1,0 +1,129 @@
+"""Process reward models of Hugging Face, converted: the probabilities of their steps are kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaForTokenClassification
+
+import nemo_aligner as na
+from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
+from nemo_aligner.utils.errors import CheckpointError
+from tests import tiny
+from tests.checkpoint.hf.exporting import edit_tensors
+from tests.families import write_hf_checkpoint
+
+HIDDEN = tiny.SHAPE["hidden_size"]
+QUESTION = {"role": "user", "content": "why"}
+STEPS = ("the cat", "sings two", "no")
+
+
+def text(mark: str, *steps: str) -> list[dict[str, str]]:
+    return [QUESTION, {"role": "assistant", "content": "".join(step + mark for step in steps)}]
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def drawn(*size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(size[0])) * 0.1
+
+
+def test_qwen_process_reward_model_has_its_probability_at_every_step(tmp_path: Path) -> None:
+    """As its own class: score.2(relu(score.0(hidden))), softmax[:, 1] at every <extra_0>."""
+    folder = tmp_path / "hf"
+    write_hf_checkpoint(folder, "qwen2")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<extra_0>"]})
+    tokenizer.save_pretrained(folder)
+    mark = tokenizer.convert_tokens_to_ids("<extra_0>")
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    whole.resize_token_embeddings(max(whole.config.vocab_size, mark + 1))
+    whole.save_pretrained(folder)
+    body = AutoModel.from_pretrained(folder)
+    hidden_size = body.config.hidden_size
+    head = {
+        "score.0.weight": drawn(hidden_size, hidden_size),
+        "score.0.bias": drawn(hidden_size),
+        "score.2.weight": drawn(2, hidden_size),
+        "score.2.bias": drawn(2),
+    }
+    edit_tensors(folder, head)
+    edit_config(folder, architectures=["Qwen2ForProcessRewardModel"], num_labels=2)
+    said = str(convert(folder, tmp_path / "prm.nemo", seq_length=64))
+    assert "reads the end of '<extra_0>' behind each step" in said
+    chats = [text("<extra_0>", *STEPS), text("<extra_0>", "yes")]
+    with na.RewardModel.from_pretrained(tmp_path / "prm.nemo") as model:
+        assert model.contract().scored_position == "step_marks"
+        found = model.score(chats, steps=True)
+    for chat, own in zip(chats, found, strict=True):
+        written = tokenizer.apply_chat_template(chat, tokenize=False)
+        ids = torch.tensor([tokenizer(written, add_special_tokens=False).input_ids])
+        with torch.no_grad():
+            states = body(ids).last_hidden_state
+        layer = states @ head["score.0.weight"].T + head["score.0.bias"]
+        logits = layer.relu() @ head["score.2.weight"].T + head["score.2.bias"]
+        wanted = logits.softmax(-1)[..., 1][ids == mark]
+        assert len(wanted) == len(own.rewards) == len(own.spans)
+        np.testing.assert_allclose(own.rewards[:, 0], wanted.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("labels", [1, 2])
+def test_token_classifier_has_its_output_behind_every_step(labels: int, tmp_path: Path) -> None:
+    """As TRL trains it, with a separator behind each step; of two labels the second is right."""
+    folder = tmp_path / "hf"
+    tiny.write_hf_checkpoint(folder)
+    torch.manual_seed(0)
+    model = LlamaForTokenClassification.from_pretrained(folder, num_labels=labels).eval()
+    torch.nn.init.normal_(model.score.weight, std=0.1)
+    torch.nn.init.normal_(model.score.bias)
+    model.save_pretrained(folder)
+    assert set(load_file(folder / "model.safetensors")) >= {"score.weight", "score.bias"}
+    with pytest.raises(CheckpointError, match="step_separator: got none, and the tokenizer has no"):
+        convert(folder, tmp_path / "none.nemo")
+    how: dict[str, Any] = {"step_separator": "\n", "seq_length": 64, "attributes": ["right"]}
+    convert(folder, tmp_path / "prm.nemo", **how)
+    chat = text("\n", *STEPS)
+    with na.RewardModel.from_pretrained(tmp_path / "prm.nemo") as ours:
+        (found,) = ours.score([chat], steps=True)
+        assert ours.attributes == ("right",)
+        # Ids of steps that are cut as here, as TRL joins them.
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        before = tokenizer.apply_chat_template([QUESTION], tokenize=False)
+        pieces = [f"{before}<|im_start|>assistant\n{STEPS[0]}", *STEPS[1:]]
+        ids: list[int] = []
+        places = []
+        for piece in pieces:
+            for part in (piece, "\n"):
+                ids += tokenizer(part, add_special_tokens=False).input_ids
+            places.append(len(ids) - 1)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, places]
+    wanted = logits[:, 0] if labels == 1 else logits.softmax(-1)[:, 1]
+    np.testing.assert_allclose(found.rewards[:, 0], wanted.numpy(), atol=1e-5)
+    with pytest.raises(CheckpointError, match="its head reads steps: wanted its conversion"):
+        load_hf_reward_model(str(folder), None, 512)
+
+
+def test_class_of_many_labels_reads_no_rewards(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    tiny.write_hf_checkpoint(folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "score.weight": drawn(3, HIDDEN)}, folder / "model.safetensors")
+    edit_config(folder, architectures=["LlamaForTokenClassification"])
+    with pytest.raises(CheckpointError, match=r"score.weight: got 3 rows, wanted 2 .* or 1, as"):
+        convert(folder, tmp_path / "rm.nemo", step_separator="\n")
+    edit_tensors(folder, {"score.weight": drawn(1, HIDDEN)})
+    convert(folder, tmp_path / "rm.nemo", step_separator="\n", seq_length=64)
+    model = na.RewardModel.from_pretrained(tmp_path / "rm.nemo")
+    with pytest.raises(CheckpointError, match="reads the last token: a reward model of Hugging"):
+        model.export(tmp_path / "out")

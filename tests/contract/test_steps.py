@@ -1,0 +1,197 @@
+"""Steps of a text are found by the contract's rule, and each is read where the text could end."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from nemo_aligner.config.common import Overlong, Precision
+from nemo_aligner.config.model import HeadConfig, ScoredPosition
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.from_settings import build_contract
+from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.steps import StepSpan
+from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.utils.errors import ConfigError, DataError
+from tests.contract.refusals import assert_refused
+from tests.contracts import Contracts
+
+USER = {"role": "user", "content": "why\n\nis it so"}
+RULES = [rule.value for rule in ScoredPosition][2:]
+
+
+def said(content: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+def parts(*steps: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": step} for step in steps]
+
+
+def make(contracts: Contracts, reads: str, **data: Any) -> ScoringContract:
+    config = contracts.config(["right"], **data)
+    config.head = HeadConfig(reads=ScoredPosition(reads))
+    return build_contract(config, contracts.tokenizer, Precision.fp32)
+
+
+def read_texts(contract: ScoringContract, tokenizer: Tokenizer, text: Text) -> list[str]:
+    """The text up to each place that is read."""
+    encoded = contract.encode(tokenizer, text)
+    assert encoded.reads is not None
+    assert encoded.reads[-1] == len(encoded.token_ids) - 1
+    return [tokenizer.decode(encoded.token_ids[: place + 1]) for place in encoded.reads]
+
+
+def test_steps_of_a_reply_end_before_the_separator_or_with_it(
+    contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    before = "<|im_start|>user\nwhy\n\nis it so<|im_end|>\n<|im_start|>assistant\n"
+    ends, marks = make(contracts, "step_ends"), make(contracts, "step_marks")
+    replies = ("the cat\n\n \n\nsings\n\n", parts("the cat", "sings"))
+    for reply, between in zip(replies, ("\n\n \n\n", "\n\n"), strict=True):
+        text = [USER, said(reply)]
+        begun = f"{before}the cat"
+        tail = "\n\n<|im_end|>\n" if between != "\n\n" else "<|im_end|>\n"
+        whole = f"{begun}{between}sings"
+        assert read_texts(ends, tokenizer, text) == [begun, whole + tail]
+        assert read_texts(marks, tokenizer, text) == [f"{begun}\n\n", f"{whole}\n\n"]
+    spans = ends.encode(tokenizer, [USER, said("the cat\n\nsings")]).spans
+    assert spans == (StepSpan(1, 0, 7), StepSpan(1, 9, 14))
+    # In a raw text all of it is the reply.
+    assert read_texts(ends, tokenizer, "why\n\nno") == ["why", "why\n\nno"]
+    assert marks.encode(tokenizer, "why\n\nno").spans == (
+        StepSpan(None, 0, 3),
+        StepSpan(None, 5, 7),
+    )
+
+
+def test_turns_are_read_where_the_conversation_could_end(
+    contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    contract = make(contracts, "turns")
+    plain = contracts(["right"])
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "cat"}}}
+    for template in ("chatml", "llama3", "zephyr"):
+        text = [
+            USER,
+            {**said(None), "tool_calls": [call]},
+            {"role": "tool", "content": "a cat"},
+            said("a cat\n\nsings"),
+            USER,
+            said("no"),
+        ]
+        both = [make(contracts, rule, template=template) for rule in ("turns", "last_token")]
+        whole = both[0].encode(tokenizer, text)
+        assert whole.reads is not None
+        assert [span.message for span in whole.spans] == [1, 3, 5]
+        for place, end in zip(whole.reads, (2, 4, 6), strict=True):
+            cut = both[1].encode(tokenizer, text[:end]).token_ids
+            assert whole.token_ids[: place + 1] == cut
+    assert contract.encode(tokenizer, "why").token_ids == plain.encode(tokenizer, "why").token_ids
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_ids_of_a_step_do_not_depend_on_what_follows(
+    contracts: Contracts, tokenizer: Tokenizer, rule: str
+) -> None:
+    """So its reward is that of the text cut there; one step has the ids of no steps at all."""
+    contract = make(contracts, rule, step_separator=None if rule == "turns" else "\n")
+    plain = contracts(["right"])
+    steps = ["the cat", "\tsings two", " quick"]
+    texts: list[Text] = []
+    for count in (1, 2, 3):
+        if rule == "turns":
+            texts.append([turn for step in steps[:count] for turn in (USER, said(step))])
+        else:
+            texts.append([USER, said("\n".join(steps[:count]))])
+    encoded = [contract.encode(tokenizer, text) for text in texts]
+    whole = encoded[-1]
+    assert whole.reads is not None
+    for place, each in zip(whole.reads, encoded, strict=True):
+        own = each.token_ids
+        if rule == "step_ends" and each is not whole:  # the template ends the reply behind it
+            own = own[: own.index(tokenizer.token_id("<|im_end|>"), 20)]
+            own = own[: place + 1]
+        assert whole.token_ids[: place + 1] == own
+    if rule != "step_marks":
+        assert encoded[0].token_ids == plain.encode(tokenizer, texts[0]).token_ids
+    # Many at once are the same as one.
+    (found,) = contract.tokenize_records(tokenizer, [texts])
+    assert [(ids, reads) for ids, _, reads in found] == [
+        (each.token_ids, each.reads) for each in encoded
+    ]
+    assert contract.tokenize(tokenizer, texts) == [each.token_ids for each in encoded]
+
+
+def test_step_token_is_read_wherever_it_stands_and_put_behind_the_last_step(
+    contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    # A token of its own, as <extra_0> is to Qwen.
+    contract = make(contracts, "step_marks", step_separator="<|endoftext|>")
+    mark = tokenizer.token_id("<|endoftext|>")
+    for reply in ("a cat<|endoftext|>sings", "a cat<|endoftext|>sings<|endoftext|>"):
+        encoded = contract.encode(tokenizer, [USER, said(reply)])
+        places = [n for n, token in enumerate(encoded.token_ids) if token == mark]
+        assert list(encoded.reads or ()) == places
+        assert len(places) == 2
+    raw = dataclasses.replace(contract, add_bos=True, add_eos=True)
+    encoded = raw.encode(tokenizer, "a cat<|endoftext|>sings")
+    ids = tokenizer.encode("a cat<|endoftext|>sings<|endoftext|>")
+    assert encoded.token_ids == [tokenizer.bos_id, *ids]  # nothing stands behind the last mark
+    assert [encoded.token_ids[place] for place in encoded.reads or ()] == [mark, mark]
+
+
+def test_steps_that_are_cut_off_are_counted(contracts: Contracts, tokenizer: Tokenizer) -> None:
+    how = {"seq_length": 12, "overlong": Overlong.truncate_left}
+    contract = make(contracts, "step_ends", **how)
+    encoded = contract.encode(tokenizer, [USER, said("the cat sings\n\na\n\nred bird")])
+    assert (encoded.truncated, encoded.lost, len(encoded.token_ids)) == (True, 1, 12)
+    assert encoded.spans == (StepSpan(1, 15, 16), StepSpan(1, 18, 26))
+    ids, places = encoded.token_ids, encoded.reads or ()
+    assert [tokenizer.decode(ids[: place + 1])[-3:] for place in places] == [">\na", "|>\n"]
+
+
+def test_text_whose_steps_cannot_be_told_is_refused(
+    contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    ends = make(contracts, "step_ends")
+    cases = [
+        (parts("a", "b\n\nc"), r"step 2 of 2: got 'b\\n\\nc', wanted one .* separator '\\n\\n'"),
+        (parts("a", "  "), "step 2 of 2: got '  ', wanted one that is not blank"),
+    ]
+    assert_refused(lambda given: ends.encode(tokenizer, [USER, said(given)]), cases, DataError)
+    shouts = ends.template.replace("'content']", "'content'] | upper")
+    upper = dataclasses.replace(ends, template=shouts)
+    with pytest.raises(DataError, match="does not write the reply as it is"):
+        upper.encode(tokenizer, [USER, said("a\n\nb")])
+    trims = ends.template.replace("'content']", "'content'] | trim")
+    spaced = [USER, said(" a\n\nb \n\n ")]
+    trimmed = dataclasses.replace(ends, template=trims)
+    assert [each[-3:] for each in read_texts(trimmed, tokenizer, spaced)] == ["t\na", "|>\n"]
+    marks = make(contracts, "step_marks")
+    with pytest.raises(DataError, match=r"does not write the separator .* wanted .*step_ends"):
+        dataclasses.replace(marks, template=trims).encode(tokenizer, spaced)
+    # It ends the last turn alone; others leave out what an earlier turn has reasoned.
+    turns = make(contracts, "turns", template="plain")
+    with pytest.raises(DataError, match=r"messages\[1\]: the chat template writes this turn in"):
+        turns.encode(tokenizer, [USER, said("a"), USER, said("b")])
+
+
+def test_separator_belongs_to_a_rule_that_has_steps(contracts: Contracts) -> None:
+    assert make(contracts, "step_ends").step_separator == "\n\n"
+    assert make(contracts, "turns").step_separator is None
+    for reads in ("last_token", "turns"):
+        with pytest.raises(ConfigError, match=rf"step_separator: got '\\n', .* is {reads}, and"):
+            make(contracts, reads, step_separator="\n")
+    with pytest.raises(ConfigError, match="got an empty text"):
+        make(contracts, "step_ends", step_separator="")
+    with pytest.raises(DataError, match="step_separator: got None where step_marks is scored"):
+        dataclasses.replace(make(contracts, "step_marks"), step_separator=None)
+    # A model that training starts from decides, where the settings do not.
+    config = contracts.config(["right"])
+    config.head = HeadConfig(reads=ScoredPosition.step_marks)
+    start = make(contracts, "step_marks", step_separator="\n")
+    found = build_contract(config, contracts.tokenizer, Precision.fp32, start)
+    assert found.step_separator == "\n"

@@ -1,0 +1,153 @@
+"""Losses and metrics of turns and steps, by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_aligner.batch.packed import LabelColumns, Records
+from nemo_aligner.config.model import ModelConfig
+from nemo_aligner.losses import build_objective
+from nemo_aligner.losses.base import Objective, label_limits
+from nemo_aligner.losses.pairwise import BradleyTerry
+from nemo_aligner.losses.regression import MaskedMse, OrdinalBins
+from nemo_aligner.losses.steps import AGGREGATES, BinaryCrossEntropy
+from nemo_aligner.utils.errors import ConfigError
+from tests.losses.hand_made import check_any_batch, check_gradient, loss_of, ranked
+
+MISSING = math.nan
+
+
+def stepped(labels: list[list[float]], mean: float | None = None) -> Records:
+    """A record of each list: the labels of its steps."""
+    flat = torch.tensor([[label] for own in labels for label in own])
+    columns = LabelColumns.of(["right"], flat, of_rewards=True)
+    if mean is not None:
+        columns = columns.centred_on({"right": mean})
+    texts = torch.zeros(len(flat), dtype=torch.int32)
+    return Records.of(range(len(labels)), [*map(len, labels)], columns, texts * 0, texts)
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def test_binary_cross_entropy_of_hard_soft_and_missing_labels() -> None:
+    records = stepped([[1.0, 0.7, MISSING], [0.0]])
+    rewards = [0.5, -1.0, 9.0, 2.0]
+    wanted = -math.log(sigmoid(0.5)) - math.log(1 - sigmoid(2.0))
+    wanted -= 0.7 * math.log(sigmoid(-1.0)) + 0.3 * math.log(sigmoid(1.0))
+    objective = BinaryCrossEntropy(("right",))
+    assert loss_of(objective, rewards, records) == (pytest.approx(wanted), 3)
+    assert label_limits(objective, ["right"]).tolist() == [[0.0, 1.0]]
+    assert loss_of(objective, [1000.0, -1000.0], stepped([[1.0, 0.0]])) == (0.0, 2)
+
+
+def test_two_classes_are_ordinal_bins_of_0_and_1() -> None:
+    objective = OrdinalBins(("right",), values=[0, 1])
+    outputs = torch.tensor([[0.5, 1.5], [2.0, -1.0], [1.0, 1.0]], dtype=torch.float64)
+    total, count = objective.loss(outputs, stepped([[1.0, 0.25], [MISSING]]))
+    wrong, right = math.log(1 + math.exp(3.0)), math.log(1 + math.exp(-3.0))
+    wanted = math.log(1 + math.exp(-1.0)) + 0.25 * wrong + 0.75 * right
+    assert (float(total), int(count)) == (pytest.approx(wanted), 2)
+    assert objective.readout is not None
+    probabilities = objective.readout.rewards(outputs.numpy())[:, 0].tolist()
+    assert probabilities == pytest.approx([sigmoid(1.0), sigmoid(-3.0), 0.5])
+
+
+def test_mse_on_returns_is_over_all_steps() -> None:
+    records = stepped([[3.0, MISSING, -1.0], [2.0]], mean=1.0)
+    wanted = (0.5 - 2.0) ** 2 + (1.0 + 2.0) ** 2 + (0.0 - 1.0) ** 2
+    assert loss_of(MaskedMse(("right",)), [0.5, 7.0, 1.0, 0.0], records) == (
+        pytest.approx(wanted),
+        3,
+    )
+
+
+@pytest.mark.parametrize("how", AGGREGATES)
+def test_trajectories_are_compared_by_their_aggregates(how: str) -> None:
+    texts = [[2.0, -1.0, 0.5], [1.0], [-0.5, 3.0], [0.0, 0.0]]
+    of = {
+        "last": lambda own: own[-1],
+        "min": min,
+        "mean": lambda own: sum(own) / len(own),
+        "product": lambda own: sum(math.log(sigmoid(x)) for x in own),
+    }[how]
+    first, second, third, fourth = map(of, texts)
+    wanted = -math.log(sigmoid(first - second)) - math.log(sigmoid(third - fourth))
+    sizes = [len(own) for own in texts]
+    records = Records.of(
+        [0, 1],
+        [sizes[0] + sizes[1], sizes[2] + sizes[3]],
+        ranks=torch.tensor([0, 1, 0, 1]).repeat_interleave(torch.tensor(sizes)),
+        texts=torch.tensor([0, 1, 0, 1]).repeat_interleave(torch.tensor(sizes)),
+    )
+    flat = [reward for own in texts for reward in own]
+    objective = BradleyTerry(aggregate=how)
+    assert loss_of(objective, flat, records) == (pytest.approx(wanted), 2)
+    rewards = torch.tensor(flat)[:, None]
+    check_gradient(objective, rewards, records)
+    check_any_batch(objective, rewards, records)
+    report = objective.report(rewards, records, torch.ones(len(flat), dtype=torch.int64))
+    right = float(first > second) + float(third > fourth)
+    assert report["accuracy"] == right / 2
+    # The lengths of a trajectory's steps are its length: 3 against 1, and 2 against 2.
+    assert report["longer_reply_accuracy"] == (1 + 0.5) / 2
+
+
+def test_one_step_each_is_bradley_terry_to_the_bit() -> None:
+    records = ranked([0, 1], [1, 0], [0, 1])
+    rewards = torch.randn(6, 1, generator=torch.Generator().manual_seed(0))
+    wanted = BradleyTerry().loss(rewards, records)
+    with_texts = Records.of([0, 1, 2], [2, 2, 2], None, records.ranks, torch.tensor([0, 1] * 3))
+    for how in AGGREGATES[:3]:
+        found = BradleyTerry(aggregate=how).loss(rewards, with_texts)
+        assert [float(each) for each in found] == [float(each) for each in wanted]
+
+
+@pytest.mark.parametrize(
+    "objective", [BinaryCrossEntropy(("right",)), OrdinalBins(("right",), values=[0, 1])]
+)
+def test_sums_over_steps_do_not_depend_on_the_batch(objective: Objective) -> None:
+    records = stepped([[1.0, 0.5, 0.0], [MISSING, 1.0], [0.0], [MISSING]])
+    width = 1 if isinstance(objective, BinaryCrossEntropy) else 2
+    rewards = torch.randn(7, width, generator=torch.Generator().manual_seed(1))
+    check_gradient(objective, rewards, records)
+    check_any_batch(objective, rewards, records)
+
+
+def report_of(objective: Any, rewards: list[float], records: Records) -> dict[str, float]:
+    lengths = torch.ones(len(rewards), dtype=torch.int64)
+    return objective.report(torch.tensor(rewards)[:, None], records, lengths)
+
+
+def test_metrics_of_steps() -> None:
+    labels = [[1.0, 1.0, 0.0, MISSING], [1.0, 1.0], [0.0, 1.0], [1.0, MISSING, 0.0]]
+    rewards = [1.0, 2.0, -1.0, 5.0, 0.0, -0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
+    found = report_of(BinaryCrossEntropy(("right",)), rewards, stepped(labels))
+    # Wrong: the second of the second text, the first of the third, the last of the fourth.
+    assert found["step_accuracy"] == pytest.approx(6 / 9)
+    # Found in the first text; the second has none, of which one is found; the third's is not
+    # found; before the fourth's first error a label is missing.
+    assert found["first_error_accuracy"] == pytest.approx(1 / 3)
+    assert found["first_error_f1"] == 0.0
+    rewards[5] = 0.5
+    found = report_of(BinaryCrossEntropy(("right",)), rewards, stepped(labels))
+    assert found["first_error_f1"] == pytest.approx(2 * 0.5 * 1 / 1.5)
+    # Centred labels are measured where they are; returns are neither right nor wrong.
+    moved = report_of(MaskedMse(("right",)), [r - 0.5 for r in rewards], stepped(labels, mean=0.5))
+    plain = report_of(MaskedMse(("right",)), rewards, stepped(labels))
+    for name in ("step_accuracy", "first_error_accuracy", "first_error_f1"):
+        assert moved[name] == plain[name]
+    assert "step_accuracy" not in report_of(
+        MaskedMse(("right",)), [1.0, 2.0], stepped([[3.0, 0.0]])
+    )
+
+
+def test_aggregate_is_one_that_is_known() -> None:
+    config = ModelConfig(objective="bradley_terry", objective_kwargs={"aggregate": "max"})
+    with pytest.raises(ConfigError, match="aggregate: got 'max', wanted one of last, min, mean"):
+        build_objective(config, ["reward"])

@@ -1,0 +1,112 @@
+"""Rewards of turns over HTTP: those of the scorer in this process, to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
+from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.contract.steps import StepSpan
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.serving.engine.scorer import load_scorer
+from nemo_aligner.serving.engine.steps import mark_reads, unmark_reads
+from nemo_aligner.serving.protocols import StepRewards
+from tests.serving.gateway_calls import FakeClient, call
+from tests.serving.servers import SERVE, running
+
+QUESTION = {"role": "user", "content": "why"}
+ANSWER = {"role": "assistant", "content": "the cat sings"}
+CHAT = [QUESTION, ANSWER, QUESTION, {"role": "assistant", "content": "no"}]
+TEXTS: list[Any] = [CHAT, "a raw text", CHAT[:2]]
+
+
+@pytest.fixture(scope="module")
+def stepped(
+    archive: Path, layout: ParallelLayout, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The tiny reward model, read at every turn."""
+    path = tmp_path_factory.mktemp("stepped") / "steps.nemo"
+    made = load_reward_model(archive, layout)
+    contract = dataclasses.replace(made.contract, scored_position="turns")
+    save_reward_model(path, made.model, made.config, made.tokenizer, contract)
+    return path
+
+
+def test_marked_ids_are_found_again() -> None:
+    ids, reads = unmark_reads(mark_reads([0, 7, 3, 0], [0, 2, 3]))
+    assert (ids.tolist(), reads) == ([0, 7, 3, 0], [0, 2, 3])
+    ids, reads = unmark_reads([5, 6])  # of a client that sends ids
+    assert (ids.tolist(), reads) == ([5, 6], [1])
+    values = np.array([[0.1, -3e-42], [1 / 3, 1e30]], dtype=np.float32)
+    found = StepRewards.from_json(StepRewards(values, (StepSpan(1, 0, 3),)).to_json())
+    assert found.rewards.tobytes() == values.tobytes()
+    assert found.spans == (StepSpan(1, 0, 3),)
+
+
+def test_rewards_of_turns_have_the_same_bits_by_every_door(
+    stepped: Path, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    pytest.importorskip("pytriton")
+    pytest.importorskip("fastapi")
+    from nemo_aligner.serving.http import ROUTES, build_app
+
+    scorer = load_scorer(stepped, layout, micro_batch_tokens=512)
+    wanted = scorer.score_steps(TEXTS)
+    assert [len(each.rewards) for each in wanted] == [2, 1, 1]
+    ids = scorer.encode(CHAT).token_ids
+    settings = [
+        f"rm_model_file={stepped}",
+        "server.port=0",
+        "model.micro_batch_tokens=512",
+        "server.prefix_cache_tokens=4096",
+    ]
+    with running(tmp_path, SERVE, *settings) as server, RewardClient(server.url) as client:
+        for _ in range(2):  # and from its cache
+            scored = client.score_rows([*TEXTS, ""])
+            assert [*scored.errors] == [3]
+            assert scored.steps is not None
+            for found, own in zip(scored.steps, [*wanted, None], strict=True):
+                if own is None:
+                    assert found is None
+                    continue
+                assert found.rewards.tobytes() == own.rewards.tobytes()
+                assert found.spans == own.spans
+            last = np.stack([own.rewards[-1] for own in wanted])
+            assert scored.rewards[:3].tobytes() == last.tobytes()
+        assert client.score_tokens([ids]).tobytes() == last[:1].tobytes()
+        app = build_app(ROUTES, client, GatewayConfig(), None)
+        rows = call(app, "/v1/rewards", {"conversations": [CHAT, "no"], "steps": True}).json
+        assert rows["steps"][1] is None
+        both = [np.float32(step.pop("rewards")) for step in rows["steps"][0]]
+        assert np.stack(both).tobytes() == wanted[0].rewards.tobytes()
+        assert rows["steps"][0] == [
+            {"message": 1, "start": 0, "end": 13},
+            {"message": 3, "start": 0, "end": 2},
+        ]
+        plain = call(app, "/v1/rewards", {"tokens": [ids], "steps": True}).json
+        assert [*map(len, plain["steps"])] == [1]
+        assert "steps" not in call(app, "/v1/rewards", {"conversations": [CHAT]}).json
+        asked = {"messages": CHAT, "task": "token_classify"}
+        pooled = call(app, "/pooling", asked).json["data"][0]["data"]
+        assert np.float32(pooled).tobytes() == wanted[0].rewards.tobytes()
+        refused = call(app, "/classify", asked)
+        assert (refused.status, "POST /pooling" in refused.json["error"]["message"]) == (400, True)
+
+
+def test_model_with_one_reward_of_a_text_says_that_it_has_no_steps(archive: Path) -> None:
+    pytest.importorskip("fastapi")
+    from nemo_aligner.serving.http import ROUTES, build_app
+
+    app = build_app(ROUTES, FakeClient(), GatewayConfig(), None)  # type: ignore[arg-type]
+    for path, body in {
+        "/v1/rewards": {"texts": ["ab"], "steps": True},
+        "/pooling": {"input": "ab", "task": "token_classify"},
+    }.items():
+        answer = call(app, path, body)
+        assert (answer.status, "one reward for each text" in answer.body.decode()) == (400, True)
