@@ -28,12 +28,16 @@ TWO_LAYERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A head: tensors, attributes, outputs of each, and how they are read."""
+    """A head: tensors, attributes, outputs of each, and how they are read.
+
+    ``rules`` are other fields of its scoring contract.
+    """
 
     tensors: dict[str, tuple[Any, ...]]
     attributes: tuple[str, ...] = ("reward",)
     readout: str | None = None
     reads_mean: bool = False
+    rules: tuple[tuple[str, Any], ...] = ()
 
 
 KINDS = {
@@ -93,10 +97,10 @@ def write_archive(
         edit(source, "tokenizer.json", pre_tokenizer=pre_tokenizer)
     convert_hf_to_nemo(source, path.with_suffix(".first"))
     count = len(kind.attributes)
-    beside: dict[str, Any] = {}
+    beside: dict[str, Any] = dict(kind.rules)
     if kind.readout is not None:
         numbers = VALUES if kind.readout == "bins" else (LEVELS, LEVELS)
-        beside = {"readout": Readout(kind.readout, numbers).to_json()}
+        beside |= {"readout": Readout(kind.readout, numbers).to_json()}
     with launch():
         loaded = load_reward_model(path.with_suffix(".first"), initialize_layout())
         if kind.reads_mean:

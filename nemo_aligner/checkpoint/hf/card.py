@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from nemo_aligner.checkpoint.hf.heads import LINEAR, TWO_LAYERS
 from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.steps import MARKS, TURNS
 
 _CARD = """---
 license: {license}
 library_name: {library}
-pipeline_tag: text-classification
+pipeline_tag: {task}-classification
 tags:
 - reward-model
 ---
 
 # {name}
 
-A reward model: it reads a conversation or a text, and gives one number for each of: {attributes}.
+A reward model: it reads a conversation or a text, and gives {number} for each of: {attributes}.
 Higher is better. It was trained with nemo_aligner ({kind}) and exported from `{source}`.
 
 Licence of the base model: {license}.
@@ -32,8 +34,7 @@ Licence of the base model: {license}.
 
 {offsets}
 
-The reward is read at the last token that is not padding, so a text must not end with the pad token,
-{pad_token}. Loaded in fp32, the rewards are within 1e-4 of those of the archive with weights
+{reading} Loaded in fp32, the rewards are within 1e-4 of those of the archive with weights
 rounded as here. Loaded in bf16, the head is rounded too, and rewards come in steps of 0.4 %.
 
 ## What a reward means
@@ -52,10 +53,10 @@ rounded as here. Loaded in bf16, the head is rounded too, and rewards come in st
 """
 
 _LOADED = """import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import {auto}, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{name}")
-model = AutoModelForSequenceClassification.from_pretrained("{name}", dtype=torch.float32).eval()
+model = {auto}.from_pretrained("{name}", dtype=torch.float32).eval()
 """
 
 _WITH_BODY = """from pathlib import Path
@@ -97,6 +98,46 @@ with torch.no_grad():
     {head}
 rewards = {read}{plus_means}  # [texts, {count}]"""
 
+# Of steps: a text is tokenized in parts, at whose ends rewards are read.
+
+_STEPPED = """{parts}
+ids, read = [], []
+for part in parts:
+    ids += tokenizer(part, add_special_tokens=False).input_ids
+    read.append(len(ids) - 1)
+{places}with torch.no_grad():
+    {run}
+rewards = {read}{plus_means}  # [steps, {count}]"""
+
+_RUN = """logits = model(torch.tensor([ids])).logits[0, read]"""
+_RUN_BODY = """last = body(torch.tensor([ids])).last_hidden_state[0, read]
+    {head}"""
+
+_TURNS = """conversation = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "And 3 more?"},
+    {"role": "assistant", "content": "7"},
+]
+ends = [n + 1 for n, turn in enumerate(conversation) if turn["role"] == "assistant"]
+texts = [tokenizer.apply_chat_template(conversation[:end], tokenize=False) for end in ends]
+parts = [text.removeprefix(before) for before, text in zip(["", *texts], texts)]"""
+_STEPS = """steps, separator = ["2+2=4", "4+3=7"], {separator}
+parts = {parts}
+"""
+_PARTS_OF_ENDS = """[steps[0], *(separator + step for step in steps[1:])]"""
+_PARTS_OF_MARKS = """[part for step in steps for part in (step, separator)]"""
+_IN_TEMPLATE = """reply = "".join(parts)
+conversation = [
+    {"role": "user", "content": "2+2+3?"},
+    {"role": "assistant", "content": reply},
+]
+text = tokenizer.apply_chat_template(conversation, tokenize=False)
+before, _, after = text.rpartition(reply)
+parts[0] = before + parts[0]"""
+_AFTER = """
+parts[-1] += after"""
+
 _LINEAR = """logits = last @ head["{layer}.weight"].T"""
 _ONE_LAYER = """logits = last @ head["{layer}.weight"].T + head["{layer}.bias"]"""
 _TWO_LAYERS = """inner = (last @ head["score.0.weight"].T + head["score.0.bias"]).relu()
@@ -130,16 +171,20 @@ def model_card(
     folder is an adapter of that model. ``form`` is the head's (``HeadOut``). Unless
     ``is_loaded_whole`` transformers has a class for the decoder only.
     """
+    has_steps = contract.has_steps
+    snippet = _step_snippet if has_steps else _snippet
     return _CARD.format(
         name=name,
+        task="token" if has_steps else "text",
+        number="one number at each step" if has_steps else "one number",
+        reading=_reading(contract, pad_token),
         library="transformers" if base is None else "peft",
         license=base_license,
         attributes=", ".join(contract.attributes),
         kind={"binary_ranking": "ranking of pairs"}.get(contract.reward_model_type, "regression"),
         source=archive.name,
-        snippet=_snippet(name, contract, base, form, is_loaded_whole=is_loaded_whole),
+        snippet=snippet(name, contract, base, form, is_loaded_whole=is_loaded_whole),
         offsets=_offsets(contract),
-        pad_token=f"`{pad_token}`",
         hash=contract.hash,
         rules="\n".join(f"- {rule}" for rule in _rules(contract, trained_in)),
         statistics=_statistics(contract),
@@ -151,25 +196,94 @@ def model_card(
 def _snippet(
     name: str, contract: ScoringContract, base: str | None, form: str, *, is_loaded_whole: bool
 ) -> str:
-    means, readout = list(contract.label_means), contract.output_readout
     code = (_LOADED if base is None else _ADAPTED) + _SCORED
-    layer = form.removesuffix(".bias").partition(".2")[0]
     if not is_loaded_whole:
         code = _WITH_BODY + _SCORED_BY_BODY
+    return code.format(
+        name=name,
+        base=base,
+        auto="AutoModelForSequenceClassification",
+        texts=_CONVERSATION if contract.template else f"texts = [{_raw('a text', contract)}]",
+        **_read(contract, form),
+    )
+
+
+def _read(contract: ScoringContract, form: str) -> dict[str, Any]:
+    """Parts of a program that make rewards of hidden states or logits."""
+    means, readout = list(contract.label_means), contract.output_readout
+    layer = form.removesuffix(".bias").partition(".2")[0]
     read = "logits"
     if readout is not None:
         values = [list(row) for row in readout.numbers]
         read = _EXPECTED.format(width=readout.width, values=values)
+    elif _has_pair(contract):
+        read = "logits[:, 1:]"
     head = {LINEAR.last: _LINEAR, TWO_LAYERS.last: _TWO_LAYERS}.get(form, _ONE_LAYER)
+    return {
+        "layer": layer,
+        "head": head.format(layer=layer),
+        "read": read,
+        "plus_means": f" + torch.tensor({means})" if any(means) else "",
+        "count": len(contract.attributes),
+    }
+
+
+def _has_pair(contract: ScoringContract) -> bool:
+    """Tell if its only reward is exported as the second of two outputs (``HeadOut``)."""
+    return contract.has_steps and contract.num_outputs == 1
+
+
+def _step_snippet(
+    name: str, contract: ScoringContract, base: str | None, form: str, *, is_loaded_whole: bool
+) -> str:
+    assert base is None, "an adapter has no steps"
+    has_marks = contract.scored_position == MARKS
+    parts = _TURNS
+    if contract.scored_position != TURNS or not contract.template:
+        cut = _PARTS_OF_MARKS if has_marks else _PARTS_OF_ENDS
+        parts = _STEPS.format(separator=json.dumps(contract.step_separator or ""), parts=cut)
+        after = "" if has_marks else _AFTER
+        parts += _IN_TEMPLATE + after if contract.template else _raw_parts(contract)
+    read = _read(contract, form)
+    code = (_LOADED if is_loaded_whole else _WITH_BODY) + _STEPPED
+    run = _RUN if is_loaded_whole else _RUN_BODY.format(head=read["head"])
     return code.format(
         name=name,
-        base=base,
-        layer=layer,
-        head=head.format(layer=layer),
-        texts=_CONVERSATION if contract.template else f"texts = [{_raw('a text', contract)}]",
-        read=read,
-        plus_means=f" + torch.tensor({means})" if any(means) else "",
-        count=len(contract.attributes),
+        auto="AutoModelForTokenClassification",
+        parts=parts,
+        places="read = read[1::2]  # behind each step\n" if has_marks else "",
+        run=run,
+        **read,
+    )
+
+
+def _raw_parts(contract: ScoringContract) -> str:
+    """Lines that put around the parts of a raw text what its contract has there."""
+    lines = ["parts[0] = tokenizer.bos_token + parts[0]"] if contract.add_bos else []
+    if contract.add_eos and contract.scored_position != MARKS:
+        lines.append("parts[-1] += tokenizer.eos_token")
+    return "\n".join(lines)
+
+
+def _reading(contract: ScoringContract, pad_token: str) -> str:
+    if not contract.has_steps:
+        return (
+            "The reward is read at the last token that is not padding, so a text must not end with "
+            f"the pad token,\n`{pad_token}`."
+        )
+    if contract.scored_position == TURNS:
+        where = "at the last token of each assistant turn, with what the chat template ends it by"
+    else:
+        separator = json.dumps(contract.step_separator, ensure_ascii=False)
+        where = f"at the last token of the separator {separator} behind each step"
+        if contract.scored_position != MARKS:
+            where = (
+                f"at the last token of each step, before the separator {separator}, and of the "
+                "last step at the last token of the text"
+            )
+    return (
+        f"Rewards are read {where}. The parts of a text that end there are tokenized one by one, "
+        "as above.\nAt all other tokens the logits mean nothing."
     )
 
 
@@ -188,6 +302,12 @@ def _raw(text: str, contract: ScoringContract) -> str:
 
 
 def _offsets(contract: ScoringContract) -> str:
+    if _has_pair(contract):
+        return (
+            "The model has two outputs: the first is always 0, the second is the reward. So the "
+            "second of their `softmax` is the `sigmoid` of the reward: the probability that a step "
+            "is right, if the rewards are log odds (`binary_cross_entropy`)."
+        )
     if contract.readout is not None:
         return (
             "**The logits are not the rewards.** They are those of bins: the reward of an "

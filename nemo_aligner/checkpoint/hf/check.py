@@ -14,7 +14,13 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import LAYERS
 from nemo_aligner.checkpoint.hf.families.base import HF_HEAD
-from nemo_aligner.checkpoint.hf.heads import find_head, is_of_head, load_with_head
+from nemo_aligner.checkpoint.hf.heads import (
+    TOKEN_SUFFIX,
+    find_head,
+    is_of_head,
+    load_with_head,
+    reads_steps,
+)
 from nemo_aligner.checkpoint.hf.source import REWARD_SUFFIX, open_source
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
@@ -26,6 +32,7 @@ from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.step import gather_rewards, infer
 from nemo_aligner.utils.errors import CheckpointError, DataError
 
+HF_BIAS = "score.bias"
 TOLERANCE = 1e-4
 _RELATIVE_TOLERANCE = 1e-5  # for rewards so large that fp32 is no more precise
 _LONGEST = 512
@@ -95,10 +102,18 @@ def architecture_of(model_type: str) -> str:
 
 def has_class(architecture: str, model_type: str) -> bool:
     """Tell if transformers has the class of a reward model; if not, it loads only the decoder."""
-    from transformers import CONFIG_MAPPING
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
+    from transformers import (
+        CONFIG_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    )
 
-    return architecture.endswith(REWARD_SUFFIX) and CONFIG_MAPPING[model_type] in CLASSES
+    config = CONFIG_MAPPING[model_type]
+    if architecture.endswith(TOKEN_SUFFIX):
+        return config in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+    return (
+        architecture.endswith(REWARD_SUFFIX) and config in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    )
 
 
 def check_folder(
@@ -113,6 +128,15 @@ def check_folder(
         CheckpointError: transformers cannot load it, makes other token ids, or its logits in fp32
             differ by more than 1e-4 plus 1e-5 of their size, alone or padded beside a longer text.
     """
+    return compare(*load_written(folder), contract, texts, logits)
+
+
+def load_written(folder: Path) -> tuple[Any, Any]:
+    """Load the tokenizer and the model of ``folder`` with transformers, to compute in fp32.
+
+    Raises:
+        CheckpointError: it cannot, or the pad token is not that of ``config.json``.
+    """
     try:
         tokenizer, model = _load(folder)
     except Exception as error:  # third-party code on files that may be wrong
@@ -120,7 +144,7 @@ def check_folder(
     pad_id = json.loads((folder / "config.json").read_text(encoding="utf-8"))["pad_token_id"]
     if tokenizer.pad_token_id != pad_id:
         raise CheckpointError(f"pad token: got id {tokenizer.pad_token_id}, wanted {pad_id}")
-    return compare(tokenizer, model, contract, texts, logits)
+    return tokenizer, model
 
 
 def compare(
@@ -139,19 +163,34 @@ def compare(
     for shorter, longer in pairwise(by_length):
         batch = [token_lists[shorter], token_lists[longer]]
         padded[shorter] = _their_logits(model, tokenizer, batch)[0]
+    return differ_most(alone, padded, logits, [text for text, _ in texts])
+
+
+def differ_most(alone: Tensor, padded: Tensor, logits: Tensor, texts: Sequence[Text]) -> float:
+    """Largest difference of transformers' logits, ``[N, A]``, from ours.
+
+    Raises:
+        CheckpointError: one is out of tolerance, with its text.
+    """
     for how, got in (("alone", alone), ("padded", padded)):
         _check_logits(how, got, logits, texts)
     return float(torch.stack([alone - logits, padded - logits]).abs().max())
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+        AutoTokenizer,
+    )
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     found = open_source(folder)
-    is_linear = {name for name in found.tensors if is_of_head(name)} == {HF_HEAD}
+    stored = {name for name in found.tensors if is_of_head(name)}
+    has_bias = reads_steps(found)
+    is_linear = stored == ({HF_HEAD, HF_BIAS} if has_bias else {HF_HEAD})
     architecture, model_type = str(found.config["architectures"][0]), found.config["model_type"]
     if not (is_linear and has_class(architecture, model_type)):
         head = find_head(found)
@@ -160,7 +199,8 @@ def _load(folder: Path) -> tuple[Any, Any]:
         compute_in_fp32(model)
         return tokenizer, model
     # In the dtype of the files, which are then mapped instead of copied.
-    model, report = AutoModelForSequenceClassification.from_pretrained(
+    auto = AutoModelForTokenClassification if has_bias else AutoModelForSequenceClassification
+    model, report = auto.from_pretrained(
         folder, dtype="auto", local_files_only=True, output_loading_info=True
     )
     lost = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
@@ -169,6 +209,8 @@ def _load(folder: Path) -> tuple[Any, Any]:
     model = model.to(current_device()).eval()
     # The files have the head in fp32; transformers has cast it to the body's dtype.
     model.score.weight.data = found.tensors[HF_HEAD].read().to(model.device)
+    if has_bias:
+        model.score.bias.data = found.tensors[HF_BIAS].read().to(model.device)
     compute_in_fp32(model)
     return tokenizer, model
 
@@ -184,16 +226,14 @@ def _check_ids(
             )
 
 
-def _check_logits(
-    how: str, got: Tensor, logits: Tensor, texts: Sequence[tuple[Text, list[int]]]
-) -> None:
+def _check_logits(how: str, got: Tensor, logits: Tensor, texts: Sequence[Text]) -> None:
     difference = (got - logits).abs()
     # Written so that NaN fails.
     wrong = ~(difference <= TOLERANCE + _RELATIVE_TOLERANCE * logits.abs())
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
         raise CheckpointError(
-            f"transformers scores {texts[row][0]!r} {how} as {got[row, column]:.6g}, "
+            f"transformers scores {texts[row]!r} {how} as {got[row, column]:.6g}, "
             f"wanted {logits[row, column]:.6g} within {TOLERANCE}"
         )
 
@@ -203,12 +243,16 @@ def _their_ids(tokenizer: Any, contract: ScoringContract, text: Text) -> list[in
     if not isinstance(text, str):
         text = tokenizer.apply_chat_template(text, tokenize=False)
         return tokenizer(text, add_special_tokens=False).input_ids
-    ids = tokenizer(text, add_special_tokens=False).input_ids
+    return complete(tokenizer(text, add_special_tokens=False).input_ids, contract)
+
+
+def complete(ids: list[Any], contract: ScoringContract, *, ends: bool = True) -> list[int]:
+    """Add to the ids of a raw text what the contract has around it; behind it only if it ends."""
     if contract.add_bos and ids[:1] != [contract.bos_id]:
         ids = [contract.bos_id, *ids]
-    if contract.add_eos and ids[-1:] != [contract.eos_id]:
+    if ends and contract.add_eos and ids[-1:] != [contract.eos_id]:
         ids = [*ids, contract.eos_id]
-    if contract.reward_token_id is not None and ids[-1:] != [contract.reward_token_id]:
+    if ends and contract.reward_token_id is not None and ids[-1:] != [contract.reward_token_id]:
         ids = [*ids, contract.reward_token_id]
     return ids
 

@@ -348,8 +348,13 @@ def labels_of(
     return list(contract.attributes)
 
 
-def num_outputs(found: Source, labels: Sequence[str]) -> int:
-    """Outputs that a head of these ``labels_of`` has to have."""
+def num_outputs(found: Source, head: FoundHead, labels: Sequence[str]) -> int:
+    """Outputs that a head of these ``labels_of`` has to have; any, of a stranger's steps."""
+    if reads_steps(found):
+        if found.contract is None:
+            return head.outputs
+        wanted = ScoringContract.from_dict(found.contract).num_outputs
+        return max(wanted, 2)  # one reward is exported as two outputs
     contract = _contract_of_bins(found)
     return len(labels if contract is None else contract.output_names)
 
@@ -362,7 +367,18 @@ def _contract_of_bins(found: Source) -> ScoringContract | None:
 
 
 def _labels_of_steps(found: Source, head: FoundHead, attributes: Sequence[str] | None) -> list[str]:
-    """One name: a head of two outputs says how probable a wrong and a right step are."""
+    """One name: a head of two outputs says how probable a wrong and a right step are.
+
+    Our exports have those of their contracts.
+    """
+    if found.contract is not None:
+        contract = ScoringContract.from_dict(found.contract)
+        if not contract.has_steps:
+            raise CheckpointError(
+                f"architectures: got {shown(found.config.get('architectures'))}, which reads "
+                f"steps, but {CONTRACT_NAME} has none (scored_position: {contract.scored_position})"
+            )
+        return list(contract.attributes)
     if head.outputs > 2:
         name = head.names["weight"]
         raise CheckpointError(

@@ -37,7 +37,6 @@ from nemo_aligner.checkpoint.hf.heads import (
     FoundHead,
     describe_head,
     find_head,
-    reads_steps,
     unread_head_tensors,
 )
 from nemo_aligner.checkpoint.hf.source import (
@@ -183,7 +182,7 @@ def _convert(
         contract = contract_of(found, labels, tokenizer, stored.precision, *options)
         if head is not None and contract is not None:
             shape.check_length(contract.seq_length)
-            head = head.with_rows_of(tokenizer)
+            head = head.with_rows_of(tokenizer).with_outputs(contract.num_outputs)
             for name, tensor in head.tensors(config["hidden_size"]).items():
                 tensors[PREFIX + HEAD_PREFIX + name] = tensor
             archived["reward_model_type"] = contract.reward_model_type
@@ -213,8 +212,7 @@ def _sizes_of_head(
     """Shapes that a reward head's tensors have to have."""
     if head is None or labels is None:
         return {}
-    outputs = head.outputs if reads_steps(found) else num_outputs(found, labels)
-    return head.sizes(hidden_size, outputs)
+    return head.sizes(hidden_size, num_outputs(found, head, labels))
 
 
 def _with_zero_groups(config: Mapping[str, Any], zero_groups: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -33,6 +34,12 @@ from nemo_aligner.checkpoint.hf.check import (
     our_logits,
     read_as_it_runs,
 )
+from nemo_aligner.checkpoint.hf.check_steps import (
+    StepsChecked,
+    check_step_folder,
+    encode_steps,
+    our_step_logits,
+)
 from nemo_aligner.checkpoint.hf.convert import (
     RewardArchive,
     exported_contract,
@@ -45,6 +52,8 @@ from nemo_aligner.checkpoint.hf.heads import (
     READOUT_KEY,
     REWARD_TOKEN_KEY,
     SCORE_WITH_BIAS,
+    STEP_SUFFIX,
+    TOKEN_SUFFIX,
     TWO_LAYERS,
     VALUE_LAYER,
     HeadOut,
@@ -64,9 +73,12 @@ from nemo_aligner.contract.contract import (
     ScoringContract,
     check_last_token,
 )
+from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.steps import MARKS
 from nemo_aligner.contract.templates import with_kwargs_inside
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import CheckpointError
 
@@ -159,25 +171,27 @@ def _export(
     say(f"scoring texts with {folder.source} ...")
     loaded = reward_model_without_weights(folder, layout, Precision.fp32, with_adapters=False)
     contract, tokenizer = ScoringContract.from_dict(folder.contract or {}), loaded.tokenizer
-    check_last_token(contract, str(folder.source), HF_MODEL)
+    if not contract.has_steps:
+        check_last_token(contract, str(folder.source), HF_MODEL)
     archive = RewardArchive.of(folder)
     head, exported = head_of(archive, contract, options)
     stored = format_of(options.dtype or archive.embedding_dtype)
-    texts = encode_texts(contract, tokenizer)
+    check = _Check.of(contract, tokenizer)
     read_as_it_runs(loaded.model, partial(archive.read_as_exported, dtype=options.dtype))
-    token_lists = [cut(ids, contract.seq_length) for _, ids in texts]
     with waiting_for("scoring texts"):
-        logits = our_logits(loaded.model, token_lists, layout)
+        logits = check.score(loaded.model, layout)
     del loaded
     gc.collect()  # the modules form reference cycles
     logits = as_exported(logits, contract, head, merge=options.merge)
-    pad_token, pad_id = choose_pad(tokenizer, {ids[-1] for _, ids in texts})
+    pad_token, pad_id = choose_pad(tokenizer, check.last_ids)
     model_type = archive.family.to_hf(archive.config)["model_type"]
+    suffixes = _STEP_SUFFIXES if contract.has_steps else _SUFFIXES
     architecture = architecture_of(model_type).removesuffix(REWARD_SUFFIX)
-    architecture += _SUFFIXES.get(head.form, REWARD_SUFFIX)
+    architecture += suffixes.get(head.form, REWARD_SUFFIX)
     config = hf_config(
         archive.family, archive.config, exported, architecture, pad_id, stored.torch_name
     )
+    config |= step_settings(exported, tokenizer)
     say(f"writing {output} ...")
     shards = _write_weights(archive, head.tensors, staging, config["vocab_size"], options)
     if head.form == VALUE_LAYER.last:
@@ -193,12 +207,12 @@ def _export(
         options.base_license,
         contract.dtype,
         form=head.form,
-        is_loaded_whole=head.form == LINEAR.last and has_class(architecture, model_type),
+        is_loaded_whole=_is_whole(head, contract) and has_class(architecture, model_type),
     )
     (staging / "README.md").write_text(card, encoding="utf-8")
     say("scoring the same texts with transformers ...")
     with waiting_for("scoring with transformers"):
-        largest_difference = check_folder(staging, exported, texts, logits)
+        largest_difference = check.compare(staging, exported, logits)
     return ExportSummary(
         output=output,
         architecture=architecture,
@@ -206,7 +220,7 @@ def _export(
         shards=shards,
         contract=exported,
         pad_token=pad_token,
-        texts=len(texts),
+        texts=len(check.last_ids),
         largest_difference=largest_difference,
         query_groups=archive.num_query_groups,
         zero_groups=archive.num_query_groups - archive.config["num_query_groups"],
@@ -217,6 +231,7 @@ def _export(
 # Ends of a class's name, by the form of its head; the value head stands beside a language model.
 _LANGUAGE_MODEL = "ForCausalLM"
 _SUFFIXES = {TWO_LAYERS.last: TWO_LAYERS_SUFFIX, VALUE_LAYER.last: _LANGUAGE_MODEL}
+_STEP_SUFFIXES = {SCORE_WITH_BIAS: TOKEN_SUFFIX, TWO_LAYERS.last: STEP_SUFFIX}
 # For errors: whose model it is to be.
 HF_MODEL = "a reward model of Hugging Face"
 
@@ -232,7 +247,10 @@ def head_of(
     stored = read_head(archive, contract, merge=options.merge)
     exported = exported_contract(contract, merge=options.merge, dtype=options.dtype)
     are_rewards = exported.readout is None
-    head = HeadOut.of(stored, options.head, exported.label_means, are_rewards=are_rewards)
+    put = HeadOut.of_steps if contract.has_steps else HeadOut.of
+    head = put(stored, options.head, exported.label_means, are_rewards=are_rewards)
+    if contract.has_steps and head.form == TWO_LAYERS.last:
+        _check_step_layers(archive, head, exported)
     return head, exported.with_label_means(head.means)
 
 
@@ -243,7 +261,60 @@ def as_exported(logits: Tensor, contract: ScoringContract, head: HeadOut, *, mer
         logits = logits[:, readout.reward_columns]
     if merge:
         logits = logits @ torch.tensor(contract.attribute_weights)[:, None]
-    return logits if head.shift is None else logits + head.shift
+    if head.shift is not None:
+        logits = logits + head.shift
+    return F.pad(logits, (1, 0)) if head.is_pair else logits
+
+
+@dataclass(frozen=True)
+class _Check:
+    """Texts to score before and after writing: with steps, or each with its token ids."""
+
+    contract: ScoringContract
+    stepped: Sequence[StepsChecked]
+    whole: Sequence[tuple[Text, list[int]]]
+
+    @classmethod
+    def of(cls, contract: ScoringContract, tokenizer: Tokenizer) -> _Check:
+        if contract.has_steps:
+            return cls(contract, encode_steps(contract, tokenizer), ())
+        return cls(contract, (), encode_texts(contract, tokenizer))
+
+    @property
+    def last_ids(self) -> list[int]:
+        """The last token of each text."""
+        return [each.token_ids[-1] for each in self.stepped] + [ids[-1] for _, ids in self.whole]
+
+    def score(self, model: GPTRewardModel, layout: ParallelLayout) -> Tensor:
+        """The head's outputs, a row for each text or step."""
+        if self.stepped:
+            return our_step_logits(model, self.stepped, layout)
+        token_lists = [cut(ids, self.contract.seq_length) for _, ids in self.whole]
+        return our_logits(model, token_lists, layout)
+
+    def compare(self, folder: Path, exported: ScoringContract, logits: Tensor) -> float:
+        """As ``check_folder``."""
+        if self.stepped:
+            return check_step_folder(folder, exported, self.stepped, logits)
+        return check_folder(folder, exported, self.whole, logits)
+
+
+def _is_whole(head: HeadOut, contract: ScoringContract) -> bool:
+    """Tell if all of a head has its place in transformers' class, if there is one."""
+    return head.form == (SCORE_WITH_BIAS if contract.has_steps else LINEAR.last)
+
+
+def _check_step_layers(archive: RewardArchive, head: HeadOut, exported: ScoringContract) -> None:
+    """Refuse two layers that do not fit into the only class that reads steps with them."""
+    found = archive.family.to_hf(archive.config)["model_type"]
+    sizes = [head.tensors[f"{layer}.weight"].size(0) for layer in ("score.0", "score.2")]
+    wanted = [archive.config["hidden_size"], 2]
+    if found != "qwen2" or sizes != wanted or len(exported.attributes) > 1:
+        raise CheckpointError(
+            f"head: got two layers of {sizes[0]} units and {sizes[1]} outputs on a {found}, wanted "
+            f"{wanted[0]} units and one reward (or {wanted[1]} bins) on a qwen2: no other model "
+            "with two layers is read at its steps (a head of one matrix is, on any)"
+        )
 
 
 def _notes(contract: ScoringContract, exported: ScoringContract, form: str) -> Iterator[str]:
@@ -258,7 +329,12 @@ def _notes(contract: ScoringContract, exported: ScoringContract, form: str) -> I
             "WARNING: the logits are those of bins. A reward is the mean of an attribute's values "
             "by their softmax (readout in config.json; the model card has the program)"
         )
-    if form == SCORE_WITH_BIAS:
+    if contract.has_steps:
+        yield (
+            "its readers have to cut a text into steps, and read each where the model card says "
+            "(scored_position and step_separator in config.json)"
+        )
+    elif form == SCORE_WITH_BIAS:
         yield "WARNING: transformers leaves score.bias out; vLLM and this package read it"
 
 
@@ -452,7 +528,9 @@ def hf_config(
     readout = contract.output_readout
     statistics: dict[str, Any] = {}
     reward_token_id = contract.reward_token_id
-    is_read_by_openrlhf = len(names) == 1 and not architecture.endswith(_LANGUAGE_MODEL)
+    is_read_by_openrlhf = (
+        len(names) == 1 and not contract.has_steps and not architecture.endswith(_LANGUAGE_MODEL)
+    )
     if contract.reward_mean and contract.reward_std and is_read_by_openrlhf:
         # For OpenRLHF, which normalizes logits by them if it is told --normalize_reward.
         mean = contract.reward_mean[0] - contract.label_means[0]
@@ -479,3 +557,26 @@ def hf_config(
         "label_means": dict(zip(contract.attributes, contract.label_means, strict=True)),
         **statistics,
     }
+
+
+def step_settings(contract: ScoringContract, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Settings of ``config.json`` for a model that reads steps; none for another.
+
+    Without ``problem_type`` vLLM answers with the softmax of two outputs, as for Qwen2.5-Math-PRM.
+    """
+    if not contract.has_steps:
+        return {}
+    settings: dict[str, Any] = {"scored_position": contract.scored_position}
+    if contract.step_separator is not None:
+        settings["step_separator"] = contract.step_separator
+        ids = tokenizer.encode(contract.step_separator)
+        if contract.scored_position == MARKS and len(ids) == 1:
+            settings["step_tag_id"] = ids[0]
+    names = contract.output_names
+    if len(names) == 1:
+        names = [f"not {names[0]}", names[0]]
+        settings |= {"num_labels": 2, "id2label": dict(enumerate(names))}
+        settings["label2id"] = {name: number for number, name in enumerate(names)}
+    if len(names) == 2 and len(contract.attributes) == 1:
+        settings["problem_type"] = None
+    return settings

@@ -72,7 +72,8 @@ REWARD_TOKEN_KEY = "reward_token_id"
 # How rewards follow from logits of bins, in a config.json that this package exported.
 READOUT_KEY = "readout"
 # Heads that read each step, or each token, and not a text.
-_STEP_READERS = ("ForTokenClassification", "ForProcessRewardModel")
+TOKEN_SUFFIX, STEP_SUFFIX = "ForTokenClassification", "ForProcessRewardModel"
+_STEP_READERS = (TOKEN_SUFFIX, STEP_SUFFIX)
 NO_HEAD, OUTPUT_LAYER_HEAD = "none", "lm_head:"
 # A tensor without columns may claim any number of rows at no cost.
 _MOST_OUTPUTS = 10_000
@@ -90,6 +91,8 @@ class FoundHead:
         about: which head it is, for people.
         rows: tokens, or numbers, of rows of the output layer: the reward is the first row's logit,
             less the second's if there is one. Empty for a head of its own.
+        is_difference: its reward is its second output less its first, as our exports of a reward
+            for each step have it.
     """
 
     names: Mapping[str, str]
@@ -98,6 +101,7 @@ class FoundHead:
     about: str
     stored: Mapping[str, LazyTensor] = field(repr=False)
     rows: tuple[str | int, ...] = ()
+    is_difference: bool = False
 
     @classmethod
     def of(cls, layout: HeadLayout, found: Source) -> FoundHead:
@@ -159,6 +163,12 @@ class FoundHead:
         told = [f"row {row} ({tokenizer.decode([row])!r})" for row in ids]
         return replace(self, rows=tuple(ids), about=f"{name}, {' minus '.join(told)}")
 
+    def with_outputs(self, outputs: int) -> FoundHead:
+        """The same head with one reward instead of two outputs, if so many are wanted."""
+        if outputs == self.outputs:
+            return self
+        return replace(self, outputs=outputs, is_difference=True)
+
     def sizes(self, hidden_size: int, outputs: int) -> dict[str, tuple[int, ...]]:
         """Shapes that its tensors have to have for so many outputs, by the checkpoint's names."""
         if self.rows:
@@ -179,6 +189,9 @@ class FoundHead:
         if ours not in self.names:
             return torch.zeros(size)
         stored = self.stored[self.names[ours]].read()
+        if self.is_difference and ours in ("weight", "bias"):
+            wrong, right = stored.float()
+            return (right - wrong)[None]
         if not self.rows:
             return stored.float()
         first, *others = stored[list(map(int, self.rows))].float()
@@ -333,12 +346,14 @@ class HeadOut:
         form: one of ``FORMS``.
         means: ``[A]``, the label means that its outputs still lack.
         shift: ``[A]``, what its outputs are more than the archive's; None: nothing.
+        is_pair: before its only output there is one that is always 0.
     """
 
     tensors: dict[str, Tensor]
     form: str
     means: list[float]
     shift: Tensor | None = None
+    is_pair: bool = False
 
     @classmethod
     def of(
@@ -386,6 +401,39 @@ class HeadOut:
         tensors = {names[ours]: each for ours, each in whole.items()}
         return cls(tensors, form, [0.0] * len(means), shift)
 
+    @classmethod
+    def of_steps(
+        cls,
+        head: Mapping[str, Tensor],
+        form: str | None,
+        means: Sequence[float],
+        *,
+        are_rewards: bool,
+    ) -> HeadOut:
+        """Put a head that reads steps into its only form, which has biases; see ``of``.
+
+        One reward becomes two outputs, 0 and the reward, as readers of such models take two: the
+        softmax of them is ``1 - sigmoid(reward)`` and ``sigmoid(reward)``.
+        """
+        own = TWO_LAYERS.last if "hidden.weight" in head else SCORE_WITH_BIAS
+        if form not in (None, own):
+            raise CheckpointError(f"head: got {shown(form)} for a head of steps, wanted {own}")
+        rows = head["weight"].size(0)
+        whole = {"bias": torch.zeros(rows), **head}
+        if own == TWO_LAYERS.last:
+            whole.setdefault("hidden.bias", torch.zeros(head["hidden.weight"].size(0)))
+        shift, is_pair = None, are_rewards and rows == 1
+        if are_rewards:
+            shift = torch.tensor(means, dtype=torch.float32)
+            whole["bias"] = whole["bias"] + shift
+            means = [0.0] * rows
+        if is_pair:
+            whole["weight"] = F.pad(whole["weight"], (0, 0, 1, 0))
+            whole["bias"] = F.pad(whole["bias"], (1, 0))
+        names = (TWO_LAYERS if own == TWO_LAYERS.last else LINEAR).names()
+        tensors = {names[ours]: each for ours, each in whole.items()}
+        return cls(tensors, own, list(means), shift, is_pair)
+
 
 def _check_form(form: str, own: str, head: Mapping[str, Tensor], *, are_rewards: bool) -> None:
     """Refuse a form that a head, which has the form ``own`` by itself, does not fit into."""
@@ -411,11 +459,13 @@ def _check_form(form: str, own: str, head: Mapping[str, Tensor], *, are_rewards:
 class BodyWithHead(torch.nn.Module):
     """transformers' decoder with a head that transformers has no class for.
 
-    It is called like a ``ForSequenceClassification``, with padding on the right.
+    It is called like a ``ForSequenceClassification``, or, if it ``reads_all``, like a
+    ``ForTokenClassification``, with padding on the right.
     """
 
-    def __init__(self, body: Any, head: Mapping[str, Tensor]) -> None:
+    def __init__(self, body: Any, head: Mapping[str, Tensor], *, reads_all: bool = False) -> None:
         super().__init__()
+        self.reads_all = reads_all
         self.body = body
         self.head = dict(head)
         if body.config.num_labels != len(head["weight"]):
@@ -430,10 +480,14 @@ class BodyWithHead(torch.nn.Module):
         return self.body.device
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
-        """``logits [S, A]`` float32 of ``input_ids [S, T]``, read at each row's last token."""
+        """``logits [S, A]`` float32 of ``input_ids [S, T]``, read at each row's last token.
+
+        ``[S, T, A]`` if it reads all.
+        """
         hidden = self.body(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         last = attention_mask.sum(dim=1) - 1
-        read = hidden[torch.arange(len(hidden), device=hidden.device), last].float()
+        rows = torch.arange(len(hidden), device=hidden.device)
+        read = (hidden if self.reads_all else hidden[rows, last]).float()
         head = {name: tensor.to(read.device) for name, tensor in self.head.items()}
         if "hidden.weight" in head:
             read = F.linear(read, head["hidden.weight"], head.get("hidden.bias")).relu()
@@ -471,4 +525,5 @@ def load_with_head(name: str, found: Source, head: FoundHead, dtype: torch.dtype
         missing = ", ".join(sorted(map(str, report["missing_keys"]))[:3])
         raise CheckpointError(f"{name}: got no weights for {missing}")
     tensors = head.tensors(body.config.get_text_config().hidden_size)
-    return BodyWithHead(body, {ours: tensor.read() for ours, tensor in tensors.items()})
+    read = {ours: tensor.read() for ours, tensor in tensors.items()}
+    return BodyWithHead(body, read, reads_all=reads_steps(found))

@@ -17,7 +17,7 @@ from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.utils.errors import CheckpointError
 from tests import tiny
-from tests.checkpoint.hf.exporting import edit_tensors
+from tests.checkpoint.hf.exporting import assert_same, config_of, edit_tensors, tensors_of
 from tests.families import write_hf_checkpoint
 
 HIDDEN = tiny.SHAPE["hidden_size"]
@@ -75,6 +75,22 @@ def test_qwen_process_reward_model_has_its_probability_at_every_step(tmp_path: P
         wanted = logits.softmax(-1)[..., 1][ids == mark]
         assert len(wanted) == len(own.rewards) == len(own.spans)
         np.testing.assert_allclose(own.rewards[:, 0], wanted.numpy(), atol=1e-5)
+    exported = check_comes_back(tmp_path, head)
+    assert exported["architectures"] == ["Qwen2ForProcessRewardModel"]
+    assert exported["step_tag_id"] == mark
+
+
+def check_comes_back(folder: Path, head: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """``prm.nemo``, out and in again, has the source's head and its contract; the settings."""
+    summary = na.RewardModel.from_pretrained(folder / "prm.nemo").export(folder / "out")
+    written = tensors_of(folder / "out")
+    assert_same({name: each for name, each in written.items() if "score" in name}, head)
+    again = convert(folder / "out", folder / "again.nemo").contract
+    assert again is not None
+    assert again.hash == summary.contract.hash
+    with na.RewardModel.from_pretrained(folder / "prm.nemo") as source:
+        assert again == source.contract()
+    return config_of(folder / "out")
 
 
 @pytest.mark.parametrize("labels", [1, 2])
@@ -110,6 +126,12 @@ def test_token_classifier_has_its_output_behind_every_step(labels: int, tmp_path
         logits = model(torch.tensor([ids])).logits[0, places]
     wanted = logits[:, 0] if labels == 1 else logits.softmax(-1)[:, 1]
     np.testing.assert_allclose(found.rewards[:, 0], wanted.numpy(), atol=1e-5)
+    own = {"score.weight": model.score.weight.data, "score.bias": model.score.bias.data}
+    if labels == 1:  # the softmax of 0 and the reward is its sigmoid
+        own = {name: torch.cat([torch.zeros_like(each), each]) for name, each in own.items()}
+    exported = check_comes_back(tmp_path, own)
+    assert exported["architectures"] == ["LlamaForTokenClassification"]
+    assert exported["problem_type"] is None, "vLLM takes the softmax of both outputs"
     with pytest.raises(CheckpointError, match="its head reads steps: wanted its conversion"):
         load_hf_reward_model(str(folder), None, 512)
 
@@ -124,6 +146,3 @@ def test_class_of_many_labels_reads_no_rewards(tmp_path: Path) -> None:
         convert(folder, tmp_path / "rm.nemo", step_separator="\n")
     edit_tensors(folder, {"score.weight": drawn(1, HIDDEN)})
     convert(folder, tmp_path / "rm.nemo", step_separator="\n", seq_length=64)
-    model = na.RewardModel.from_pretrained(tmp_path / "rm.nemo")
-    with pytest.raises(CheckpointError, match="reads the last token: a reward model of Hugging"):
-        model.export(tmp_path / "out")

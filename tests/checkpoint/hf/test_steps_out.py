@@ -1,0 +1,116 @@
+"""Models of turns and steps, out: each form has the archive's rewards for its readers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nemo_aligner as na
+from nemo_aligner.api.reward_model import release_models
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
+from nemo_aligner.utils.errors import AlignerError, CheckpointError
+from tests.checkpoint.hf.exporting import config_of
+from tests.heads import KINDS, write_archive
+
+QUESTION = {"role": "user", "content": "why"}
+# A kind of head, where it is read, what stands between steps, the decoder and the class it becomes.
+CASES = [
+    ("one matrix", "step_ends", "\n\n", "llama", "LlamaForTokenClassification"),
+    ("one output and a bias", "step_marks", "\n", "qwen3", "Qwen3ForTokenClassification"),
+    ("several attributes", "turns", None, "llama", "LlamaForTokenClassification"),
+    ("bins with a bias", "step_ends", "\n", "llama", "LlamaForTokenClassification"),
+    ("quantiles", "step_marks", "\n", "llama", "LlamaForTokenClassification"),
+    # transformers has no class for it, but its decoder.
+    ("one matrix", "step_ends", "\n", "granite", "GraniteForTokenClassification"),
+    ("two layers", "step_marks", "\n", "qwen2", "Qwen2ForProcessRewardModel"),
+]
+
+
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    yield
+    release_models()
+
+
+def stepped(name: str, position: str, separator: str | None) -> Any:
+    rules = (("scored_position", position), ("step_separator", separator))
+    return dataclasses.replace(KINDS[name], rules=rules)
+
+
+def texts(separator: str | None) -> list[Any]:
+    steps = ["the cat", "sings two", "no"]
+    if separator is None:
+        turns = [[QUESTION, {"role": "assistant", "content": step}] for step in steps]
+        return [turns[0], [message for turn in turns for message in turn]]
+    contents = ["the bird", separator.join(steps), separator.join([*steps, ""])]
+    return [[QUESTION, {"role": "assistant", "content": content}] for content in contents]
+
+
+def by_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the program in a model card has found."""
+    _, _, program = (folder / "README.md").read_text().partition("```python\n")
+    monkeypatch.chdir(folder.parent)
+    variables: dict[str, Any] = {}
+    exec(program.partition("```")[0], variables)
+    return variables
+
+
+@pytest.mark.parametrize(("name", "position", "separator", "body", "architecture"), CASES)
+def test_head_of_steps_is_exported_with_its_rewards(
+    name: str,
+    position: str,
+    separator: str | None,
+    body: str,
+    architecture: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind = stepped(name, position, separator)
+    ours = na.RewardModel.from_pretrained(write_archive(tmp_path / "rm.nemo", kind, body))
+    wanted = ours.score(texts(separator), steps=True)
+    summary = ours.export(tmp_path / "out")
+    assert "read each where the model card says" in str(summary)
+    config = config_of(tmp_path / "out")
+    assert config["architectures"] == [architecture]
+    assert (config["scored_position"], config.get("step_separator")) == (position, separator)
+    convert(tmp_path / "out", tmp_path / "again.nemo")
+    again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
+    assert again.contract() == summary.contract
+    rules: dict[str, Any] = {"label_means": (0.0,) * len(kind.attributes), "readout": None}
+    rules = {} if kind.readout == "bins" else rules
+    assert again.contract() == dataclasses.replace(ours.contract(), **rules)
+    for own, found in zip(wanted, again.score(texts(separator), steps=True), strict=True):
+        assert own.spans == found.spans
+        np.testing.assert_allclose(found.rewards, own.rewards, atol=1e-5)
+    shown = by_card(tmp_path / "out", monkeypatch)
+    (found,) = again.score([shown["conversation"]], steps=True)
+    assert len(found.rewards) > 1
+    np.testing.assert_allclose(shown["rewards"].numpy(), found.rewards, atol=1e-4)
+    if len(kind.attributes) == 1:
+        right = shown["logits"].softmax(-1)[:, 1:].numpy()
+        np.testing.assert_allclose(right, 1 / (1 + np.exp(-found.rewards)), atol=1e-4)
+
+
+def test_head_of_steps_without_a_reader_is_refused(tmp_path: Path) -> None:
+    for name, body, options, said in (
+        ("two layers", "llama", {}, "on a llama, wanted 64 units and one reward"),
+        ("two layers of several attributes", "qwen2", {}, "units and 2 outputs"),
+        ("one matrix", "llama", {"head": "score"}, "for a head of steps, wanted score.bias"),
+    ):
+        archive = tmp_path / f"{name}.nemo"
+        write_archive(archive, stepped(name, "step_ends", "\n"), body)
+        with pytest.raises(AlignerError) as caught:
+            na.RewardModel.from_pretrained(archive).export(tmp_path / "out", **options)
+        assert said in str(caught.value), str(caught.value)
+    assert not (tmp_path / "out").exists()
+    own = na.RewardModel.from_pretrained(archive).export(tmp_path / "out").contract
+    plain = dataclasses.replace(own, scored_position="last_token", step_separator=None)
+    (tmp_path / "out" / "scoring_contract.json").write_text(json.dumps(plain.to_dict()))
+    with pytest.raises(CheckpointError, match=r"which reads steps, but scoring_contract.json has"):
+        convert(tmp_path / "out", tmp_path / "again.nemo")
