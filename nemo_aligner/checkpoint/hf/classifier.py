@@ -465,7 +465,7 @@ def contract_of(
     contract = _new_contract(
         found, labels, tokenizer, precision, longest, template, seq_length, step_separator
     )
-    if reads_steps(found) and head is not None and head.outputs == 2:
+    if contract.has_steps and head is not None and (head.outputs, len(labels)) == (2, 1):
         contract = contract.with_readout(Readout(BINS, ((0.0, 1.0),)))
     is_ranking = contract.reward_model_type == RewardModelType.binary_ranking.value
     statistics: list[Any] = [found.config.get(key) for key in ("mean", "std")]

@@ -162,6 +162,8 @@ def _convert(
     config = family.to_nemo(found.config)
     head = find_head(found, choice)
     labels = labels_of(found, head, attributes)
+    if head is not None and step_separator is not None:
+        head = head.at_steps()
     refuse_options(found, labels, (template, seq_length, attributes, step_separator))
     rules = model_rules(family, config, labels is not None)
     # The embeddings, whose rows a head may be of, are among the others already.

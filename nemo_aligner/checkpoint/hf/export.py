@@ -185,13 +185,10 @@ def _export(
     logits = as_exported(logits, contract, head, merge=options.merge)
     pad_token, pad_id = choose_pad(tokenizer, check.last_ids)
     model_type = archive.family.to_hf(archive.config)["model_type"]
-    suffixes = _STEP_SUFFIXES if contract.has_steps else _SUFFIXES
-    architecture = architecture_of(model_type).removesuffix(REWARD_SUFFIX)
-    architecture += suffixes.get(head.form, REWARD_SUFFIX)
+    architecture = _class_of(model_type, head, contract)
     config = hf_config(
         archive.family, archive.config, exported, architecture, pad_id, stored.torch_name
-    )
-    config |= step_settings(exported, tokenizer)
+    ) | step_settings(exported, tokenizer)
     say(f"writing {output} ...")
     shards = _write_weights(archive, head.tensors, staging, config["vocab_size"], options)
     if head.form == VALUE_LAYER.last:
@@ -297,6 +294,13 @@ class _Check:
         if self.stepped:
             return check_step_folder(folder, exported, self.stepped, logits)
         return check_folder(folder, exported, self.whole, logits)
+
+
+def _class_of(model_type: str, head: HeadOut, contract: ScoringContract) -> str:
+    """Name of the class that a decoder of this type is with such a head."""
+    suffixes = _STEP_SUFFIXES if contract.has_steps else _SUFFIXES
+    decoder = architecture_of(model_type).removesuffix(REWARD_SUFFIX)
+    return decoder + suffixes.get(head.form, REWARD_SUFFIX)
 
 
 def _is_whole(head: HeadOut, contract: ScoringContract) -> bool:

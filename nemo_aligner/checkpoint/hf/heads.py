@@ -90,7 +90,8 @@ class FoundHead:
         shape: None for one matrix.
         about: which head it is, for people.
         rows: tokens, or numbers, of rows of the output layer: the reward is the first row's logit,
-            less the second's if there is one. Empty for a head of its own.
+            less the second's if there is one; with two outputs the second's logit comes first.
+            Empty for a head of its own.
         is_difference: its reward is its second output less its first, as our exports of a reward
             for each step have it.
     """
@@ -161,7 +162,15 @@ class FoundHead:
             if row >= count:
                 raise CheckpointError(f"{name}: got {count} rows, wanted row {row}")
         told = [f"row {row} ({tokenizer.decode([row])!r})" for row in ids]
-        return replace(self, rows=tuple(ids), about=f"{name}, {' minus '.join(told)}")
+        between = " minus " if self.outputs == 1 else " against "
+        return replace(self, rows=tuple(ids), about=f"{name}, {between.join(told)}")
+
+    def at_steps(self) -> FoundHead:
+        """The same head for steps: two rows of the output layer are two outputs.
+
+        The card of math-shepherd-mistral-7b-prm reads the first's probability of both.
+        """
+        return replace(self, outputs=2) if len(self.rows) == 2 else self
 
     def with_outputs(self, outputs: int) -> FoundHead:
         """The same head with one reward instead of two outputs, if so many are wanted."""
@@ -194,7 +203,10 @@ class FoundHead:
             return (right - wrong)[None]
         if not self.rows:
             return stored.float()
-        first, *others = stored[list(map(int, self.rows))].float()
+        rows = stored[list(map(int, self.rows))].float()
+        if self.outputs == 2:
+            return rows.flip(0)
+        first, *others = rows
         return (first - others[0] if others else first)[None]
 
 

@@ -136,6 +136,30 @@ def test_token_classifier_has_its_output_behind_every_step(labels: int, tmp_path
         load_hf_reward_model(str(folder), None, 512)
 
 
+def test_two_rows_of_the_output_layer_are_a_probability_at_every_step(tmp_path: Path) -> None:
+    """As on the card of math-shepherd-mistral-7b-prm: logits[:, [+, -]].softmax(-1)[:, 0]."""
+    folder = tmp_path / "hf"
+    write_hf_checkpoint(folder, "llama_untied")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    right, wrong = tokenizer.convert_tokens_to_ids(["y", "n"])
+    how: dict[str, Any] = {"head": "lm_head:y,n", "step_separator": "!", "seq_length": 64}
+    said = str(convert(folder, tmp_path / "prm.nemo", **how, attributes=["right"]))
+    assert f"row {right} ('y') against row {wrong} ('n'), reads the end of '!' behind" in said
+    chat = text("!", *STEPS)
+    with na.RewardModel.from_pretrained(tmp_path / "prm.nemo") as ours:
+        (found,) = ours.score([chat], steps=True)
+    ids = tokenizer(tokenizer.apply_chat_template(chat, tokenize=False), return_tensors="pt")
+    tokens = ids.input_ids[0]
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folder)(tokens[None]).logits[0]
+    at_marks = tokens == tokenizer.convert_tokens_to_ids("!")
+    wanted = logits[:, [right, wrong]].softmax(-1)[at_marks, 0]
+    assert wanted.std() > 1e-3
+    np.testing.assert_allclose(found.rewards[:, 0], wanted.numpy(), atol=1e-5)
+    rows = load_file(folder / "model.safetensors")["lm_head.weight"][[wrong, right]]
+    check_comes_back(tmp_path, {"score.weight": rows, "score.bias": torch.zeros(2)})
+
+
 def test_class_of_many_labels_reads_no_rewards(tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     tiny.write_hf_checkpoint(folder)
