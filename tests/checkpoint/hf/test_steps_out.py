@@ -61,7 +61,12 @@ def by_card(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return variables
 
 
-@pytest.mark.parametrize(("name", "position", "separator", "body", "architecture"), CASES)
+NAMED = [f"{name} of a {body}" for name, _, _, body, _ in CASES]
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "separator", "body", "architecture"), CASES, ids=NAMED
+)
 def test_head_of_steps_is_exported_with_its_rewards(
     name: str,
     position: str,
