@@ -67,7 +67,7 @@ class EvaluateConfig:
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
     task: str | None = setting(None, "a benchmark; data.path is its file (docs/evaluation.md)")
     threshold: float | None = setting(
-        None, "task=processbench: reward of a right step; null: 0.5, or log-odds of 0"
+        None, "task=processbench, prmbench: reward of a right step; null: 0.5, or log-odds of 0"
     )
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
     swapped: bool = setting(False, "exchange chosen and rejected: accuracy has to become 1 less it")

@@ -41,6 +41,10 @@ SEPARATED = STEPPED[1:]
 Write = Callable[[Messages | Conversation], str]
 
 
+class StepTextError(DataError):
+    """A step that is blank, or holds the separator."""
+
+
 @dataclass(frozen=True)
 class StepSpan:
     """Characters ``start`` to ``end`` of what ``message`` says, None in a raw text.
@@ -140,7 +144,7 @@ def _reply(text: Text, separator: str) -> str:
     steps = [part["text"] for part in content]
     for number, step in enumerate(steps):
         if separator in step or not step.strip():
-            raise DataError(
+            raise StepTextError(
                 f"step {number + 1} of {len(steps)}: got {short(step)!r}, wanted one that is not "
                 f"blank and does not hold the separator {separator!r} (model.data.step_separator)"
             )
