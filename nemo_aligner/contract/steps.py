@@ -21,6 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from nemo_aligner.config.common import Aggregate
 from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.contract.messages import (
     Conversation,
@@ -64,6 +67,20 @@ class SteppedText:
     pieces: tuple[str, ...]
     read: tuple[int, ...]
     spans: tuple[StepSpan, ...]
+
+
+def aggregate_steps(rewards: np.ndarray, how: Aggregate) -> np.ndarray:
+    """One reward of a text, ``[A]`` float32, of the rewards ``[S, A]`` of its turns or steps.
+
+    ``product`` is ``sum log sigmoid(r)``, as where a model is trained by it (``losses/steps.py``).
+    """
+    if how is Aggregate.last:
+        return rewards[-1]
+    if how is Aggregate.min:
+        return rewards.min(axis=0)
+    exact = rewards.astype(np.float64)
+    summed = exact.mean(axis=0) if how is Aggregate.mean else -np.logaddexp(0, -exact).sum(axis=0)
+    return summed.astype(np.float32)
 
 
 def split_steps(
