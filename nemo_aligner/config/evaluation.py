@@ -67,11 +67,11 @@ class EvaluateConfig:
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
     task: str | None = setting(None, "a benchmark; data.path is its file (docs/evaluation.md)")
     threshold: float | None = setting(
-        None, "task=processbench, prmbench: reward of a right step; null: 0.5, or log-odds of 0"
+        None, "benchmarks of steps: reward of a right one; null: 0.5, or log-odds of 0"
     )
     aggregate: Aggregate = setting(
         Aggregate.last,
-        "a benchmark of texts: what a model of turns or steps makes of their rewards",
+        "benchmarks of texts: one reward of those of their turns or steps",
     )
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
     swapped: bool = setting(False, "exchange chosen and rejected: accuracy has to become 1 less it")

@@ -132,16 +132,14 @@ def run_task(
         scored = np.split(rewards, bounds)
     rows = []
     for (line, item), of_item in zip(found, scored, strict=True):
-        record = f"{path}:{line}"
         if np.isnan(of_item).any():
             left_out["without a reward"] += 1
-        elif not task.reads_steps:
-            rows.append(Prediction(item, of_item, task.judge(item, of_item), record))
-        elif len(of_item) != len(messages_of(item.texts[0])[-1]["content"]):
+        elif task.reads_steps and len(of_item) != len(messages_of(item.texts[0])[-1]["content"]):
             left_out["without a reward of each step"] += 1
         else:
-            above = of_item.astype(np.float64) - threshold
-            rows.append(Prediction(item, of_item, task.judge(item, above), record, above=above))
+            above = of_item.astype(np.float64) - threshold if task.reads_steps else None
+            right = task.judge(item, of_item if above is None else above)
+            rows.append(Prediction(item, of_item, right, f"{path}:{line}", above=above))
     if not rows:
         raise DataError(f"{path}: no item of {task.name} got rewards; left out: {dict(left_out)}")
     predictions = Predictions(rows, is_benchmark=True)
