@@ -28,6 +28,15 @@ class RecordKind(Enum):
     rating = "rating"  # a reply with a label for each attribute
 
 
+class Aggregate(Enum):
+    """What one reward of a text is made of where its turns or steps have several."""
+
+    last = "last"
+    min = "min"
+    mean = "mean"
+    product = "product"
+
+
 class RewardModelType(Enum):
     """Training task of a reward model; it fixes the kind of record that it learns from."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nemo_aligner.config.common import Checks, Malformed, Precision, setting
+from nemo_aligner.config.common import Aggregate, Checks, Malformed, Precision, setting
 from nemo_aligner.config.model import DataConfig, ScorerModelConfig
 from nemo_aligner.utils.errors import SettingsError
 
@@ -67,7 +67,11 @@ class EvaluateConfig:
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
     task: str | None = setting(None, "a benchmark; data.path is its file (docs/evaluation.md)")
     threshold: float | None = setting(
-        None, "task=processbench: reward of a right step; null: 0.5, or log-odds of 0"
+        None, "benchmarks of steps: reward of a right one; null: 0.5, or log-odds of 0"
+    )
+    aggregate: Aggregate = setting(
+        Aggregate.last,
+        "benchmarks of texts: one reward of those of their turns or steps",
     )
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
     swapped: bool = setting(False, "exchange chosen and rejected: accuracy has to become 1 less it")

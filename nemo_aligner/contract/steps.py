@@ -21,6 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from nemo_aligner.config.common import Aggregate
 from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.contract.messages import (
     Conversation,
@@ -39,6 +42,10 @@ STEPPED = (TURNS, ScoredPosition.step_ends.value, MARKS)
 SEPARATED = STEPPED[1:]
 
 Write = Callable[[Messages | Conversation], str]
+
+
+class StepTextError(DataError):
+    """A step that is blank, or holds the separator."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,20 @@ class SteppedText:
     pieces: tuple[str, ...]
     read: tuple[int, ...]
     spans: tuple[StepSpan, ...]
+
+
+def aggregate_steps(rewards: np.ndarray, how: Aggregate) -> np.ndarray:
+    """One reward of a text, ``[A]`` float32, of the rewards ``[S, A]`` of its turns or steps.
+
+    ``product`` is ``sum log sigmoid(r)``, as where a model is trained by it (``losses/steps.py``).
+    """
+    if how is Aggregate.last:
+        return rewards[-1]
+    if how is Aggregate.min:
+        return rewards.min(axis=0)
+    exact = rewards.astype(np.float64)
+    summed = exact.mean(axis=0) if how is Aggregate.mean else -np.logaddexp(0, -exact).sum(axis=0)
+    return summed.astype(np.float32)
 
 
 def split_steps(
@@ -140,7 +161,7 @@ def _reply(text: Text, separator: str) -> str:
     steps = [part["text"] for part in content]
     for number, step in enumerate(steps):
         if separator in step or not step.strip():
-            raise DataError(
+            raise StepTextError(
                 f"step {number + 1} of {len(steps)}: got {short(step)!r}, wanted one that is not "
                 f"blank and does not hold the separator {separator!r} (model.data.step_separator)"
             )

@@ -70,6 +70,7 @@ class Prediction:
         record: file and line.
         labels: ``[A]`` of a rated reply, NaN where one is missing.
         spread: ``[A]`` of a rated reply, how uncertain its rewards are; None if unknown.
+        above: ``[S]`` of a benchmark's steps, the rewards less the threshold of a right one.
     """
 
     item: Item
@@ -78,6 +79,7 @@ class Prediction:
     record: str = ""
     labels: np.ndarray | None = None
     spread: np.ndarray | None = None
+    above: np.ndarray | None = None
 
     @classmethod
     def of_pair(

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from nemo_aligner.contract.messages import Text, messages_of, with_messages
-from nemo_aligner.evaluation.predictions import Prediction, Predictions
+from nemo_aligner.evaluation.predictions import Item, Prediction, Predictions
 from nemo_aligner.evaluation.tasks.base import Task
 from nemo_aligner.evaluation.tasks.best_of_n import best_of
 from nemo_aligner.metrics.ranking import wilson_interval
@@ -100,7 +100,7 @@ def check_pairwise(task: Task) -> None:
         ConfigError: its sample is such an item.
     """
     item = task.read(task.sample)
-    if item is None or len(item.texts) != 2 or item.num_right != 1 or item.is_code:
+    if not isinstance(item, Item) or len(item.texts) != 2 or item.num_right != 1 or item.is_code:
         raise ConfigError(
             f"robustness_pairs: got task={task.name}, whose items are no pairs of a right reply "
             "and a wrong one in prose; wanted a benchmark of such, or no task"

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.config.common import RecordKind
+from nemo_aligner.config.common import Aggregate, RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.idle import idle_notes
 from nemo_aligner.config.load import config_to_dict, flatten
@@ -107,6 +107,7 @@ class _Asked:
     robustness_pairs: int | None
     swapped: bool
     threshold: float | None
+    aggregate: Aggregate
 
     @classmethod
     def of(cls, config: EvaluateConfig) -> _Asked:
@@ -123,7 +124,13 @@ class _Asked:
         threshold = config.threshold
         if threshold is not None and not (task is not None and task.reads_steps):
             raise ConfigError(f"threshold: got {threshold}, wanted null: no steps are judged by it")
-        return cls(data_file, task, _reading(config), most, config.swapped, threshold)
+        how = config.aggregate
+        if how is not Aggregate.last and (task is None or task.reads_steps):
+            raise ConfigError(
+                f"aggregate: got {how.value}, wanted last: only a benchmark of texts (task=...) "
+                "takes one reward of them"
+            )
+        return cls(data_file, task, _reading(config), most, config.swapped, threshold, how)
 
 
 def _check_unread(config: EvaluateConfig) -> None:
@@ -205,6 +212,7 @@ def _measure(asked: _Asked, source: RewardSource) -> _Measured:
         threshold = asked.threshold
         if threshold is None:
             threshold = right_from(source)
+        source = source.by(asked.aggregate)
         result = run_task(task, path, source.score, weights, source.encode, score_steps, threshold)
     robustness, most = None, asked.robustness_pairs
     if most is not None:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from nemo_aligner.contract.contract import OverlongError, one_reward
-from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.messages import Text, messages_of
+from nemo_aligner.contract.steps import StepTextError
 from nemo_aligner.contract.turns import TurnMarkError
 from nemo_aligner.data.files import BadLine, Line, read_lines
 from nemo_aligner.data.records import write_lines
@@ -133,9 +134,12 @@ def run_task(
     for (line, item), of_item in zip(found, scored, strict=True):
         if np.isnan(of_item).any():
             left_out["without a reward"] += 1
+        elif task.reads_steps and len(of_item) != len(messages_of(item.texts[0])[-1]["content"]):
+            left_out["without a reward of each step"] += 1
         else:
-            above = of_item.astype(np.float64) - threshold if task.reads_steps else of_item
-            rows.append(Prediction(item, of_item, task.judge(item, above), f"{path}:{line}"))
+            above = of_item.astype(np.float64) - threshold if task.reads_steps else None
+            right = task.judge(item, of_item if above is None else above)
+            rows.append(Prediction(item, of_item, right, f"{path}:{line}", above=above))
     if not rows:
         raise DataError(f"{path}: no item of {task.name} got rewards; left out: {dict(left_out)}")
     predictions = Predictions(rows, is_benchmark=True)
@@ -150,24 +154,27 @@ def _usable(
 ) -> Iterator[tuple[int, Item]]:
     """Yield line numbers and items that the model can take."""
     for line in read_lines(path):
-        item = _read(task, line, path)
-        if item is None:
+        read = _read(task, line, path)
+        if read is None:
             left_out["without a verdict"] += 1
             continue
-        try:
-            if encode is not None:
-                list(map(encode, item.texts))
-        except OverlongError:
-            left_out["too long"] += 1
-        except TurnMarkError:
-            left_out["with turns of its own"] += 1
-        except DataError as error:
-            raise DataError(f"{path}:{line.number}: {error}") from error
-        else:
-            yield line.number, item
+        for item in (read,) if isinstance(read, Item) else read:
+            try:
+                if encode is not None:
+                    list(map(encode, item.texts))
+            except OverlongError:
+                left_out["too long"] += 1
+            except TurnMarkError:
+                left_out["with turns of its own"] += 1
+            except StepTextError:
+                left_out["with a blank step, or the separator in one"] += 1
+            except DataError as error:
+                raise DataError(f"{path}:{line.number}: {error}") from error
+            else:
+                yield line.number, item
 
 
-def _read(task: Task, line: Line | BadLine, path: str | Path) -> Item | None:
+def _read(task: Task, line: Line | BadLine, path: str | Path) -> Item | tuple[Item, ...] | None:
     where = f"{path}:{line.number}"
     if isinstance(line, BadLine):
         raise DataError(f"{where}: {line.reason}")

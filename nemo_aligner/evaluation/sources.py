@@ -14,11 +14,12 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
-from nemo_aligner.config.common import Overlong, RecordKind
+from nemo_aligner.config.common import Aggregate, Overlong, RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig
 from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract, one_reward
 from nemo_aligner.contract.from_settings import check_expected
 from nemo_aligner.contract.messages import Text, as_json
+from nemo_aligner.contract.steps import aggregate_steps
 from nemo_aligner.contract.template_check import freeze_date
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.contract.turns import TurnMarkError, write_conversation
@@ -115,6 +116,25 @@ class RewardSource:
     def score_as_one(self, texts: Sequence[Text]) -> np.ndarray:
         """``[N]`` weighted rewards of N texts; NaN for a refused one."""
         return one_reward(np.asarray(self.score(texts)), self.attribute_weights)
+
+    def by(self, how: Aggregate) -> RewardSource:
+        """The same, whose ``score`` makes a text's rewards of those of its turns or steps.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        score_steps = self.score_steps
+        if how is Aggregate.last:
+            return self
+        if score_steps is None:
+            raise ConfigError(
+                f"aggregate: got {how.value}, wanted last: {self.name} has one reward for each text"
+            )
+
+        def score(texts: Sequence[Text]) -> np.ndarray:
+            return np.array([aggregate_steps(each.rewards, how) for each in score_steps(texts)])
+
+        return replace(self, score=score)
 
     def fits(self, text: Text) -> bool:
         """Return False if the model would truncate or refuse a text; True if nobody can tell."""

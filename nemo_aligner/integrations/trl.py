@@ -8,9 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
+from nemo_aligner.config.common import Aggregate
 from nemo_aligner.contract.contract import one_reward, reward_weights
-from nemo_aligner.contract.messages import Conversation, Text, without_struct_nulls
-from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.contract.messages import Conversation, Text, messages_of, without_struct_nulls
+from nemo_aligner.contract.steps import aggregate_steps
+from nemo_aligner.serving.client import RewardClient, ScoredRows
+from nemo_aligner.utils.errors import ConfigError
 
 _PATIENCE_S = 300.0  # a server that is started anew takes this long to load a large model
 
@@ -28,8 +33,10 @@ class RewardFunction:
         attribute: str | None,
         name: str,
         tools: list[dict[str, Any]] | None = None,
+        aggregate: Aggregate = Aggregate.last,
     ) -> None:
         """Score by ``attribute`` of the client's model; None as in ``reward_weights``."""
+        self._aggregate = aggregate
         self._tools = tools
         self.__name__ = name
         self._client = client
@@ -52,7 +59,8 @@ class RewardFunction:
 
         Raises:
             ServingError: no server answers, or it scores by another contract.
-            ConfigError: the model has no such attribute.
+            ConfigError: the model has no such attribute, or no rewards of turns or steps that
+                ``aggregate`` asks for.
         """
         if self._weights is None:
             self._weights = reward_weights(self._client.contract(), self._attribute)
@@ -67,7 +75,29 @@ class RewardFunction:
         if texts and "log_metric" in columns:
             refused = len(scored.errors) / len(texts)
             columns["log_metric"](f"rewards/{self.__name__}/refused", refused)
-        return one_reward(scored.rewards, self._weights).tolist()
+        begin = [len(text if isinstance(text, str) else messages_of(text)) for text in prompts]
+        return one_reward(self._of_completions(scored, begin), self._weights).tolist()
+
+    def _of_completions(self, scored: ScoredRows, begin: Sequence[int]) -> np.ndarray:
+        """``[N, A]`` rewards: of several turns or steps their aggregate, from ``begin`` on.
+
+        ``begin`` are N messages or characters of prompts, whose own turns and steps do not count.
+        """
+        if self._aggregate is Aggregate.last:
+            return scored.rewards
+        rewards = scored.rewards.copy()
+        steps = [None] * len(rewards) if scored.steps is None else scored.steps
+        for row, own in enumerate(steps):
+            if own is not None:
+                places = [s.end - 1 if s.message is None else s.message for s in own.spans]
+                first = next((n for n, at in enumerate(places) if at >= begin[row]), -1)
+                rewards[row] = aggregate_steps(own.rewards[first:], self._aggregate)
+            elif row not in scored.errors:
+                raise ConfigError(
+                    f"aggregate: got {self._aggregate.value}, wanted last: the server answers no "
+                    "rewards of turns or steps, as its model reads none, or it shapes rewards"
+                )
+        return rewards
 
 
 def reward_function(
@@ -77,6 +107,7 @@ def reward_function(
     name: str = "reward_model",
     retry_s: float = _PATIENCE_S,
     tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None,
+    aggregate: str = "last",
     **options: Any,
 ) -> RewardFunction:
     """A reward function for TRL that asks the servers at ``url``.
@@ -87,15 +118,20 @@ def reward_function(
         name: what TRL's logs call it.
         tools: what conversations without tools of their own have: those that GRPOTrainer is given,
             as functions (their JSON is what transformers makes of them) or as JSON.
+        aggregate: of a model with a reward for each turn or step, what makes one of a completion's:
+            ``last``, ``min``, ``mean`` or ``product`` (``sum log sigmoid(r)``).
         retry_s: for how long training waits for a server that is gone.
         options: others of ``RewardClient``, as ``expect`` and ``wait_s``.
 
     Raises:
         ConfigError: an option is unfit.
     """
+    known = [each.value for each in Aggregate]
+    if aggregate not in known:
+        raise ConfigError(f"aggregate: got {aggregate!r}, wanted one of {', '.join(known)}")
     described = [_described(tool) for tool in tools or ()]
     client = RewardClient(url, retry_s=retry_s, **options)
-    return RewardFunction(client, attribute, name, described or None)
+    return RewardFunction(client, attribute, name, described or None, Aggregate(aggregate))
 
 
 def _described(tool: dict[str, Any] | Callable[..., Any]) -> dict[str, Any]:

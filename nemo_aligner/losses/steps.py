@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_aligner.batch.packed import Records
+from nemo_aligner.config.common import Aggregate
 from nemo_aligner.losses.base import RatingObjective
 from nemo_aligner.utils.host_transfer import to_device
 
@@ -42,7 +43,7 @@ class BinaryCrossEntropy(RatingObjective):
 
 # One reward of a text, out of those of its turns or steps.
 
-AGGREGATES = ("last", "min", "mean", "product")
+AGGREGATES = tuple(each.value for each in Aggregate)
 
 
 def aggregate(rewards: Tensor, records: Records, how: str) -> Tensor:

@@ -11,6 +11,7 @@ import nemo_aligner as na
 from nemo_aligner.contract.steps import StepSpan
 from nemo_aligner.utils.errors import ConfigError
 from tests import tiny
+from tests.data.files import write
 
 QUESTION = {"role": "user", "content": "why"}
 TEXTS = [
@@ -35,9 +36,20 @@ def test_program_gets_rewards_of_steps_and_measures_them(tmp_path: Path) -> None
         assert metrics["loss"] == pytest.approx(squares / 3)
         judged = [[helpful >= 0.5, second < 0.5], [verbose >= 0.5]]
         assert metrics["step_accuracy"] == np.mean([np.mean(each) for each in judged])
+        replies = {"responses": [text[-1]["content"] for text in TEXTS], "scores": [0, 1]}
+        best = write(tmp_path / "best.jsonl", {"prompt": "why", **replies})
+        weights = np.array(model.contract().attribute_weights)
+        for how, make in (("last", lambda own: own[-1]), ("min", np.min), ("mean", np.mean)):
+            texts = [
+                np.array([make(column) for column in each.rewards.T], np.float32) @ weights
+                for each in found
+            ]
+            measured = model.evaluate(best, task="best_of_n", aggregate=how).metrics
+            assert measured["best of 2, its reward"] == pytest.approx(max(texts), rel=1e-6), how
+            assert measured["best of 2"] == np.argmax(texts)
     plain = tiny.write_reward_nemo(tmp_path / "plain.nemo", seq_length=64)
-    with (
-        na.RewardModel.from_pretrained(plain) as model,
-        pytest.raises(ConfigError, match=r"one reward for each text, wanted .*turns"),
-    ):
-        model.score(TEXTS, steps=True)
+    with na.RewardModel.from_pretrained(plain) as model:
+        with pytest.raises(ConfigError, match=r"one reward for each text, wanted .*turns"):
+            model.score(TEXTS, steps=True)
+        with pytest.raises(ConfigError, match=r"aggregate: got min, wanted last: .* one reward"):
+            model.evaluate(best, task="best_of_n", aggregate="min")

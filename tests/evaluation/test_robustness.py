@@ -128,7 +128,7 @@ def test_robustness_of_what_are_no_pairs_of_prose_is_refused() -> None:
         check(by_length, pairs)
     refused = {name: refusal(ConfigError, check_pairwise, TASKS[name]) for name in TASKS}
     others = ("rewardbench2", "rm_bench", "humanevalpack", "ppe_correctness", "best_of_n")
-    for name in (*others, "processbench"):
+    for name in (*others, "processbench", "prmbench"):
         assert f"robustness_pairs: got task={name}" in refused.pop(name)
     assert set(refused.values()) == {NOT_REFUSED}
 

@@ -31,7 +31,7 @@ from nemo_aligner.distributed.layout import (
     initialize_layout,
 )
 from nemo_aligner.losses.pairwise import BradleyTerry
-from nemo_aligner.models.layers import _RMSNorm
+from nemo_aligner.models.layers import Shared, _RMSNorm
 from nemo_aligner.models.offload import OffloadManager
 from nemo_aligner.models.reward_model import (
     build_reward_model,
@@ -82,7 +82,9 @@ Found = dict[str, Any]
 def mark_phases(watch: Watch) -> None:
     """Have what these methods do noted by phase; and what a timed block leaves unfinished."""
     # CUDA's kernel keeps for the backward what this function does; a CPU build takes it apart.
-    F.rms_norm = lambda x, shape, weight, eps: _RMSNorm.apply(x, weight, eps, x.dtype)
+    F.rms_norm = lambda x, shape, weight, eps: _RMSNorm.apply(
+        x, weight, eps, x.dtype, Shared(x.size(-1), lambda partial: partial)
+    )
 
     # The count of overflows comes back as one, as all from a fake GPU.
     overflows = MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan

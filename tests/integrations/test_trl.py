@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_aligner.config.common import Aggregate
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Conversation
+from nemo_aligner.contract.steps import StepSpan
 from nemo_aligner.integrations.trl import RewardFunction, reward_function
 from nemo_aligner.serving.client import ScoredRows
+from nemo_aligner.serving.protocols import StepRewards
 from nemo_aligner.utils.errors import ConfigError, ServingError
 from tests.serving.fake_server import CONTRACT, total
 
@@ -112,3 +115,49 @@ def test_a_server_that_is_gone_ends_training_with_its_url() -> None:
     assert reward.__name__ == "good"
     with pytest.raises(ServingError, match=r"http://127\.0\.0\.1:9"):
         reward(["a"], ["b"])
+
+
+def test_turns_of_a_completion_make_one_reward() -> None:
+    """Those of the prompt do not count, nor does a refused row."""
+    turns = np.array([[-9, 9], [2, 1], [-1, 3], [0, -4]], dtype=np.float32)
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}
+    prompt = [asked, said, asked]
+
+    class Stepped(Client):
+        def score_rows(self, texts: Any) -> ScoredRows:
+            self.asked += texts
+            spans = {None: (3, 4, 6, 8), 1: (1, 3, 5, 7)}
+            steps = np.full(len(texts), None, dtype=np.object_)
+            for row, text in enumerate(texts):
+                if isinstance(text, str):
+                    ends = [StepSpan(None, 0, end) for end in spans[None]]
+                else:
+                    ends = [StepSpan(message, 0, 1) for message in spans[1]]
+                steps[row] = StepRewards(turns, tuple(ends)) if text else None
+            errors = {row: "it is empty" for row, text in enumerate(texts) if not text}
+            rewards = np.stack([turns[-1]] * len(texts))
+            rewards[list(errors)] = np.nan
+            exceeded = np.zeros(len(texts), dtype=bool)
+            return ScoredRows(rewards, errors, exceeded, CONTRACT.hash, steps=steps)
+
+    # Of the last three of either attribute; sum and minus weigh 1 and 0.5.
+    log_sigmoid = [-np.log1p(np.exp(-own)).sum() for own in turns[1:].astype(float).T]
+    for how, (first, second) in {
+        "last": (0.0, -4.0),
+        "min": (-1.0, -4.0),
+        "mean": (1 / 3, 0.0),
+        "product": log_sigmoid,
+    }.items():
+        client = Stepped()
+        reward = RewardFunction(client, None, "good", None, Aggregate(how))  # type: ignore[arg-type]
+        found = reward(["abc", ""], ["defgh", ""])
+        assert found[0] == pytest.approx(first + 0.5 * second, rel=1e-6), how
+        assert np.isnan(found[1])
+        assert reward([prompt], [[said, asked, said, asked, said]]) == found[:1]
+    # A model without them has none to make one of.
+    plain = RewardFunction(Client(), "sum", "good", None, Aggregate.min)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="aggregate: got min, wanted last: the server answers no"):
+        plain(["a"], ["b"])
+    assert np.isnan(plain([""], [""])).all()
+    with pytest.raises(ConfigError, match="aggregate: got 'max', wanted one of last, min, mean"):
+        reward_function("http://127.0.0.1:9", aggregate="max")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from nemo_aligner.batch.packed import LabelColumns, Records
+from nemo_aligner.config.common import Aggregate
 from nemo_aligner.config.model import ModelConfig
+from nemo_aligner.contract.steps import aggregate_steps
 from nemo_aligner.losses import build_objective
 from nemo_aligner.losses.base import Objective, label_limits
 from nemo_aligner.losses.pairwise import BradleyTerry
@@ -76,6 +79,9 @@ def test_trajectories_are_compared_by_their_aggregates(how: str) -> None:
         "mean": lambda own: sum(own) / len(own),
         "product": lambda own: sum(math.log(sigmoid(x)) for x in own),
     }[how]
+    for own in texts:  # the same without torch
+        made = aggregate_steps(np.array(own, np.float32)[:, None], Aggregate(how))
+        assert (made.dtype, made[0]) == (np.float32, pytest.approx(of(own), rel=1e-6))
     first, second, third, fourth = map(of, texts)
     wanted = -math.log(sigmoid(first - second)) - math.log(sigmoid(third - fourth))
     sizes = [len(own) for own in texts]

@@ -6,6 +6,7 @@ from nemo_aligner.config.describe import suggestion
 from nemo_aligner.evaluation.tasks.base import Task
 from nemo_aligner.evaluation.tasks.best_of_n import BEST_OF_N, PPE_CORRECTNESS
 from nemo_aligner.evaluation.tasks.pair_sets import AUTOJ, HHH, HUMANEVALPACK, JUDGEBENCH, LLMBAR
+from nemo_aligner.evaluation.tasks.prmbench import PRMBENCH
 from nemo_aligner.evaluation.tasks.processbench import PROCESSBENCH
 from nemo_aligner.evaluation.tasks.rewardbench import REWARDBENCH, REWARDBENCH2
 from nemo_aligner.evaluation.tasks.rm_bench import RM_BENCH
@@ -25,6 +26,7 @@ TASKS = {
         PPE_CORRECTNESS,
         BEST_OF_N,
         PROCESSBENCH,
+        PRMBENCH,
     )
 }
 

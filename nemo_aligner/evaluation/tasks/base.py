@@ -41,7 +41,7 @@ class Task:
     Attributes:
         name: value of ``task=``.
         file: where the file is published, for error messages.
-        read: makes an item of one object of the file; None for one without a verdict.
+        read: makes an item, or several, of one object of the file; None for one without a verdict.
         judge: credit for the rewards of an item, by the benchmark's rule.
         summarise: the benchmark's figures, in the order of its table.
         sample: an object of the file.
@@ -52,7 +52,7 @@ class Task:
 
     name: str
     file: str
-    read: Callable[[dict[str, Any]], Item | None]
+    read: Callable[[dict[str, Any]], Item | tuple[Item, ...] | None]
     judge: Callable[[Item, np.ndarray], float]
     summarise: Callable[[Sequence[Prediction]], list[TaskRow]]
     sample: dict[str, Any]

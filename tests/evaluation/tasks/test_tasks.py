@@ -14,8 +14,9 @@ import pytest
 
 from nemo_aligner.contract.contract import OverlongError
 from nemo_aligner.contract.messages import Text, reply_of
+from nemo_aligner.contract.steps import StepTextError
 from nemo_aligner.evaluation.predictions import Item, Prediction
-from nemo_aligner.evaluation.run_task import run_task
+from nemo_aligner.evaluation.run_task import TaskResult, run_task
 from nemo_aligner.evaluation.tasks import TASKS, find_task
 from nemo_aligner.evaluation.tasks.base import Level
 from nemo_aligner.evaluation.tasks.best_of_n import best_of
@@ -90,6 +91,9 @@ NO_VALUES: tuple[tuple[str, str, Any, str], ...] = (
     ("ppe_correctness", "sampled_conflict_pairs", [[0, 3]], "a right reply and a wrong one"),
     ("ppe_correctness", "sampled_conflict_pairs", [[0, 9]], "from 0 to 3"),
     ("ppe_correctness", "sampled_conflict_pairs", [], "got [], wanted a list of pairs"),
+    ("prmbench", "error_steps", [0], "got [0], wanted numbers of steps, from 1"),
+    ("prmbench", "error_steps", None, "got None, wanted numbers of steps"),
+    ("prmbench", "modified_process", [], "got [], wanted a list of steps"),
     ("hhh", "input", None, "got None, wanted a string"),
     ("hhh", "targets", ["4"], "got ['4'], wanted two choices"),
     ("hhh", "targets", {"choices": ["4", "5"], "labels": [1, 1]}, "wanted two"),
@@ -421,3 +425,78 @@ def test_processbench_is_the_mean_over_sets_of_a_harmonic_mean(tmp_path: Path) -
     for change, said in (({"label": 3}, "label: got 3, wanted the"), ({"steps": []}, "steps: got")):
         write(path, [{**rows[0], **change}])
         assert said in refusal(DataError, run_task, task, path, by_length)
+
+
+def changed(kind: str, name: str, steps: Sequence[int], wrong: Sequence[int]) -> dict[str, Any]:
+    """A record of PRMBench; the solution before the change gets the rewards 9, 9, 2 and 9."""
+    return {
+        "classification": kind,
+        "idx": name,
+        "original_question": "why",
+        "modified_question": "why not",
+        "original_process": ["step 9", "so 9", "step 2", "step 9"],
+        "modified_process": [f"step {reward}" for reward in steps],
+        "error_steps": wrong,
+    }
+
+
+CHANGED = (
+    changed("redundency", "q1", [9, 5, 7], [2]),  # right, wrong, right: 5 is not above 5
+    changed("circular", "q1", [9, 9], [1, 2, 7]),  # it has no step 7
+    changed("circular", "q1", [1, 1], [1, 2]),  # came before
+    changed("circular", "q2", [2, 9, 3], [3]),  # of no solution that is there
+    changed("multi_solutions", "q3", [9, 2], []),
+)
+
+
+def test_prmbench_is_over_all_steps(tmp_path: Path) -> None:
+    """Right steps judged right, wrong ones judged right, and so on, are counted by hand."""
+
+    def measured(*records: dict[str, Any]) -> TaskResult:
+        path = write(tmp_path / "all.jsonl", records)
+        task = find_task("prmbench")
+        return run_task(task, path, by_length, score_steps=by_last_letter, threshold=5.0)
+
+    def f1(hits: int, false: int, missed: int) -> float:
+        return 2 * hits / (2 * hits + false + missed)
+
+    report = measured(*CHANGED)
+    found = report.metrics
+    assert found["redundency, PRMScore"] == 1
+    circular = (f1(1, 2, 1) + f1(1, 1, 2)) / 2
+    assert found["circular, PRMScore"] == pytest.approx(circular)
+    assert found["simplicity, PRMScore"] == pytest.approx((1 + circular) / 2)
+    # Without wrong steps it is F1 alone.
+    assert found["multi_solutions, PRMScore"] == pytest.approx(f1(1, 0, 1))
+    assert found["all, F1"] == pytest.approx(f1(4, 2, 2))
+    assert found["all, negative F1"] == pytest.approx(f1(2, 2, 2))
+    assert found["all, PRMScore"] == pytest.approx((f1(4, 2, 2) + f1(2, 2, 2)) / 2)
+    assert found["all, step accuracy"] == pytest.approx(6 / 10)
+    assert found["all, right steps judged right"] == pytest.approx(4 / 6)
+    assert found["all, wrong steps judged wrong"] == pytest.approx(2 / 4)
+    assert found["all, first error judged wrong"] == pytest.approx(2 / 3)
+    assert found["all, similarity"] == pytest.approx((abs(2 / 3 - 3 / 4) + abs(1 - 3 / 4)) / 2)
+    assert found["unchanged, steps judged right"] == 3 / 4
+    assert not [name for name in found if name.startswith(("sensitivity", "correct"))]
+    assert report.accuracy is None
+    others = "counterfactual step_contradiction domain_inconsistency confidence missing_condition"
+    rest = [changed(kind, "q9", [9, 2], [2]) for kind in (*others.split(), "deception")]
+    assert measured(*CHANGED, *rest).accuracy == pytest.approx((f1(10, 2, 2) + f1(8, 2, 2)) / 2)
+    # A ratio of nothing is -1, and no score is below 0.
+    none = measured(changed("confidence", "q4", [9, 2], [1])).metrics
+    assert (none["confidence, F1"], none["confidence, PRMScore"]) == (-1, 0)
+
+
+def test_solution_without_a_reward_of_each_step_is_counted(tmp_path: Path) -> None:
+    def encode(text: Text) -> None:
+        if "so 9" in str(text):
+            raise StepTextError("it holds the separator")
+
+    def cut(texts: Sequence[Text]) -> list[StepRewards]:
+        first, *others = by_last_letter(texts)
+        return [StepRewards(first.rewards[1:]), *others]
+
+    path = write(tmp_path / "all.jsonl", CHANGED)
+    report = run_task(find_task("prmbench"), path, by_length, encode=encode, score_steps=cut)
+    why = {"with a blank step, or the separator in one": 1, "without a reward of each step": 1}
+    assert report.counts == {"kept": 4, **why}
