@@ -1,13 +1,24 @@
-"""Tiny reward models with every kind of head that training makes."""
+"""Tiny reward models with every kind of head that training makes, and a server's answers."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from nemo_aligner.config.serving import ServerConfig
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
+from nemo_aligner.serving.engine.scorer import load_scorer
+from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.reward import RewardModelServable
 from tests import families, tiny
 from tests.checkpoint.hf.exporting import edit, edit_tensors
 
@@ -117,3 +128,38 @@ def write_archive(
         save_reward_model(path, loaded.model, loaded.config, loaded.tokenizer, contract)
         destroy_layout()
     return path
+
+
+class OneRank:
+    """The model of this process, which is called at once."""
+
+    def __init__(self, servable: RewardModelServable) -> None:
+        self._servable = servable
+
+    def execute(self, operation: str, data: Any) -> Any:
+        return self._servable.operations[operation](data)
+
+    def submit(self, operation: str, data: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        answer.set_result(self.execute(operation, data))
+        return answer
+
+
+def served(archive: Path, texts: Sequence[list[dict[str, str]]]) -> dict[str, np.ndarray]:
+    """The outputs of the server's endpoint, without its sockets."""
+
+    async def answered() -> dict[str, np.ndarray]:
+        conversations = [[json.dumps(text).encode()] for text in texts]
+        return await endpoint.answer({"conversations": np.array(conversations, dtype=object)})
+
+    with launch():
+        scorer = load_scorer(archive, initialize_layout())
+        servable = RewardModelServable(scorer, ServerConfig())
+        started = servable.start(OneRank(servable))
+        endpoint = started.endpoints[0]
+        assert endpoint.name == kserve.MODEL_NAME
+        try:
+            return dict(asyncio.run(answered()))
+        finally:
+            started.close()
+            destroy_layout()

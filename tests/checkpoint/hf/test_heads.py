@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from nemo_aligner.api.reward_model import release_models
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.utils.errors import CheckpointError
-from tests import tiny
+from tests import families, tiny
 from tests.checkpoint.hf.exporting import (
     check_refused,
     config_edits,
@@ -32,6 +32,7 @@ from tests.checkpoint.hf.exporting import (
 )
 from tests.checkpoint.refusals import overwrite
 from tests.families import write_hf_checkpoint
+from tests.heads import served
 
 HIDDEN = tiny.SHAPE["hidden_size"]
 NAMES = ("helpfulness", "verbosity")
@@ -84,7 +85,7 @@ class Case:
         reward: as the code that is named above the case computes it.
         said: by the conversion.
         architecture: in its ``config.json``.
-        exported: ``architectures`` of its export.
+        exported: ``architectures`` of its export; None is not compared.
         body: see ``tests/families.py``.
         file: where its tensors are.
     """
@@ -93,7 +94,7 @@ class Case:
     reward: Reward
     said: str
     architecture: str
-    exported: str = "LlamaForSequenceClassification"
+    exported: str | None = "LlamaForSequenceClassification"
     config: dict[str, Any] = field(default_factory=dict)
     outputs: int = 1
     body: str = "llama"
@@ -238,9 +239,22 @@ def released() -> Iterator[None]:
     release_models()
 
 
+# A case of tests/families.py for each model_type.
+BODIES = {families.CASES[body]["model_type"]: body for body in reversed(families.CASES)}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_head_has_the_rewards_of_its_source_and_is_kept(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
+    check_the_whole_way(CASES[name], tmp_path)
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_decoder_goes_the_whole_way(kind: str, tmp_path: Path) -> None:
+    check_the_whole_way(replace(CASES["score"], body=BODIES[kind], exported=None), tmp_path)
+
+
+def check_the_whole_way(case: Case, tmp_path: Path) -> None:
+    """Convert, score, evaluate, serve, train, export and convert again, each with its rewards."""
     head = write(case, tmp_path / "hf")
     wanted = case.reward(hidden_of(tmp_path / "hf"), head).numpy()
     assert wanted.std(axis=0).min() > 0.1
@@ -282,12 +296,15 @@ def test_head_has_the_rewards_of_its_source_and_is_kept(name: str, tmp_path: Pat
     after = trained.score(TEXTS)
     assert np.abs(after - wanted).max() > 1e-3
     trained.export(tmp_path / "out")
-    assert config_of(tmp_path / "out")["architectures"] == [case.exported]
+    if case.exported is not None:
+        assert config_of(tmp_path / "out")["architectures"] == [case.exported]
     with na.RewardModel.from_pretrained(hf_model=tmp_path / "out") as theirs:
         np.testing.assert_allclose(theirs.score(TEXTS), after, atol=1e-4)
     convert(tmp_path / "out", tmp_path / "again.nemo")
     again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
     np.testing.assert_allclose(again.score(TEXTS), after, atol=1e-5)
+    release_models()
+    close(served(tmp_path / "rm.nemo", TEXTS)["rewards"])
 
 
 def test_head_that_is_not_alone_or_reads_no_text_is_refused(tmp_path: Path) -> None:
