@@ -65,6 +65,14 @@ _SUPPORTED = {
     "num_moe_experts": (None, 0),
 }
 
+# Checkpoints written before there were these fields are of models that have these values.
+_NAMED_LATER = {
+    "qk_layernorm_across_heads": False,
+    "pre_layernorms": True,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+}
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -140,6 +148,12 @@ class ModelShape:
     query_pre_attn_scalar: float | None
     lora: LoraShape | None = None
     head: HeadShape | None = None
+
+    def as_fingerprint(self) -> dict[str, Any]:
+        """Fields by which a run's checkpoints are of the same model; as before there were more."""
+        found = asdict(self)
+        del found["zero_query_groups"]  # they change no reward
+        return {name: each for name, each in found.items() if each != _NAMED_LATER.get(name)}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -310,7 +310,7 @@ def _load(
 def _new_state(
     config: ServeCriticConfig, contract: ScoringContract, pretrained: PretrainedModel
 ) -> RunState:
-    shape = asdict(ModelShape.from_config(pretrained.config))
+    shape = ModelShape.from_config(pretrained.config).as_fingerprint()
     return RunState(
         step=0,
         consumed_samples=0,

@@ -6,7 +6,7 @@ import json
 import platform
 import resource
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -227,7 +227,7 @@ def fingerprint(
     change.
     """
     model = config.model
-    shape = asdict(ModelShape.from_config(model_config))
+    shape = ModelShape.from_config(model_config).as_fingerprint()
     return {
         **{f"model.{name}": value for name, value in shape.items()},
         _MODEL_TYPE: model.reward_model_type.value,

@@ -30,13 +30,13 @@ def test_products_are_those_of_torch() -> None:
 def test_products_are_of_few_sizes(monkeypatch):
     """oneDNN keeps what it has made for each."""
     sizes = set()
-    pointwise = torch.ops.mkldnn._linear_pointwise
+    product = cpu_products._product
 
     def noting(rows, *others):
         sizes.add(len(rows))
-        return pointwise(rows, *others)
+        return product(rows, *others)
 
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", noting)
+    monkeypatch.setattr(cpu_products, "_product", noting)
     weight = torch.ones(8, 8)
     for rows in range(1, 1200, 7):
         assert linear_in_chunks(torch.ones(rows, 8), weight).shape == (rows, 8)
