@@ -168,6 +168,14 @@ class SequenceReads(NamedTuple):
     places: Tensor
     rows: list[int]
 
+    @classmethod
+    def number(cls, places: Sequence[Sequence[int]]) -> list[SequenceReads]:
+        """What is read in each sequence, its rewards one after the other."""
+        rows = iter(range(sum(map(len, places))))
+        return [
+            cls(torch.tensor(own, dtype=torch.int64), [next(rows) for _ in own]) for own in places
+        ]
+
 
 def pack_sequences(
     sequences: Sequence[Tokens],

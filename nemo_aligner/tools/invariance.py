@@ -391,7 +391,7 @@ def _trained_on(
     ddp = wrap_for_training(pretrained.model)
     ddp.train()
     rewards = forward_backward(ddp, packs, layout, _sum_and_count)
-    shape = (len(texts), len(contract.attributes) * contract.outputs_per_attribute)
+    shape = (len(texts), contract.num_outputs)
     outputs = gather_rewards(rewards, packs, shape, layout).numpy()
     return contract.rewards_of(outputs)
 

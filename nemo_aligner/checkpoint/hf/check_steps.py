@@ -73,15 +73,10 @@ def our_step_logits(
 ) -> Tensor:
     """The head's outputs ``[S, A]`` float32 at all steps of all texts, without label means."""
     token_lists = [each.token_ids for each in texts]
-    reads, count = [], 0
-    for each in texts:
-        places = torch.tensor(each.reads)
-        reads.append(SequenceReads(places, list(range(count, count + len(places)))))
-        count += len(places)
+    reads = SequenceReads.number([each.reads for each in texts])
     packs = pack_sequences(token_lists, sum(map(len, token_lists)), reads)
-    return gather_rewards(
-        infer(model, packs, layout), packs, (count, model.rm_head.weight.size(0)), layout
-    )
+    shape = (sum(len(own.rows) for own in reads), model.rm_head.weight.size(0))
+    return gather_rewards(infer(model, packs, layout), packs, shape, layout)
 
 
 def check_step_folder(

@@ -188,7 +188,7 @@ def reward_model_without_weights(
             "score; wanted a reward model written by training"
         )
     _check_tokenizer(tokenizer, contract, folder.source)
-    num_outputs = len(contract.attributes) * contract.outputs_per_attribute
+    num_outputs = contract.num_outputs
     shape = model_shape(folder)
     shape.check_length(contract.seq_length)
     if not _check_head(folder, shape, num_outputs):

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
 from nemo_aligner.config.common import Precision
@@ -238,7 +237,7 @@ class RewardScorer:
             return np.zeros((0, self._num_outputs), dtype=np.float32)
         try:
             sequences = [np.array(tokens, dtype=np.int64) for tokens in token_lists]
-            return self._score(sequences, None if reads is None else _numbered(reads))
+            return self._score(sequences, None if reads is None else SequenceReads.number(reads))
         except BaseException:
             self.reset_cache()
             raise
@@ -289,14 +288,6 @@ def check_has_steps(contract: ScoringContract) -> None:
             f"steps: got a model with one reward of a text (model.head.reads is "
             f"{contract.scored_position}), wanted one that reads {', '.join(STEPPED)}"
         )
-
-
-def _numbered(reads: Sequence[Sequence[int]]) -> list[SequenceReads]:
-    rows = iter(range(sum(map(len, reads))))
-    return [
-        SequenceReads(torch.tensor(own, dtype=torch.int64), [next(rows) for _ in own])
-        for own in reads
-    ]
 
 
 RowValues = tuple[np.ndarray, "np.ndarray | None", "np.ndarray | None"]
