@@ -1,10 +1,9 @@
 """Chat templates of models, as packages of others have them, and conversations for them.
 
 They are read where they are published: TRL's wheel (Apache 2.0) has those of Qwen, Llama, Gemma and
-GLM as their authors wrote them, Axolotl's (Apache 2.0) Mistral's. ``smollm3.jinja`` is SmolLM3-3B's
-as its authors trained it, with the date and tools: an unchanged copy of ``chat_template`` in
-``recipes/smollm3/sft/sft.yaml`` of huggingface/alignment-handbook (Apache 2.0, at 925acdf), which
-is in no package. Those that write today's date are frozen.
+GLM as their authors wrote them, Axolotl's (Apache 2.0) Mistral's. ``dated.jinja`` is
+ours, with what SmolLM3-3B's has: the date, tools, and a mode that a message switches. Those that
+write today's date are frozen.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def read_templates() -> dict[str, str]:
         model: Path(folders[name], f"{file}.jinja").read_text()
         for model, ((name, _), file) in _FILES.items()
     }
-    read["smollm3"] = Path(__file__).with_name("smollm3.jinja").read_text()
+    read["dated"] = Path(__file__).with_name("dated.jinja").read_text()
     return {model: freeze_date(template, "<s>", "</s>") for model, template in read.items()}
 
 

@@ -59,7 +59,7 @@ UNWRITTEN: dict[str, dict[str, str]] = {
         "without the tools": "tool_calls", "reasoning": "reasoning_content",
         "documents": "documents",
     },
-    "smollm3": {
+    "dated": {
         **dict.fromkeys(WITH_CALLS, "tool_calls"),
         "reasoning": "reasoning_content",
         "developer": "role 'developer'", "documents": "documents",
