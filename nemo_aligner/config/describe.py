@@ -203,6 +203,8 @@ PEER_NAMES = {
     "tensor_parallel_size": "model.tensor_model_parallel_size",
     "pp": "model.pipeline_model_parallel_size",
     "pipeline_parallel_size": "model.pipeline_model_parallel_size",
+    "cp": "model.context_parallel_size",
+    "ring_attn_size": "model.context_parallel_size",
     "dtype": "trainer.precision",
     "torch_dtype": "trainer.precision",
     "bf16": "trainer.precision",

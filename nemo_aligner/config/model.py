@@ -180,6 +180,9 @@ class ScorerModelConfig(InvarianceConfig):
 
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
+    context_parallel_size: int = setting(
+        1, "number of ranks that share each text, for long texts"
+    )
     sequence_parallel: bool = setting(
         False, "also split norms along the tokens; needs tensor parallelism"
     )
@@ -190,6 +193,7 @@ class ScorerModelConfig(InvarianceConfig):
             checks.positive(
                 "tensor_model_parallel_size",
                 "pipeline_model_parallel_size",
+                "context_parallel_size",
                 "micro_batch_tokens",
                 "batch_invariant_rows",
             )
@@ -301,7 +305,9 @@ class ModelConfig(InvarianceConfig):
     head: HeadConfig = field(default_factory=HeadConfig)
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
-    context_parallel_size: int = setting(1, "not supported: 1")
+    context_parallel_size: int = setting(
+        1, "number of ranks that share each text, for long texts"
+    )
     sequence_parallel: bool = setting(
         False, "also split norms along the tokens; needs tensor parallelism"
     )
@@ -354,9 +360,9 @@ class ModelConfig(InvarianceConfig):
 
     def _check_layout(self, checks: Checks) -> None:
         checks.require(
-            self.context_parallel_size <= 1,
+            self.context_parallel_size == 1 or self.head.reads is not ScoredPosition.reply_mean,
             "context_parallel_size",
-            "1 (context parallelism is not supported)",
+            "1 beside model.head.reads=reply_mean, as a reply's tokens are on several ranks",
         )
         checks.require(
             self.activations_checkpoint_num_layers is None

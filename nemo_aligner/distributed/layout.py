@@ -1,4 +1,4 @@
-"""ParallelLayout: tensor, pipeline and data parallel sizes, and this rank's place in them."""
+"""ParallelLayout: sizes of the parallel groups, and this rank's place in them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from nemo_aligner.utils.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutSizes:
-    """Sizes of the tensor, pipeline and data parallel groups."""
+    """Sizes of the tensor, context, pipeline and data parallel groups."""
 
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     dp: int = 1
     sequence_parallel: bool = False
 
     @property
     def num_ranks(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     def __str__(self) -> str:
-        return f"TP={self.tp}{'+SP' * self.sequence_parallel} PP={self.pp} DP={self.dp}"
+        context = f" CP={self.cp}" if self.cp > 1 else ""
+        return f"TP={self.tp}{'+SP' * self.sequence_parallel}{context} PP={self.pp} DP={self.dp}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,7 @@ class ParallelLayout(LayoutSizes):
     tp_rank: int
     pp_rank: int
     dp_rank: int
+    cp_rank: int = 0
 
     @property
     def is_first_stage(self) -> bool:
@@ -42,27 +45,31 @@ class ParallelLayout(LayoutSizes):
         return self.pp_rank == self.pp - 1
 
 
-def check_sizes(world_size: int, tp: int, pp: int, sequence_parallel: bool) -> int:
+def check_sizes(world_size: int, tp: int, pp: int, sequence_parallel: bool, cp: int = 1) -> int:
     """Compute the data parallel size that ``world_size`` leaves.
 
     Raises:
-        ConfigError: ``tp * pp`` does not divide ``world_size``, or sequence parallel without TP.
+        ConfigError: ``tp * pp * cp`` does not divide ``world_size``, or sequence parallel without
+            TP.
     """
-    if world_size % (tp * pp) != 0:
+    least = tp * pp * cp
+    if world_size % least != 0:
+        context = f" x model.context_parallel_size ({cp})" if cp > 1 else ""
         raise ConfigError(
-            f"model.tensor_model_parallel_size ({tp}) x model.pipeline_model_parallel_size ({pp}): "
-            f"got {world_size} processes, wanted a multiple of {tp * pp}, as --processes {tp * pp}"
+            f"model.tensor_model_parallel_size ({tp}) x model.pipeline_model_parallel_size ({pp})"
+            f"{context}: got {world_size} processes, wanted a multiple of {least}, as "
+            f"--processes {least}"
         )
     if sequence_parallel and tp == 1:
         raise ConfigError(
             "model.sequence_parallel: got true with model.tensor_model_parallel_size 1, "
             "wanted 2 or more"
         )
-    return world_size // (tp * pp)
+    return world_size // least
 
 
 def initialize_layout(
-    tp: int = 1, pp: int = 1, sequence_parallel: bool = False, seed: int = 1234
+    tp: int = 1, pp: int = 1, sequence_parallel: bool = False, seed: int = 1234, cp: int = 1
 ) -> ParallelLayout:
     """Build Megatron's process groups over the initialised world, and seed its generators."""
     # Imported here, because planning a layout needs no torch.
@@ -70,17 +77,19 @@ def initialize_layout(
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    dp = check_sizes(dist.get_world_size(), tp, pp, sequence_parallel)
-    parallel_state.initialize_model_parallel(tp, pp)
+    dp = check_sizes(dist.get_world_size(), tp, pp, sequence_parallel, cp)
+    parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp)
     model_parallel_cuda_manual_seed(seed)
     return ParallelLayout(
         tp=tp,
+        cp=cp,
         pp=pp,
         dp=dp,
         sequence_parallel=sequence_parallel,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
     )
 
 

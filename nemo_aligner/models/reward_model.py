@@ -27,6 +27,7 @@ from nemo_aligner.config.model import Recompute
 from nemo_aligner.contract.turns import reply_start
 from nemo_aligner.distributed.cpu_products import reordered_for_products, try_all_sizes
 from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.attention.context import sum_of_group
 from nemo_aligner.models.attention.packed import PackedAttention, slow_attention
 from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, chains_of
 from nemo_aligner.models.backbone import layer_spec, transformer_config, use_transformer_engine
@@ -118,16 +119,16 @@ class GPTRewardModel(GPTModel):
             self._lora_dropout.begin_step(step)
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Score a pack that lies on this model's device.
+        """Score a pack, or this rank's share of it, that lies on this model's device.
 
         Returns:
             On the last pipeline stage rewards ``[S, num_attributes]`` float32, or a critic's values
             ``[T, num_attributes]``; on the others hidden states ``[T, 1, hidden]`` for the next
             stage (``T / tp`` tokens under sequence parallelism).
         """
-        embedded = None
+        embedded, positions = None, batch.of_own(batch.position_ids)
         if self.pre_process:
-            embedded = self.embedding(batch.tokens[None], batch.position_ids[None])
+            embedded = self.embedding(batch.of_own(batch.tokens)[None], positions[None])
             embedded = embedded.to(self.stream_dtype)
             if self._embedding_scale != 1:
                 embedded = embedded * self._embedding_scale
@@ -138,12 +139,15 @@ class GPTRewardModel(GPTModel):
         rows = batch.scored_tokens if batch.replies is None else batch.replies.index
         if self.reads_every_token:
             rows = torch.arange(batch.num_tokens, device=rows.device)
+        count = len(rows)
+        if batch.share is not None:
+            rows = batch.share.read_rows
         segments = PackedSegments.of(
             batch,
-            self._tables(batch.position_ids),
+            self._tables(positions),
             self._rows_of_head(rows),
             self.key_value_pool,
-            self._query_scale(batch.position_ids),
+            self._query_scale(positions),
         )
         if self._lora_dropout is not None and self.training:
             self._lora_dropout.begin(batch, segments)
@@ -164,7 +168,10 @@ class GPTRewardModel(GPTModel):
         read = hidden[: len(rows), 0]
         if batch.replies is not None:
             read = mean_of_replies(read, batch.replies.lengths)
-        return self.rm_head(read)
+        outputs = self.rm_head(read)
+        if batch.share is not None:
+            outputs = sum_of_group(outputs, batch.share.reads, count)
+        return outputs
 
     @property
     def stream_dtype(self) -> torch.dtype:
@@ -213,8 +220,9 @@ class GPTRewardModel(GPTModel):
         return query_scale(self._query_scaling, position_ids, self.config.params_dtype)
 
     def _rows_of_head(self, rows: Tensor) -> Tensor:
-        """Pad ``rows`` with 0 to a multiple of ``row_multiple``."""
-        return F.pad(rows, (0, -rows.numel() % self.row_multiple))
+        """Pad ``rows`` with 0 to a multiple of ``row_multiple``, above 0."""
+        missing = -rows.numel() % self.row_multiple
+        return F.pad(rows, (0, missing if rows.numel() else self.row_multiple))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -247,6 +255,11 @@ def build_reward_model(
     Raises:
         ConfigError: the layout does not divide the model.
     """
+    if layout.cp > 1 and reply_marker is not None:
+        raise ConfigError(
+            f"model.context_parallel_size: got {layout.cp}, wanted 1, as the head reads the mean "
+            "of a reply, whose tokens are on several ranks"
+        )
     config = transformer_config(shape, layout, precision, recompute, recompute_layers)
     slow = slow_attention(shape, config.params_dtype)
     if slow is not None and is_main():
@@ -410,7 +423,8 @@ def wrap_for_training(
     parameters (Megatron's choice by default). A bucket's gradients are reduced while those of
     earlier layers are computed, and its updated weights are gathered while earlier layers run.
     """
-    overlaps = parallel_state.get_data_parallel_world_size() > 1
+    # A gradient is also a sum over the ranks of a context parallel group.
+    overlaps = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,

@@ -94,8 +94,9 @@ def _written(config: TrainConfig) -> str:
 def _layout(config: TrainConfig, processes: int) -> LayoutSizes:
     options = config.model
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
-    dp = check_sizes(processes, tp, pp, options.sequence_parallel)
-    return LayoutSizes(tp=tp, pp=pp, dp=dp, sequence_parallel=options.sequence_parallel)
+    cp = options.context_parallel_size
+    dp = check_sizes(processes, tp, pp, options.sequence_parallel, cp)
+    return LayoutSizes(tp=tp, cp=cp, pp=pp, dp=dp, sequence_parallel=options.sequence_parallel)
 
 
 def _plan(
@@ -120,6 +121,7 @@ def _plan(
             kept_keys=_kept_keys(largest),
         ),
         tp=layout.tp,
+        cp=layout.cp,
         pp=layout.pp,
         dp=layout.dp,
         sequence_parallel=layout.sequence_parallel,

@@ -31,10 +31,11 @@ from nemo_aligner.models.step import forward_backward, gather_rewards, infer, in
 from nemo_aligner.training.optimizer.optimizer import build_optimizer
 from tests.families import SEQUENCES
 
-LAYOUTS: dict[str, tuple[int, int, bool]] = {
-    "TP=2": (2, 1, False),
-    "TP=2+SP": (2, 1, True),
-    "PP=2": (1, 2, False),
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP=2": {"tp": 2},
+    "TP=2+SP": {"tp": 2, "sequence_parallel": True},
+    "PP=2": {"pp": 2},
+    "CP=2": {"cp": 2},
 }
 # Of tests.families, one of each.
 CASES = [
@@ -160,7 +161,7 @@ def main(folder: str, reward_model: str, *archives: str) -> None:
         found: dict[str, dict[str, Any]] = {}
         on_rank: dict[str, Any] = {}
         for name, sizes in LAYOUTS.items():
-            layout = initialize_layout(*sizes)
+            layout = initialize_layout(**sizes)
             found[name] = {}
             for archive in map(Path, archives):
                 in_bf16 = rewards(archive, layout, Precision.bf16)
