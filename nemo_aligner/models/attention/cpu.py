@@ -137,32 +137,42 @@ class _PackedAttention(Function):
         query, key, value, out, lse = ctx.saved_tensors
         grad = grads[0].contiguous()
         groups = key.size(1)
-        repeats = query.size(1) // groups
         to_query, to_key, to_value = (torch.empty_like(x) for x in (query, key, value))
         if len(key) > len(query):  # else each is first written by its own causal block
             to_key.zero_(), to_value.zero_()
         q, k, v, o, d = (_as_heads(x, groups) for x in (query, key, value, out, grad))
         dq, dk, dv = (_as_heads(x, groups) for x in (to_query, to_key, to_value))
         for block in ctx.blocks:
-            found = cpu_flash_attention_backward(
-                d[:, :, block.queries],
-                q[:, :, block.queries],
-                k[:, :, block.keys].expand(repeats, -1, -1, -1),
-                v[:, :, block.keys].expand(repeats, -1, -1, -1),
-                o[:, :, block.queries],
-                lse[:, :, block.queries],
-                0.0,
-                block.is_causal,
-                attn_mask=None,
-                scale=ctx.scale,
-            )
-            for rows, to, some in (
-                (block.queries, dq, found[0]),
-                (block.keys, dk, found[1].sum(0, keepdim=True)),
-                (block.keys, dv, found[2].sum(0, keepdim=True)),
-            ):
-                if block.is_causal:
-                    to[:, :, rows] = some
-                else:
-                    to[:, :, rows] += some
+            _add_gradients(block, (d, q, k, v, o), lse, (dq, dk, dv), ctx.scale)
         return to_query, to_key, to_value, None, None
+
+
+def _add_gradients(
+    block: _Block,
+    saved: Sequence[Tensor],
+    lse: Tensor,
+    gradients: Sequence[Tensor],
+    scale: float | None,
+) -> None:
+    """Add one call's gradients; all but what it adds to is freed before the next call."""
+    d, q, k, v, o = saved
+    repeats = q.size(0)
+    found = cpu_flash_attention_backward(
+        d[:, :, block.queries],
+        q[:, :, block.queries],
+        k[:, :, block.keys].expand(repeats, -1, -1, -1),
+        v[:, :, block.keys].expand(repeats, -1, -1, -1),
+        o[:, :, block.queries],
+        lse[:, :, block.queries],
+        0.0,
+        block.is_causal,
+        attn_mask=None,
+        scale=scale,
+    )
+    for rows, to, some in zip((block.queries, block.keys, block.keys), gradients, found, strict=True):
+        if some.size(0) > to.size(0):
+            some = some.sum(0, keepdim=True)
+        if block.is_causal:
+            to[:, :, rows] = some
+        else:
+            to[:, :, rows] += some

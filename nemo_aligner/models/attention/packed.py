@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from nemo_aligner.models import kernels
 from nemo_aligner.models.attention import blocks, compiled
 from nemo_aligner.models.attention import cpu as cpu_attention
+from nemo_aligner.models.attention.context import gathering_again
 from nemo_aligner.models.attention.segments import Attend, PackedSegments, Scores, attend_by_scores
 from nemo_aligner.models.attention.varlen import takes_equal_heads, varlen_kernel, why_no_kernel
 from nemo_aligner.models.layers import learns, rotate
@@ -66,7 +67,14 @@ class PackedAttention(MegatronModule):
         if learns(self) and scores.window is not None and scores.window >= segments.max_kv_length:
             scores = replace(scores, window=None)
         attend = _attention_for(query, scores)
-        key, value = segments.gathered(key, value.squeeze(1))
+        value = value.squeeze(1)
+        if segments.share is not None and learns(self):
+            laid, index = segments, segments.share.gathered
+            if attend not in (_attend_on_cpu, _attend_one_by_one):
+                laid, index = segments.remembered("laid out", segments.laid_out)
+            with gathering_again(key, value, index) as (key, value):
+                return self._read(attend(query, key, value, laid, scores), segments)
+        key, value = segments.gathered(key, value)
         key, value = segments.with_cached(self.layer_number, key, value)
         return self._read(attend(query, key, value, segments, scores), segments)
 

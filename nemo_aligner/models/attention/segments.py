@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
@@ -200,6 +200,12 @@ class PackedSegments:
         if self.share is None:
             return key, value
         return gather_keys(key, value, self.share.gathered)
+
+    def laid_out(self) -> tuple[PackedSegments, Tensor]:
+        """The same for keys that are gathered part by part, and where the K keys then lie."""
+        assert self.share is not None
+        assert self.kv_index is not None
+        return replace(self, kv_index=None), self.share.gathered[self.kv_index]
 
 
 def _in_place(rows: Tensor) -> Tensor | slice:
