@@ -180,9 +180,7 @@ class ScorerModelConfig(InvarianceConfig):
 
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
-    context_parallel_size: int = setting(
-        1, "number of ranks that share each text, for long texts"
-    )
+    context_parallel_size: int = setting(1, "number of ranks that share each text, for long texts")
     sequence_parallel: bool = setting(
         False, "also split norms along the tokens; needs tensor parallelism"
     )
@@ -305,9 +303,7 @@ class ModelConfig(InvarianceConfig):
     head: HeadConfig = field(default_factory=HeadConfig)
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
-    context_parallel_size: int = setting(
-        1, "number of ranks that share each text, for long texts"
-    )
+    context_parallel_size: int = setting(1, "number of ranks that share each text, for long texts")
     sequence_parallel: bool = setting(
         False, "also split norms along the tokens; needs tensor parallelism"
     )

@@ -126,16 +126,7 @@ class GPTRewardModel(GPTModel):
             ``[T, num_attributes]``; on the others hidden states ``[T, 1, hidden]`` for the next
             stage (``T / tp`` tokens under sequence parallelism).
         """
-        embedded, positions = None, batch.of_own(batch.position_ids)
-        if self.pre_process:
-            embedded = self.embedding(batch.of_own(batch.tokens)[None], positions[None])
-            embedded = embedded.to(self.stream_dtype)
-            if self._embedding_scale != 1:
-                embedded = embedded * self._embedding_scale
-            if self.training and self.config.recompute_granularity == "full":
-                # Reentrant checkpointing gives no gradients unless an input requires one, and
-                # behind a frozen embedding none does.
-                embedded.requires_grad_()
+        positions = batch.of_own(batch.position_ids)
         rows = batch.scored_tokens if batch.replies is None else batch.replies.index
         if self.reads_every_token:
             rows = torch.arange(batch.num_tokens, device=rows.device)
@@ -152,7 +143,7 @@ class GPTRewardModel(GPTModel):
         if self._lora_dropout is not None and self.training:
             self._lora_dropout.begin(batch, segments)
         hidden = self.decoder(
-            hidden_states=embedded,
+            hidden_states=self._embedded(batch, positions) if self.pre_process else None,
             attention_mask=None,
             # PackedAttention rotates, in far fewer passes over memory than megatron-core.
             rotary_pos_emb=None,
@@ -172,6 +163,18 @@ class GPTRewardModel(GPTModel):
         if batch.share is not None:
             outputs = sum_of_group(outputs, batch.share.reads, count)
         return outputs
+
+    def _embedded(self, batch: PackedBatch, positions: Tensor) -> Tensor:
+        """Embed this rank's tokens, at these ``positions`` -> ``[T, 1, hidden]``."""
+        embedded = self.embedding(batch.of_own(batch.tokens)[None], positions[None])
+        embedded = embedded.to(self.stream_dtype)
+        if self._embedding_scale != 1:
+            embedded = embedded * self._embedding_scale
+        if self.training and self.config.recompute_granularity == "full":
+            # Reentrant checkpointing gives no gradients unless an input requires one, and behind a
+            # frozen embedding none does.
+            embedded.requires_grad_()
+        return embedded
 
     @property
     def stream_dtype(self) -> torch.dtype:

@@ -14,7 +14,6 @@ from nemo_aligner.planning.cost import Machine, Plan, StepTime, even_packs, step
 from nemo_aligner.planning.memory import Memory, fullest_stage
 from nemo_aligner.utils.errors import ConfigError
 
-
 # Tokens of a chunk, of which a context parallel rank has two of each text: with fewer its matrix
 # products are too small to be worth sending keys for.
 _LEAST_CHUNK = 1024

@@ -1,4 +1,4 @@
-"""Context parallelism: what the ranks of a group, each with a part of a pack, send to each other."""
+"""Context parallelism: what ranks that have parts of one pack send to each other."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 from torch.autograd import Function
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def gather_keys(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,20 +24,18 @@ def gather_keys(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tens
 
 
 @contextmanager
-def gathering_again(
-    key: Tensor, value: Tensor, index: Tensor
-) -> Iterator[tuple[Tensor, Tensor]]:
+def gathering_again(key: Tensor, value: Tensor, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield what ``gather_keys`` does; what autograd keeps of it in this context is a rank's own.
 
     The backward pass gathers it again, so that a rank keeps ``1 / ranks`` of a layer's keys.
     """
     own = torch.stack([key, value], dim=1)
     gathered = _gathered(own, index)
-    numbers = {each.data_ptr(): number for number, each in enumerate(gathered)}
+    numbers = {_storage(each): number for number, each in enumerate(gathered)}
     shape, own, again = gathered[0].shape, own.detach(), dict[int, Tensor]()
 
     def keep(tensor: Tensor) -> Tensor | int:
-        return numbers.get(tensor.data_ptr(), tensor) if tensor.shape == shape else tensor
+        return numbers.get(_storage(tensor), tensor) if tensor.shape == shape else tensor
 
     def give(kept: Tensor | int) -> Tensor:
         if isinstance(kept, Tensor):
@@ -47,6 +46,11 @@ def gathering_again(
 
     with torch.autograd.graph.saved_tensors_hooks(keep, give):
         yield gathered
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    """The storage of ``tensor``, compared by identity."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _gathered(own: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:

@@ -169,7 +169,9 @@ def _add_gradients(
         attn_mask=None,
         scale=scale,
     )
-    for rows, to, some in zip((block.queries, block.keys, block.keys), gradients, found, strict=True):
+    for rows, to, some in zip(
+        (block.queries, block.keys, block.keys), gradients, found, strict=True
+    ):
         if some.size(0) > to.size(0):
             some = some.sum(0, keepdim=True)
         if block.is_causal:

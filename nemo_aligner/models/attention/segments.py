@@ -215,9 +215,7 @@ def _in_place(rows: Tensor) -> Tensor | slice:
     return rows
 
 
-def queries_of(
-    lengths: Sequence[int], cached: int, share: ContextShare | None
-) -> list[Queries]:
+def queries_of(lengths: Sequence[int], cached: int, share: ContextShare | None) -> list[Queries]:
     """Parts, of segments of these ``lengths`` behind ``cached`` others, that are computed here."""
     if share is None:
         return [Queries(number, 0, length) for number, length in enumerate(lengths, cached)]
@@ -239,7 +237,9 @@ def _keys_of(
     sizes, index = [], []
     for part in parts:
         first = bounds[part.segment]
-        seen = [torch.arange(*bounds[number : number + 2]) for number in chains[part.segment - cached]]
+        seen = [
+            torch.arange(*bounds[number : number + 2]) for number in chains[part.segment - cached]
+        ]
         seen.append(torch.arange(first, first + part.end))
         sizes.append(sum(map(len, seen)))
         index += seen
