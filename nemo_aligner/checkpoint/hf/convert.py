@@ -46,6 +46,7 @@ from nemo_aligner.checkpoint.hf.source import (
     megatron_key,
     model_rules,
     open_source,
+    with_single_experts,
 )
 from nemo_aligner.checkpoint.nemo.load_weights import head_names
 from nemo_aligner.checkpoint.nemo.open import NemoFolder, scratch_beside, write_nemo
@@ -167,6 +168,7 @@ def _convert(
     refuse_options(found, labels, (template, seq_length, attributes, step_separator))
     rules = model_rules(family, config, labels is not None)
     # The embeddings, whose rows a head may be of, are among the others already.
+    found = replace(found, tensors=with_single_experts(family, rules, found.tensors))
     wanted = _sizes_of_head(found, head, labels, config["hidden_size"]) | hf_shapes(rules, config)
     left_out = unread_head_tensors(found, head, choice)
     if head is not None:
