@@ -188,12 +188,6 @@ class ModelShape:
                 f"model_config.yaml: num_query_groups: got {groups}, wanted a divisor of the "
                 f"{heads} attention heads"
             )
-        experts, lora = read_experts(config), read_lora(config)
-        if experts and lora and not set(lora.targets) <= set(_ATTENTION):
-            raise CheckpointError(
-                f"{_WHERE}.targets: got {', '.join(lora.targets)}, wanted {', '.join(_ATTENTION)} "
-                "alone, as experts have no adapters"
-            )
         return cls(
             num_layers=count_of_config(config, "num_layers"),
             hidden_size=hidden,
@@ -222,8 +216,7 @@ class ModelShape:
             query_scaling=read_query_scaling(config),
             no_rope_freq=read_frequency(config, "no_rope_freq"),
             **_read_layer(config),
-            experts=experts,
-            lora=lora,
+            **_read_beside(config),
             head=read_head_shape(config),
         )
 
@@ -387,6 +380,17 @@ def _read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         "attn_logit_softcapping": optional_number_of_config(config, "attn_logit_softcapping"),
         "query_pre_attn_scalar": optional_number_of_config(config, "query_pre_attn_scalar"),
     }
+
+
+def _read_beside(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read experts and adapters."""
+    experts, lora = read_experts(config), read_lora(config)
+    if experts and lora and not set(lora.targets) <= set(_ATTENTION):
+        raise CheckpointError(
+            f"{_WHERE}.targets: got {', '.join(lora.targets)}, wanted {', '.join(_ATTENTION)} "
+            "alone, as experts have no adapters"
+        )
+    return {"experts": experts, "lora": lora}
 
 
 def _read_zero_groups(config: Mapping[str, Any]) -> int:

@@ -159,8 +159,7 @@ def _convert(
     attributes: Sequence[str] | None,
     step_separator: str | None,
 ) -> ConversionSummary:
-    family = find_family(found.config.get("model_type"))
-    config = family.to_nemo(found.config)
+    family, config, found = _decoder_of(found)
     head = find_head(found, choice)
     labels = labels_of(found, head, attributes)
     if head is not None and step_separator is not None:
@@ -168,7 +167,6 @@ def _convert(
     refuse_options(found, labels, (template, seq_length, attributes, step_separator))
     rules = model_rules(family, config, labels is not None)
     # The embeddings, whose rows a head may be of, are among the others already.
-    found = replace(found, tensors=with_single_experts(family, rules, found.tensors))
     wanted = _sizes_of_head(found, head, labels, config["hidden_size"]) | hf_shapes(rules, config)
     left_out = unread_head_tensors(found, head, choice)
     if head is not None:
@@ -208,6 +206,14 @@ def _convert(
         output=output,
         left_out=found.left_out,
     )
+
+
+def _decoder_of(found: Source) -> tuple[ModelFamily, dict[str, Any], Source]:
+    """The family of a checkpoint, its NeMo config, and it with one tensor for each matrix."""
+    family = find_family(found.config.get("model_type"))
+    config = family.to_nemo(found.config)
+    tensors = with_single_experts(family, family.rules(config), found.tensors)
+    return family, config, replace(found, tensors=tensors)
 
 
 def _sizes_of_head(
