@@ -106,7 +106,9 @@ def measure_point(job: dict[str, Any]) -> dict[str, Any] | None:
     """
 
     with launch() as world:
-        layout = initialize_layout(job["tp"], job["pp"], job["sequence_parallel"], _SEED, job["cp"])
+        layout = initialize_layout(
+            job["tp"], job["pp"], job["sequence_parallel"], _SEED, cp=job["cp"]
+        )
         shape = ModelShape.from_config(job["model"])
         before = resident_bytes()
         learner = build_synthetic_learner(shape, layout, job)

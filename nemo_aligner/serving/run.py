@@ -101,7 +101,7 @@ def run_critic_server(config: ServeCriticConfig) -> int:
             config.model.pipeline_model_parallel_size,
             config.model.sequence_parallel,
             config.model.seed,
-            config.model.context_parallel_size,
+            cp=config.model.context_parallel_size,
         )
         for note in idle_notes(config, layout.num_ranks):
             say(note)

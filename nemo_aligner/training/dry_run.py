@@ -95,7 +95,7 @@ def _layout(config: TrainConfig, processes: int) -> LayoutSizes:
     options = config.model
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     cp = options.context_parallel_size
-    dp = check_sizes(processes, tp, pp, options.sequence_parallel, cp)
+    dp = check_sizes(processes, tp, pp, options.sequence_parallel, cp=cp)
     return LayoutSizes(tp=tp, cp=cp, pp=pp, dp=dp, sequence_parallel=options.sequence_parallel)
 
 

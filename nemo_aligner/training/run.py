@@ -63,7 +63,7 @@ def train(
             config.model.pipeline_model_parallel_size,
             config.model.sequence_parallel,
             config.model.seed,
-            config.model.context_parallel_size,
+            cp=config.model.context_parallel_size,
         )
         with waiting_for("reading and tokenizing"):
             data = build_data(config)
