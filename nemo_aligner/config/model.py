@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 from nemo_aligner.config.common import Checks, Malformed, Overlong, RewardModelType, setting
 from nemo_aligner.utils.errors import ConfigError
@@ -172,6 +172,25 @@ class InvarianceConfig:
     def invariant_rows(self) -> int | None:
         """``batch_invariant_rows`` where rewards are to be batch invariant."""
         return self.batch_invariant_rows if self.batch_invariant else None
+
+
+class LayoutConfig(Protocol):
+    """Settings of a parallel layout, which every page with a model has."""
+
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    context_parallel_size: int
+    sequence_parallel: bool
+
+
+def layout_sizes(model: LayoutConfig) -> dict[str, Any]:
+    """Sizes of a layout, as ``distributed.layout.initialize_layout`` takes them."""
+    return {
+        "tp": model.tensor_model_parallel_size,
+        "pp": model.pipeline_model_parallel_size,
+        "cp": model.context_parallel_size,
+        "sequence_parallel": model.sequence_parallel,
+    }
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.config.model import Schedule
+from nemo_aligner.config.model import Schedule, layout_sizes
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.demo import build_demo_pairs, demo_lines
@@ -117,13 +117,7 @@ def run_probe(config: TrainConfig, records: int, steps: int) -> ProbeResult:
             config.model.data.data_prefix.train = [str(_demo_file(Path(folder), records))]
         _set_for_probe(config, records, steps)
         with launch():
-            layout = initialize_layout(
-                config.model.tensor_model_parallel_size,
-                config.model.pipeline_model_parallel_size,
-                config.model.sequence_parallel,
-                config.model.seed,
-                cp=config.model.context_parallel_size,
-            )
+            layout = initialize_layout(**layout_sizes(config.model), seed=config.model.seed)
             data = few_records(build_data(config), records)
             _check_bar(data.objective.main_metric)
             say(f"{len(data.train)} records, {steps} steps each way")

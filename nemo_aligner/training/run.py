@@ -16,7 +16,7 @@ from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.idle import idle_notes
-from nemo_aligner.config.model import Recompute
+from nemo_aligner.config.model import Recompute, layout_sizes
 from nemo_aligner.config.training import (
     CheckpointCallbackConfig,
     ExpManagerConfig,
@@ -58,13 +58,7 @@ def train(
     check_settings(config)
     stop = SignalHandler(config.trainer.max_time, in_program=in_program)
     with stop, launch() as world, ExitStack() as held:
-        layout = initialize_layout(
-            config.model.tensor_model_parallel_size,
-            config.model.pipeline_model_parallel_size,
-            config.model.sequence_parallel,
-            config.model.seed,
-            cp=config.model.context_parallel_size,
-        )
+        layout = initialize_layout(**layout_sizes(config.model), seed=config.model.seed)
         with waiting_for("reading and tokenizing"):
             data = build_data(config)
         say(data.table())
