@@ -98,8 +98,8 @@ class ModelShape:
             of them and a 1 for each other layer, in order.
         rotary_base_local: of the layers with a window, which are not scaled; None is the same
             rotation in all layers.
-        dynamic_rope_factor: of a rotation that changes with texts longer than
-            ``max_position_embeddings``, which are refused.
+        dynamic_rope_factor: of a rotation whose base grows with the length of a text that has more
+            than ``max_position_embeddings`` tokens.
         query_scaling: factor of queries by their position; None is 1.
         no_rope_freq: layers without rotation: N for every N-th, or a 1 for each of them and a 0 for
             each other layer, in order.
@@ -153,6 +153,8 @@ class ModelShape:
         """Fields by which a run's checkpoints are of the same model; as before there were more."""
         found = asdict(self)
         del found["zero_query_groups"]  # they change no reward
+        if self.longrope is not None:
+            del found["longrope"]["long"]  # read since longer texts are not refused
         return {name: each for name, each in found.items() if each != _NAMED_LATER.get(name)}
 
     @classmethod
@@ -237,30 +239,47 @@ class ModelShape:
         return not is_in(self.no_rope_freq, layer_number, 1)
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest text that the model was made for and this package rotates."""
-        if self.longrope is None:
-            return self.max_position_embeddings
-        return min(self.longrope.old_context_len, self.max_position_embeddings)
+    def one_rotation_until(self) -> int | None:
+        """Tokens up to which all texts are rotated alike; None if there is no end."""
+        if self.longrope is not None:
+            return self.longrope.old_context_len
+        return None if self.dynamic_rope_factor is None else self.max_position_embeddings
+
+    def rotation_by_length(self, tokens: int) -> int:
+        """Number of the rotation of a text of so many tokens; equal numbers are equal rotations.
+
+        Only texts with the same one may share keys. It is 0 up to ``one_rotation_until``; longer
+        texts all have another one in LongRoPE, and each length its own in a dynamic rotation.
+
+        Raises:
+            ConfigError: as ``check_length``.
+        """
+        until = self.one_rotation_until
+        if until is None or tokens <= until:
+            return 0
+        self.check_length(tokens)
+        return 1 if self.longrope is not None else tokens
 
     def check_length(self, seq_length: int) -> None:
         """Check that the rotation of texts of so many tokens is known.
 
         Raises:
-            ConfigError: they are longer than ``max_position_embeddings`` of a dynamic rotation, or
-                than the original length of LongRoPE.
+            ConfigError: they are longer than the original length of a LongRoPE without factors for
+                them, or of a dynamic rotation that is also scaled otherwise.
         """
-        if self.longrope is not None and seq_length > self.longrope.old_context_len:
+        until = self.one_rotation_until
+        if until is None or seq_length <= until:
+            return
+        missing = None
+        if self.longrope is None:
+            if any((self.rope_scaling, self.yarn, self.seq_len_interpolation_factor)):
+                missing = "one rotation: it is dynamic, and scaled otherwise"
+        elif self.longrope.long is None:
+            missing = "longrope_long_factor"
+        if missing is not None:
             raise ConfigError(
-                f"seq_length: got {seq_length}, wanted at most {self.longrope.old_context_len}, "
-                "the model's original_max_position_embeddings: longer texts are rotated by other "
-                "factors (long_factor), which is not supported"
-            )
-        most = self.max_position_embeddings
-        if self.dynamic_rope_factor is not None and seq_length > most:
-            raise ConfigError(
-                f"seq_length: got {seq_length}, wanted at most the model's {most} positions: past "
-                "them its dynamic rotation is another one for each length of a text"
+                f"seq_length: got {seq_length}, wanted at most {until}: for longer texts the "
+                f"model's config lacks {missing}"
             )
 
     def check_fits(self, tp: int, pp: int) -> None:
