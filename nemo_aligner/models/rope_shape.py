@@ -15,7 +15,7 @@ from nemo_aligner.config.common import (
     number_of_config,
     optional_number_of_config,
 )
-from nemo_aligner.utils.errors import CheckpointError, shown
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
 Frequency = int | tuple[int, ...] | None
 """Layers as megatron-core names them: every N-th, or a 0 or 1 for each; None is none."""
@@ -97,6 +97,22 @@ def _factors(config: Mapping[str, Any], key: str, count: int) -> tuple[float, ..
             f"model_config.yaml: {key}: got {shown(given)}, wanted {count} numbers above 0"
         )
     return tuple(map(float, factors))
+
+
+def check_longer(tokens: int, until: int, longrope: LongRope | None, is_scaled: bool) -> None:
+    """Check that a rotation which depends on lengths is known for texts longer than ``until``.
+
+    Raises:
+        ConfigError: it is a LongRoPE without factors for them, or dynamic and scaled otherwise.
+    """
+    missing = "one rotation: it is dynamic, and scaled otherwise" if is_scaled else None
+    if longrope is not None:
+        missing = "longrope_long_factor" if longrope.long is None else None
+    if missing is not None:
+        raise ConfigError(
+            f"seq_length: got {tokens}, wanted at most {until}: for longer texts the model's "
+            f"config lacks {missing}"
+        )
 
 
 @dataclass(frozen=True)

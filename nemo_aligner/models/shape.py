@@ -26,6 +26,7 @@ from nemo_aligner.models.rope_shape import (
     QueryScaling,
     RopeScaling,
     YarnScaling,
+    check_longer,
     is_in,
     read_frequency,
     read_longrope,
@@ -246,41 +247,19 @@ class ModelShape:
         return None if self.dynamic_rope_factor is None else self.max_position_embeddings
 
     def rotation_by_length(self, tokens: int) -> int:
-        """Number of the rotation of a text of so many tokens; equal numbers are equal rotations.
+        """Number of the rotation of texts of so many tokens; with the same one they may share keys.
 
-        Only texts with the same one may share keys. It is 0 up to ``one_rotation_until``; longer
-        texts all have another one in LongRoPE, and each length its own in a dynamic rotation.
+        0 up to ``one_rotation_until``; longer ones have 1 in LongRoPE, else their length.
 
         Raises:
-            ConfigError: as ``check_length``.
+            ConfigError: the rotation of such long ones is not known; see ``check_longer``.
         """
         until = self.one_rotation_until
         if until is None or tokens <= until:
             return 0
-        self.check_length(tokens)
+        scalings = self.rope_scaling, self.yarn, self.seq_len_interpolation_factor
+        check_longer(tokens, until, self.longrope, any(scalings))
         return 1 if self.longrope is not None else tokens
-
-    def check_length(self, seq_length: int) -> None:
-        """Check that the rotation of texts of so many tokens is known.
-
-        Raises:
-            ConfigError: they are longer than the original length of a LongRoPE without factors for
-                them, or of a dynamic rotation that is also scaled otherwise.
-        """
-        until = self.one_rotation_until
-        if until is None or seq_length <= until:
-            return
-        missing = None
-        if self.longrope is None:
-            if any((self.rope_scaling, self.yarn, self.seq_len_interpolation_factor)):
-                missing = "one rotation: it is dynamic, and scaled otherwise"
-        elif self.longrope.long is None:
-            missing = "longrope_long_factor"
-        if missing is not None:
-            raise ConfigError(
-                f"seq_length: got {seq_length}, wanted at most {until}: for longer texts the "
-                f"model's config lacks {missing}"
-            )
 
     def check_fits(self, tp: int, pp: int) -> None:
         """Check that a layout splits the model evenly.

@@ -54,7 +54,7 @@ def build_data(config: TrainConfig) -> TrainingData:
 
     Raises:
         ConfigError, DataError: see ``build_contract``, ``continue_contract``,
-            ``ModelShape.check_length`` and ``build_training_data``.
+            ``ModelShape.rotation_by_length`` and ``build_training_data``.
     """
     start_from = config.pretrained_checkpoint
     prefix = config.model.data.data_prefix
@@ -72,7 +72,7 @@ def build_data(config: TrainConfig) -> TrainingData:
         )
     means_are_new = start is None or start_from.new_head or start.attributes != contract.attributes
     shape = ModelShape.from_config(read_model_config(Path(str(start_from.restore_from_path))))
-    shape.check_length(contract.seq_length)
+    shape.rotation_by_length(contract.seq_length)  # raises if it has none
     data = build_training_data(
         config.model,
         contract,
