@@ -17,6 +17,7 @@ from typing import Any
 from nemo_aligner.config.common import RecordKind, RewardModelType
 from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.losses.base import Objective
+from nemo_aligner.losses.length import LengthDebiased, Odin
 from nemo_aligner.losses.listwise import PlackettLuce
 from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, RaoKupper
 from nemo_aligner.losses.ranking_and_regression import RankingAndRegression
@@ -29,6 +30,8 @@ OBJECTIVES: dict[str, type[Any]] = {
     "plackett_luce": PlackettLuce,
     "rao_kupper": RaoKupper,
     "davidson": Davidson,
+    "length_debiased": LengthDebiased,
+    "odin": Odin,
     "masked_mse": MaskedMse,
     "huber": Huber,
     "ordinal_bins": OrdinalBins,

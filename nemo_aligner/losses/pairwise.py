@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.batch.packed import PairRows, Records
+from nemo_aligner.batch.packed import PairRows, Records, sums_within
 from nemo_aligner.losses.base import (
     PairObjective,
     check_above,
@@ -86,21 +86,26 @@ class BradleyTerry(PairObjective):
         # K ranked completions are K (K - 1) / 2 pairs, which share one record's weight (eq. 1).
         pairs = records.pairs(with_ties=self.learns_from_ties)
         better, worse = pairs.of(rewards[:, 0])
-        labels = self._labels(pairs, records)
-        losses = self._ordered(worse - better, labels)
-        share = self._share_reversed(pairs, losses)
-        if share is not None:
-            losses = (1 - share) * losses + share * self._ordered(better - worse, labels)
+        losses = self._of_margins(better - worse, pairs, records)
         if self.center_rewards_coefficient:
             losses = losses + self.center_rewards_coefficient * (better + worse).square()
         return pairs.sum_and_count(losses)
+
+    def _of_margins(self, margins: Tensor, pairs: PairRows, records: Records) -> Tensor:
+        """Losses ``[P]`` of margins ``[P]``, before rewards are centred."""
+        labels = self._labels(pairs, records)
+        losses = self._ordered(-margins, labels)
+        share = self._share_reversed(pairs, losses)
+        if share is None:
+            return losses
+        return (1 - share) * losses + share * self._ordered(margins, labels)
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
         return super().step_metrics(*self._of_texts(rewards, records))
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
-        ends = F.pad(reply_lengths.cumsum(0), (1, 0))[records.text_bounds()]
-        return super().report(*self._of_texts(rewards, records), ends.diff())
+        lengths = sums_within(reply_lengths, records.text_bounds())
+        return super().report(*self._of_texts(rewards, records), lengths)
 
     def _of_texts(self, rewards: Tensor, records: Records) -> tuple[Tensor, Records]:
         """One reward of each text, and the records that own them."""

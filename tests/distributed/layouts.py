@@ -74,6 +74,14 @@ CASES = {
     "learned_ties": Case(
         ("model.objective=rao_kupper", "model.objective_kwargs.learned=true"), ("rankings",)
     ),
+    "length_debiased": Case(
+        (
+            *LORA,
+            "model.objective=length_debiased",
+            "model.objective_kwargs={correlation_penalty: 5.0, learned: true}",
+        )
+    ),
+    "odin": Case(("model.objective=odin",)),
     "bins": Case(
         (*REGRESSION, "model.objective=ordinal_bins", *MLP_HEAD), ("ratings",), evaluated="ratings"
     ),
