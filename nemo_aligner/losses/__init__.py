@@ -17,6 +17,7 @@ from typing import Any
 from nemo_aligner.config.common import RecordKind, RewardModelType
 from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.losses.base import Objective
+from nemo_aligner.losses.ensemble import HeadEnsemble
 from nemo_aligner.losses.length import LengthDebiased, Odin
 from nemo_aligner.losses.listwise import PlackettLuce
 from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, RaoKupper
@@ -32,6 +33,7 @@ OBJECTIVES: dict[str, type[Any]] = {
     "davidson": Davidson,
     "length_debiased": LengthDebiased,
     "odin": Odin,
+    "head_ensemble": HeadEnsemble,
     "masked_mse": MaskedMse,
     "huber": Huber,
     "ordinal_bins": OrdinalBins,

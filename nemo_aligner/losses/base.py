@@ -90,13 +90,18 @@ class PairObjective:
         return None
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
-        found = measure_pairs(PairRewards.of(_first(rewards, records)), in_step=True)
+        found = measure_pairs(PairRewards.of(self._sides(rewards, records)), in_step=True)
         return {**found, **self.numbers_learned(rewards)}
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
         lengths = torch.stack(records.pairs().of(reply_lengths), dim=1)
-        found = measure_pairs(PairRewards.of(_first(rewards, records), lengths))
+        found = measure_pairs(PairRewards.of(self._sides(rewards, records), lengths))
         return {**found, **self.numbers_learned(rewards)}
+
+    def _sides(self, outputs: Tensor, records: Records) -> Tensor:
+        """Reward of the better and the worse of every pair, ``[P, 2]``."""
+        read = rewards_of(getattr(self, "readout", None), outputs)
+        return torch.stack(records.pairs().of(read[:, 0]), dim=1)
 
     def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
         """Scalars it learns beside the weights, by name; most objectives have none."""
@@ -160,11 +165,6 @@ class RatingObjective:
         return RatedRewards.of(
             rewards_of(self.readout, outputs), labels, self.attributes, lengths, spreads
         )
-
-
-def _first(rewards: Tensor, records: Records) -> Tensor:
-    """First attribute of the better and the worse of every pair, ``[P, 2]``."""
-    return torch.stack(records.pairs().of(rewards[:, 0]), dim=1)
 
 
 def readout_of(objective: Objective) -> Readout | None:

@@ -74,9 +74,7 @@ class LengthDebiased(BradleyTerry):
         longer, shorter = pairs.of(lengths)
         bias = pairs.of(rewards[:, 1])[0] if self.learned else self.length_bias
         explained = bias * (longer.clamp(min=1).log() - shorter.clamp(min=1).log())
-        losses = self._of_margins(better - worse + explained, pairs, records)
-        if self.center_rewards_coefficient:
-            losses = losses + self.center_rewards_coefficient * (better + worse).square()
+        losses = self._losses(better, worse, pairs, records, explained)
         if self.longer_chosen_weight != 1:
             losses = torch.where(longer > shorter, self.longer_chosen_weight * losses, losses)
         total, count = pairs.sum_and_count(losses)

@@ -86,19 +86,26 @@ class BradleyTerry(PairObjective):
         # K ranked completions are K (K - 1) / 2 pairs, which share one record's weight (eq. 1).
         pairs = records.pairs(with_ties=self.learns_from_ties)
         better, worse = pairs.of(rewards[:, 0])
-        losses = self._of_margins(better - worse, pairs, records)
-        if self.center_rewards_coefficient:
-            losses = losses + self.center_rewards_coefficient * (better + worse).square()
-        return pairs.sum_and_count(losses)
+        return pairs.sum_and_count(self._losses(better, worse, pairs, records))
 
-    def _of_margins(self, margins: Tensor, pairs: PairRows, records: Records) -> Tensor:
-        """Losses ``[P]`` of margins ``[P]``, before rewards are centred."""
+    def _losses(
+        self,
+        better: Tensor,
+        worse: Tensor,
+        pairs: PairRows,
+        records: Records,
+        explained: Tensor | None = None,
+    ) -> Tensor:
+        """Losses ``[P]`` of pairs; ``explained [P]`` adds to margins what is not the reward's."""
+        margins = better - worse if explained is None else better - worse + explained
         labels = self._labels(pairs, records)
         losses = self._ordered(-margins, labels)
         share = self._share_reversed(pairs, losses)
-        if share is None:
-            return losses
-        return (1 - share) * losses + share * self._ordered(margins, labels)
+        if share is not None:
+            losses = (1 - share) * losses + share * self._ordered(margins, labels)
+        if self.center_rewards_coefficient:
+            losses = losses + self.center_rewards_coefficient * (better + worse).square()
+        return losses
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
         return super().step_metrics(*self._of_texts(rewards, records))

@@ -83,7 +83,7 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
         "tp2": ("ranking", "onednn", "plackett_luce", "bins", "formats", "zero_groups"),
         "tp2_sp": ("onednn", "odin"),
         "pp2": ("pairs_and_ratings", "fp16", "length_debiased"),
-        "dp2": ("onednn", "learned_ties", "quantiles", "length_debiased", "odin"),
+        "dp2": ("onednn", "learned_ties", "quantiles", "length_debiased", "odin", "heads"),
     }
     mixed = one_process / "pairs_and_ratings"
     evaluated = tmp_path / "evaluated"
