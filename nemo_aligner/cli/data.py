@@ -276,7 +276,7 @@ most doubtful pairs. The same command goes on where it was stopped.
 def filter_parser() -> Parser:
     """The options of ``nemo-aligner data filter``."""
     parser = settings_parser("data filter", _FILTER, TrainConfig, has_ranks=False)
-    parser.epilog = "settings: those of nemo-aligner train, which lists them"
+    parser.epilog = "settings: those of `nemo-aligner train`"
     parser.add_argument("--by", choices=["model"], default="model", help="what judges the pairs")
     parser.add_argument("--input", type=Path, required=True, metavar="FILE", help="to filter")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="to make")

@@ -18,8 +18,8 @@ from nemo_aligner.config.common import RecordKind, RewardModelType
 from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.losses.base import Objective
 from nemo_aligner.losses.ensemble import HeadEnsemble
-from nemo_aligner.losses.length import LengthDebiased, Odin
 from nemo_aligner.losses.listwise import PlackettLuce
+from nemo_aligner.losses.odin import Odin
 from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, RaoKupper
 from nemo_aligner.losses.ranking_and_regression import RankingAndRegression
 from nemo_aligner.losses.regression import Huber, MaskedMse, OrdinalBins, Quantiles
@@ -31,7 +31,6 @@ OBJECTIVES: dict[str, type[Any]] = {
     "plackett_luce": PlackettLuce,
     "rao_kupper": RaoKupper,
     "davidson": Davidson,
-    "length_debiased": LengthDebiased,
     "odin": Odin,
     "head_ensemble": HeadEnsemble,
     "masked_mse": MaskedMse,

@@ -8,12 +8,12 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.contract.readout import HEADS, Readout
-from nemo_aligner.losses.base import check_flag, check_whole
-from nemo_aligner.losses.pairwise import BradleyTerry
+from nemo_aligner.losses.base import PairObjective, check_flag, check_whole
 from nemo_aligner.utils.host_transfer import to_device
 
 # P(0), P(0 or 1), ... of a Poisson distribution with mean 1; beyond, nothing of 2 ** 53 is left.
@@ -21,13 +21,13 @@ _POISSON = np.array([*accumulate(math.exp(-1) / math.factorial(k) for k in range
 
 
 @dataclass(frozen=True)
-class HeadEnsemble(BradleyTerry):
-    """Mean over K heads of Bradley-Terry's loss; each head starts from its own random weights.
+class HeadEnsemble(PairObjective):
+    """Mean over K heads of ``-log sigmoid(m)``; each head starts from its own random weights.
 
     The reward is the heads' mean, and its uncertainty their standard deviation. Heads that share a
     body are the bootstrapped heads of Osband et al. 2016, "Deep exploration via bootstrapped DQN";
     how ensembles of rewards are used is Coste et al. 2023, "Reward model ensembles help mitigate
-    overoptimization", arXiv:2310.02743. Bradley-Terry's own settings hold, too.
+    overoptimization", arXiv:2310.02743.
 
     Attributes:
         heads: K, 2 or more.
@@ -40,7 +40,6 @@ class HeadEnsemble(BradleyTerry):
     bootstrap: bool = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_whole(self, "heads", 2)
         check_flag(self, "bootstrap")
 
@@ -50,10 +49,9 @@ class HeadEnsemble(BradleyTerry):
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
         """Sum and count of records, of the heads' outputs ``[S, K]``."""
-        rewards, records = self._of_texts(rewards, records)
-        pairs = records.pairs(with_ties=self.learns_from_ties)
-        of_heads = [self._losses(*pairs.of(head), pairs, records) for head in rewards.unbind(1)]
-        losses = torch.stack(of_heads, dim=1)
+        pairs = records.pairs()
+        better, worse = pairs.of(rewards)
+        losses = F.softplus(worse - better)
         if self.bootstrap:
             times = to_device(bootstrap_counts(records.ids, self.heads), losses.device)
             losses = losses * pairs.of_records(times)

@@ -9,7 +9,7 @@ import random
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,13 @@ from nemo_aligner.config.load import config_to_dict
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.messages import Text, as_json, reply_of
 from nemo_aligner.data.formats.base import PairKeys
-from nemo_aligner.data.readers import MalformedRule, PromptWrapping, Reading, read_records
+from nemo_aligner.data.readers import (
+    MalformedRule,
+    PromptWrapping,
+    Reading,
+    RecordFile,
+    read_records,
+)
 from nemo_aligner.data.records import Comparison, write_lines
 from nemo_aligner.data.split import lines_by_origin, prompt_keys
 from nemo_aligner.losses.pairwise import LABEL_MARGIN
@@ -79,26 +85,9 @@ def filter_file(source: Path, folder: Path, how: Filter, config: TrainConfig) ->
         StoppedError: a training was stopped; the same call goes on from there.
     """
     _check(config)
-    data = config.model.data
-    file = read_records(
-        source,
-        Reading(
-            kind=RecordKind.comparison,
-            format=data.format,
-            pair_keys=PairKeys.of(data.prompt_key, data.chosen_key, data.rejected_key),
-            prompts=PromptWrapping.of(data, "model.data"),
-            rule=MalformedRule(data.malformed, data.max_malformed),
-        ),
-    )
+    file = read_records(source, _reading(config))
     lines = lines_by_origin(file)
-    folds = _folds(prompt_keys(file.records), how, source)
-    margins = np.full(len(file.records), np.nan)
-    for fold in range(how.folds):
-        train = [line for i, record in enumerate(file.records) if folds[i] != fold
-                 for line in lines[record.origin.line]]  # fmt: skip
-        inside = np.flatnonzero(folds == fold)
-        held = [file.records[i] for i in inside]
-        margins[inside] = _judge(folder / f"fold_{fold + 1}", train, held, config)
+    margins = _cross_fit(file, lines, folder, how, config)
     known = torch.from_numpy(margins[~np.isnan(margins)])
     temperature = fit_temperature(known)
     if not temperature > 0:
@@ -108,22 +97,18 @@ def filter_file(source: Path, folder: Path, how: Filter, config: TrainConfig) ->
         )
     p_wrong = 1 / (1 + np.exp(margins / temperature))
     judged = [_Judged(*each) for each in zip(file.records, margins, p_wrong, strict=True)]
-    doubted = sorted(
-        (each for each in judged if each.p_wrong >= how.confidence), key=lambda each: -each.p_wrong
-    )
-    drop = set() if how.weigh else {id(each) for each in doubted}
-    kept = [
-        line
-        for each in judged
-        if id(each) not in drop
-        for line in _written(lines[each.record.origin.line], each, how)
+    doubted = [each for each in judged if each.p_wrong >= how.confidence]
+    doubted.sort(key=lambda each: -each.p_wrong)
+    kept = [each for each in judged if how.weigh or not each.p_wrong >= how.confidence]
+    written = [
+        line for each in kept for line in _written(lines[each.record.origin.line], each, how)
     ]
+    with_weights = f", doubted ones with a {LABEL_MARGIN} below 1" if how.weigh else ""
     return "\n".join(
         [
             f"{source}: {file.format}, {len(judged)} pairs, {len(known)} judged",
             _accuracy(known, temperature),
-            f"kept: {len(judged) - len(drop)} -> {write_lines(folder / 'kept.jsonl', kept)}"
-            + (f", doubted ones with a {LABEL_MARGIN} below 1" if how.weigh else ""),
+            f"kept: {len(kept)} -> {write_lines(folder / 'kept.jsonl', written)}{with_weights}",
             f"doubted: {len(doubted)} ({len(doubted) / len(judged):.1%}) -> "
             + write_lines(folder / "doubted.jsonl", map(_doubted_line, doubted)),
             *_by_length(judged, doubted),
@@ -131,6 +116,35 @@ def filter_file(source: Path, folder: Path, how: Filter, config: TrainConfig) ->
             *map(_shown, doubted[:_SHOWN]),
         ]
     )
+
+
+def _reading(config: TrainConfig) -> Reading:
+    data = config.model.data
+    return Reading(
+        kind=RecordKind.comparison,
+        format=data.format,
+        pair_keys=PairKeys.of(data.prompt_key, data.chosen_key, data.rejected_key),
+        prompts=PromptWrapping.of(data, "model.data"),
+        rule=MalformedRule(data.malformed, data.max_malformed),
+    )
+
+
+def _cross_fit(
+    file: RecordFile,
+    lines: Mapping[int, list[str]],
+    folder: Path,
+    how: Filter,
+    config: TrainConfig,
+) -> np.ndarray:
+    """Margin of each record ``[N]`` by the model of the other folds."""
+    folds = _folds(prompt_keys(file.records), how, file.path)
+    margins = np.full(len(file.records), np.nan)
+    for fold in range(how.folds):
+        outside, inside = (np.flatnonzero(mask) for mask in (folds != fold, folds == fold))
+        train = [line for i in outside for line in lines[file.records[i].origin.line]]
+        held = [file.records[i] for i in inside]
+        margins[inside] = _judge(folder / f"fold_{fold + 1}", train, held, config)
+    return margins
 
 
 def _check(config: TrainConfig) -> None:
@@ -146,7 +160,7 @@ def _check(config: TrainConfig) -> None:
         )
 
 
-def _folds(keys: Sequence[str], how: Filter, source: Path) -> np.ndarray:
+def _folds(keys: Sequence[str], how: Filter, source: str) -> np.ndarray:
     """Fold of each record ``[N]``: prompts go to the smallest fold, in an order by the seed."""
     sizes = Counter(keys)
     if len(sizes) < how.folds:

@@ -74,11 +74,10 @@ CASES = {
     "learned_ties": Case(
         ("model.objective=rao_kupper", "model.objective_kwargs.learned=true"), ("rankings",)
     ),
-    "length_debiased": Case(
+    "against_length": Case(
         (
             *LORA,
-            "model.objective=length_debiased",
-            "model.objective_kwargs={correlation_penalty: 5.0, learned: true}",
+            "model.objective_kwargs={length_correlation_penalty: 5.0, learn_length_bias: true}",
         )
     ),
     # A loss that comes near 0 has no relative error to speak of.

@@ -82,8 +82,8 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
     at = {
         "tp2": ("ranking", "onednn", "plackett_luce", "bins", "formats", "zero_groups"),
         "tp2_sp": ("onednn", "odin"),
-        "pp2": ("pairs_and_ratings", "fp16", "length_debiased"),
-        "dp2": ("onednn", "learned_ties", "quantiles", "length_debiased", "odin", "heads"),
+        "pp2": ("pairs_and_ratings", "fp16", "against_length"),
+        "dp2": ("onednn", "learned_ties", "quantiles", "against_length", "odin", "heads"),
     }
     mixed = one_process / "pairs_and_ratings"
     evaluated = tmp_path / "evaluated"

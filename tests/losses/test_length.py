@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from nemo_aligner.batch.packed import Records
-from nemo_aligner.losses.base import count_outputs, reward_gradient
-from nemo_aligner.losses.length import LengthDebiased, Odin, pearson
+from nemo_aligner.losses.base import PairObjective, count_outputs, is_of_batch, reward_gradient
+from nemo_aligner.losses.length import pearson
+from nemo_aligner.losses.odin import Odin
 from nemo_aligner.losses.pairwise import BradleyTerry
 from tests.losses.hand_made import accepted, check_any_batch, check_gradient, learn, ranked
 
@@ -39,22 +40,19 @@ def by_hand(
 def test_terms_against_length_are_those_written_out() -> None:
     rewards = torch.tensor(REWARDS, dtype=torch.float64)[:, None]
     cases = {
-        LengthDebiased(): by_hand(REWARDS),
-        LengthDebiased(longer_chosen_weight=0.4): by_hand(REWARDS, weight=0.4),
-        LengthDebiased(length_bias=0.7): by_hand(REWARDS, bias=0.7),
-        LengthDebiased(correlation_penalty=3.0): by_hand(REWARDS, penalty=3.0),
+        BradleyTerry(): by_hand(REWARDS),
+        BradleyTerry(longer_chosen_weight=0.4): by_hand(REWARDS, weight=0.4),
+        BradleyTerry(length_bias=0.7): by_hand(REWARDS, bias=0.7),
+        BradleyTerry(length_correlation_penalty=3.0): by_hand(REWARDS, penalty=3.0),
     }
     for objective, wanted in cases.items():
         total, count = objective.loss(rewards, PAIRS)
         assert (float(total), int(count)) == (pytest.approx(wanted), 4), objective
-    plain = BradleyTerry(label_smoothing=0.1, center_rewards_coefficient=0.2)
-    same = LengthDebiased(label_smoothing=0.1, center_rewards_coefficient=0.2)
-    assert same.loss(rewards, PAIRS) == plain.loss(rewards, PAIRS)
-    learned = LengthDebiased(length_bias=0.7, learned=True)
+    learned = BradleyTerry(length_bias=0.7, learn_length_bias=True)
     both = torch.cat([rewards, torch.full_like(rewards, 0.7)], dim=1)
     assert float(learned.loss(both, PAIRS)[0]) == pytest.approx(by_hand(REWARDS, bias=0.7))
     assert learned.numbers_learned(both) == {"length_bias": pytest.approx(0.7)}
-    of_pairs = LengthDebiased(correlation_penalty=2.0, correlation_of="pairs")
+    of_pairs = BradleyTerry(length_correlation_penalty=2.0, length_correlation_of="pairs")
     margins, differences = (np.subtract(each[::2], each[1::2]) for each in (REWARDS, LENGTHS))
     r = margins @ differences / np.linalg.norm(margins) / np.linalg.norm(differences)
     total, _ = of_pairs.loss(rewards, PAIRS)
@@ -74,14 +72,14 @@ def test_odin_is_its_formula_written_out() -> None:
 @pytest.mark.parametrize(
     "objective",
     [
-        LengthDebiased(longer_chosen_weight=0.5, length_bias=0.3, ties="half"),
-        LengthDebiased(length_bias=0.3, learned=True),
-        LengthDebiased(correlation_penalty=1.0, label_smoothing=0.1),
-        LengthDebiased(correlation_penalty=1.0, correlation_of="pairs"),
+        BradleyTerry(longer_chosen_weight=0.5, length_bias=0.3, ties="half"),
+        BradleyTerry(length_bias=0.3, learn_length_bias=True),
+        BradleyTerry(length_correlation_penalty=1.0, label_smoothing=0.1),
+        BradleyTerry(length_correlation_penalty=1.0, length_correlation_of="pairs"),
         Odin(),
     ],
 )
-def test_gradient_by_reward_is_that_of_the_whole_batch(objective: BradleyTerry) -> None:
+def test_gradient_by_reward_is_that_of_the_whole_batch(objective: PairObjective) -> None:
     """Packs that use it add up to the mean loss; a loss that is a sum does so by itself."""
     for records in (PAIRS, RANKED):
         shape = (records.num_rewards, count_outputs(objective))
@@ -92,7 +90,7 @@ def test_gradient_by_reward_is_that_of_the_whole_batch(objective: BradleyTerry) 
         (wanted,) = torch.autograd.grad(total / count, leaf)
         got = reward_gradient(objective, rewards, records) / len(records)
         torch.testing.assert_close(got, wanted.float())
-        if not objective.is_of_batch:
+        if not is_of_batch(objective):
             check_any_batch(objective, rewards, records)
     alone = torch.ones(2, count_outputs(objective))
     gradient = reward_gradient(objective, alone, PAIRS.select([0]))
@@ -115,9 +113,9 @@ def test_model_that_sees_lengths_and_content_is_taught_the_content() -> None:
     slopes, correlations = [], []
     for objective in (
         BradleyTerry(),
-        LengthDebiased(longer_chosen_weight=0.25),
-        LengthDebiased(length_bias=1.3),
-        LengthDebiased(correlation_penalty=10.0),
+        BradleyTerry(longer_chosen_weight=0.25),
+        BradleyTerry(length_bias=1.3),
+        BradleyTerry(length_correlation_penalty=10.0),
         Odin(orthogonality_coefficient=0),
     ):
         rewards = learn(objective, features, records)[:, 0]
@@ -132,12 +130,11 @@ def test_model_that_sees_lengths_and_content_is_taught_the_content() -> None:
 
 def test_settings_against_length_that_are_no_use_are_refused() -> None:
     assert not accepted(
-        LengthDebiased,
+        BradleyTerry,
         ({"longer_chosen_weight": 0}, "longer_chosen_weight: got 0, wanted a number above 0"),
         ({"length_bias": -1}, "length_bias: got -1, wanted a number of 0 or more"),
-        ({"learned": 1}, "learned: got 1, wanted true or false"),
-        ({"correlation_of": "texts"}, "wanted one of replies, pairs"),
-        ({"label_smoothing": 0.6}, "label_smoothing: got 0.6"),
+        ({"learn_length_bias": 1}, "learn_length_bias: got 1, wanted true or false"),
+        ({"length_correlation_of": "texts"}, "wanted one of replies, pairs"),
     )
     with pytest.raises(ValueError, match="wanted their lengths"):
-        LengthDebiased().loss(torch.zeros(2, 1), ranked([0, 1]))
+        BradleyTerry(length_bias=1).loss(torch.zeros(2, 1), ranked([0, 1]))

@@ -25,9 +25,10 @@ def test_filter_finds_what_was_labelled_wrong(
     folder = tmp_path / "filtered"
     command = [
         *("data", "filter", "--by=model", f"--input={source}", f"--output={folder}", "--folds=2"),
+        "--confidence=0.6",
         f"pretrained_checkpoint.restore_from_path={base}",
         *("model.optim.lr=3e-3", "model.optim.sched.warmup_steps=1", "model.global_batch_size=8"),
-        *("trainer.rm.max_epochs=8", "model.data.seq_length=128", "model.micro_batch_tokens=1024"),
+        *("trainer.rm.max_epochs=16", "model.data.seq_length=128", "model.micro_batch_tokens=1024"),
     ]
     assert main(command) == 0
     said = capsys.readouterr().out
@@ -45,7 +46,7 @@ def test_filter_finds_what_was_labelled_wrong(
         *("doubted.jsonl", "fold_1.json", "fold_2.json", "kept.jsonl")
     ]
     # No model is trained again for what was judged, by these settings.
-    assert main([*command, "--weigh", "--confidence=0.6"]) == 0
+    assert main([*command, "--weigh"]) == 0
     said = capsys.readouterr().out
     assert "step" not in said
     weights = [json.loads(line)["label_margin"] for line in (folder / "kept.jsonl").open()]
@@ -61,7 +62,7 @@ def test_filter_refuses_what_it_cannot_judge_by(
     command = [*("data", "filter", f"--input={source}", f"--output={tmp_path / 'out'}")]
     command.append("pretrained_checkpoint.restore_from_path=base.nemo")
     for more, wanted in (
-        ("--folds=1", "--folds: got 1, wanted at least 2"),
+        ("--folds=1", "folds: got 1, wanted at least 2"),
         ("--folds=9", "got 4 prompts, wanted at least 9, a fold"),
         (f"model.data.data_prefix.train={source}", "wanted none: the folds of the file"),
     ):

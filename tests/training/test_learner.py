@@ -14,7 +14,8 @@ from nemo_aligner.config.training import ExpManagerConfig, MonitorMode
 from nemo_aligner.data.packing import pack_records
 from nemo_aligner.data.record_arrays import TokenSequences
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.losses.length import LengthDebiased, Odin
+from nemo_aligner.losses.base import PairObjective
+from nemo_aligner.losses.odin import Odin
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.losses.regression import MaskedMse
 from nemo_aligner.training.learner import (
@@ -157,9 +158,9 @@ def test_spread_of_rewards_is_told_with_what_labels_were_centred_on() -> None:
     assert pairs["reward_mean/reward"] == 1.5
 
 
-@pytest.mark.parametrize("objective", [LengthDebiased(correlation_penalty=5.0), Odin()])
+@pytest.mark.parametrize("objective", [BradleyTerry(length_correlation_penalty=5.0), Odin()])
 def test_loss_of_a_whole_batch_has_the_gradient_of_one_pack(
-    objective: BradleyTerry, layout: ParallelLayout
+    objective: PairObjective, layout: ParallelLayout
 ) -> None:
     """In one pack the loss is differentiated as it stands; in many by its gradient by rewards."""
     data = poisoned.dataset()

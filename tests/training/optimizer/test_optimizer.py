@@ -226,6 +226,8 @@ def test_resume_of_two_ranks_reads_of_the_state_what_each_has(two_ranks: dict[st
 def test_layers_and_head_have_rates_of_their_own(layout: ParallelLayout, tmp_path: Path) -> None:
     """Adam's first step is as long as the rate; a checkpoint of such a run is loaded again."""
     model = build_reward_model(poisoned.SHAPE, layout, num_attributes=1, precision=Precision.fp32)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
     wrapped = wrap_for_training(model)
     config = OptimConfig(
         lr=0.01, weight_decay=0.0, head_lr_mult=10.0, layer_lr_decay=0.1,
