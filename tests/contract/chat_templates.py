@@ -1,18 +1,24 @@
 """Chat templates of models, as packages of others have them, and conversations for them.
 
 They are read where they are published: TRL's wheel (Apache 2.0) has those of Qwen, Llama, Gemma and
-GLM as their authors wrote them, Axolotl's (Apache 2.0) Mistral's. ``dated.jinja`` is
-ours, with what SmolLM3-3B's has: the date, tools, and a mode that a message switches. Those that
-write today's date are frozen.
+GLM as their authors wrote them, Axolotl's (Apache 2.0) Mistral's. SmolLM3-3B's is in no package: it
+is read from the recipe that trained it, by the network. ``dated.jinja`` is ours, with the traits of
+SmolLM3's: the date, tools, and a mode that a message switches. Those that write today's date are
+frozen.
 """
 
 from __future__ import annotations
 
+import hashlib
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
+import yaml
+
 from nemo_aligner.contract.template_check import freeze_date
-from tests.environments import package
+from tests.environments import kept_environment, package
 
 _TRL = ("trl==1.16.0", "trl/chat_templates")
 _AXOLOTL = ("axolotl==0.19.0", "axolotl/utils/chat_templates/templates")
@@ -27,6 +33,11 @@ _FILES = {
     "glm-4.5": (_TRL, "glm4moe"),
     "mistral-v3": (_AXOLOTL, "mistral_v2v3"),
 }
+_SMOLLM3 = (
+    "https://raw.githubusercontent.com/huggingface/alignment-handbook/"
+    "925acdfe4b2b4e38c3dabd1851bc418f0b656351/recipes/smollm3/sft/sft.yaml"
+)
+_SMOLLM3_SHA256 = "9dc3f4a23132279f8f515fbec16938dc056d68782c2c25eafd208fa71ae9de3e"
 KWARGS = {"llama-3.1": {"date_string": "1 May 2026"}}
 
 
@@ -39,6 +50,23 @@ def read_templates() -> dict[str, str]:
     }
     read["dated"] = Path(__file__).with_name("dated.jinja").read_text()
     return {model: freeze_date(template, "<s>", "</s>") for model, template in read.items()}
+
+
+def read_smollm3() -> dict[str, str]:
+    """The text of SmolLM3's, frozen; the test is skipped where there is no network."""
+
+    def make(folder: Path) -> None:
+        try:
+            with urllib.request.urlopen(_SMOLLM3, timeout=20) as answer:
+                found = answer.read()
+        except OSError as error:
+            pytest.skip(f"{_SMOLLM3} cannot be read: {error}")
+        folder.mkdir()
+        (folder / "sft.yaml").write_bytes(found)
+
+    recipe = (kept_environment("smollm3", (_SMOLLM3,), make) / "sft.yaml").read_bytes()
+    assert hashlib.sha256(recipe).hexdigest() == _SMOLLM3_SHA256
+    return {"smollm3": freeze_date(yaml.safe_load(recipe)["chat_template"], "<s>", "</s>")}
 
 
 def call(name: str, number: int = 1, **arguments: Any) -> dict[str, Any]:

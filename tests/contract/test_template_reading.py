@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from tests.contract.chat_templates import (
     SYSTEM,
     TOOLS,
     USER,
+    read_smollm3,
     read_templates,
 )
 from tests.contract.refusals import assert_refused
@@ -59,10 +61,12 @@ UNWRITTEN: dict[str, dict[str, str]] = {
         "without the tools": "tool_calls", "reasoning": "reasoning_content",
         "documents": "documents",
     },
-    "dated": {
-        **dict.fromkeys(WITH_CALLS, "tool_calls"),
-        "reasoning": "reasoning_content",
-        "developer": "role 'developer'", "documents": "documents",
+    **{
+        model: {
+            **dict.fromkeys(WITH_CALLS, "tool_calls"), "reasoning": "reasoning_content",
+            "developer": "role 'developer'", "documents": "documents",
+        }
+        for model in ("dated", "smollm3")
     },
     "gemma-4": {"reasoning": "reasoning_content", "documents": "documents"},
     "glm-4.5": {"developer": "role 'developer'", "documents": "documents"},
@@ -80,15 +84,16 @@ def written(template: str, conversation: Any, tokenizer: Tokenizer, kwargs: str 
     return write_conversation(template, read_text(conversation), tokenizer, kwargs)
 
 
+@pytest.mark.parametrize("read", [read_templates, read_smollm3])
 def test_conversations_by_templates_of_the_world_equal_those_of_transformers(
-    tokenizer: Tokenizer, tokenizer_folder: Path
+    read: Callable[[], dict[str, str]], tokenizer: Tokenizer, tokenizer_folder: Path
 ) -> None:
     """Text and ids; parts that a template does not read are what it makes of their text."""
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
     wrong = {}
-    for model, template in {**read_templates(), **BUILT_IN_TEMPLATES}.items():
+    for model, template in {**read(), **BUILT_IN_TEMPLATES}.items():
         kwargs = KWARGS.get(model, {})
         ask = partial(theirs.apply_chat_template, chat_template=template, tokenize=False, **kwargs)
         for name, (messages, beside) in CONVERSATIONS.items():

@@ -17,7 +17,7 @@ WRONG = (3, 17, 30)
 def test_filter_finds_what_was_labelled_wrong(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = rows_of(tiny.write_pairs(tmp_path / "clean.jsonl", 48))
+    rows = rows_of(tiny.write_pairs(tmp_path / "clean.jsonl", 96))
     for number in WRONG:
         row = rows[number]
         row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
@@ -28,13 +28,14 @@ def test_filter_finds_what_was_labelled_wrong(
         "--confidence=0.6",
         f"pretrained_checkpoint.restore_from_path={base}",
         *("model.optim.lr=3e-3", "model.optim.sched.warmup_steps=1", "model.global_batch_size=8"),
-        *("trainer.rm.max_epochs=16", "model.data.seq_length=128", "model.micro_batch_tokens=1024"),
+        *("trainer.rm.max_epochs=8", "model.data.seq_length=128", "model.micro_batch_tokens=1024"),
     ]
     assert main(command) == 0
     said = capsys.readouterr().out
-    assert "48 pairs, 48 judged" in said
+    assert "96 pairs, 96 judged" in said
     doubted = rows_of(folder / "doubted.jsonl")
-    assert {row["record"] for row in doubted[:3]} == {f"{source}:{n + 1}" for n in WRONG}
+    wrong = {f"{source}:{number + 1}" for number in WRONG}
+    assert wrong <= {row["record"] for row in doubted[: 2 * len(WRONG)]}
     assert (
         f"most likely mislabelled:\n  {doubted[0]['record']}  {doubted[0]['p_wrong']:.2f}" in said
     )
@@ -50,9 +51,9 @@ def test_filter_finds_what_was_labelled_wrong(
     said = capsys.readouterr().out
     assert "step" not in said
     weights = [json.loads(line)["label_margin"] for line in (folder / "kept.jsonl").open()]
-    assert len(weights) == 48
+    assert len(weights) == 96
     assert all(weights[number] < 0.4 for number in WRONG)
-    assert weights.count(1.0) == 48 - len(rows_of(folder / "doubted.jsonl"))
+    assert weights.count(1.0) == 96 - len(rows_of(folder / "doubted.jsonl"))
 
 
 def test_filter_refuses_what_it_cannot_judge_by(

@@ -46,6 +46,7 @@ from nemo_aligner.checkpoint.hf.source import (
     megatron_key,
     model_rules,
     open_source,
+    with_single_experts,
 )
 from nemo_aligner.checkpoint.nemo.load_weights import head_names
 from nemo_aligner.checkpoint.nemo.open import NemoFolder, scratch_beside, write_nemo
@@ -158,8 +159,7 @@ def _convert(
     attributes: Sequence[str] | None,
     step_separator: str | None,
 ) -> ConversionSummary:
-    family = find_family(found.config.get("model_type"))
-    config = family.to_nemo(found.config)
+    family, config, found = _decoder_of(found)
     head = find_head(found, choice)
     labels = labels_of(found, head, attributes)
     if head is not None and step_separator is not None:
@@ -206,6 +206,14 @@ def _convert(
         output=output,
         left_out=found.left_out,
     )
+
+
+def _decoder_of(found: Source) -> tuple[ModelFamily, dict[str, Any], Source]:
+    """The family of a checkpoint, its NeMo config, and it with one tensor for each matrix."""
+    family = find_family(found.config.get("model_type"))
+    config = family.to_nemo(found.config)
+    tensors = with_single_experts(family, family.rules(config), found.tensors)
+    return family, config, replace(found, tensors=tensors)
 
 
 def _sizes_of_head(
