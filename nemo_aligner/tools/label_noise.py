@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import random
 import shutil
 import textwrap
@@ -59,6 +60,7 @@ class Filter:
     def __post_init__(self) -> None:
         with Checks("", self) as checks:
             checks.require(self.folds >= 2, "folds", "at least 2")
+            checks.require(0.5 < self.confidence < 1, "confidence", "above 0.5 and below 1")
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,8 @@ def filter_file(source: Path, folder: Path, how: Filter, config: TrainConfig) ->
     known = torch.from_numpy(margins[~np.isnan(margins)])
     temperature = fit_temperature(known)
     if not temperature > 0:
-        raise DataError(
-            f"{source}: got models that judge pairs no better than by chance, or none wrong; "
-            "wanted some of both, as without them no label can be doubted"
-        )
+        # No better than by chance, or none wrong: every label is as good as any other.
+        temperature = math.inf
     p_wrong = 1 / (1 + np.exp(margins / temperature))
     judged = [_Judged(*each) for each in zip(file.records, margins, p_wrong, strict=True)]
     doubted = [each for each in judged if each.p_wrong >= how.confidence]
@@ -228,7 +228,7 @@ def _accuracy(margins: torch.Tensor, temperature: float) -> str:
     low, high = wilson_interval(float(right.sum()), len(right))
     return (
         f"held-out accuracy over the folds: {float(right.mean()):.3f} (95% {low:.3f} to {high:.3f})"
-        f", temperature {temperature:.3g}"
+        + (", no better than chance or none wrong: no label is doubted" * math.isinf(temperature))
     )
 
 
