@@ -73,13 +73,13 @@ def test_rewards_have_the_same_bits_in_any_company(
     "case",
     [
         "smollm3_untied_window", "gemma3", "olmo2", "granite", "phi3_window", "glm4",
-        "llama_dynamic", "phi3_longrope",
+        "qwen2_moe", "llama_dynamic", "phi3_longrope",
     ],
 )  # fmt: skip
 def test_rewards_of_other_decoders_have_the_same_bits_in_any_company(
     case: str, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    """With norms, windows, rotations and factors that a Llama does not have.
+    """With norms, windows, rotations, factors and experts that a Llama does not have.
 
     The last two rotate most of the texts otherwise than the short ones that begin alike.
     """
