@@ -122,6 +122,7 @@ def run_probe(config: TrainConfig, records: int, steps: int) -> ProbeResult:
                 config.model.pipeline_model_parallel_size,
                 config.model.sequence_parallel,
                 config.model.seed,
+                ep=config.model.expert_model_parallel_size,
             )
             data = few_records(build_data(config), records)
             _check_bar(data.objective.main_metric)

@@ -63,6 +63,7 @@ def train(
             config.model.pipeline_model_parallel_size,
             config.model.sequence_parallel,
             config.model.seed,
+            ep=config.model.expert_model_parallel_size,
         )
         with waiting_for("reading and tokenizing"):
             data = build_data(config)
