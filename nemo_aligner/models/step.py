@@ -32,7 +32,7 @@ def forward_backward(
     model: torch.nn.Module,
     batches: Sequence[PackedBatch],
     layout: ParallelLayout,
-    loss: RewardLoss,
+    loss: RewardLoss | Tensor,
 ) -> Tensor | None:
     """Accumulate this data parallel rank's gradients over the micro-batches of one step.
 
@@ -42,13 +42,22 @@ def forward_backward(
     Args:
         model: the model inside Megatron's data parallel wrapper.
         batches: this rank's micro-batches, on the host.
-        loss: sum and count of a micro-batch's losses.
+        loss: sum and count of a micro-batch's losses; or the gradient ``[rows, A]`` float32 on the
+            host of a loss over all rewards of the step (``losses.base.reward_gradient``).
 
     Returns:
         Rewards ``[S, A]`` float32 of this rank's records in the order of ``batches``, on the last
         pipeline stage; None on the others.
     """
     return _run(model, batches, layout, loss)
+
+
+@torch.no_grad()
+def forward(
+    model: torch.nn.Module, batches: Sequence[PackedBatch], layout: ParallelLayout
+) -> Tensor | None:
+    """Compute the rewards of ``forward_backward`` on ``batches``, without a gradient."""
+    return _run(model, batches, layout, None)
 
 
 @torch.no_grad()
@@ -150,7 +159,7 @@ def _run(
     model: torch.nn.Module,
     batches: Sequence[PackedBatch],
     layout: ParallelLayout,
-    loss: RewardLoss | None,
+    loss: RewardLoss | Tensor | None,
 ) -> Tensor | None:
     step = partial(_forward_step, loss=loss)
     outputs = _run_schedule(model, batches, layout, step, forward_only=loss is None)
@@ -226,7 +235,7 @@ def _value_step(
 
 
 def _forward_step(
-    batches: Iterator[PackedBatch], model: torch.nn.Module, loss: RewardLoss | None
+    batches: Iterator[PackedBatch], model: torch.nn.Module, loss: RewardLoss | Tensor | None
 ) -> tuple[Tensor, Callable[..., Any]]:
     batch = next(batches).to(current_device())
 
@@ -239,7 +248,10 @@ def _forward_step(
             return output.sum(), kept
         if not len(batch.records):
             return output.sum() * 0, torch.zeros((), dtype=torch.int, device=kept.device), kept
-        total, count = loss(own, batch.records)
+        if isinstance(loss, Tensor):
+            total, count = _by_gradient(own, loss[batch.rows], len(batch.records))
+        else:
+            total, count = loss(own, batch.records)
         # Under ``calculate_per_token_loss`` Megatron takes a sum and a count: it backpropagates the
         # sum, times the loss scale of fp16, and finalize_model_grads divides the gradients by the
         # count of all micro-batches and ranks. A mean in each micro-batch would weigh short ones
@@ -247,3 +259,9 @@ def _forward_step(
         return total, count.to(torch.int), kept
 
     return model(batch), finish
+
+
+def _by_gradient(rewards: Tensor, gradient: Tensor, records: int) -> tuple[Tensor, Tensor]:
+    """Sum and count whose gradient by ``rewards [S, A]`` is ``gradient``."""
+    total = (rewards * to_device(gradient, rewards.device)).sum()
+    return total, torch.full((), records, dtype=torch.int64, device=rewards.device)

@@ -135,7 +135,7 @@ AT_WORK = {
     *under("model", "freeze_layers loss_clip_val offload_adam_states"),
     *under("model.head", "reads bias mlp_size"),
     "model.lora.rank",
-    *under("model.optim", "lr weight_decay betas eps cpu_offload"),
+    *under("model.optim", "lr weight_decay betas eps head_lr_mult layer_lr_decay cpu_offload"),
     *under("model.optim.sched", "name warmup_steps"),
     *under("model.data.data_prefix", "train validation test train_weights"),
     *under("model.data", TEXTS),
