@@ -28,6 +28,7 @@ _LAYOUT = (
     "model.tensor_model_parallel_size",
     "model.pipeline_model_parallel_size",
     "model.context_parallel_size",
+    "model.expert_model_parallel_size",
     "model.sequence_parallel",
     "model.batch_invariant",
     "model.batch_invariant_rows",

@@ -58,7 +58,7 @@ def check_run(config: TrainConfig, processes: int) -> str:
     tokenizer, start = read_text_rules(path)
     model_config = trained_model_config(config)
     shape = ModelShape.from_config(model_config)
-    shape.check_fits(layout.tp, layout.pp)
+    shape.check_fits(layout.tp, layout.pp, layout.ep)
     check_freezing(config.model.freeze_layers, shape.num_layers)
     tokenizer.check_fits(shape.vocab_size)
     data = build_data(config)

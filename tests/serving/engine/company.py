@@ -31,6 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP=2": {"pp": 2},
     "DP=2": {},
     "CP=2": {"cp": 2},
+    "EP=2": {"ep": 2},
     "TP=4": {"tp": 4},
 }
 ORDERS = 20
