@@ -178,7 +178,7 @@ class RewardModel:
         if score_steps is None:
             raise ConfigError(
                 f"steps: {self.name} has one reward for each text, wanted a model that was trained "
-                "with model.head.reads=turns, step_ends or step_marks"
+                "with model.head.reads=turns or step_ends, for example"
             )
         found = score_steps(texts)
         for row, own in enumerate(found):

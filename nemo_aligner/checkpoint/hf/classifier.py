@@ -437,6 +437,7 @@ def contract_of(
     seq_length: int | None,
     head: FoundHead | None = None,
     step_separator: str | None = None,
+    reads: ScoredPosition | None = None,
 ) -> ScoringContract | None:
     """Contract of a reward model: its own if this package exported it, else a new one.
 
@@ -445,7 +446,7 @@ def contract_of(
         longest: tokens of the model's longest text.
         template: as ``model.data.template``; None is the tokenizer's.
         seq_length: None is ``longest``, but at most 4096 tokens.
-        step_separator: as of ``convert_hf_to_nemo``.
+        step_separator, reads: as of ``convert_hf_to_nemo``.
 
     Raises:
         CheckpointError: its own contract is of another model, or the tokenizer lacks what a new one
@@ -463,7 +464,7 @@ def contract_of(
         _check_own(contract, labels, tokenizer.fingerprint)
         return contract.with_dtype(precision)
     contract = _new_contract(
-        found, labels, tokenizer, precision, longest, template, seq_length, step_separator
+        found, labels, tokenizer, precision, longest, template, seq_length, step_separator, reads
     )
     if contract.has_steps and head is not None and (head.outputs, len(labels)) == (2, 1):
         contract = contract.with_readout(Readout(BINS, ((0.0, 1.0),)))
@@ -494,10 +495,14 @@ def _new_contract(
     template: str | None,
     seq_length: int | None,
     step_separator: str | None,
+    reads: ScoredPosition | None,
 ) -> ScoringContract:
-    has_steps = reads_steps(found) or step_separator is not None
+    has_steps = reads_steps(found) or step_separator is not None or reads is not None
     is_ranking = len(labels) == 1 and not has_steps
-    reads = ScoredPosition.step_marks if has_steps else ScoredPosition.last_token
+    if reads is None:
+        reads = ScoredPosition.step_marks if has_steps else ScoredPosition.last_token
+    if reads is ScoredPosition.step_marks:
+        step_separator = _separator(tokenizer, step_separator)
     settings = ModelConfig(
         reward_model_type=RewardModelType.binary_ranking
         if is_ranking
@@ -506,7 +511,7 @@ def _new_contract(
         data=DataConfig(
             template=template,
             seq_length=seq_length or min(longest, MAX_DEFAULT_SEQ_LENGTH),
-            step_separator=_separator(tokenizer, step_separator) if has_steps else None,
+            step_separator=step_separator,
         ),
         head=HeadConfig(reads=reads),
     )

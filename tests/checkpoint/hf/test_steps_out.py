@@ -26,6 +26,7 @@ CASES = [
     ("several attributes", "turns", None, "llama", "LlamaForTokenClassification"),
     ("bins with a bias", "step_ends", "\n", "llama", "LlamaForTokenClassification"),
     ("quantiles", "step_marks", "\n", "llama", "LlamaForTokenClassification"),
+    ("one matrix", "step_answers", "\n\n", "llama", "LlamaForTokenClassification"),
     # transformers has no class for it, but its decoder.
     ("one matrix", "step_ends", "\n", "granite", "GraniteForTokenClassification"),
     ("two layers", "step_marks", "\n", "qwen2", "Qwen2ForProcessRewardModel"),
