@@ -132,10 +132,11 @@ def _their_steps(
             pieces.append(written.removeprefix(before))
             before = written
     elif position == ANSWERS and isinstance(text, list):
-        pieces, before, turns = [], "", []
+        pieces, before = [], ""
+        asked: list[dict[str, str]] = []
         for step in (f"{text[0]['content']} {steps[0]}", *steps[1:]):
-            turns += [{"role": "user", "content": step}, {"role": "assistant", "content": "+"}]
-            written = tokenizer.apply_chat_template(turns, tokenize=False)
+            asked += [{"role": "user", "content": step}, {"role": "assistant", "content": "+"}]
+            written = tokenizer.apply_chat_template(asked, tokenize=False)
             begun = written[: written.rindex("+")]
             pieces.append(begun.removeprefix(before))
             before = begun

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING, HEAD_PREFIX, LAYERS, PREFIX
 from nemo_aligner.checkpoint.hf.classifier import (
+    ContractOptions,
     contract_of,
     labels_of,
     num_outputs,
@@ -144,8 +145,8 @@ def convert_hf_to_nemo(
             raise CheckpointError(f"tensor_parallel: got {tensor_parallel}, wanted 1 or more")
         with single_process():
             found = open_source(source)
-            rules = (template, seq_length, attributes, step_separator, reads)
-            return _convert(found, Path(output), dtype, tensor_parallel, head, *rules)
+            given = ContractOptions(template, seq_length, attributes, step_separator, reads)
+            return _convert(found, Path(output), dtype, tensor_parallel, head, given)
     except AlignerError as error:
         named = str(error).startswith((str(source), str(output)))
         raise CheckpointError(str(error) if named else f"{source}: {error}") from error
@@ -157,19 +158,15 @@ def _convert(
     dtype: torch.dtype | None,
     tensor_parallel: int,
     choice: str | None,
-    template: str | None,
-    seq_length: int | None,
-    attributes: Sequence[str] | None,
-    step_separator: str | None,
-    reads: ScoredPosition | None,
+    given: ContractOptions,
 ) -> ConversionSummary:
     family = find_family(found.config.get("model_type"))
     config = family.to_nemo(found.config)
     head = find_head(found, choice)
-    labels = labels_of(found, head, attributes)
-    if head is not None and (step_separator is not None or reads is not None):
+    labels = labels_of(found, head, given.attributes)
+    if head is not None and given.asks_for_steps:
         head = head.at_steps()
-    refuse_options(found, labels, (template, seq_length, attributes, step_separator, reads))
+    refuse_options(found, labels, given)
     rules = model_rules(family, config, labels is not None)
     # The embeddings, whose rows a head may be of, are among the others already.
     wanted = _sizes_of_head(found, head, labels, config["hidden_size"]) | hf_shapes(rules, config)
@@ -185,8 +182,8 @@ def _convert(
     with scratch_beside(output) as scratch:
         tokenizer = _save_tokenizer(found, scratch / "tokenizer", config["vocab_size"])
         shape = ModelShape.from_config(config)
-        options = shape.longest, template, seq_length, head, step_separator, reads
-        contract = contract_of(found, labels, tokenizer, stored.precision, *options)
+        how = stored.precision, shape.longest, given, head
+        contract = contract_of(found, labels, tokenizer, *how)
         if head is not None and contract is not None:
             shape.check_length(contract.seq_length)
             head = head.with_rows_of(tokenizer).with_outputs(contract.num_outputs)
