@@ -30,6 +30,7 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.packed import PackedAttention, slow_attention
 from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, chains_of
 from nemo_aligner.models.backbone import layer_spec, transformer_config, use_transformer_engine
+from nemo_aligner.models.experts import MixtureOfExperts
 from nemo_aligner.models.internals import fused_output_layer_allowed
 from nemo_aligner.models.layers import learns
 from nemo_aligner.models.linear import (
@@ -441,7 +442,8 @@ def _gather_in_order_of_use(wrapped: DistributedDataParallel) -> None:
     forward pass uses last.
     """
     index = {parameter: i for i, parameter in enumerate(wrapped.module.parameters())}
-    groups = sorted(wrapped.bucket_groups, key=lambda group: min(index[p] for p in group.params))
+    every = wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups
+    groups = sorted(every, key=lambda group: min(index[p] for p in group.params))
     for group, following in zip_longest(groups, groups[1:]):
         group.next_param_gather_bucket_group = following
 
@@ -474,7 +476,7 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
             "tensor parallel ranks are in NCCL's order; wanted at most 2 of them"
         )
     for layer in model.modules():
-        if isinstance(layer, ColumnLinear | RowLinear | RewardHead):
+        if isinstance(layer, ColumnLinear | RowLinear | RewardHead | MixtureOfExperts):
             layer.invariant_rows = rows
     for layer in engine:
         layer.invariant_rows = rows

@@ -47,6 +47,7 @@ from nemo_aligner.checkpoint.hf.source import (
     megatron_key,
     model_rules,
     open_source,
+    with_single_experts,
 )
 from nemo_aligner.checkpoint.nemo.load_weights import head_names
 from nemo_aligner.checkpoint.nemo.open import NemoFolder, scratch_beside, write_nemo
@@ -160,8 +161,7 @@ def _convert(
     choice: str | None,
     given: ContractOptions,
 ) -> ConversionSummary:
-    family = find_family(found.config.get("model_type"))
-    config = family.to_nemo(found.config)
+    family, config, found = _decoder_of(found)
     head = find_head(found, choice)
     labels = labels_of(found, head, given.attributes)
     if head is not None and given.asks_for_steps:
@@ -208,6 +208,14 @@ def _convert(
         output=output,
         left_out=found.left_out,
     )
+
+
+def _decoder_of(found: Source) -> tuple[ModelFamily, dict[str, Any], Source]:
+    """The family of a checkpoint, its NeMo config, and it with one tensor for each matrix."""
+    family = find_family(found.config.get("model_type"))
+    config = family.to_nemo(found.config)
+    tensors = with_single_experts(family, family.rules(config), found.tensors)
+    return family, config, replace(found, tensors=tensors)
 
 
 def _sizes_of_head(

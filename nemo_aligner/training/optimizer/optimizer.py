@@ -169,12 +169,13 @@ class Optimizer:
         state = self._optimizer.sharded_state_dict(
             model_state, is_loading=is_loading, metadata=dict(_SHARDING)
         )
-        # This rank has nothing to save; an empty entry would differ from other ranks'.
-        if not state["param_state"]:
-            del state["param_state"]
-        if "grad_scaler" in state:
-            # Megatron compares entries across ranks, and tensors on two devices differ.
-            state["grad_scaler"]["scale"] = state["grad_scaler"]["scale"].cpu()
+        for part in self._parts(state):
+            # This rank has nothing to save; an empty entry would differ from other ranks'.
+            if not part["param_state"]:
+                del part["param_state"]
+            if "grad_scaler" in part:
+                # Megatron compares entries across ranks, and tensors on two devices differ.
+                part["grad_scaler"]["scale"] = part["grad_scaler"]["scale"].cpu()
         state[_SKIPPED] = self.skipped_steps
         return state
 
@@ -184,7 +185,9 @@ class Optimizer:
         self.skipped_steps = int(state.pop(_SKIPPED, 0))
         updates = step - self.skipped_steps
         self._restore_settings()
-        recognise_groups(state["optimizer"]["param_groups"], self._optimizer.param_groups)
+        parts = zip(self._parts(state), self._optimizer.chained_optimizers, strict=True)
+        for saved, part in parts:
+            recognise_groups(saved["optimizer"]["param_groups"], part.param_groups)
         self._optimizer.load_state_dict(state)
         self._loss_scale = None
         self._restore_settings()
@@ -193,6 +196,11 @@ class Optimizer:
                 group["step"] = updates
         self._scheduler.num_steps = 0
         self._scheduler.step(updates)
+
+    def _parts(self, state: dict[Any, Any]) -> list[dict[str, Any]]:
+        """The state of each of Megatron's optimizers; that of experts has buffers of its own."""
+        count = len(self._optimizer.chained_optimizers)
+        return [state] if count == 1 else [state[number] for number in range(count)]
 
     def _restore_settings(self) -> None:
         """Restore each group's own settings after megatron-core has overwritten them.
@@ -215,7 +223,7 @@ class Optimizer:
 
 
 def _finish_gathering(model: DistributedDataParallel) -> None:
-    for group in model.bucket_groups:
+    for group in model.bucket_groups + model.expert_parallel_bucket_groups:
         if not group.param_gather_dispatched or group.param_gather_handle is not None:
             group.start_param_sync(force_sync=True)
 

@@ -70,12 +70,13 @@ def test_rewards_have_the_same_bits_in_any_company(
 
 
 @pytest.mark.parametrize(
-    "case", ["smollm3_untied_window", "gemma3", "olmo2", "granite", "phi3_window", "glm4"]
+    "case",
+    ["smollm3_untied_window", "gemma3", "olmo2", "granite", "phi3_window", "glm4", "qwen2_moe"],
 )
 def test_rewards_of_other_decoders_have_the_same_bits_in_any_company(
     case: str, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    """With norms, windows, rotations and factors that a Llama does not have."""
+    """With norms, windows, rotations, factors and experts that a Llama does not have."""
     assert compare(replace(of_family(tmp_path, case), orders=4), layout) == NOTHING
 
 
