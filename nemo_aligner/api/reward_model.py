@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 # Settings of an evaluation; the others are about the model, which is loaded already.
 _OF_EVALUATION = (
-    "data", "task", "threshold", "threshold_from", "aggregate", "swapped", "robustness_pairs", "output",
-    "output_rewards", "report",
+    "data", "task", "threshold", "threshold_from", "aggregate", "swapped", "robustness_pairs",
+    "output", "output_rewards", "report",
 )  # fmt: skip
 _SHARD_BYTES = 5 * 10**9
 
