@@ -143,7 +143,14 @@ def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSize
                 reasons.append(f"{sizes}: {error}")
                 continue
             fitting += [sizes, replace(sizes, sequence_parallel=True)][: 1 + (tp > 1)]
-    return sorted(fitting, key=lambda sizes: -sizes.tp * sizes.pp), reasons
+    for sizes in [each for each in fitting if each.dp > 1 and shape.experts is not None]:
+        shared = replace(sizes, ep=sizes.dp)
+        try:
+            shape.check_fits(sizes.tp, sizes.pp, sizes.dp)
+            fitting.append(shared)
+        except ConfigError as error:
+            reasons.append(f"{shared}: {error}")
+    return sorted(fitting, key=lambda sizes: -sizes.tp * sizes.pp * sizes.ep), reasons
 
 
 def choose_bars(precision: str, num_layers: int, reference: np.ndarray) -> dict[Compared, Bar]:
@@ -299,7 +306,9 @@ def score_everywhere(
     """
     with launch(), open_nemo(checkpoint) as folder:
         layouts, reasons = fitting_layouts(get_world_size(), ModelShape.from_config(folder.config))
-        layouts = [sizes for sizes in layouts if sizes.tp * sizes.pp >= min_model_parallel]
+        layouts = [
+            sizes for sizes in layouts if sizes.tp * sizes.pp * sizes.ep >= min_model_parallel
+        ]
         if not layouts:
             raise ConfigError(
                 f"no layout of {get_world_size()} processes fits: " + "; ".join(reasons)
@@ -315,7 +324,7 @@ def score_everywhere(
 def _at_layout(
     checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
 ) -> dict[str, np.ndarray]:
-    layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel)
+    layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel, ep=sizes.ep)
     found = _scored(checkpoint, texts, precision, layout)
     for name, recompute in (("training", Recompute.none), ("training, recompute", Recompute.full)):
         _free()
@@ -328,7 +337,7 @@ def _at_layout(
 def _alone(
     checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
 ) -> np.ndarray:
-    layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel)
+    layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel, ep=sizes.ep)
     budget = 2**30
     scorer = load_scorer(checkpoint, layout, precision=precision, micro_batch_tokens=budget)
     rewards = score_alone(scorer.score, texts)
@@ -374,10 +383,6 @@ def _trained_on(
     assert contract is not None, "its rewards were scored before"
     indices = torch.arange(layout.dp_rank, len(texts), layout.dp)
     sequences = [contract.encode(tokenizer, texts[index]).token_ids for index in indices]
-    packs = [
-        replace(pack, rows=indices[pack.rows])
-        for pack in pack_sequences(sequences, contract.seq_length)
-    ]
     pretrained = load_pretrained(
         checkpoint,
         layout,
@@ -388,6 +393,11 @@ def _trained_on(
         lora=read_lora(read_model_config(checkpoint)),
         reply_marker=contract.reply_marker,
     )
+    by_length = pretrained.model.rotation_by_length
+    packs = [
+        replace(pack, rows=indices[pack.rows])
+        for pack in pack_sequences(sequences, contract.seq_length, None, by_length)
+    ]
     ddp = wrap_for_training(pretrained.model)
     ddp.train()
     rewards = forward_backward(ddp, packs, layout, _sum_and_count)

@@ -182,10 +182,10 @@ def _convert(
     with scratch_beside(output) as scratch:
         tokenizer = _save_tokenizer(found, scratch / "tokenizer", config["vocab_size"])
         shape = ModelShape.from_config(config)
-        how = stored.precision, shape.longest, given, head
+        how = stored.precision, shape.max_position_embeddings, given, head
         contract = contract_of(found, labels, tokenizer, *how)
         if head is not None and contract is not None:
-            shape.check_length(contract.seq_length)
+            shape.rotation_by_length(contract.seq_length)  # raises if it has none
             head = head.with_rows_of(tokenizer).with_outputs(contract.num_outputs)
             for name, tensor in head.tensors(config["hidden_size"]).items():
                 tensors[PREFIX + HEAD_PREFIX + name] = tensor
@@ -428,15 +428,15 @@ def read_head(
 ) -> dict[str, Tensor]:
     """Read the head in fp32; to merge, its A outputs become one, summed by weight.
 
-    Of quantiles only the medians are kept, as these are the rewards.
+    Of quantiles only the medians are kept, and of several heads their mean: these are the rewards.
 
     Raises:
         CheckpointError: bins are to be merged, which are no rewards yet.
     """
     head, readout = archive.head(), contract.output_readout
     parts = [name for name in ("weight", "bias") if name in head]
-    if readout is not None and readout.reward_columns is not None:
-        head |= {name: head[name][readout.reward_columns] for name in parts}
+    if readout is not None and readout.is_linear:
+        head |= {name: readout.plain_rows(head[name]) for name in parts}
     elif readout is not None and merge:
         raise CheckpointError(
             f"merge: got a head of {readout.kind}, whose outputs are no rewards; wanted it without"
@@ -450,11 +450,11 @@ def read_head(
 def exported_contract(
     contract: ScoringContract, *, merge: bool, dtype: torch.dtype | None = None
 ) -> ScoringContract:
-    """Contract of the exported model: of another dtype, of medians, with attributes merged."""
+    """Contract of the exported model: of another dtype, of rewards, with attributes merged."""
     if dtype is not None:
         contract = contract.with_dtype(format_of(dtype).precision)
     readout = contract.output_readout
-    if readout is not None and readout.reward_columns is not None:
+    if readout is not None and readout.is_linear:
         contract = contract.with_readout(None)
     return _merged_contract(contract) if merge else contract
 

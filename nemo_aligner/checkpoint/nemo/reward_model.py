@@ -13,8 +13,8 @@ from torch import Tensor
 from nemo_aligner.checkpoint.decoder_tensors import (
     HEAD,
     HEAD_BIAS,
-    HEAD_LEARNED,
     HEAD_PREFIX,
+    OF_OBJECTIVE,
     PREFIX,
 )
 from nemo_aligner.checkpoint.nemo.load_weights import (
@@ -191,7 +191,7 @@ def reward_model_without_weights(
     _check_tokenizer(tokenizer, contract, folder.source)
     num_outputs = contract.num_outputs
     shape = model_shape(folder)
-    shape.check_length(contract.seq_length)
+    shape.rotation_by_length(contract.seq_length)  # raises if it has none
     if not _check_head(folder, shape, num_outputs):
         raise CheckpointError(f"{folder.source}: it has no reward head ({HEAD})")
     tokenizer.check_fits(shape.vocab_size)
@@ -225,7 +225,8 @@ def save_reward_model(
     staging = path.with_name(f".{path.name}.staging")
     on_main(lambda: _make_staging(staging, tokenizer))
     weights = model.sharded_state_dict(prefix=PREFIX)
-    weights.pop(PREFIX + HEAD_LEARNED, None)  # belongs to the loss, not to the reward
+    for name in OF_OBJECTIVE:
+        weights.pop(PREFIX + name, None)
     if contract is None:
         of_head = PREFIX + HEAD_PREFIX
         weights = {key: each for key, each in weights.items() if not key.startswith(of_head)}
