@@ -9,7 +9,8 @@ from pathlib import Path
 
 from nemo_aligner.cli.parser import Parser, fraction, names, positive
 from nemo_aligner.config.common import Malformed, Overlong, RecordKind
-from nemo_aligner.config.model import DataConfig
+from nemo_aligner.config.model import DataConfig, ScoredPosition
+from nemo_aligner.utils.errors import ConfigError
 
 _SETTING = re.compile(r"\w+(\.\w+)*=.*")
 
@@ -39,6 +40,14 @@ def add_format(parser: Parser) -> None:
         "--loss-mask-val", type=float, default=-100.0, metavar="NUMBER",
         help="number that means a missing label (default: -100)",
     )  # fmt: skip
+    parser.add_argument(
+        "--neutral-label", type=_number_or_null, default=DataConfig.neutral_label,
+        metavar="NUMBER", help="as model.data.neutral_label, or null (default: %(default)g)",
+    )  # fmt: skip
+
+
+def _number_or_null(text: str) -> float | None:
+    return None if text == "null" else float(text)
 
 
 _FETCH = """\
@@ -83,7 +92,8 @@ Look at preference data as training will see it, without a model.
 Prints a table per file: records, what is dropped and why, ties, duplicates, lengths, how often the
 longer reply is the chosen one. --train names the training files; their prompts should not occur in
 the others. With --tokenizer, lengths are in tokens, and --show N prints the first N records exactly
-as they are tokenized, with special tokens in brackets or, on a terminal, in reverse video. If a
+as they are tokenized, with special tokens in brackets or, on a terminal, in reverse video. Labels
+of turns or steps need --reads, by which each is shown with the token where its reward is read. If a
 file cannot be read or has malformed records, the others are still shown and the exit code is 1.
 """
 
@@ -113,6 +123,11 @@ def inspect_parser() -> Parser:
         "--overlong", choices=[rule.value for rule in Overlong], default="drop",
         help="as model.data.overlong (default: drop)",
     )  # fmt: skip
+    parser.add_argument(
+        "--reads", choices=[rule.value for rule in ScoredPosition], default="last_token",
+        help="as model.head.reads (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--step-separator", metavar="TEXT", help="as model.data.step_separator")
     return parser
 
 
@@ -128,10 +143,19 @@ def run_inspect(options: argparse.Namespace) -> int:
             seq_length=options.seq_length,
             overlong=Overlong(options.overlong),
             template=options.template,
+            step_separator=options.step_separator,
         )
         tokenizer, contract, is_built = read_or_build_text_rules(
-            options.tokenizer, data, options.attributes
+            options.tokenizer, data, options.attributes, ScoredPosition(options.reads)
         )
+        asked = contract.scored_position if options.reads == "last_token" else options.reads
+        separator = options.step_separator or contract.step_separator
+        if (asked, separator) != (contract.scored_position, contract.step_separator):
+            raise ConfigError(
+                f"--tokenizer: the contract of {options.tokenizer} reads {contract.scored_position}"
+                f" with the separator {contract.step_separator!r}, wanted it without --reads and "
+                "--step-separator, or a base model"
+            )
         rules = tokenizer, contract
         # A run's own precision, objective and label means are in its hash, too.
         which = " of these options (not yet of a training run)" if is_built else ""
@@ -143,6 +167,7 @@ def run_inspect(options: argparse.Namespace) -> int:
         pair_keys=PairKeys.of(options.prompt_key, options.chosen_key, options.rejected_key),
         attributes=options.attributes,
         loss_mask_val=options.loss_mask_val,
+        neutral=options.neutral_label,
         marks=("\033[7m", "\033[0m") if sys.stdout.isatty() else ("[", "]"),
     )
     all_good = True
@@ -215,6 +240,7 @@ def run_split(options: argparse.Namespace) -> int:
         pair_keys=PairKeys.of(options.prompt_key, options.chosen_key, options.rejected_key),
         attributes=options.attributes,
         loss_mask_val=options.loss_mask_val,
+        neutral=options.neutral_label,
         malformed=Malformed(options.malformed),
         max_malformed=options.max_malformed,
     )

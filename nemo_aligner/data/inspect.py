@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nemo_aligner.config.common import RecordKind
+from nemo_aligner.config.model import DataConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text, messages_of, prompt_of, reply_of, said
 from nemo_aligner.contract.tokenizer import Tokenizer
@@ -49,6 +50,7 @@ class Inspection:
     pair_keys: PairKeys | None = None
     attributes: Sequence[str] = ()
     loss_mask_val: float | None = -100.0
+    neutral: float | None = DataConfig.neutral_label
     marks: tuple[str, str] = ("[", "]")
 
 
@@ -118,6 +120,7 @@ def _report_on(path: str, name: str, how: Inspection) -> tuple[RecordFile, FileR
         pair_keys=how.pair_keys,
         attributes=attributes,
         loss_mask_val=how.loss_mask_val,
+        neutral=how.neutral,
     )
     file = parse_file(path, reading)
     if rules is None:
@@ -157,22 +160,20 @@ def report_in_characters(file: RecordFile, name: str) -> FileReport:
 def render_record(record: Record, how: Inspection) -> str:
     """A record exactly as it is tokenized or, without rules, as it is read."""
     lines = [f"\n{record.origin}" + (f" ({record.source})" if record.source else "")]
-    for name, text in zip(_names_of_texts(record), record.texts, strict=True):
-        lines += _text_lines(name, text, how)
-    return "\n".join(lines)
-
-
-def _names_of_texts(record: Record) -> list[str]:
     if isinstance(record, Comparison):
-        return text_names(record)
+        for name, text in zip(text_names(record), record.texts, strict=True):
+            lines += _text_lines(name, text, [], how)
+        return "\n".join(lines)
     rows = [
         " ".join("none" if label is None else f"{label:g}" for label in own)
         for own in label_rows(record)
     ]
-    return [f"labels {', '.join(rows)}" if any(rows) else "rated"]
+    name = f"labels {', '.join(rows)}" if any(rows) else "rated"
+    return "\n".join(lines + _text_lines(name, record.texts[0], rows, how))
 
 
-def _text_lines(name: str, text: Text, how: Inspection) -> list[str]:
+def _text_lines(name: str, text: Text, labels: Sequence[str], how: Inspection) -> list[str]:
+    """Lines of a text; ``labels`` are those of its steps, or of the text."""
     if how.rules is None:
         turns = [f"{turn['role']}: {said(turn)}" for turn in messages_of(text)]
         return [f"-- {name}", *([text] if isinstance(text, str) else turns)]
@@ -181,15 +182,22 @@ def _text_lines(name: str, text: Text, how: Inspection) -> list[str]:
         encoded = contract.encode(tokenizer, text)
     except DataError as error:
         return [f"-- {name}: not used: {error}"]
+    ids, reads = encoded.token_ids, encoded.reads
     cut = ", cut on the left" if encoded.truncated else ""
-    return [
-        f"-- {name}: {len(encoded.token_ids)} tokens{cut}",
-        mark_specials(encoded.token_ids, tokenizer, how.marks),
-    ]
+    lines = [f"-- {name}: {len(ids)} tokens{cut}", mark_specials(ids, tokenizer, how.marks)]
+    if reads is None:
+        last = tokenizer.decode(ids[-1:])
+        return [*lines, f"   scored at the last token: {ids[-1]} {last!r}"]
+    # A label of the whole text, if it has one, is that of its last step.
+    own = [""] * (encoded.lost + len(reads) - len(labels)) + [f", label {each}" for each in labels]
+    for number, place in enumerate(reads, encoded.lost):
+        token = f"{ids[place]} {tokenizer.decode([ids[place]])!r}"
+        lines.append(f"   step {number + 1} scored at token {place + 1}: {token}{own[number]}")
+    return lines
 
 
 def mark_specials(token_ids: Sequence[int], tokenizer: Tokenizer, marks: tuple[str, str]) -> str:
-    """The text of the tokens, special ones set apart; the last one is where the reward is read."""
+    """The text of the tokens, special ones set apart."""
     left, right = marks
     parts: list[str] = []
     plain: list[int] = []
@@ -204,6 +212,4 @@ def mark_specials(token_ids: Sequence[int], tokenizer: Tokenizer, marks: tuple[s
             right,
         ]
         plain = []
-    text = "".join(parts) + (tokenizer.decode(plain) if plain else "")
-    last = tokenizer.decode(token_ids[-1:])
-    return f"{text}\n   scored at the last token: {token_ids[-1]} {last!r}"
+    return "".join(parts) + (tokenizer.decode(plain) if plain else "")

@@ -54,6 +54,7 @@ class Split:
     pair_keys: PairKeys | None = None
     attributes: Sequence[str] = ()
     loss_mask_val: float | None = -100.0
+    neutral: float | None = DataConfig.neutral_label
     malformed: Malformed = DataConfig.malformed
     max_malformed: float = DataConfig.max_malformed
 
@@ -146,6 +147,7 @@ def _reading(how: Split) -> Reading:
         pair_keys=how.pair_keys,
         attributes=how.attributes,
         loss_mask_val=how.loss_mask_val,
+        neutral=how.neutral,
         rule=MalformedRule(how.malformed, how.max_malformed, section=""),
     )
 

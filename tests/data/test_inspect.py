@@ -146,13 +146,43 @@ def test_inspect_takes_the_rules_of_a_reward_model(tmp_path: Path, run: Run) -> 
     done = run(VERB, write(tmp_path / "rated.jsonl", rated), f"--tokenizer={model}")
     assert done.stdout.startswith("scoring contract: ")
     assert "-- labels 3 1: " in done.stdout
+    failed = run(VERB, tmp_path / "rated.jsonl", f"--tokenizer={model}", "--reads=turns", code=1)
+    assert f"the contract of {model} reads last_token with the separator None" in failed.stderr
+
+
+def test_inspect_shows_steps_with_their_labels_and_tokens(
+    tokenizer_folder: Path, tokenizer: Tokenizer, tmp_path: Path, run: Run
+) -> None:
+    steps = {"prompt": "why", "completions": ["the cat", "sings", "no"], "labels": [1, 0.7, None]}
+    path = write(tmp_path / "steps.jsonl", steps)
+    rules = [f"--tokenizer={tokenizer_folder}", "--attributes=right", "--template=chatml"]
+    failed = run(VERB, path, *rules, code=1)
+    assert "got labels of 3 turns or steps, wanted a model that has" in failed.stdout
+    done = run(VERB, path, *rules, "--reads=step_marks", "--step-separator=!")
+    assert "  turns or steps            3" in done.stdout
+    _, _, shown = done.stdout.partition("-- labels 1, 0.7, none: ")
+    *_, first, second, third = shown.splitlines()
+    assert "the cat!sings!no!" in shown
+    mark = tokenizer.token_id("!")
+    assert first.startswith("   step 1 scored at token ")
+    assert first.endswith(f": {mark} '!', label 1")
+    assert second.endswith(f": {mark} '!', label 0.7")
+    assert third.endswith(f": {mark} '!', label none")
+    # All labels of PRM800K's path are neutral, or left out.
+    neutral = {"text": "one", "rating": 0, "flagged": False}
+    chosen = {"completions": [neutral], "chosen_completion": 0, "human_completion": None}
+    record = {"question": {"problem": "why"}, "label": {"steps": [chosen]}}
+    path = write(tmp_path / "prm800k.jsonl", record)
+    for given, found, code in (("0", "-- labels 0", 0), ("null", "1 (1 no_label)", 1)):
+        flags = ("--attributes=right", "--neutral-label", given)
+        assert found in run(VERB, path, *flags, code=code).stdout
 
 
 def test_inspect_marks_special_tokens(tokenizer: Tokenizer) -> None:
     token_ids = [*tokenizer.encode("the cat"), *tokenizer.special_ids][:-1]
     shown = mark_specials(token_ids, tokenizer, ("<<", ">>"))
     assert shown.startswith("the cat<<")
-    assert f"scored at the last token: {token_ids[-1]} " in shown
+    assert shown.endswith(f"<<{tokenizer.decode(token_ids[-1:])}>>")
 
 
 NAN = float("nan")

@@ -32,6 +32,7 @@ from nemo_aligner.config.model import (
     ModelConfig,
     Recompute,
     RegressionConfig,
+    ScoredPosition,
 )
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import build_contract
@@ -424,7 +425,10 @@ def _check_read_alike(
 
 
 def read_or_build_text_rules(
-    path: Path, data: DataConfig, attributes: Sequence[str]
+    path: Path,
+    data: DataConfig,
+    attributes: Sequence[str],
+    reads: ScoredPosition = ScoredPosition.last_token,
 ) -> tuple[Tokenizer, ScoringContract, bool]:
     """Load the tokenizer at ``path`` and its contract, or build a contract from the settings.
 
@@ -441,11 +445,11 @@ def read_or_build_text_rules(
         tokenizer, contract = read_text_rules(path)
     if contract is not None:
         return tokenizer, contract, False
-    config = ModelConfig(data=data)
-    if attributes:
-        config = ModelConfig(
-            reward_model_type=RewardModelType.regression,
-            regression=RegressionConfig(list(attributes)),
-            data=data,
-        )
+    kind = RewardModelType.regression if attributes else RewardModelType.binary_ranking
+    config = ModelConfig(
+        reward_model_type=kind,
+        regression=RegressionConfig(list(attributes)),
+        head=HeadConfig(reads=reads),
+        data=data,
+    )
     return tokenizer, build_contract(config, tokenizer, Precision.fp32), True
