@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ GEMMA2 = {
     "sliding_window": WINDOW,
     "attn_logit_softcapping": 2.0,
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 # Every one with 4 layers of width 64; what else it has, as its config.json says it.
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
@@ -187,6 +189,33 @@ CASES: dict[str, dict[str, Any]] = {
     "helium": {"model_type": "helium", "head_dim": 16, "tie_word_embeddings": False},
     "arcee": {"model_type": "arcee"},
     "seed_oss": {"model_type": "seed_oss", "head_dim": 32},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **EXPERTS,
+        "norm_topk_prob": True,
+        "head_dim": 32,
+        "moe_intermediate_size": 48,
+    },
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        **EXPERTS,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 40,
+        "tie_word_embeddings": False,
+    },
+    "mixtral": {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "intermediate_size": 64,
+        "sliding_window": WINDOW,
+    },
+    "olmoe": {
+        "model_type": "olmoe",
+        **EXPERTS,
+        "intermediate_size": 32,
+        "pad_token_id": 0,
+        "eos_token_id": 2,
+    },
 }
 
 
@@ -236,6 +265,21 @@ def write_reward_model(folder: Path, case: str, dtype: torch.dtype, **settings: 
     _shift_norms(model)
     model.to(dtype).save_pretrained(folder)
     tiny.write_tokenizer(folder)
+
+
+def single_experts(
+    family: Any, config: Any, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Tensors with the names of files; in memory transformers has those of all experts in one."""
+    from nemo_aligner.checkpoint.hf.source import with_single_experts
+    from nemo_aligner.checkpoint.weights.save import LazyTensor
+
+    given = {
+        name: LazyTensor(tuple(each.shape), each.dtype, each.clone, each.__getitem__)
+        for name, each in tensors.items()
+    }
+    found = with_single_experts(family, family.rules(config), given)
+    return {name: each.read() for name, each in found.items()}
 
 
 def write_base_nemo(path: Path, case: str) -> Path:

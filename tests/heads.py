@@ -60,6 +60,7 @@ KINDS = {
     "two layers of several attributes": Kind(TWO_LAYERS, NAMES),
     "quantiles": Kind(BIAS, NAMES, "quantiles"),
     "quantiles of two layers": Kind(TWO_LAYERS, NAMES, "quantiles"),
+    "several heads": Kind(LINEAR, NAMES, "heads"),
     "bins": Kind(LINEAR, NAMES, "bins"),
     "bins with a bias": Kind(BIAS, NAMES, "bins"),
     "the mean of a reply": Kind(LINEAR, NAMES, reads_mean=True),

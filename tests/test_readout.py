@@ -17,6 +17,7 @@ from tests.serving.fake_server import CONTRACT
 
 BINS = Readout("bins", ((0.0, 1.0, 4.0), (-1.0, 0.0, 1.0)))
 QUANTILES = Readout("quantiles", ((0.1, 0.5, 0.9),) * 2)
+HEADS = Readout("heads", ((1.0, 2.0, 3.0),) * 2)
 OUTPUTS = np.array([[0.0, 0.0, math.log(2), 3.0, 3.0, 3.0], [5.0, 1.0, 2.0, 0.0, 0.5, -1.0]])
 
 
@@ -37,9 +38,16 @@ def test_readout_of_quantiles_is_the_median_and_their_distance_also_where_they_c
     np.testing.assert_allclose(QUANTILES.spreads(OUTPUTS), [[math.log(2), 0], [-3, -1]], rtol=1e-6)
 
 
+def test_readout_of_heads_is_their_mean_and_how_far_they_are_apart() -> None:
+    heads = HEADS.rewards(OUTPUTS)
+    np.testing.assert_allclose(heads, OUTPUTS.reshape(2, 2, 3).mean(2), rtol=1e-6)
+    np.testing.assert_allclose(HEADS.spreads(OUTPUTS), OUTPUTS.reshape(2, 2, 3).std(2), rtol=1e-6)
+    np.testing.assert_allclose(HEADS.plain_rows(OUTPUTS.T).T, heads, rtol=1e-6)
+
+
 def test_readout_of_a_row_has_the_same_bits_in_any_company() -> None:
     outputs = np.random.RandomState(0).standard_normal((97, 6)).astype(np.float32)
-    for readout in (BINS, QUANTILES):
+    for readout in (BINS, QUANTILES, HEADS):
         together = readout.rewards(outputs)
         alone = np.concatenate([readout.rewards(row[None]) for row in outputs])
         assert together.tobytes() == alone.tobytes()
@@ -62,7 +70,7 @@ def test_readout_survives_json() -> None:
 
 def test_readout_of_other_numbers_is_refused() -> None:
     cases: list[tuple[Any, str]] = [
-        (("mean", ((0, 1),)), "got 'mean', wanted bins or quantiles"),
+        (("mean", ((0, 1),)), "got 'mean', wanted bins, quantiles or heads"),
         (("bins", ((0, 1), (0, 1, 2))), "attributes of different numbers of outputs"),
         (("bins", ()), "different numbers"),
         (("bins", ((1,),)), r"got \[1\], wanted 2 to 1000 ascending numbers"),

@@ -77,9 +77,14 @@ def train(
         if of_part is not None:
             given[f"{_PREFIX}.{part}"] = _as_files(of_part, folder, part)
     whole = load_given(TrainConfig, given, config)
-    check_needed(whole, TrainConfig, NEEDED)
-    _check_came_to_its_end(run_training(whole, callback, in_program=True))
-    return _trained(whole)
+    return train_by(whole, callback)
+
+
+def train_by(config: TrainConfig, callback: OnProgress | None = None) -> RewardModel:
+    """``train`` by settings that are loaded already, on the files that they name."""
+    check_needed(config, TrainConfig, NEEDED)
+    _check_came_to_its_end(run_training(config, callback, in_program=True))
+    return _trained(config)
 
 
 def run_training(
@@ -182,6 +187,7 @@ def _trained(config: TrainConfig) -> RewardModel:
     settings = {
         "model.tensor_model_parallel_size": model.tensor_model_parallel_size,
         "model.pipeline_model_parallel_size": model.pipeline_model_parallel_size,
+        "model.expert_model_parallel_size": model.expert_model_parallel_size,
         "model.sequence_parallel": model.sequence_parallel,
         "model.batch_invariant": model.batch_invariant,
         "model.batch_invariant_rows": model.batch_invariant_rows,

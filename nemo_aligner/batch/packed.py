@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_aligner.utils.host_transfer import to_device
@@ -218,6 +219,8 @@ class Records:
             equal ones are tied.
         texts: ``[S]`` integer, which of its record's texts each reward is of, where turns or steps
             are scored; None where every reward is of a text of its own.
+        reply_lengths: ``[S]`` integer tokens of every reply, or of its turn or step, on the host;
+            None where nobody counted.
     """
 
     ids: Tensor
@@ -225,6 +228,7 @@ class Records:
     labels: LabelColumns
     ranks: Tensor
     texts: Tensor | None = None
+    reply_lengths: Tensor | None = None
 
     @classmethod
     def of(
@@ -234,6 +238,7 @@ class Records:
         labels: LabelColumns | None = None,
         ranks: Tensor | None = None,
         texts: Tensor | None = None,
+        reply_lengths: Tensor | None = None,
     ) -> Records:
         """Records with ``sizes`` rewards each, by default without labels, the best one first."""
         bounds = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0)
@@ -243,6 +248,7 @@ class Records:
             LabelColumns.none(len(ids)) if labels is None else labels,
             _places(bounds) if ranks is None else ranks,
             texts,
+            reply_lengths,
         )
 
     def __len__(self) -> int:
@@ -275,8 +281,11 @@ class Records:
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         sizes, rows = self._sizes_of(chosen).tolist(), self.rows(chosen)
         labels = self.labels.select(rows if self.labels.of_rewards else chosen)
-        texts = None if self.texts is None else self.texts[rows]
-        return Records.of(self.ids[chosen].tolist(), sizes, labels, self.ranks[rows], texts)
+        texts, lengths = (
+            None if each is None else each[rows] for each in (self.texts, self.reply_lengths)
+        )
+        ids = self.ids[chosen].tolist()
+        return Records.of(ids, sizes, labels, self.ranks[rows], texts, lengths)
 
     def text_bounds(self) -> Tensor:
         """``[Q + 1]`` int64 bounds of the rewards of each of Q texts, record by record."""
@@ -292,12 +301,16 @@ class Records:
         """The same records with one reward for each text, that of its last step."""
         if self.texts is None:
             return self
-        last = self.text_bounds()[1:] - 1
+        bounds = self.text_bounds()
+        last, lengths = bounds[1:] - 1, self.reply_lengths
+        if lengths is not None:
+            lengths = sums_within(lengths, bounds)
         sizes = torch.bincount(torch.bucketize(last, self.bounds[1:], right=True))
         labels = self.labels
         if labels.of_rewards:
             labels = replace(labels.select(last), of_rewards=False)
-        return Records.of(self.ids.tolist(), sizes.tolist(), labels, self.ranks[last])
+        ids, ranks = self.ids.tolist(), self.ranks[last]
+        return Records.of(ids, sizes.tolist(), labels, ranks, reply_lengths=lengths)
 
     def pairs(self, with_ties: bool = False) -> PairRows:
         """All pairs of completions of one record of which one is better, and the tied ones, too."""
@@ -313,6 +326,11 @@ class Records:
             sizes = self.sizes.unique().tolist()
             raise ValueError(f"got records of {sizes} rewards, wanted one of each")
         return rewards
+
+
+def sums_within(values: Tensor, bounds: Tensor) -> Tensor:
+    """Sums ``[Q]`` of the integers ``values [S]`` from each of ``bounds [Q + 1]`` to the next."""
+    return F.pad(values.cumsum(0), (1, 0))[bounds].diff()
 
 
 def _places(bounds: Tensor) -> Tensor:

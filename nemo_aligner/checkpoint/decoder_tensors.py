@@ -15,8 +15,8 @@ OUTPUT_LAYER = "output_layer.weight"
 HEAD, HEAD_BIAS = "rm_head.weight", "rm_head.bias"
 # Prefix of all tensors of a reward head.
 HEAD_PREFIX = "rm_head."
-# Scalars that a loss learns beside the weights; kept in runs, left out of reward models.
-HEAD_LEARNED = "rm_head.learned"
+# What a loss learns beside the reward; kept in runs, left out of reward models.
+OF_OBJECTIVE = ("rm_head.learned", "rm_head.auxiliary.weight")
 LAYERS = "decoder.layers."
 # Prefix of tensor names in archives of this package and of NeMo 1.
 PREFIX = "model."
@@ -40,8 +40,7 @@ def layer_tensors(shape: ModelShape) -> Shapes:
     tensors: Shapes = {
         "self_attention.linear_qkv.weight": (rows, hidden),
         "self_attention.linear_proj.weight": (hidden, heads),
-        "mlp.linear_fc1.weight": ((1 + shape.is_gated) * shape.ffn_hidden_size, hidden),
-        "mlp.linear_fc2.weight": (hidden, shape.ffn_hidden_size),
+        **_mlp(shape),
     }
     if shape.qkv_bias:
         tensors["self_attention.linear_qkv.bias"] = (rows,)
@@ -51,12 +50,33 @@ def layer_tensors(shape: ModelShape) -> Shapes:
         tensors |= _norm(shape, "self_attention.k_layernorm.", key)
     if shape.pre_layernorms:
         tensors |= _norm(shape, "self_attention.linear_qkv.layer_norm_")
-        tensors |= _norm(shape, "mlp.linear_fc1.layer_norm_")
+        of_mlp = "mlp.linear_fc1.layer_norm_" if shape.experts is None else "pre_mlp_layernorm."
+        tensors |= _norm(shape, of_mlp)
     if shape.post_layernorms:
         tensors |= _norm(shape, "self_attention.linear_proj.post_layernorm.")
         tensors |= _norm(shape, "mlp.linear_fc2.post_layernorm.")
     if shape.lora is not None:
         tensors |= shape.lora.tensors(tensors)
+    return tensors
+
+
+def _mlp(shape: ModelShape) -> Shapes:
+    """Matrices of an MLP, or of all experts: a gate and a projection to ffn channels, and back."""
+    hidden, experts = shape.hidden_size, shape.experts
+    if experts is None:
+        return {
+            "mlp.linear_fc1.weight": ((1 + shape.is_gated) * shape.ffn_hidden_size, hidden),
+            "mlp.linear_fc2.weight": (hidden, shape.ffn_hidden_size),
+        }
+    tensors: Shapes = {"mlp.router.weight": (experts.count, hidden)}
+    if experts.shared_gate:
+        tensors["mlp.router.shared_gate"] = (1, hidden)
+    sizes = {"experts": (experts.count, experts.width)}
+    if experts.shared_width is not None:
+        sizes["shared_experts"] = (1, experts.shared_width)
+    for name, (count, width) in sizes.items():
+        tensors[f"mlp.{name}.linear_fc1.weight"] = (count, 2, width, hidden)
+        tensors[f"mlp.{name}.linear_fc2.weight"] = (count, hidden, width)
     return tensors
 
 

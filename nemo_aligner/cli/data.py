@@ -1,4 +1,4 @@
-"""Verbs on data: ``data fetch``, ``data inspect``, ``data split`` and ``data demo``."""
+"""Verbs on data: ``data fetch``, ``inspect``, ``split``, ``augment``, ``filter`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import re
 import sys
 from pathlib import Path
 
-from nemo_aligner.cli.parser import Parser, fraction, names, positive
+from nemo_aligner.cli.parser import Parser, above_0, fraction, names, positive
+from nemo_aligner.cli.settings import read_settings, settings_parser
 from nemo_aligner.config.common import Malformed, Overlong, RecordKind
 from nemo_aligner.config.model import DataConfig, ScoredPosition
+from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.utils.errors import ConfigError
 
 _SETTING = re.compile(r"\w+(\.\w+)*=.*")
@@ -25,7 +27,7 @@ def data_file(text: str) -> str:
     return text
 
 
-def add_format(parser: Parser) -> None:
+def add_format(parser: Parser, *, of_ratings: bool = True) -> None:
     """Add the options that say how to read a file: its format, and the labels of ratings."""
     parser.add_argument(
         "--format", default="auto", metavar="NAME", help="as model.data.format (default: auto)"
@@ -33,6 +35,8 @@ def add_format(parser: Parser) -> None:
     for flag in ("--prompt-key", "--chosen-key", "--rejected-key"):
         setting = flag[2:].replace("-", "_")
         parser.add_argument(flag, metavar="FIELD", help=f"as model.data.{setting}")
+    if not of_ratings:
+        return
     parser.add_argument(
         "--attributes", type=names, default=(), metavar="A,B", help="label columns of ratings"
     )
@@ -245,6 +249,87 @@ def run_split(options: argparse.Namespace) -> int:
         max_malformed=options.max_malformed,
     )
     print(split_file(options.input, options.output, how))
+    return 0
+
+
+_AUGMENT = """\
+Make more pairs of a file: a prompt's own reply against one that was given to another prompt.
+
+  nemo-aligner data augment train.jsonl --output augmented.jsonl
+
+The new pairs alone are written; train on both files. The same file, share and seed give the same
+pairs. It is for training files: make the held-out one first, with `data split`.
+"""
+
+
+def augment_parser() -> Parser:
+    """The options of ``nemo-aligner data augment``."""
+    parser = Parser("data augment", _AUGMENT)
+    parser.add_argument("input", type=Path, metavar="FILE", help="pairs to make others of")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="to write")
+    parser.add_argument(
+        "--share", type=above_0, default=0.3, metavar="NUMBER",
+        help="new pairs for each pair of the file (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="default: 1")
+    add_format(parser, of_ratings=False)
+    return parser
+
+
+def run_augment(options: argparse.Namespace) -> int:
+    """Write the pairs, and print how many there are."""
+    from nemo_aligner.data.augment import Augment, augment_file
+    from nemo_aligner.data.formats.base import PairKeys
+
+    keys = PairKeys.of(options.prompt_key, options.chosen_key, options.rejected_key)
+    how = Augment(options.share, options.seed, options.format, keys)
+    print(augment_file(options.input, options.output, how))
+    return 0
+
+
+_FILTER = """\
+Find the pairs of a file whose labels are probably wrong, by models that did not train on them.
+
+  nemo-aligner data filter --by model --input pairs.jsonl --output filtered \\
+      pretrained_checkpoint.restore_from_path=base.nemo
+
+Splits the file by prompt into folds, trains a model on all but one with the settings of `train`,
+and judges that one. Writes kept.jsonl and, with their probabilities, doubted.jsonl, and prints the
+most doubtful pairs. The same command goes on where it was stopped.
+"""
+
+
+def filter_parser() -> Parser:
+    """The options of ``nemo-aligner data filter``."""
+    parser = settings_parser("data filter", _FILTER, TrainConfig, has_ranks=False)
+    parser.epilog = "settings: those of `nemo-aligner train`"
+    parser.add_argument("--by", choices=["model"], default="model", help="what judges the pairs")
+    parser.add_argument("--input", type=Path, required=True, metavar="FILE", help="to filter")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="to make")
+    parser.add_argument(
+        "--folds", type=positive, default=3, metavar="N",
+        help="parts, and models to train, at least 2 (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--confidence", type=fraction, default=0.8, metavar="PROBABILITY",
+        help="of a wrong label, from which on a pair is doubted (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--weigh", action="store_true",
+        help="keep doubted pairs, with the probability of a right label as label_margin: for "
+        "model.objective_kwargs.label_margin=scale",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="default: 1")
+    return parser
+
+
+def run_filter(options: argparse.Namespace) -> int:
+    """Train the models, write the files, and print what was found."""
+    config = read_settings(TrainConfig, options, ["pretrained_checkpoint.restore_from_path"])
+    from nemo_aligner.tools.label_noise import Filter, filter_file
+
+    how = Filter(options.folds, options.confidence, options.weigh, options.seed)
+    print(filter_file(options.input, options.output, how, config))
     return 0
 
 

@@ -136,6 +136,8 @@ VERBS = {
     "data fetch": "a data set of the Hugging Face hub -> JSON lines",
     "data inspect": "look at data as training will see it",
     "data split": "split a file by prompt",
+    "data augment": "make more pairs, with replies of other prompts",
+    "data filter": "find the pairs that are probably labelled wrong",
     "data demo": "make a demo set of pairs",
     "plan": "list the layouts that fit on so many GPUs",
     "check": "check that rewards are the same at every layout and in every batch",
@@ -150,7 +152,7 @@ _MODULES = {
     "evaluate": ("evaluate", "compare", "report", "check"),
     "serve": ("serve", "serve-critic", "gateway", "score"),
     "checkpoint": ("convert", "import", "export", "merge"),
-    "data": ("data fetch", "data inspect", "data split", "data demo"),
+    "data": tuple(verb for verb in VERBS if verb.startswith("data ")),
     "plan": ("plan",),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shutil
 import textwrap
@@ -104,6 +105,14 @@ def fraction(text: str) -> float:
     value = float(text)
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"got {text}, wanted a number between 0 and 1")
+    return value
+
+
+def above_0(text: str) -> float:
+    """A finite number above 0."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text}, wanted a number above 0")
     return value
 
 

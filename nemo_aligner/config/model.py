@@ -156,6 +156,7 @@ class LoraConfig:
 # Layout of a finished reward model.
 
 BATCH_INVARIANT_ROWS = 256
+EXPERT_RANKS = "number of data parallel ranks that share the experts of a mixture"
 
 
 @dataclass
@@ -180,6 +181,7 @@ class ScorerModelConfig(InvarianceConfig):
 
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
+    expert_model_parallel_size: int = setting(1, EXPERT_RANKS)
     sequence_parallel: bool = setting(
         False, "also split norms along the tokens; needs tensor parallelism"
     )
@@ -190,6 +192,7 @@ class ScorerModelConfig(InvarianceConfig):
             checks.positive(
                 "tensor_model_parallel_size",
                 "pipeline_model_parallel_size",
+                "expert_model_parallel_size",
                 "micro_batch_tokens",
                 "batch_invariant_rows",
             )
@@ -248,14 +251,20 @@ class OptimConfig:
     weight_decay: float = setting(0.01, "applies to matrices, not to norms and biases")
     betas: tuple[float, float] = setting((0.9, 0.98), "Adam's")
     eps: float = setting(1e-8, "Adam's")
+    head_lr_mult: float = setting(1.0, "learning rate of the head, as a multiple of lr")
+    layer_lr_decay: float = setting(
+        1.0, "each layer down has this times the learning rate of the one above; 1: the same"
+    )
     cpu_offload: bool = setting(False, "Adam's moments (8 bytes a parameter) in host memory")
     sched: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
         with Checks("model.optim", self) as checks:
-            checks.positive("lr", "eps")
+            checks.positive("lr", "eps", "head_lr_mult")
             checks.not_negative("weight_decay")
-            checks.finite("lr", "eps", "weight_decay")
+            checks.finite("lr", "eps", "weight_decay", "head_lr_mult")
+            fits = 0 < self.layer_lr_decay <= 1
+            checks.require(fits, "layer_lr_decay", "a number above 0 and at most 1")
             fits = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
             checks.require(fits, "betas", "two numbers, each 0 or more and less than 1")
             wanted = f"at most model.optim.lr ({self.lr})"
@@ -301,6 +310,7 @@ class ModelConfig(InvarianceConfig):
     head: HeadConfig = field(default_factory=HeadConfig)
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
+    expert_model_parallel_size: int = setting(1, EXPERT_RANKS)
     context_parallel_size: int = setting(1, "not supported: 1")
     sequence_parallel: bool = setting(
         False, "also split norms along the tokens; needs tensor parallelism"
@@ -324,6 +334,7 @@ class ModelConfig(InvarianceConfig):
             checks.positive(
                 "tensor_model_parallel_size",
                 "pipeline_model_parallel_size",
+                "expert_model_parallel_size",
                 "context_parallel_size",
                 "activations_checkpoint_num_layers",
                 "global_batch_size",

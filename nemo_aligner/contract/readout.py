@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from nemo_aligner.utils.errors import DataError, shown
 
-BINS, QUANTILES = "bins", "quantiles"
+BINS, QUANTILES, HEADS = "bins", "quantiles", "heads"
 MEDIAN = 0.5
 # Far more than any has; a contract is untrusted.
 _MOST_NUMBERS = 1000
@@ -28,8 +29,10 @@ class Readout:
 
     Attributes:
         kind: ``bins``: they are logits of as many values, and the reward is the expected one;
-            ``quantiles``: they are these quantiles of the label, and the reward is the median.
-        numbers: ``[A][K]`` the values, or levels between 0 and 1, each going up.
+            ``quantiles``: they are these quantiles of the label, and the reward is the median;
+            ``heads``: each is a reward, and the reward is their mean.
+        numbers: ``[A][K]`` the values, or levels between 0 and 1, or numbers of the heads, each
+            going up.
     """
 
     kind: str
@@ -37,8 +40,10 @@ class Readout:
 
     def __post_init__(self) -> None:
         """Raises DataError: it is no readout that a reward could be had of."""
-        if self.kind not in (BINS, QUANTILES):
-            raise DataError(f"readout: got {shown(self.kind)}, wanted {BINS} or {QUANTILES}")
+        if self.kind not in (BINS, QUANTILES, HEADS):
+            raise DataError(
+                f"readout: got {shown(self.kind)}, wanted {BINS}, {QUANTILES} or {HEADS}"
+            )
         if len({len(row) for row in self.numbers}) != 1:
             raise DataError("readout: got attributes of different numbers of outputs")
         for row in self.numbers:
@@ -50,24 +55,35 @@ class Readout:
         return len(self.numbers[0])
 
     @property
-    def reward_columns(self) -> list[int] | None:
-        """Columns of the outputs that are the rewards ``[A]``; None: no single ones are."""
-        if self.kind == BINS:
-            return None
-        return [self.width * row + each.index(MEDIAN) for row, each in enumerate(self.numbers)]
+    def is_linear(self) -> bool:
+        """True if rewards are outputs, or means of them, so that a head of one output has them."""
+        return self.kind != BINS
+
+    def plain_rows(self, rows: Any) -> Any:
+        """Rows ``[A, ...]`` of a head that gives the rewards, of those ``[A * K, ...]`` of one that
+        gives the outputs; arrays or tensors. Only if ``is_linear``.
+        """
+        if self.kind == HEADS:
+            return rows.reshape(len(self.numbers), self.width, *rows.shape[1:]).mean(1)
+        medians = enumerate(each.index(MEDIAN) for each in self.numbers)
+        return rows[[self.width * row + median for row, median in medians]]
 
     def rewards(self, outputs: np.ndarray) -> np.ndarray:
         """``[S, A]`` float32 of ``outputs [S, A * K]``."""
-        of = {BINS: self._expected, QUANTILES: self._median}
+        of = {BINS: self._expected, QUANTILES: self._median, HEADS: _mean}
         return self._read(outputs, of[self.kind])
 
     def spreads(self, outputs: np.ndarray) -> np.ndarray:
         """``[S, A]`` float32: how far apart the label may be, in its own unit.
 
-        Of bins the standard deviation, of quantiles the highest minus the lowest; that is negative
-        where they cross.
+        Of bins and heads the standard deviation, of quantiles the highest minus the lowest; that is
+        negative where they cross.
         """
-        of = {BINS: self._deviation, QUANTILES: lambda row: row[:, -1] - row[:, 0]}
+        of = {
+            BINS: self._deviation,
+            QUANTILES: lambda row: row[:, -1] - row[:, 0],
+            HEADS: lambda row: np.sqrt(_mean((row - _mean(row)[:, None]) ** 2)),
+        }
         return self._read(outputs, of[self.kind])
 
     def to_json(self) -> str:
@@ -105,6 +121,10 @@ class Readout:
     def _median(self, outputs: np.ndarray) -> np.ndarray:
         medians = [row.index(MEDIAN) for row in self.numbers]
         return outputs[np.arange(len(medians)), medians]
+
+
+def _mean(row: np.ndarray) -> np.ndarray:
+    return row.mean(axis=1)
 
 
 def _check_row(kind: str, row: Sequence[float]) -> None:

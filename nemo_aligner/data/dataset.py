@@ -233,14 +233,16 @@ def join_indexes(indexes: Sequence[FileIndex], name: str) -> TokenizedDataset:
         raise DataError("\n".join(str(nothing_left(each.path, each.counts)) for each in reports))
     facts = indexes[0].facts
     steps = _join_steps(indexes) if facts.has_steps else None
+    records = _join_records(indexes, steps)
+    assert records.reply_lengths is not None
     return TokenizedDataset(
         steps=steps,
         kind=facts.summary.kind,
         name=name,
         sequences=TokenSequences([(index.tokens, index.offsets) for index in indexes]),
-        records=_join_records(indexes, steps),
+        records=records,
+        reply_lengths=records.reply_lengths,
         origins=Origins([(index.facts.summary.path, index.lines) for index in indexes]),
-        reply_lengths=_join([index.reply_lengths for index in indexes]),
         sources=Sources([(list(each.facts.summary.sources), each.sources) for each in indexes]),
         reports=reports,
         prefixes=_join([index.prefixes for index in indexes]),
@@ -278,9 +280,10 @@ def _join_records(indexes: Sequence[FileIndex], steps: StepReads | None) -> Reco
     of_rewards = steps is not None and facts.summary.kind is RecordKind.rating
     labels = LabelColumns.of(facts.columns, _join([each.labels for each in indexes]), of_rewards)
     ids, ranks = torch.arange(len(bounds) - 1), _join([each.ranks for each in indexes])
+    lengths = _join([each.reply_lengths for each in indexes])
     if steps is None:
-        return Records(ids, bounds, labels, ranks)
-    return Records(ids, steps.sequences[bounds], labels, ranks, steps.texts())
+        return Records(ids, bounds, labels, ranks, reply_lengths=lengths)
+    return Records(ids, steps.sequences[bounds], labels, ranks, steps.texts(), lengths)
 
 
 def _join_steps(indexes: Sequence[FileIndex]) -> StepReads:

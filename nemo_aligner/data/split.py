@@ -75,7 +75,7 @@ def split_file(source: Path, folder: Path, how: Split) -> str:
     """
     check_names(how.attributes)
     file = read_records(source, _reading(how))
-    keys = _prompt_keys(file.records, how.by)
+    keys = prompt_keys(file.records, how.by)
     if how.similar is not None:
         keys = _merge_similar(keys, how.similar)
     held = _held_keys(keys, how.heldout, how.seed)
@@ -90,7 +90,7 @@ def split_file(source: Path, folder: Path, how: Split) -> str:
         sides["heldout" if key in held else "train"].append(record)
     paths = {name: folder / f"{name}.jsonl" for name in sides}
     _check_apart(source, paths.values())
-    written_as = _lines_by_origin(file)
+    written_as = lines_by_origin(file)
     parts = {
         name: [line for record in records for line in written_as[record.origin.line]]
         for name, records in sides.items()
@@ -162,7 +162,7 @@ def check_names(attributes: Sequence[str]) -> None:
         raise ConfigError(f"attributes: got {list(attributes)}, wanted names that are not empty")
 
 
-def _lines_by_origin(file: RecordFile) -> dict[int, list[str]]:
+def lines_by_origin(file: RecordFile) -> dict[int, list[str]]:
     """Lines of each record as written, by the line on which it begins."""
     lines = [line for line in read_lines(file.path) if isinstance(line, Line)]
     count = 2 if file.format == "comparison_text" else 1
@@ -176,7 +176,7 @@ def _lines_by_origin(file: RecordFile) -> dict[int, list[str]]:
     }
 
 
-def _prompt_keys(records: Sequence[Record], by: str) -> list[str]:
+def prompt_keys(records: Sequence[Record], by: str = "prompt") -> list[str]:
     """One key per record; records with the same key must stay on one side."""
     if by == "first_prompt" and not isinstance(records[0].texts[0], str):
         return [" ".join(first_prompt(r.texts[0]).casefold().split()) for r in records]

@@ -75,6 +75,13 @@ def linear_in_chunks(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     return found.view(*input.shape[:-1], weight.size(0))
 
 
+def linear_on_cpu(input: Tensor, weight: Tensor) -> Tensor:
+    """Compute ``input [N, i]`` by ``weight [o, i]`` -> ``[N, o]`` by the faster library."""
+    if _is_large(input, weight) and is_slow_with_mkl():
+        return linear_in_chunks(input, weight)
+    return F.linear(input, weight)
+
+
 def invariant_linear_on_cpu(
     input: Tensor, weight: Tensor, bias: Tensor | None, rows: int
 ) -> Tensor:

@@ -10,11 +10,15 @@ from nemo_aligner.utils.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutSizes:
-    """Sizes of the tensor, pipeline and data parallel groups."""
+    """Sizes of the tensor, pipeline and data parallel groups.
+
+    Groups of ``ep`` data parallel ranks share the experts of a mixture.
+    """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    ep: int = 1
     sequence_parallel: bool = False
 
     @property
@@ -22,7 +26,8 @@ class LayoutSizes:
         return self.tp * self.pp * self.dp
 
     def __str__(self) -> str:
-        return f"TP={self.tp}{'+SP' * self.sequence_parallel} PP={self.pp} DP={self.dp}"
+        experts = f" EP={self.ep}" if self.ep > 1 else ""
+        return f"TP={self.tp}{'+SP' * self.sequence_parallel} PP={self.pp} DP={self.dp}{experts}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +47,12 @@ class ParallelLayout(LayoutSizes):
         return self.pp_rank == self.pp - 1
 
 
-def check_sizes(world_size: int, tp: int, pp: int, sequence_parallel: bool) -> int:
+def check_sizes(world_size: int, tp: int, pp: int, sequence_parallel: bool, ep: int = 1) -> int:
     """Compute the data parallel size that ``world_size`` leaves.
 
     Raises:
-        ConfigError: ``tp * pp`` does not divide ``world_size``, or sequence parallel without TP.
+        ConfigError: ``tp * pp`` does not divide ``world_size``, ``ep`` not what that leaves, or
+            sequence parallel without TP.
     """
     if world_size % (tp * pp) != 0:
         raise ConfigError(
@@ -58,11 +64,17 @@ def check_sizes(world_size: int, tp: int, pp: int, sequence_parallel: bool) -> i
             "model.sequence_parallel: got true with model.tensor_model_parallel_size 1, "
             "wanted 2 or more"
         )
-    return world_size // (tp * pp)
+    dp = world_size // (tp * pp)
+    if dp % ep != 0:
+        raise ConfigError(
+            f"model.expert_model_parallel_size: got {ep}, wanted a divisor of the {dp} data "
+            f"parallel ranks that {world_size} processes leave, as --processes {tp * pp * ep}"
+        )
+    return dp
 
 
 def initialize_layout(
-    tp: int = 1, pp: int = 1, sequence_parallel: bool = False, seed: int = 1234
+    tp: int = 1, pp: int = 1, sequence_parallel: bool = False, seed: int = 1234, ep: int = 1
 ) -> ParallelLayout:
     """Build Megatron's process groups over the initialised world, and seed its generators."""
     # Imported here, because planning a layout needs no torch.
@@ -70,13 +82,14 @@ def initialize_layout(
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    dp = check_sizes(dist.get_world_size(), tp, pp, sequence_parallel)
-    parallel_state.initialize_model_parallel(tp, pp)
+    dp = check_sizes(dist.get_world_size(), tp, pp, sequence_parallel, ep)
+    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
     model_parallel_cuda_manual_seed(seed)
     return ParallelLayout(
         tp=tp,
         pp=pp,
         dp=dp,
+        ep=ep,
         sequence_parallel=sequence_parallel,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),

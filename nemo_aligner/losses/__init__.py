@@ -17,7 +17,9 @@ from typing import Any
 from nemo_aligner.config.common import RecordKind, RewardModelType
 from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.losses.base import Objective
+from nemo_aligner.losses.ensemble import HeadEnsemble
 from nemo_aligner.losses.listwise import PlackettLuce
+from nemo_aligner.losses.odin import Odin
 from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, RaoKupper
 from nemo_aligner.losses.ranking_and_regression import RankingAndRegression
 from nemo_aligner.losses.regression import Huber, MaskedMse, OrdinalBins, Quantiles
@@ -29,6 +31,8 @@ OBJECTIVES: dict[str, type[Any]] = {
     "plackett_luce": PlackettLuce,
     "rao_kupper": RaoKupper,
     "davidson": Davidson,
+    "odin": Odin,
+    "head_ensemble": HeadEnsemble,
     "masked_mse": MaskedMse,
     "huber": Huber,
     "ordinal_bins": OrdinalBins,

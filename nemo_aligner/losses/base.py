@@ -90,13 +90,18 @@ class PairObjective:
         return None
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
-        found = measure_pairs(PairRewards.of(_first(rewards, records)), in_step=True)
+        found = measure_pairs(PairRewards.of(self._sides(rewards, records)), in_step=True)
         return {**found, **self.numbers_learned(rewards)}
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
         lengths = torch.stack(records.pairs().of(reply_lengths), dim=1)
-        found = measure_pairs(PairRewards.of(_first(rewards, records), lengths))
+        found = measure_pairs(PairRewards.of(self._sides(rewards, records), lengths))
         return {**found, **self.numbers_learned(rewards)}
+
+    def _sides(self, outputs: Tensor, records: Records) -> Tensor:
+        """Reward of the better and the worse of every pair, ``[P, 2]``."""
+        read = rewards_of(getattr(self, "readout", None), outputs)
+        return torch.stack(records.pairs().of(read[:, 0]), dim=1)
 
     def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
         """Scalars it learns beside the weights, by name; most objectives have none."""
@@ -162,11 +167,6 @@ class RatingObjective:
         )
 
 
-def _first(rewards: Tensor, records: Records) -> Tensor:
-    """First attribute of the better and the worse of every pair, ``[P, 2]``."""
-    return torch.stack(records.pairs().of(rewards[:, 0]), dim=1)
-
-
 def readout_of(objective: Objective) -> Readout | None:
     """Conversion of its head's outputs into rewards; third-party objectives may lack one."""
     return getattr(objective, "readout", None)
@@ -177,11 +177,49 @@ def start_of_learned(objective: Objective) -> tuple[float, ...]:
     return getattr(objective, "start_of_learned", ())
 
 
+def auxiliary_heads(objective: Objective) -> int:
+    """Count the heads that it trains beside the model's own, and that the model does not keep.
+
+    The output of each, and its cosine with the own head, are appended to each text's outputs.
+    """
+    return getattr(objective, "auxiliary_heads", 0)
+
+
 def count_outputs(objective: Objective) -> int:
-    """Count its head's outputs, including the scalars that it learns."""
+    """Count its head's outputs, including all that is only for the loss."""
+    return _count_rewarding(objective) + 2 * auxiliary_heads(objective) + _count_learned(objective)
+
+
+def without_auxiliary(objective: Objective, outputs: Tensor) -> Tensor:
+    """``outputs [S, count_outputs]`` without what is only for the loss."""
+    return outputs[:, : _count_rewarding(objective)]
+
+
+def _count_rewarding(objective: Objective) -> int:
     readout = readout_of(objective)
-    of_texts = len(objective.attributes) * (1 if readout is None else readout.width)
-    return of_texts + len(start_of_learned(objective))
+    return len(objective.attributes) * (1 if readout is None else readout.width)
+
+
+def _count_learned(objective: Objective) -> int:
+    return len(start_of_learned(objective))
+
+
+def is_of_batch(objective: Objective) -> bool:
+    """True if its loss is no sum over records, but a function of all rewards of a batch at once."""
+    return getattr(objective, "is_of_batch", False)
+
+
+def reward_gradient(objective: Objective, rewards: Tensor, records: Records) -> Tensor:
+    """Gradient ``[S, outputs]`` of a global batch's mean loss by each reward, times its records.
+
+    A step that multiplies each pack's rewards by their rows of it, and counts its records, has the
+    gradient of the loss over the whole batch, whatever the packs are (the cached gradients of Gao
+    et al. 2021, "Scaling deep contrastive learning batch size under memory limited setup").
+    """
+    leaf = rewards.double().requires_grad_()
+    total, count = objective.loss(leaf, records)
+    (gradient,) = torch.autograd.grad(total, leaf)
+    return (gradient * (len(records) / count.clamp(min=1))).float()
 
 
 def rewards_of(readout: Readout | None, outputs: Tensor) -> Tensor:

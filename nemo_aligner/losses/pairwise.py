@@ -10,13 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.batch.packed import PairRows, Records
+from nemo_aligner.batch.packed import PairRows, Records, sums_within
 from nemo_aligner.losses.base import (
     PairObjective,
     check_above,
     check_choice,
     check_flag,
     check_number,
+)
+from nemo_aligner.losses.length import (
+    PAIRS,
+    REPLIES,
+    explained_by_length,
+    length_correlation,
+    reply_lengths,
+    weigh_longer_chosen,
 )
 from nemo_aligner.losses.steps import AGGREGATES, aggregate
 from nemo_aligner.utils.host_transfer import to_device
@@ -51,6 +59,18 @@ class BradleyTerry(PairObjective):
             around 0 (Eisenstein et al. 2023, "Helping or herding?", as in TRL).
         aggregate: where turns or steps are scored, what becomes the reward of a text: ``last``,
             ``min``, ``mean`` or ``product`` of theirs (see ``steps.aggregate``).
+        longer_chosen_weight: weight of the loss of a pair whose longer reply was chosen; the others
+            have 1. Where a share p of pairs chose the longer one, ``(1 - p) / p`` makes both kinds
+            weigh the same (inverse propensity; Horvitz and Thompson 1952).
+        length_bias: b, which makes it ``L(m + b * log(n_better / n_worse))`` of the replies' tokens
+            n: what one who only sees lengths would add to the log-odds, so that the reward need not
+            say it (a product of experts: Clark et al. 2019, "Don't take the easy way out"; for
+            rewards Shen et al. 2023, "Loose lips sink ships"). It is no part of the reward.
+        learn_length_bias: start at ``length_bias`` and learn it.
+        length_correlation_penalty: adds this times the square of Pearson's r of reward and length
+            over the whole global batch (as in ODIN, Chen et al. 2024, arXiv:2402.07319).
+        length_correlation_of: what r is over: ``replies`` or ``pairs`` (see
+            ``length.length_correlation``).
     """
 
     label_smoothing: float = 0.0
@@ -59,8 +79,18 @@ class BradleyTerry(PairObjective):
     label_margin: str = "none"
     ties: str = "drop"
     aggregate: str = "last"
+    longer_chosen_weight: float = 1.0
+    length_bias: float = 0.0
+    learn_length_bias: bool = False
+    length_correlation_penalty: float = 0.0
+    length_correlation_of: str = REPLIES
 
     def __post_init__(self) -> None:
+        check_above(self, "longer_chosen_weight", 0)
+        check_number(self, "length_bias", 0)
+        check_flag(self, "learn_length_bias")
+        check_number(self, "length_correlation_penalty", 0)
+        check_choice(self, "length_correlation_of", (REPLIES, PAIRS))
         check_choice(self, "aggregate", AGGREGATES)
         check_number(self, "label_smoothing", 0, 0.5)
         check_number(self, "center_rewards_coefficient", 0)
@@ -86,21 +116,50 @@ class BradleyTerry(PairObjective):
         # K ranked completions are K (K - 1) / 2 pairs, which share one record's weight (eq. 1).
         pairs = records.pairs(with_ties=self.learns_from_ties)
         better, worse = pairs.of(rewards[:, 0])
+        margins = better - worse
+        if self._reads_lengths:
+            lengths = reply_lengths(rewards, records)
+            bias = pairs.of(rewards[:, 1])[0] if self.learn_length_bias else self.length_bias
+            margins = margins + explained_by_length(bias, lengths, pairs)
         labels = self._labels(pairs, records)
-        losses = self._ordered(worse - better, labels)
+        losses = self._ordered(-margins, labels)
         share = self._share_reversed(pairs, losses)
         if share is not None:
-            losses = (1 - share) * losses + share * self._ordered(better - worse, labels)
+            losses = (1 - share) * losses + share * self._ordered(margins, labels)
         if self.center_rewards_coefficient:
             losses = losses + self.center_rewards_coefficient * (better + worse).square()
-        return pairs.sum_and_count(losses)
+        if not self._reads_lengths:
+            return pairs.sum_and_count(losses)
+        losses = weigh_longer_chosen(losses, self.longer_chosen_weight, lengths, pairs)
+        total, count = pairs.sum_and_count(losses)
+        r = length_correlation(rewards[:, 0], lengths, pairs, self.length_correlation_of)
+        return total + count * self.length_correlation_penalty * r.square(), count
+
+    @property
+    def _reads_lengths(self) -> bool:
+        bias = self.length_bias > 0 or self.learn_length_bias
+        return bias or self.longer_chosen_weight != 1 or self.is_of_batch
+
+    @property
+    def is_of_batch(self) -> bool:
+        """True if a correlation is in it, which is no sum over micro-batches."""
+        return self.length_correlation_penalty > 0
+
+    @property
+    def start_of_learned(self) -> tuple[float, ...]:
+        return (self.length_bias,) if self.learn_length_bias else ()
+
+    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
+        if not self.learn_length_bias or len(rewards) == 0:
+            return {}
+        return {"length_bias": float(rewards[0, 1])}
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
         return super().step_metrics(*self._of_texts(rewards, records))
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
-        ends = F.pad(reply_lengths.cumsum(0), (1, 0))[records.text_bounds()]
-        return super().report(*self._of_texts(rewards, records), ends.diff())
+        lengths = sums_within(reply_lengths, records.text_bounds())
+        return super().report(*self._of_texts(rewards, records), lengths)
 
     def _of_texts(self, rewards: Tensor, records: Records) -> tuple[Tensor, Records]:
         """One reward of each text, and the records that own them."""

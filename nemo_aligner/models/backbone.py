@@ -33,6 +33,7 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models import kernels
 from nemo_aligner.models.attention.packed import LastTokenAttention, PackedAttention
 from nemo_aligner.models.decoder_layer import LastLayer, PackedLayer
+from nemo_aligner.models.experts import MixtureOfExperts
 from nemo_aligner.models.internals import has_weight_gradient_kernel, mlp_spec
 from nemo_aligner.models.layers import (
     NORMS,
@@ -68,7 +69,7 @@ def transformer_config(
         ConfigError: the layout does not divide heads, query groups or layers, or a stage has fewer
             layers than are to be recomputed.
     """
-    shape.check_fits(layout.tp, layout.pp)
+    shape.check_fits(layout.tp, layout.pp, layout.ep)
     dtype = torch_dtype(precision)
     return TransformerConfig(
         **_shape_options(shape),
@@ -227,6 +228,19 @@ class _Parts:
     row_linear: Any
     key_map: dict[str, str]
 
+    def mlp_norm(self, shape: ModelShape) -> tuple[Any, dict[str, str]]:
+        """The norm before the MLP, and how checkpoints name a layer's norms.
+
+        No linear layer is behind the norm before a mixture of experts.
+        """
+        if shape.experts is None:
+            return self.norm, self.key_map
+        names = {name: key for name, key in self.key_map.items() if name != _MLP_NORM}
+        return (self.other_norm if shape.pre_layernorms else NoNorm), names
+
+
+_MLP_NORM = "pre_mlp_layernorm."
+
 
 def _torch_parts(config: TransformerConfig, shape: ModelShape) -> _Parts:
     norm = NORMS[config.normalization]
@@ -238,7 +252,7 @@ def _torch_parts(config: TransformerConfig, shape: ModelShape) -> _Parts:
         # Checkpoints name a norm after the linear layer it feeds, as TransformerEngine does.
         key_map={
             "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+            _MLP_NORM: "mlp.linear_fc1.layer_norm_",
         },
     )
 
@@ -360,6 +374,7 @@ def _layer(parts: _Parts, shape: ModelShape, layer: type, core_attention: type) 
         linear_fc2=parts.row_linear,
         activation_func=_ACTIVATIONS[shape.activation],
     )
+    mlp_norm, key_map = parts.mlp_norm(shape)
     submodules = TransformerLayerSubmodules(
         input_layernorm=parts.norm,
         self_attention=ModuleSpec(
@@ -368,10 +383,15 @@ def _layer(parts: _Parts, shape: ModelShape, layer: type, core_attention: type) 
             submodules=attention,
         ),
         self_attn_bda=add,
-        pre_mlp_layernorm=parts.norm,
-        mlp=mlp_spec(mlp),
+        pre_mlp_layernorm=mlp_norm,
+        mlp=mlp_spec(mlp) if shape.experts is None else _mixture(shape),
         mlp_bda=add,
-        sharded_state_dict_keys_map=parts.key_map,
+        sharded_state_dict_keys_map=key_map,
     )
     options = {"residual_multiplier": shape.residual_multiplier}
     return ModuleSpec(module=layer, params=options, submodules=submodules)
+
+
+def _mixture(shape: ModelShape) -> type:
+    options = {"shape": shape.experts, "activation": _ACTIVATIONS[shape.activation]}
+    return type("Experts", (MixtureOfExperts,), options)

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from nemo_aligner.models.attention.segments import PackedSegments
+from nemo_aligner.models.experts import MixtureOfExperts
 from nemo_aligner.models.layers import learns
 
 
@@ -43,12 +44,18 @@ class PackedLayer(TransformerLayer):
         return self._infer(hidden_states, packed_seq_params), None
 
     def _infer(self, hidden: Tensor, segments: PackedSegments) -> Tensor:
-        attention, mlp = self.self_attention, self.mlp
+        attention = self.self_attention
         mixed = attention.linear_qkv.infer(self.input_layernorm.forward(hidden))
         added = attention.linear_proj.infer(self._attend(mixed, segments))
         hidden = self._sum(added, self._read(hidden, segments))
-        inner = mlp.linear_fc1.infer(self.pre_mlp_layernorm.forward(hidden))
-        return self._sum(mlp.linear_fc2.infer(mlp.activation_func.forward(inner)), hidden)
+        return self._sum(self._mlp(self.pre_mlp_layernorm.forward(hidden)), hidden)
+
+    def _mlp(self, normed: Tensor) -> Tensor:
+        mlp = self.mlp
+        if isinstance(mlp, MixtureOfExperts):
+            return mlp.infer(normed)
+        inner = mlp.linear_fc1.infer(normed)
+        return mlp.linear_fc2.infer(mlp.activation_func.forward(inner))
 
     def _sum(self, added: Tensor, hidden: Tensor) -> Tensor:
         """Add to the residual stream, in the memory of what a product has just made if it can."""

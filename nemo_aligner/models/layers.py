@@ -147,6 +147,8 @@ def by_whole_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     share past whole vectors with a different exponential. Padding with zero rows until every
     thread gets whole rows keeps the remainder in the same place of each row.
     """
+    if x.size(0) == 0:
+        return function(x)
     rows, width = x.size(0), x.numel() // x.size(0) // 2
     fitting = next(count for count in itertools.count(rows) if _splits_by_rows(count, width))
     if fitting == rows:

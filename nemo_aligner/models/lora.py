@@ -115,7 +115,8 @@ def attach_adapters(model: Any, lora: LoraShape, dropout: LoraDropout | None = N
 def _numbered(layer: Any) -> Iterator[tuple[int, str, _ParallelLinear]]:
     """Yield a layer's linear layers, each with its number in the whole model, and its name."""
     for index, name in enumerate(LINEARS.values()):
-        yield len(LINEARS) * layer.layer_number + index, name, layer.get_submodule(name)
+        if hasattr(layer.get_submodule(name.partition(".")[0]), name.partition(".")[2]):
+            yield len(LINEARS) * layer.layer_number + index, name, layer.get_submodule(name)
 
 
 def _adapted(model: Any) -> Iterator[tuple[int, _ParallelLinear]]:

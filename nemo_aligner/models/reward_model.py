@@ -30,6 +30,7 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.packed import PackedAttention, slow_attention
 from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, chains_of
 from nemo_aligner.models.backbone import layer_spec, transformer_config, use_transformer_engine
+from nemo_aligner.models.experts import MixtureOfExperts
 from nemo_aligner.models.internals import fused_output_layer_allowed
 from nemo_aligner.models.layers import learns
 from nemo_aligner.models.linear import (
@@ -308,6 +309,7 @@ class RewardHead(_Layer):
         drawn = {name: _draw(size, name, generator) for name, size in sizes.items()}
         super().__init__(drawn["weight"], drawn.get("bias"))
         self.learned: torch.nn.Parameter | None = None
+        self.auxiliary: _Layer | None = None
         self.hidden = None
         if "hidden.weight" in drawn:
             self.hidden = _Layer(drawn["hidden.weight"], drawn.get("hidden.bias"))
@@ -319,16 +321,30 @@ class RewardHead(_Layer):
             self.learned = torch.nn.Parameter(numbers)
             self.learned.is_of_objective = True  # type: ignore[attr-defined]
 
-    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
-        outputs = self._outputs(hidden.float(), rows_now(self))
-        if self.learned is None:
-            return outputs
-        return torch.cat([outputs, self.learned.expand(len(outputs), -1)], dim=1)
+    def train_beside(self, heads: int, seed: int) -> None:
+        """Add ``heads`` of one matrix, which read what the last layer reads.
 
-    def _outputs(self, hidden: Tensor, rows: int | None) -> Tensor:
+        Their outputs, and the cosine of each one's weights with the first output's, are appended to
+        each text's outputs.
+        """
+        if heads:
+            # Not the numbers that the head itself was drawn from.
+            generator = torch.Generator().manual_seed(seed + 1)
+            size = (heads, self.weight.size(1))
+            self.auxiliary = _Layer(_draw(size, "auxiliary.weight", generator), None)
+
+    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        hidden, rows = hidden.float(), rows_now(self)
         if self.hidden is not None:
             hidden = self.hidden(hidden, rows).relu()
-        return super().forward(hidden, rows)
+        outputs = super().forward(hidden, rows)
+        if self.auxiliary is not None:
+            others = self.auxiliary(hidden, rows)
+            cosines = F.cosine_similarity(self.weight[:1], self.auxiliary.weight)
+            outputs = torch.cat([outputs, others, cosines.expand(len(outputs), -1)], dim=1)
+        if self.learned is not None:
+            outputs = torch.cat([outputs, self.learned.expand(len(outputs), -1)], dim=1)
+        return outputs
 
 
 def _draw(size: tuple[int, ...], name: str, generator: torch.Generator) -> Tensor:
@@ -441,7 +457,8 @@ def _gather_in_order_of_use(wrapped: DistributedDataParallel) -> None:
     forward pass uses last.
     """
     index = {parameter: i for i, parameter in enumerate(wrapped.module.parameters())}
-    groups = sorted(wrapped.bucket_groups, key=lambda group: min(index[p] for p in group.params))
+    every = wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups
+    groups = sorted(every, key=lambda group: min(index[p] for p in group.params))
     for group, following in zip_longest(groups, groups[1:]):
         group.next_param_gather_bucket_group = following
 
@@ -474,7 +491,7 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
             "tensor parallel ranks are in NCCL's order; wanted at most 2 of them"
         )
     for layer in model.modules():
-        if isinstance(layer, ColumnLinear | RowLinear | RewardHead):
+        if isinstance(layer, ColumnLinear | RowLinear | RewardHead | MixtureOfExperts):
             layer.invariant_rows = rows
     for layer in engine:
         layer.invariant_rows = rows

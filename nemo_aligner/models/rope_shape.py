@@ -171,3 +171,39 @@ def is_in(frequency: Frequency, layer_number: int, mark: int) -> bool:
     if isinstance(frequency, tuple):
         return frequency[layer_number - 1] == mark
     return frequency is not None and layer_number % frequency == 0
+
+
+def read_window(value: Any) -> int | None:
+    """Read a window: a number of keys, or NeMo's pair (keys before a token, keys after it).
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    size = value
+    if isinstance(value, list | tuple) and len(value) == 2 and value[1] == 0:
+        before = value[0]
+        size = None if before == -1 else before + 1 if type(before) is int else before
+    if size is None or (type(size) is int and 0 < size <= MOST):
+        return size
+    raise CheckpointError(
+        f"model_config.yaml: window_size: got {shown(value)}, wanted a number of keys above 0, or "
+        "NeMo's pair of the keys before a token's own and 0"
+    )
+
+
+def read_window_pattern(config: Mapping[str, Any], window: int | None) -> dict[str, Any]:
+    """Read which layers have the window, by either of the two keys for it.
+
+    Raises:
+        CheckpointError: it has both.
+    """
+    pattern, key = config.get("window_pattern") or "all", "window_attn_skip_freq"
+    skipped = read_frequency(config, key)
+    if pattern != "all" and skipped is not None:
+        raise CheckpointError(
+            f"model_config.yaml: {key}: got {shown(config[key])} and window_pattern={pattern}, "
+            "wanted one of them"
+        )
+    if window is None:
+        pattern, skipped = "all", None
+    return {"window_pattern": pattern, key: skipped}

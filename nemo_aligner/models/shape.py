@@ -20,6 +20,7 @@ from nemo_aligner.config.common import (
     read_number,
 )
 from nemo_aligner.config.model import LORA_TARGETS, HeadConfig, LoraConfig
+from nemo_aligner.models.expert_shape import ExpertShape, read_experts
 from nemo_aligner.models.rope_shape import (
     Frequency,
     LongRope,
@@ -31,6 +32,8 @@ from nemo_aligner.models.rope_shape import (
     read_longrope,
     read_query_scaling,
     read_rope_scaling,
+    read_window,
+    read_window_pattern,
     read_yarn,
 )
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
@@ -62,7 +65,6 @@ _SUPPORTED = {
     "rotary_interleaved": (False, None),
     "window_pattern": ("all", "alternate", None),
     "moe_num_experts": (None, 0),
-    "num_moe_experts": (None, 0),
 }
 
 # Checkpoints written before there were these fields are of models that have these values.
@@ -105,6 +107,7 @@ class ModelShape:
             each other layer, in order.
         attn_logit_softcapping: c of ``c * tanh(score / c)``.
         query_pre_attn_scalar: scores are divided by its root; None is ``kv_channels``.
+        experts: each layer's MLP is a mixture of them; None is one MLP of ``ffn_hidden_size``.
         lora: adapters beside the linear layers; None without LoRA.
         head: layers of the reward head; None is one matrix.
     """
@@ -146,6 +149,7 @@ class ModelShape:
     window_attn_skip_freq: Frequency
     attn_logit_softcapping: float | None
     query_pre_attn_scalar: float | None
+    experts: ExpertShape | None = None
     lora: LoraShape | None = None
     head: HeadShape | None = None
 
@@ -212,7 +216,7 @@ class ModelShape:
             query_scaling=read_query_scaling(config),
             no_rope_freq=read_frequency(config, "no_rope_freq"),
             **_read_layer(config),
-            lora=read_lora(config),
+            **_read_beside(config),
             head=read_head_shape(config),
         )
 
@@ -263,14 +267,20 @@ class ModelShape:
                 "them its dynamic rotation is another one for each length of a text"
             )
 
-    def check_fits(self, tp: int, pp: int) -> None:
+    def check_fits(self, tp: int, pp: int, ep: int = 1) -> None:
         """Check that a layout splits the model evenly.
 
         Raises:
             ConfigError: it names the setting, and what it should divide.
         """
         key = "model.tensor_model_parallel_size"
-        if self.ffn_hidden_size % tp != 0:
+        if self.experts is not None:
+            self.experts.check_fits(tp, ep)
+        elif ep > 1:
+            raise ConfigError(
+                f"model.expert_model_parallel_size: got {ep}, wanted 1, as the model has no experts"
+            )
+        elif self.ffn_hidden_size % tp != 0:
             raise ConfigError(
                 f"{key}: got {tp}, wanted a divisor of the model's {self.ffn_hidden_size} ffn "
                 "channels"
@@ -307,7 +317,11 @@ class ModelShape:
         norms = places * self.norm_parameters(self.hidden_size)
         if self.qk_layernorm:
             norms += sum(map(self.norm_parameters, self.qk_norm_widths()))
-        return self._linear_parameters() + self.qkv_bias * biases, norms
+        split = self._attention_parameters() + self.qkv_bias * biases
+        if self.experts is None:
+            return split + self._mlp_matrices * self.hidden_size * self.ffn_hidden_size, norms
+        *parts, whole = self.experts.parameters(self.hidden_size, self._mlp_matrices)
+        return split + sum(parts), norms + whole
 
     def qk_norm_widths(self) -> tuple[int, int]:
         """Channels of a norm of queries, and of one of keys, on all ranks together."""
@@ -325,23 +339,28 @@ class ModelShape:
     def query_key_cost(self) -> float:
         """FLOPs of attention for one query and key, relative to a token's linear layers.
 
-        Two multiply-adds per channel of every head, against one per parameter. Sliding windows are
-        ignored, so it is an upper bound for models that have them.
+        Two multiply-adds per channel of every head, against one per parameter that a token goes
+        through. Sliding windows are ignored, so it is an upper bound for models that have them.
         """
-        return 2 * self.num_attention_heads * self.kv_channels / self._linear_parameters()
+        width = self.ffn_hidden_size if self.experts is None else self.experts.active_width
+        linear = self._attention_parameters() + self._mlp_matrices * self.hidden_size * width
+        return 2 * self.num_attention_heads * self.kv_channels / linear
 
-    def _linear_parameters(self) -> int:
-        """Parameters of one layer's matrices."""
+    @property
+    def _mlp_matrices(self) -> int:
+        return 3 if self.is_gated else 2
+
+    def _attention_parameters(self) -> int:
+        """Parameters of the matrices of a layer's attention."""
         heads = self.num_attention_heads * self.kv_channels
         groups = self.num_query_groups * self.kv_channels
-        attention = self.hidden_size * (2 * heads + 2 * groups)
-        return attention + (3 if self.is_gated else 2) * self.hidden_size * self.ffn_hidden_size
+        return self.hidden_size * (2 * heads + 2 * groups)
 
 
 def _read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
     """Read the fields that describe a layer's modules."""
     normalization = config.get("normalization", "rmsnorm")
-    window = _read_window(config.get("window_size"))
+    window = read_window(config.get("window_size"))
     return {
         "activation": config.get("activation", "swiglu").removeprefix("fast-"),
         "normalization": normalization,
@@ -357,10 +376,21 @@ def _read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         "embedding_multiplier": number_of_config(config, "embedding_multiplier", 1.0),
         "residual_multiplier": number_of_config(config, "residual_multiplier", 1.0),
         "window_size": window,
-        **_read_window_pattern(config, window),
+        **read_window_pattern(config, window),
         "attn_logit_softcapping": optional_number_of_config(config, "attn_logit_softcapping"),
         "query_pre_attn_scalar": optional_number_of_config(config, "query_pre_attn_scalar"),
     }
+
+
+def _read_beside(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read experts and adapters."""
+    experts, lora = read_experts(config), read_lora(config)
+    if experts and lora and not set(lora.targets) <= set(_ATTENTION):
+        raise CheckpointError(
+            f"{_WHERE}.targets: got {', '.join(lora.targets)}, wanted {', '.join(_ATTENTION)} "
+            "alone, as experts have no adapters"
+        )
+    return {"experts": experts, "lora": lora}
 
 
 def _read_zero_groups(config: Mapping[str, Any]) -> int:
@@ -368,34 +398,6 @@ def _read_zero_groups(config: Mapping[str, Any]) -> int:
     most = count_of_config(config, "num_query_groups", config["num_attention_heads"]) - 1
     wanted = f"a whole number from 0 to {most}, fewer than the query groups"
     return read_count(value, "model_config.yaml: zero_query_groups", wanted, 0, most)
-
-
-def _read_window(value: Any) -> int | None:
-    """Read a window: a number of keys, or NeMo's pair (keys before a token, keys after it)."""
-    size = value
-    if isinstance(value, list | tuple) and len(value) == 2 and value[1] == 0:
-        before = value[0]
-        size = None if before == -1 else before + 1 if type(before) is int else before
-    if size is None or (type(size) is int and 0 < size <= MOST):
-        return size
-    raise CheckpointError(
-        f"model_config.yaml: window_size: got {shown(value)}, wanted a number of keys above 0, or "
-        "NeMo's pair of the keys before a token's own and 0"
-    )
-
-
-def _read_window_pattern(config: Mapping[str, Any], window: int | None) -> dict[str, Any]:
-    """Read which layers have the window, by either of the two keys for it."""
-    pattern, key = config.get("window_pattern") or "all", "window_attn_skip_freq"
-    skipped = read_frequency(config, key)
-    if pattern != "all" and skipped is not None:
-        raise CheckpointError(
-            f"model_config.yaml: {key}: got {shown(config[key])} and window_pattern={pattern}, "
-            "wanted one of them"
-        )
-    if window is None:
-        pattern, skipped = "all", None
-    return {"window_pattern": pattern, key: skipped}
 
 
 # The reward head, where it is more than one matrix.
@@ -500,6 +502,7 @@ LINEARS = dict(
         strict=True,
     )
 )  # fmt: skip
+_ATTENTION = LORA_TARGETS[:2]
 _WHERE = f"model_config.yaml: {LORA_KEY}"
 
 

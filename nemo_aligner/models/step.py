@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
@@ -31,7 +32,7 @@ def forward_backward(
     model: torch.nn.Module,
     batches: Sequence[PackedBatch],
     layout: ParallelLayout,
-    loss: RewardLoss,
+    loss: RewardLoss | Tensor,
 ) -> Tensor | None:
     """Accumulate this data parallel rank's gradients over the micro-batches of one step.
 
@@ -41,13 +42,22 @@ def forward_backward(
     Args:
         model: the model inside Megatron's data parallel wrapper.
         batches: this rank's micro-batches, on the host.
-        loss: sum and count of a micro-batch's losses.
+        loss: sum and count of a micro-batch's losses; or the gradient ``[rows, A]`` float32 on the
+            host of a loss over all rewards of the step (``losses.base.reward_gradient``).
 
     Returns:
         Rewards ``[S, A]`` float32 of this rank's records in the order of ``batches``, on the last
         pipeline stage; None on the others.
     """
     return _run(model, batches, layout, loss)
+
+
+@torch.no_grad()
+def forward(
+    model: torch.nn.Module, batches: Sequence[PackedBatch], layout: ParallelLayout
+) -> Tensor | None:
+    """Compute the rewards of ``forward_backward`` on ``batches``, without a gradient."""
+    return _run(model, batches, layout, None)
 
 
 @torch.no_grad()
@@ -60,7 +70,7 @@ def infer(
     ``batches`` and on all pipeline stages but the last. Leaves the model in evaluation mode.
     """
     _stop_training(model)
-    return _run(model, batches, layout, None) if batches else None
+    return _run(model, batches, layout, None) if batches or layout.ep > 1 else None
 
 
 def _stop_training(model: torch.nn.Module) -> None:
@@ -110,13 +120,13 @@ def infer_values(
     evaluation mode.
     """
     _stop_training(model)
-    if not batches:
+    if not batches and layout.ep == 1:
         return []
     values = _run_schedule(model, batches, layout, _value_step, forward_only=True)
     if not layout.is_last_stage:
         return None
     # Sequence parallelism may have appended a padding segment.
-    return [found[: batch.num_tokens] for found, batch in zip(values, batches, strict=True)]
+    return [found[: batch.num_tokens] for found, batch in zip(values, batches, strict=False)]
 
 
 def gather_rewards(
@@ -149,11 +159,11 @@ def _run(
     model: torch.nn.Module,
     batches: Sequence[PackedBatch],
     layout: ParallelLayout,
-    loss: RewardLoss | None,
+    loss: RewardLoss | Tensor | None,
 ) -> Tensor | None:
     step = partial(_forward_step, loss=loss)
     outputs = _run_schedule(model, batches, layout, step, forward_only=loss is None)
-    return torch.cat(outputs) if layout.is_last_stage else None
+    return torch.cat(outputs) if batches and layout.is_last_stage else None
 
 
 def _run_schedule(
@@ -165,6 +175,10 @@ def _run_schedule(
 ) -> list[Tensor]:
     inside = _unwrapped(model)
     batches = [_with_replies(batch, inside.reply_marker) for batch in batches]
+    if layout.ep > 1:
+        batches = _as_many_as_others(batches)
+        if not batches:
+            return []
     padded = [batch.padded_to_multiple(inside.row_multiple) for batch in batches]
     run = partial(
         get_forward_backward_func(),
@@ -188,6 +202,18 @@ def _run_schedule(
     return outputs
 
 
+def _as_many_as_others(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+    """Add packs of no record until there are as many as on any rank with which experts are shared.
+
+    An expert's product has the tokens of all of them.
+    """
+    most = torch.tensor(len(batches), device=current_device())
+    dist.all_reduce(most, dist.ReduceOp.MAX, parallel_state.get_expert_model_parallel_group())
+    one = PackedBatch.pack([torch.zeros(1, dtype=torch.int64)])
+    empty = replace(one, rows=one.rows[:0], records=Records.of([], []))
+    return [*batches, *[empty] * (int(most) - len(batches))]
+
+
 def _with_replies(batch: PackedBatch, marker: Sequence[int] | None) -> PackedBatch:
     """Attach the rows of the replies to a pack, for a head that reads their mean."""
     return batch if marker is None else replace(batch, replies=find_reply_rows(batch, marker))
@@ -209,7 +235,7 @@ def _value_step(
 
 
 def _forward_step(
-    batches: Iterator[PackedBatch], model: torch.nn.Module, loss: RewardLoss | None
+    batches: Iterator[PackedBatch], model: torch.nn.Module, loss: RewardLoss | Tensor | None
 ) -> tuple[Tensor, Callable[..., Any]]:
     batch = next(batches).to(current_device())
 
@@ -220,7 +246,12 @@ def _forward_step(
         kept = own.detach().clone()
         if loss is None:
             return output.sum(), kept
-        total, count = loss(own, batch.records)
+        if not len(batch.records):
+            return output.sum() * 0, torch.zeros((), dtype=torch.int, device=kept.device), kept
+        if isinstance(loss, Tensor):
+            total, count = _by_gradient(own, loss[batch.rows], len(batch.records))
+        else:
+            total, count = loss(own, batch.records)
         # Under ``calculate_per_token_loss`` Megatron takes a sum and a count: it backpropagates the
         # sum, times the loss scale of fp16, and finalize_model_grads divides the gradients by the
         # count of all micro-batches and ranks. A mean in each micro-batch would weigh short ones
@@ -228,3 +259,9 @@ def _forward_step(
         return total, count.to(torch.int), kept
 
     return model(batch), finish
+
+
+def _by_gradient(rewards: Tensor, gradient: Tensor, records: int) -> tuple[Tensor, Tensor]:
+    """Sum and count whose gradient by ``rewards [S, A]`` is ``gradient``."""
+    total = (rewards * to_device(gradient, rewards.device)).sum()
+    return total, torch.full((), records, dtype=torch.int64, device=rewards.device)

@@ -24,7 +24,7 @@ from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.data.training_data import TrainingData, TrainLoader, build_training_data
 from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.losses.base import start_of_learned
+from nemo_aligner.losses.base import auxiliary_heads, start_of_learned
 from nemo_aligner.models.lora import LoraDropout, train_adapters_alone
 from nemo_aligner.models.reward_model import (
     freeze_lower_layers,
@@ -146,7 +146,8 @@ def _load(config: TrainConfig, data: TrainingData, layout: ParallelLayout) -> Pr
     ModelShape.from_config(pretrained.config).check_length(data.contract.seq_length)
     _begin_head(config, data, pretrained)
     if pretrained.model.post_process:
-        # Only now: archives have weights of texts' outputs, and none of an objective's own scalars.
+        # Only now: archives have weights of texts' outputs, and none of an objective's own.
+        pretrained.model.rm_head.train_beside(auxiliary_heads(data.objective), options.seed)
         pretrained.model.rm_head.learn_beside(start_of_learned(data.objective))
     return pretrained
 

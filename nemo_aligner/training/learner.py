@@ -17,22 +17,31 @@ from nemo_aligner.batch.packed import LabelColumns, PackedBatch, Records
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.packing import measure_record, pack_records
 from nemo_aligner.data.record_arrays import far_labels
-from nemo_aligner.data.training_data import Imbalance, TrainingData, TrainLoader, validation_batches
+from nemo_aligner.data.training_data import (
+    Imbalance,
+    StepPlan,
+    TrainingData,
+    TrainLoader,
+    validation_batches,
+)
 from nemo_aligner.distributed.collectives import agree, current_device, gather_objects
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.losses.base import (
     Objective,
     count_outputs,
+    is_of_batch,
     measure_set,
     measure_step,
     readout_of,
+    reward_gradient,
     rewards_of,
-    start_of_learned,
+    without_auxiliary,
 )
 from nemo_aligner.models.reward_model import unwrap_after_training
 from nemo_aligner.models.step import (
     RewardLoss,
     count_parts,
+    forward,
     forward_backward,
     gather_rewards,
     infer_in_parts,
@@ -96,9 +105,8 @@ class RewardLearner:
         """
         plan = self._loader.plan(step)
         self.model.begin_step(step)
-        mine = compute_gradients(
-            self._ddp, self.optimizer, plan.packs, self._layout, self.objective.loss
-        )
+        loss = self._loss_of(plan)
+        mine = compute_gradients(self._ddp, self.optimizer, plan.packs, self._layout, loss)
         # Read before the update, which moves both on: they are those of this step.
         dataset, loss_scale, lr = self.data.train, self.optimizer.loss_scale, self.optimizer.lr
         done = StepRecords(
@@ -120,6 +128,18 @@ class RewardLearner:
         if self._count_flops is not None:
             metrics["flops"] = self._count_flops(as_one_pack(dataset, plan.record_ids))
         return {**metrics, "lr": lr, "tokens": float(tokens)}
+
+    def _loss_of(self, plan: StepPlan) -> RewardLoss | Tensor:
+        """Loss of each pack of a step; of a loss over the whole batch its gradient by all rewards.
+
+        That takes a forward pass of its own, whose rewards are those of the next one.
+        """
+        if not is_of_batch(self.objective):
+            return self.objective.loss
+        self._ddp.train()
+        mine = forward(self._ddp, plan.packs, self._layout)
+        records = self.data.train.records.select(plan.record_ids)
+        return reward_gradient(self.objective, self._gather(mine, plan.packs, records), records)
 
     def _update(self, done: StepRecords, loss_scale: float | None) -> dict[str, float]:
         """Step the optimizer: the gradient's norm, and what ``loss_scale`` made of the step."""
@@ -195,7 +215,7 @@ def compute_gradients(
     optimizer: GradientOwner,
     packs: Sequence[PackedBatch],
     layout: ParallelLayout,
-    loss: RewardLoss,
+    loss: RewardLoss | Tensor,
 ) -> Tensor | None:
     """Replace the gradients by those of a step on these packs; see ``forward_backward``.
 
@@ -238,9 +258,7 @@ def whole_rewards(objective: Objective, labels: LabelColumns, outputs: Tensor) -
     """``[S, A]`` float64 of a head's ``outputs``, what labels were centred on added."""
     means = dict(zip(labels.names, labels.means, strict=True))
     offsets = [means.get(name) or 0.0 for name in objective.attributes]
-    learned = len(start_of_learned(objective))
-    of_texts = outputs[:, : outputs.size(1) - learned]
-    read = rewards_of(readout_of(objective), of_texts)
+    read = rewards_of(readout_of(objective), without_auxiliary(objective, outputs))
     return read.double() + torch.tensor(offsets, dtype=torch.float64)
 
 

@@ -53,6 +53,8 @@ _MODEL_TYPE = "model.reward_model_type"
 _OBJECTIVE = "model.objective"
 _OBJECTIVE_SETTINGS = "model.objective_kwargs"
 _WEIGHTS = "model.data.data_prefix.train_weights"
+# Multiples of the learning rate: they say which groups of parameters the optimizer's state has.
+_MULTIPLES = ("head_lr_mult", "layer_lr_decay")
 _DATA = "training data"
 # The metric that the best value belongs to.
 _JUDGED_BY = (
@@ -204,6 +206,8 @@ def _with_objective(state: RunState) -> RunState:
     settings = fingerprint.get(_OBJECTIVE_SETTINGS, {})
     fingerprint[_OBJECTIVE_SETTINGS] = settings_with_defaults(name, settings)
     fingerprint.setdefault(_WEIGHTS, [])
+    for name in _MULTIPLES:
+        fingerprint.setdefault(f"model.optim.{name}", 1.0)
     return replace(state, fingerprint=fingerprint)
 
 
@@ -238,6 +242,7 @@ def fingerprint(
         "model.global_batch_size": model.global_batch_size,
         "model.seed": model.seed,
         _WEIGHTS: list(model.data.data_prefix.train_weights),
+        **{f"model.optim.{name}": getattr(model.optim, name) for name in _MULTIPLES},
         "trainer.precision": config.trainer.precision.value,
         "training records": len(data.train),
         _DATA: data.train.digest,

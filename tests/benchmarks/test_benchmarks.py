@@ -163,3 +163,16 @@ def test_what_the_server_itself_costs(folder: Path) -> None:
     assert all(row["rows/s"] > 0 for row in content["traffic"])
     assert [row["soak"] for row in content["soak"]] == ["after 4 requests", "after 40 requests"]
     assert all(row["resident MiB"] > 100 for row in content["soak"])
+
+
+def test_quality_is_a_table_of_models_on_the_same_pairs(folder: Path) -> None:
+    model, output = folder / "ranked.nemo", folder / "quality.json"
+    tiny.write_reward_nemo(model)
+    given = (f"{model}=first", str(model), f"--data={folder / 'pairs.jsonl'}")
+    done = tiny.run_script("benchmarks/quality.py", *given, f"--output={output}")
+    first, second = json.loads(output.read_text())
+    table = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert "| always the longer reply | 100.0% |" in table[1]
+    assert table[2].startswith(f"| first | {first['accuracy']:.1%} ({first['interval'][0]:.1%} to")
+    assert table[3].startswith(f"| {model} |")
+    assert first["length_correlation"] == second["length_correlation"]

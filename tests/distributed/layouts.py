@@ -74,6 +74,15 @@ CASES = {
     "learned_ties": Case(
         ("model.objective=rao_kupper", "model.objective_kwargs.learned=true"), ("rankings",)
     ),
+    "against_length": Case(
+        (
+            *LORA,
+            "model.objective_kwargs={length_correlation_penalty: 5.0, learn_length_bias: true}",
+        )
+    ),
+    # A loss that comes near 0 has no relative error to speak of.
+    "odin": Case(("model.objective=odin", "model.objective_kwargs.length_coefficient=0.2")),
+    "heads": Case(("model.objective=head_ensemble", *MLP_HEAD, "model.optim.head_lr_mult=3")),
     "bins": Case(
         (*REGRESSION, "model.objective=ordinal_bins", *MLP_HEAD), ("ratings",), evaluated="ratings"
     ),

@@ -10,6 +10,7 @@ import torch
 
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.losses.base import Objective, count_outputs
+from nemo_aligner.losses.ensemble import HeadEnsemble, bootstrap_counts
 from nemo_aligner.losses.listwise import PlackettLuce
 from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, RaoKupper
 from nemo_aligner.losses.ranking_and_regression import RankingAndRegression
@@ -48,6 +49,7 @@ FAR_APART = [-1000.0, 0.0, 50.0, 1000.0, 50.0]
         Quantiles(NAMES),
         RankingAndRegression(NAMES, weights=(1.0, -0.5), regression_weight=0.25),
         BinaryCrossEntropy(NAMES),
+        HeadEnsemble(heads=3),
     ],
     ids=lambda objective: type(objective).__name__,
 )
@@ -64,6 +66,30 @@ def test_gradient_and_sums_do_not_depend_on_the_batch_and_wait_for_no_device(
         check_far_apart(objective, rewards, records)
         total, count = objective.loss(rewards[:0], records.select([]))
         assert (float(total), int(count)) == (0.0, 0)
+
+
+def test_heads_of_an_ensemble_learn_each_from_a_sample_of_its_own() -> None:
+    counts = bootstrap_counts(torch.arange(20_000), 4)
+    assert torch.equal(counts[70:80], bootstrap_counts(torch.arange(70, 80), 4))
+    shares = [float((counts == number).double().mean()) for number in range(4)]
+    poisson = [math.exp(-1) / math.factorial(number) for number in range(4)]
+    assert shares == pytest.approx(poisson, abs=0.01)
+    assert torch.corrcoef(counts.T).fill_diagonal_(0).abs().max() < 0.03
+    rewards = torch.randn(4, 2, dtype=torch.float64)
+    (weights,) = bootstrap_counts(PAIRS.ids, 2)[None]
+    wanted = sum(
+        float(weights[record, head]) / 2 * math.log1p(math.exp(lost - won))
+        for head, (a, b, c, d) in enumerate(rewards.T.tolist())
+        for record, (won, lost) in enumerate([(a, b), (c, d)])
+    )
+    objective = HeadEnsemble(heads=2)
+    assert float(objective.loss(rewards, PAIRS)[0]) == pytest.approx(wanted)
+    all_heads = HeadEnsemble(heads=2, bootstrap=False).loss(rewards, PAIRS)[0]
+    plain = [BradleyTerry().loss(head[:, None], PAIRS)[0] for head in rewards.unbind(1)]
+    assert float(all_heads) == pytest.approx(float(sum(plain)) / 2)
+    means = rewards.mean(dim=1)
+    accuracy = ((means[::2] > means[1::2]).double().mean()).item()
+    assert objective.step_metrics(rewards, PAIRS)["accuracy"] == accuracy
 
 
 def check_far_apart(objective: Objective, rewards: torch.Tensor, records: Records) -> None:

@@ -155,9 +155,11 @@ def check_gradients(made: Case) -> None:
 
 def their_gradients(case: Case) -> dict[str, Tensor]:
     """By the name of our parameter."""
-    theirs = {name: weight.grad for name, weight in case.theirs.named_parameters()}
+    family = find_family(CASES[case.name]["model_type"])
+    grads = {name: weight.grad for name, weight in case.theirs.named_parameters()}
+    theirs = families.single_experts(family, case.config, grads)
     found = {}
-    for rule, layer in find_family(CASES[case.name]["model_type"]).rules(case.config):
+    for rule, layer in family.rules(case.config):
         if rule.megatron == "output_layer.weight":
             continue
         grads = [theirs[name] for name in rule.hf]
@@ -281,7 +283,7 @@ def test_gemma_scales_embeddings_in_bf16_as_transformers_does(
 
 # What a model_config.yaml may ask for and is not built: the key, and what was got and wanted.
 NOT_BUILT = [
-    ({"num_moe_experts": 8}, "got 8, wanted None or 0"),
+    ({"moe_num_experts": 8}, "got 8, wanted None or 0"),
     ({"activation": "gelu"}, "got 'gelu', wanted fast-swiglu or"),
     ({"normalization": "layernorm"}, "got 'layernorm'"),
     ({"bias": True}, "got True, wanted False"),
@@ -310,6 +312,17 @@ NOT_TOGETHER = [
     (
         {"window_size": 4, "window_pattern": "alternate", "window_attn_skip_freq": 2},
         "wanted one of",
+    ),
+    ({"num_moe_experts": 4, "moe_router_topk": 5}, "moe_router_topk: got 5, wanted a whole number"),
+    ({"num_moe_experts": 4, "moe_router_topk": 2}, "moe_ffn_hidden_size: got None, wanted a"),
+    (
+        {
+            "num_moe_experts": 4,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 8,
+            "post_layernorms": True,
+        },
+        "num_moe_experts: got 4 beside post_layernorms",
     ),
     ({"position_embedding_type": "yarn"}, "yarn_rotary_scaling_factor: got nan"),
     ({"position_embedding_type": "yarn", "rotary_base": 1}, "rotary_base: got 1.0, wanted more"),
@@ -345,7 +358,12 @@ def watch(model: Any) -> dict[str, set[torch.dtype]]:
 
     for layer in model.decoder.layers:
         layer.register_forward_pre_hook(note("layers"), with_kwargs=True)
-        for each in (layer.self_attention.linear_qkv, layer.mlp.linear_fc1):
+        products = [layer.self_attention.linear_qkv]
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.experts.register_forward_pre_hook(note("products"), with_kwargs=True)
+        else:
+            products.append(layer.mlp.linear_fc1)
+        for each in products:
             each.register_forward_pre_hook(note("products"), with_kwargs=True)
             each.infer = lambda x, infer=each.infer: seen["products"].add(x.dtype) or infer(x)
     return seen

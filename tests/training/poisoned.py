@@ -17,6 +17,7 @@ from nemo_aligner.data.records import Origin
 from nemo_aligner.data.tokenize import prefix_of_all
 from nemo_aligner.data.training_data import TrainingData, TrainLoader
 from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.losses.base import PairObjective, auxiliary_heads
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models.reward_model import build_reward_model, wrap_for_training
 from nemo_aligner.models.shape import ModelShape
@@ -29,6 +30,7 @@ SHAPE = ModelShape.from_config(tiny.SMALLEST)
 RECORDS, BATCH, SEED = 12, 8, 1234
 TOKENS_PER_PACK = 80
 POISON = 50
+PLAIN = BradleyTerry()
 
 
 def dataset(poisoned_indices: tuple[int, ...] = ()) -> TokenizedDataset:
@@ -38,13 +40,14 @@ def dataset(poisoned_indices: tuple[int, ...] = ()) -> TokenizedDataset:
         [rng.randrange(1, 40) for _ in range(rng.randint(4, 12))] for _ in range(2 * RECORDS)
     ]
     origins = [Origin("pairs.jsonl", 10 * record + 1) for record in range(RECORDS)]
+    lengths = torch.tensor([*map(len, sequences)])
     clean = TokenizedDataset(
         kind=RecordKind.comparison,
         name="train",
         sequences=TokenSequences.of(sequences),
-        records=Records.of(range(RECORDS), [2] * RECORDS),
+        records=Records.of(range(RECORDS), [2] * RECORDS, reply_lengths=lengths),
         origins=origins,
-        reply_lengths=torch.ones(2 * RECORDS, dtype=torch.int64),
+        reply_lengths=lengths,
         sources=[""] * RECORDS,
         reports=[],
         prefixes=torch.zeros(RECORDS, dtype=torch.int64),
@@ -71,10 +74,14 @@ def build(
     precision: Precision = Precision.fp32,
     poison_rewards: bool = False,
     bucket_size: int | None = None,
+    objective: PairObjective = PLAIN,
+    tokens_per_pack: int = TOKENS_PER_PACK,
 ) -> RewardLearner:
     """A learner; with ``poison_rewards`` the weights of the token POISON are infinite."""
     torch.manual_seed(0)
     model = build_reward_model(SHAPE, layout, num_attributes=1, precision=precision)
+    if model.post_process:
+        model.rm_head.train_beside(auxiliary_heads(objective), SEED)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     if poison_rewards and layout.is_first_stage:
@@ -84,10 +91,10 @@ def build(
     return RewardLearner(
         wrapped,
         build_optimizer(wrapped, config, 1.0, 10),
-        TrainingData(data, [], None, BradleyTerry()),  # type: ignore[arg-type]
-        TrainLoader(data, BATCH, TOKENS_PER_PACK, SEED, layout.dp_rank, layout.dp),
+        TrainingData(data, [], None, objective),  # type: ignore[arg-type]
+        TrainLoader(data, BATCH, tokens_per_pack, SEED, layout.dp_rank, layout.dp),
         layout,
-        TOKENS_PER_PACK,
+        tokens_per_pack,
     )
 
 

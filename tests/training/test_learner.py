@@ -13,11 +13,15 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.training import ExpManagerConfig, MonitorMode
 from nemo_aligner.data.packing import pack_records
 from nemo_aligner.data.record_arrays import TokenSequences
+from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.losses.base import PairObjective
+from nemo_aligner.losses.odin import Odin
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.losses.regression import MaskedMse
 from nemo_aligner.training.learner import (
     RewardLearner,
     as_one_pack,
+    compute_gradients,
     describe_rewards,
     validation_metric_names,
 )
@@ -152,3 +156,26 @@ def test_spread_of_rewards_is_told_with_what_labels_were_centred_on() -> None:
     assert (found["reward_mean/x"], found["reward_mean/y"]) == (3.0, 1.0)
     pairs = describe_rewards(BradleyTerry(), dataset([2, 3, 4, 5]), torch.arange(4.0)[:, None])
     assert pairs["reward_mean/reward"] == 1.5
+
+
+@pytest.mark.parametrize("objective", [BradleyTerry(length_correlation_penalty=5.0), Odin()])
+def test_loss_of_a_whole_batch_has_the_gradient_of_one_pack(
+    objective: PairObjective, layout: ParallelLayout
+) -> None:
+    """In one pack the loss is differentiated as it stands; in many by its gradient by rewards."""
+    data = poisoned.dataset()
+    many = poisoned.build(layout, data, objective=objective, tokens_per_pack=40)
+    whole = poisoned.build(layout, data, objective=objective, tokens_per_pack=1000)
+    plans = [learner._loader.plan(0) for learner in (many, whole)]
+    assert (len(plans[0].packs) > 3, len(plans[1].packs)) == (True, 1)
+    gradients = []
+    for learner, plan, loss in zip(
+        (many, whole), plans, (many._loss_of(plans[0]), objective.loss), strict=True
+    ):
+        compute_gradients(learner._ddp, learner.optimizer, plan.packs, layout, loss)
+        parameters = learner.model.parameters()
+        gradients.append(torch.cat([each.main_grad.flatten() for each in parameters]))
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+    norm = pytest.approx(float(gradients[1].norm()), rel=1e-4)
+    assert many.train_step(0)["grad_norm"] == norm
+    assert poisoned.build(layout, data).train_step(0)["grad_norm"] != norm

@@ -46,6 +46,7 @@ from nemo_aligner.checkpoint.hf.source import (
     megatron_key,
     model_rules,
     open_source,
+    with_single_experts,
 )
 from nemo_aligner.checkpoint.nemo.load_weights import head_names
 from nemo_aligner.checkpoint.nemo.open import NemoFolder, scratch_beside, write_nemo
@@ -158,8 +159,7 @@ def _convert(
     attributes: Sequence[str] | None,
     step_separator: str | None,
 ) -> ConversionSummary:
-    family = find_family(found.config.get("model_type"))
-    config = family.to_nemo(found.config)
+    family, config, found = _decoder_of(found)
     head = find_head(found, choice)
     labels = labels_of(found, head, attributes)
     if head is not None and step_separator is not None:
@@ -206,6 +206,14 @@ def _convert(
         output=output,
         left_out=found.left_out,
     )
+
+
+def _decoder_of(found: Source) -> tuple[ModelFamily, dict[str, Any], Source]:
+    """The family of a checkpoint, its NeMo config, and it with one tensor for each matrix."""
+    family = find_family(found.config.get("model_type"))
+    config = family.to_nemo(found.config)
+    tensors = with_single_experts(family, family.rules(config), found.tensors)
+    return family, config, replace(found, tensors=tensors)
 
 
 def _sizes_of_head(
@@ -418,15 +426,15 @@ def read_head(
 ) -> dict[str, Tensor]:
     """Read the head in fp32; to merge, its A outputs become one, summed by weight.
 
-    Of quantiles only the medians are kept, as these are the rewards.
+    Of quantiles only the medians are kept, and of several heads their mean: these are the rewards.
 
     Raises:
         CheckpointError: bins are to be merged, which are no rewards yet.
     """
     head, readout = archive.head(), contract.output_readout
     parts = [name for name in ("weight", "bias") if name in head]
-    if readout is not None and readout.reward_columns is not None:
-        head |= {name: head[name][readout.reward_columns] for name in parts}
+    if readout is not None and readout.is_linear:
+        head |= {name: readout.plain_rows(head[name]) for name in parts}
     elif readout is not None and merge:
         raise CheckpointError(
             f"merge: got a head of {readout.kind}, whose outputs are no rewards; wanted it without"
@@ -440,11 +448,11 @@ def read_head(
 def exported_contract(
     contract: ScoringContract, *, merge: bool, dtype: torch.dtype | None = None
 ) -> ScoringContract:
-    """Contract of the exported model: of another dtype, of medians, with attributes merged."""
+    """Contract of the exported model: of another dtype, of rewards, with attributes merged."""
     if dtype is not None:
         contract = contract.with_dtype(format_of(dtype).precision)
     readout = contract.output_readout
-    if readout is not None and readout.reward_columns is not None:
+    if readout is not None and readout.is_linear:
         contract = contract.with_readout(None)
     return _merged_contract(contract) if merge else contract
 

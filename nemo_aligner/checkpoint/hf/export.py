@@ -74,6 +74,7 @@ from nemo_aligner.contract.contract import (
     check_last_token,
 )
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.readout import HEADS
 from nemo_aligner.contract.steps import MARKS
 from nemo_aligner.contract.templates import with_kwargs_inside
 from nemo_aligner.contract.tokenizer import Tokenizer
@@ -254,8 +255,8 @@ def head_of(
 def as_exported(logits: Tensor, contract: ScoringContract, head: HeadOut, *, merge: bool) -> Tensor:
     """Logits of the exported head, ``[N, A]`` or of bins ``[N, A * K]``, from the archive's."""
     readout = contract.output_readout
-    if readout is not None and readout.reward_columns is not None:
-        logits = logits[:, readout.reward_columns]
+    if readout is not None and readout.is_linear:
+        logits = readout.plain_rows(logits.T).T
     if merge:
         logits = logits @ torch.tensor(contract.attribute_weights)[:, None]
     if head.shift is not None:
@@ -324,10 +325,10 @@ def _check_step_layers(archive: RewardArchive, head: HeadOut, exported: ScoringC
 def _notes(contract: ScoringContract, exported: ScoringContract, form: str) -> Iterator[str]:
     """Say what the exported head lacks, or asks of its readers."""
     if contract.readout != exported.readout:
-        yield (
-            "left out: all quantiles but the median, which is the reward; with them goes how "
-            "certain it is"
-        )
+        readout = contract.output_readout
+        has_heads = readout is not None and readout.kind == HEADS
+        left = "heads but their mean" if has_heads else "quantiles but the median"
+        yield f"left out: all {left}, which is the reward; with them goes how certain it is"
     if exported.readout is not None:
         yield (
             "WARNING: the logits are those of bins. A reward is the mean of an attribute's values "

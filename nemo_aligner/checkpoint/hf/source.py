@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -239,18 +239,21 @@ def _outlines(path: Path) -> dict[str, LazyTensor]:
                         f"{', '.join(_DTYPES)}; quantised weights are not read"
                     )
                 tensors[name] = LazyTensor(
-                    tuple(header.get_shape()), _DTYPES[kind], partial(read_tensor, path, name)
+                    tuple(header.get_shape()),
+                    _DTYPES[kind],
+                    partial(read_tensor, path, name),
+                    partial(read_tensor, path, name),
                 )
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {short(error)}") from error
     return tensors
 
 
-def read_tensor(path: Path, name: str) -> Tensor:
-    """Read a tensor of a safetensors file into memory of its own."""
+def read_tensor(path: Path, name: str, part: int | None = None) -> Tensor:
+    """Read a tensor of a safetensors file into memory of its own, or a part of its first axis."""
     # Opened anew each time: pages read from a mapped file stay resident until it is closed.
     with safe_open(path, framework="pt") as stored:
-        return stored.get_tensor(name)
+        return stored.get_tensor(name) if part is None else stored.get_slice(name)[part]
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
@@ -299,6 +302,50 @@ def hf_shapes(rules: list[tuple[Rule, int | None]], config: Config) -> dict[str,
         for name, part in zip(rule.hf, parts, strict=True):
             shapes[name] = tuple(part.shape)
     return shapes
+
+
+# How transformers 5 has the matrices of a layer's experts in memory, and writes them if it is told
+# to (``save_original_format=False``): a gate and a projection in one, [E, 2 f, h], and [E, h, f].
+_FUSED = {
+    "mlp.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.linear_fc2.weight": "mlp.experts.down_proj",
+}
+_FUSED_ROUTER = ("mlp.router.weight", "mlp.gate.weight")
+
+
+def with_single_experts(
+    family: ModelFamily,
+    rules: Sequence[tuple[Rule, int | None]],
+    tensors: Mapping[str, LazyTensor],
+) -> Mapping[str, LazyTensor]:
+    """Replace fused matrices of experts by those of single ones, as published files have them."""
+    found = dict(tensors)
+    for rule, layer in rules:
+        prefix = f"{family.layer_prefix}{layer}."
+        whole = found.pop(prefix + _FUSED.get(rule.megatron, ""), None)
+        if whole is not None:
+            found |= _apart(whole, rule.hf)
+        if rule.megatron == _FUSED_ROUTER[0] and rule.hf[0] not in found:
+            router = found.pop(prefix + _FUSED_ROUTER[1], None)
+            found |= {} if router is None else {rule.hf[0]: router}
+    return found
+
+
+def _apart(whole: LazyTensor, names: Sequence[str]) -> dict[str, LazyTensor]:
+    """Single matrices of ``whole [E, rows, in]``, with the names of each expert side by side."""
+    read = whole.read_part
+    parts, odd = divmod(len(names), whole.shape[0] if len(whole.shape) == 3 else len(names) + 1)
+    if read is None or odd or not parts or whole.shape[1] % parts:
+        return {}  # the names are then missing, and named
+    rows = whole.shape[1] // parts
+    size = (rows, *whole.shape[2:])
+
+    def single(number: int) -> LazyTensor:
+        expert, part = divmod(number, parts)
+        first = part * rows
+        return LazyTensor(size, whole.dtype, lambda: read(expert)[first : first + rows].clone())
+
+    return {name: single(number) for number, name in enumerate(names)}
 
 
 def check_tensors(

@@ -47,6 +47,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "softmax_type": ("vanilla", None),
     "use_mup": (False, None),
 }
+# Archives of this package have mixtures, whose tensors have other shapes than Megatron's.
+_OF_ARCHIVES = ("num_moe_experts",)
 # Gemma 2's settings. NeMo applies the window in the layers where Google's model has none, so it is
 # not read. final_logit_softcapping is not listed, because it changes no hidden state.
 _NEUTRAL_IN_ATTENTION: dict[str, tuple[Any, ...]] = {
@@ -131,7 +133,8 @@ def check_nemo1(config: Config, where: str) -> None:
     Raises:
         CheckpointError: a setting has an unsupported value.
     """
-    _check_neutral(_NEUTRAL, config, where)
+    read = {key: values for key, values in _NEUTRAL.items() if key not in _OF_ARCHIVES}
+    _check_neutral(read, config, where)
     section = config.get(_CUSTOMIZATION) or {}
     where = f"{where}: {_CUSTOMIZATION}"
     if not isinstance(section, Mapping):

@@ -13,8 +13,8 @@ from torch import Tensor
 from nemo_aligner.checkpoint.decoder_tensors import (
     HEAD,
     HEAD_BIAS,
-    HEAD_LEARNED,
     HEAD_PREFIX,
+    OF_OBJECTIVE,
     PREFIX,
 )
 from nemo_aligner.checkpoint.nemo.load_weights import (
@@ -225,7 +225,8 @@ def save_reward_model(
     staging = path.with_name(f".{path.name}.staging")
     on_main(lambda: _make_staging(staging, tokenizer))
     weights = model.sharded_state_dict(prefix=PREFIX)
-    weights.pop(PREFIX + HEAD_LEARNED, None)  # belongs to the loss, not to the reward
+    for name in OF_OBJECTIVE:
+        weights.pop(PREFIX + name, None)
     if contract is None:
         of_head = PREFIX + HEAD_PREFIX
         weights = {key: each for key, each in weights.items() if not key.startswith(of_head)}

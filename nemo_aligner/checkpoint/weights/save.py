@@ -224,11 +224,15 @@ def in_background(function: Callable[[], T]) -> Future[T]:
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor of known ``shape`` and ``dtype`` that ``read`` loads into memory."""
+    """A tensor of known ``shape`` and ``dtype`` that ``read`` loads into memory.
+
+    ``read_part`` loads one of its first axis, where that can be had alone.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
+    read_part: Callable[[int], Tensor] | None = None
 
     def outline(self) -> Tensor:
         """Equivalent tensor on torch's meta device."""

@@ -78,7 +78,7 @@ class RewardShaper:
             raise ConfigError(
                 f"shaping.spread_penalty: got {shaping.spread_penalty}, but the model has one "
                 "output for each attribute and no uncertainty; wanted 0, or a model of the "
-                "objective ordinal_bins or quantiles"
+                "objective ordinal_bins, quantiles or head_ensemble"
             )
         self._fixed = _fixed_statistics(shaping, contracts)
         hashes = [contract.hash for contract in contracts]

@@ -208,7 +208,7 @@ def recognise_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str,
     groups is the same in every run.
     """
     for entry, group in zip(saved, groups, strict=False):
-        entry.update({key: group[key] for key in ("max_lr", "min_lr") if key in group})
+        entry.update({key: group[key] for key in ("max_lr", "min_lr", "lr_mult") if key in group})
 
 
 def load_step_counts(optimizer: Any) -> None:

@@ -47,7 +47,7 @@ _SHARDING = {
 }
 _COUNT = "steps"
 # Settings that a resumed run takes from its config, not from its checkpoint.
-_SETTINGS = ("lr", "max_lr", "min_lr", "weight_decay", "betas", "eps")
+_SETTINGS = ("lr", "max_lr", "min_lr", "lr_mult", "weight_decay", "betas", "eps")
 _SKIPPED = "skipped_steps"
 
 
@@ -92,8 +92,9 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step."""
-        return float(self._optimizer.param_groups[0]["lr"])
+        """Learning rate of the next step, where none of its own multiplies it."""
+        group = self._optimizer.param_groups[0]
+        return float(group["lr"] / group["lr_mult"])
 
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()
@@ -169,12 +170,13 @@ class Optimizer:
         state = self._optimizer.sharded_state_dict(
             model_state, is_loading=is_loading, metadata=dict(_SHARDING)
         )
-        # This rank has nothing to save; an empty entry would differ from other ranks'.
-        if not state["param_state"]:
-            del state["param_state"]
-        if "grad_scaler" in state:
-            # Megatron compares entries across ranks, and tensors on two devices differ.
-            state["grad_scaler"]["scale"] = state["grad_scaler"]["scale"].cpu()
+        for part in self._parts(state):
+            # This rank has nothing to save; an empty entry would differ from other ranks'.
+            if not part["param_state"]:
+                del part["param_state"]
+            if "grad_scaler" in part:
+                # Megatron compares entries across ranks, and tensors on two devices differ.
+                part["grad_scaler"]["scale"] = part["grad_scaler"]["scale"].cpu()
         state[_SKIPPED] = self.skipped_steps
         return state
 
@@ -184,7 +186,9 @@ class Optimizer:
         self.skipped_steps = int(state.pop(_SKIPPED, 0))
         updates = step - self.skipped_steps
         self._restore_settings()
-        recognise_groups(state["optimizer"]["param_groups"], self._optimizer.param_groups)
+        parts = zip(self._parts(state), self._optimizer.chained_optimizers, strict=True)
+        for saved, part in parts:
+            recognise_groups(saved["optimizer"]["param_groups"], part.param_groups)
         self._optimizer.load_state_dict(state)
         self._loss_scale = None
         self._restore_settings()
@@ -193,6 +197,11 @@ class Optimizer:
                 group["step"] = updates
         self._scheduler.num_steps = 0
         self._scheduler.step(updates)
+
+    def _parts(self, state: dict[Any, Any]) -> list[dict[str, Any]]:
+        """The state of each of Megatron's optimizers; that of experts has buffers of its own."""
+        count = len(self._optimizer.chained_optimizers)
+        return [state] if count == 1 else [state[number] for number in range(count)]
 
     def _restore_settings(self) -> None:
         """Restore each group's own settings after megatron-core has overwritten them.
@@ -215,7 +224,7 @@ class Optimizer:
 
 
 def _finish_gathering(model: DistributedDataParallel) -> None:
-    for group in model.bucket_groups:
+    for group in model.bucket_groups + model.expert_parallel_bucket_groups:
         if not group.param_gather_dispatched or group.param_gather_handle is not None:
             group.start_param_sync(force_sync=True)
 
@@ -231,7 +240,9 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer of ``model``'s trainable parameters, and hook it into its schedules.
 
-    Norms' weights do not decay.
+    Norms' weights do not decay. Layers may have lower rates the lower they are, and the head its
+    own (Howard and Ruder 2018, "Universal language model fine-tuning for text classification",
+    section 3.2; Clark et al. 2020, "ELECTRA", appendix B).
 
     Args:
         clip_grad: largest gradient norm; 0 does not clip.
@@ -242,7 +253,8 @@ def build_optimizer(
     """
     model_config = model.module.config
     settings = _settings(model_config, config, clip_grad)
-    optimizer = get_megatron_optimizer(settings, [model], _groups(settings))
+    groups = {**_groups(settings), **_rates(model, config)}
+    optimizer = get_megatron_optimizer(settings, [model], groups)
     for part in optimizer.chained_optimizers:
         _create_moments(part, on_host=config.cpu_offload)
         if not distrib_optimizer.HAVE_APEX_OR_TE:
@@ -301,6 +313,38 @@ def _groups(settings: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
     }
 
 
+def _rates(
+    model: DistributedDataParallel, config: OptimConfig
+) -> dict[ParamKey, ParamGroupOverride]:
+    """Groups of the parameters with rates of their own, by the multiple that each has."""
+    inside, multiples = model.module, dict[torch.nn.Parameter, float]()
+    layers = inside.config.num_layers
+    if config.layer_lr_decay != 1:
+        parts = [(layer, layer.layer_number) for layer in inside.decoder.layers]
+        parts += [(inside.embedding, 0)] if inside.pre_process else []
+        for part, number in parts:
+            multiple = config.layer_lr_decay ** (layers - number)
+            multiples |= dict.fromkeys(part.parameters(), multiple)
+    if config.head_lr_mult != 1 and inside.post_process:
+        of_head = (each for each in inside.rm_head.parameters() if not _is_of_objective(each))
+        multiples |= dict.fromkeys(of_head, config.head_lr_mult)
+    return {
+        ParamKey(
+            predicate=ParamPredicate(
+                f"lr_mult_{multiple}", lambda each, own=multiple: multiples.get(each) == own
+            )
+        ): ParamGroupOverride(lr_mult=multiple)
+        for multiple in sorted(set(multiples.values()) - {1.0})
+    }
+
+
+class _Scheduler(OptimizerParamScheduler):
+    """Megatron's, with each group's ``lr_mult``, over warm-up and decay alike."""
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        return super().get_lr(param_group) * param_group["lr_mult"]
+
+
 def _is_of_objective(parameter: torch.nn.Parameter) -> bool:
     """True for a scalar that a loss learns, as opposed to a weight."""
     return getattr(parameter, "is_of_objective", False)
@@ -310,7 +354,7 @@ def _build_scheduler(
     optimizer: Any, config: OptimConfig, total_steps: int
 ) -> OptimizerParamScheduler:
     warmup = config.sched.warmup_steps
-    return OptimizerParamScheduler(
+    return _Scheduler(
         optimizer,
         # NeMo's warmup: step k of w (from 1) has k / (w + 1) of the rate, so none has zero.
         init_lr=config.lr / (warmup + 1),

@@ -47,6 +47,7 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("two layers of several attributes", {}, "LlamaForRewardModel", ""),
     ("quantiles", {}, "LlamaForSequenceClassification", "left out: all quantiles but the median"),
     ("quantiles of two layers", {}, "LlamaForRewardModel", "left out: all quantiles but the"),
+    ("several heads", {}, "LlamaForSequenceClassification", "left out: all heads but their mean"),
     ("bins", {}, "LlamaForSequenceClassification", "WARNING: the logits are those of bins"),
     ("bins with a bias", {"head": "score.bias"}, "LlamaForSequenceClassification", "of bins"),
 ]

@@ -70,12 +70,13 @@ def test_rewards_have_the_same_bits_in_any_company(
 
 
 @pytest.mark.parametrize(
-    "case", ["smollm3_untied_window", "gemma3", "olmo2", "granite", "phi3_window", "glm4"]
+    "case",
+    ["smollm3_untied_window", "gemma3", "olmo2", "granite", "phi3_window", "glm4", "qwen2_moe"],
 )
 def test_rewards_of_other_decoders_have_the_same_bits_in_any_company(
     case: str, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    """With norms, windows, rotations and factors that a Llama does not have."""
+    """With norms, windows, rotations, factors and experts that a Llama does not have."""
     assert compare(replace(of_family(tmp_path, case), orders=4), layout) == NOTHING
 
 
@@ -97,6 +98,18 @@ def test_rewards_have_the_same_bits_in_any_company_at_any_layout(
     layouts = ("TP=2", "PP=2", "TP=2+SP")
     arguments = (str(write_cases(tmp_path / "cases.json", cases)), *layouts)
     done = tiny.run_script("tests/serving/engine/company.py", *arguments, processes=2, timeout=600)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {layout: dict.fromkeys(cases, NOTHING) for layout in layouts}
+
+
+def test_rewards_of_a_mixture_have_the_same_bits_in_any_company_at_any_layout(
+    tmp_path: Path,
+) -> None:
+    """Where ranks share experts, their products have rows of both ranks' texts."""
+    cases = {"qwen3_moe": of_family(tmp_path, "qwen3_moe")}
+    layouts = ("EP=2", "TP=2+SP")
+    arguments = (str(write_cases(tmp_path / "cases.json", cases)), *layouts)
+    done = tiny.run_script("tests/serving/engine/company.py", *arguments, processes=2)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == {layout: dict.fromkeys(cases, NOTHING) for layout in layouts}
 

@@ -221,3 +221,31 @@ def test_resume_of_two_ranks_reads_of_the_state_what_each_has(two_ranks: dict[st
         assert found["own"] > 10**7
         assert found["allocated"] < 1.1 * found["own"], two_ranks["resume"]
         assert found["read"] < 1.3 * found["own"], two_ranks["resume"]  # every piece has an index
+
+
+def test_layers_and_head_have_rates_of_their_own(layout: ParallelLayout, tmp_path: Path) -> None:
+    """Adam's first step is as long as the rate; a checkpoint of such a run is loaded again."""
+    model = build_reward_model(poisoned.SHAPE, layout, num_attributes=1, precision=Precision.fp32)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    wrapped = wrap_for_training(model)
+    config = OptimConfig(
+        lr=0.01, weight_decay=0.0, head_lr_mult=10.0, layer_lr_decay=0.1,
+        sched=SchedulerConfig(warmup_steps=1),
+    )  # fmt: skip
+    optimizer = build_optimizer(wrapped, config, 0.0, 10)
+    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    step(wrapped, optimizer)
+    multiples = {"embedding.": 0.01, "decoder.layers.0.": 0.1, "rm_head.": 10.0}
+    for name, parameter in model.named_parameters():
+        multiple = next((multiples[key] for key in multiples if name.startswith(key)), 1.0)
+        moved = (parameter - before[name]).abs()
+        torch.testing.assert_close(
+            moved, torch.full_like(moved, 0.005 * multiple), rtol=1e-3, atol=1e-6
+        )
+    assert optimizer.lr == pytest.approx(0.01)
+    checkpoints = RunCheckpoints(tmp_path)
+    checkpoints.save(RunState(1, 1), model, optimizer)
+    checkpoints.load(checkpoints.list_saved()[-1], model, optimizer)
+    rates = {group["lr"] for group in optimizer._optimizer.param_groups}
+    assert sorted(rates) == pytest.approx([0.0001, 0.001, 0.01, 0.1])

@@ -15,6 +15,7 @@ from nemo_aligner.checkpoint.hf.families.glm import GLM, GLM4, HELIUM
 from nemo_aligner.checkpoint.hf.families.granite import GRANITE
 from nemo_aligner.checkpoint.hf.families.internlm import INTERNLM2
 from nemo_aligner.checkpoint.hf.families.llama import LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, SMOLLM3
+from nemo_aligner.checkpoint.hf.families.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
 from nemo_aligner.checkpoint.hf.families.olmo import EXAONE4, OLMO2, OLMO3
 from nemo_aligner.checkpoint.hf.families.phi import PHI3
@@ -47,9 +48,12 @@ _BUILT_IN = (
     HELIUM,
     ARCEE,
     SEED_OSS,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    OLMOE,
 )
 _FAMILIES = {family.name: family for family in _BUILT_IN}
-_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
 def register_family(family: ModelFamily) -> None:
@@ -76,11 +80,8 @@ def find_family(model_type: Any) -> ModelFamily:
         CheckpointError: it is not known.
     """
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
-        experts = ", a mixture of experts" if model_type in _EXPERTS else ""
         known = ", ".join(_FAMILIES)
-        raise CheckpointError(
-            f"model_type: got {shown(model_type)}{experts}, wanted one of: {known}"
-        )
+        raise CheckpointError(f"model_type: got {shown(model_type)}, wanted one of: {known}")
     return _FAMILIES[model_type]
 
 

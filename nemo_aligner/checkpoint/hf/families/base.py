@@ -6,7 +6,7 @@ of a ``config.json`` that families share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.families.settings import Config, is_tied
+from nemo_aligner.models.expert_shape import COUNT as EXPERT_COUNT
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError
 
@@ -80,6 +81,35 @@ def stacked_rule(megatron: str, *hf: str) -> Rule:
         return tensor.chunk(len(hf))
 
     return Rule(megatron, hf, join, split)
+
+
+def experts_rule(megatron: str, *hf: str) -> Rule:
+    """Rule for the matrices of all experts, ``[E, ..., in]``; each has one of every ``hf``.
+
+    Of several, which have one size, each is a part of the second axis: a gate and a projection. The
+    place of an expert's number is EXPERT.
+    """
+
+    def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
+        matrices = torch.stack(list(tensors))
+        return matrices if len(hf) == 1 else matrices.unflatten(0, (-1, len(hf)))
+
+    def split(tensor: Tensor, config: Config) -> Sequence[Tensor]:
+        return (tensor if len(hf) == 1 else tensor.flatten(0, 1)).unbind()
+
+    return Rule(megatron, hf, join, split)
+
+
+# In a rule's names, stands for the number of an expert.
+EXPERT = "{expert}"
+
+
+def experts_rules(kind: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Rules for the matrices of a layer's experts, or of its shared one."""
+    return (
+        experts_rule(f"mlp.{kind}.linear_fc1.weight", gate, up),
+        experts_rule(f"mlp.{kind}.linear_fc2.weight", down),
+    )
 
 
 def qkv_rule(megatron: str, query: str, key: str, value: str) -> Rule:
@@ -162,6 +192,7 @@ FUSED_GATED = Rule("mlp.linear_fc1.weight", ("mlp.gate_up_proj.weight",))
 GATED = stacked_rule("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight")
 UNGATED = Rule("mlp.linear_fc1.weight", ("mlp.up_proj.weight",))
 DOWN = Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",))
+EXPERTS_NORM = "pre_mlp_layernorm.weight"
 
 
 def _qkv(kind: str) -> Rule:
@@ -339,6 +370,7 @@ PLAIN: Mapping[str, Any] = {
     "window_attn_skip_freq": None,
     "attn_logit_softcapping": None,
     "query_pre_attn_scalar": None,
+    "experts": None,
 }
 ANY = object()
 # Key of a NeMo config that names the family where the decoder alone does not determine it.
@@ -363,7 +395,7 @@ class ModelFamily:
             layer's number.
         untied: rule for the output layer, where it is not the embeddings.
         made_of: fields of ``ModelShape`` in which its decoders differ from Llama's, with their
-            values; ``ANY`` is every value.
+            values; ``ANY`` is every value, and a function tells if one is of the family.
         gguf: its form in GGUF files; None if llama.cpp has no name for it.
         layer_prefix: prefix of a layer's tensor names, before its number.
         unused: suffixes of stored tensors that are no weights.
@@ -388,7 +420,7 @@ class ModelFamily:
         return [
             *((rule, None) for rule in self.model),
             *(
-                (self._in_layer(rule, layer), layer)
+                (self._in_layer(rule, layer, config), layer)
                 for layer in range(config["num_layers"])
                 for rule in self.layer
                 if rule.megatron != QKV_BIAS.megatron or config["qkv_bias"]
@@ -396,13 +428,23 @@ class ModelFamily:
             *(() if is_tied(config) else ((self.untied, None),)),
         ]
 
-    def _in_layer(self, rule: Rule, layer: int) -> Rule:
-        return replace(rule, hf=tuple(f"{self.layer_prefix}{layer}.{name}" for name in rule.hf))
+    def _in_layer(self, rule: Rule, layer: int, config: Config) -> Rule:
+        names: Iterable[str] = rule.hf
+        if EXPERT in rule.hf[0]:
+            experts = range(config[EXPERT_COUNT])
+            names = [name.replace(EXPERT, str(each)) for each in experts for name in rule.hf]
+        return replace(rule, hf=tuple(f"{self.layer_prefix}{layer}.{name}" for name in names))
 
     def has(self, shape: ModelShape) -> bool:
         """Tell if a decoder of this shape belongs to the family."""
         wanted = {**PLAIN, **self.made_of}
-        return all(value is ANY or getattr(shape, key) == value for key, value in wanted.items())
+        return all(_fits(getattr(shape, key), value) for key, value in wanted.items())
+
+
+def _fits(found: Any, wanted: Any) -> bool:
+    if callable(wanted):
+        return wanted(found)
+    return wanted is ANY or found == wanted
 
 
 def beside_llama(shape: ModelShape) -> str:

@@ -1,0 +1,257 @@
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE, in every layer.
+
+Files have one tensor for a matrix of an expert, as they are published. transformers 5 may write
+those of all experts as one; ``source.py`` takes them apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from nemo_aligner.checkpoint.hf.families.base import (
+    ANY,
+    ANY_WINDOW,
+    ATTENTION_NORM,
+    EXPERT,
+    EXPERTS_NORM,
+    PROJECTION,
+    QKV,
+    QKV_BIAS,
+    QUERY_KEY_NORMS,
+    Rule,
+    experts_rules,
+    norm_rule,
+)
+from nemo_aligner.checkpoint.hf.families.llama import LLAMA
+from nemo_aligner.checkpoint.hf.families.qwen import qwen_to_nemo, qwen_window_to_hf
+from nemo_aligner.checkpoint.hf.families.settings import (
+    Config,
+    HfSettings,
+    decoder_to_hf,
+    decoder_to_nemo,
+    window_everywhere,
+)
+from nemo_aligner.models import expert_shape
+from nemo_aligner.models.expert_shape import ExpertShape
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.utils.errors import CheckpointError
+
+
+def _to_nemo(
+    config: Config, width: tuple[str, int | None], experts: int, top_k: int, **family: bool
+) -> dict[str, Any]:
+    """NeMo's keys for the experts; numbers are transformers' defaults.
+
+    Args:
+        width: key of an expert's ffn channels.
+    """
+    read = HfSettings(config)
+    read.only("hidden_act", "silu", "swish")
+    read.only("decoder_sparse_step", 1, None)
+    read.only("mlp_only_layers", [], None)
+    # transformers 5 writes the second for some that had the first.
+    count = read.count("num_experts", read.count("num_local_experts", experts))
+    renormalized = family.get("renormalized", read.flag("norm_topk_prob", False))
+    return {
+        expert_shape.COUNT: count,
+        expert_shape.TOP_K: read.count("num_experts_per_tok", top_k, most=count),
+        expert_shape.WIDTH: read.count(*width),
+        expert_shape.PRE_SOFTMAX: not renormalized,
+    }
+
+
+def _to_hf(config: Config, width: str) -> dict[str, Any]:
+    """Keys of ``config.json`` for the experts."""
+    experts = _experts_of(config)
+    return {
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.top_k,
+        width: experts.width,
+        "norm_topk_prob": experts.renormalized,
+    }
+
+
+def _experts_of(config: Config) -> ExpertShape:
+    """The mixture of a NeMo config that has one."""
+    experts = ModelShape.from_config(config).experts
+    assert experts is not None
+    return experts
+
+
+def _layer(moe: str, *others: Rule, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Rules of a layer as Llama's, with experts under the name ``moe``."""
+    names = [f"{moe}.experts.{EXPERT}.{each}.weight" for each in (gate, up, down)]
+    return (
+        norm_rule(ATTENTION_NORM, "input_layernorm.weight"),
+        QKV,
+        PROJECTION,
+        norm_rule(EXPERTS_NORM, "post_attention_layernorm.weight"),
+        Rule("mlp.router.weight", (f"{moe}.gate.weight",)),
+        *experts_rules("experts", *names),
+        *others,
+    )
+
+
+_OF_QWEN = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def _are_plain(experts: ExpertShape | None) -> bool:
+    return experts is not None and experts.shared_width is None
+
+
+def _are_renormalized(experts: ExpertShape | None) -> bool:
+    return experts is not None and _are_plain(experts) and experts.renormalized
+
+
+def _have_shared_gate(experts: ExpertShape | None) -> bool:
+    return experts is not None and experts.shared_gate
+
+
+# Mixtral: Mistral, whose MLP's channels are an expert's.
+
+
+def _mixtral_to_nemo(config: Config) -> dict[str, Any]:
+    size = HfSettings(config).window() if config.get("sliding_window") else None
+    return decoder_to_nemo(
+        {**config, "rms_norm_eps": config.get("rms_norm_eps") or 1e-5},
+        base=1e6,
+        **_to_nemo(config, ("intermediate_size", None), 8, 2, renormalized=True),
+        **({} if size is None else window_everywhere(size)),
+    )
+
+
+def _mixtral_to_hf(config: Config) -> dict[str, Any]:
+    shape, experts = ModelShape.from_config(config), _experts_of(config)
+    if shape.ffn_hidden_size != experts.width:
+        raise CheckpointError(
+            f"model_config.yaml: {expert_shape.WIDTH}: got {experts.width}, wanted "
+            f"ffn_hidden_size ({shape.ffn_hidden_size}), as a Mixtral has one number for both"
+        )
+    return decoder_to_hf(
+        config,
+        "mixtral",
+        sliding_window=shape.window_size,
+        num_local_experts=experts.count,
+        num_experts_per_tok=experts.top_k,
+    )
+
+
+MIXTRAL = replace(
+    LLAMA,
+    name="mixtral",
+    to_nemo=_mixtral_to_nemo,
+    to_hf=_mixtral_to_hf,
+    layer=_layer("block_sparse_moe", gate="w1", up="w3", down="w2"),
+    made_of={"window_size": ANY, "experts": _are_renormalized},
+    gguf=None,
+)
+
+
+# Qwen2-MoE: Qwen2 with a shared expert.
+
+_SHARED = "shared_expert_intermediate_size"
+
+
+def _qwen2_moe_to_nemo(config: Config) -> dict[str, Any]:
+    read = HfSettings(config)
+    return qwen_to_nemo(
+        config,
+        qkv_bias=read.flag("qkv_bias", True),
+        **_to_nemo(config, ("moe_intermediate_size", 1408), 60, 4),
+        **{expert_shape.SHARED_WIDTH: read.count(_SHARED, 5632), expert_shape.SHARED_GATE: True},
+    )
+
+
+def _qwen2_moe_to_hf(config: Config) -> dict[str, Any]:
+    return decoder_to_hf(
+        config,
+        "qwen2_moe",
+        **qwen_window_to_hf(config),
+        **_to_hf(config, "moe_intermediate_size"),
+        **{_SHARED: _experts_of(config).shared_width},
+        qkv_bias=ModelShape.from_config(config).qkv_bias,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+
+
+_shared = (f"mlp.shared_expert.{each}.weight" for each in _OF_QWEN.values())
+
+QWEN2_MOE = replace(
+    LLAMA,
+    name="qwen2_moe",
+    to_nemo=_qwen2_moe_to_nemo,
+    to_hf=_qwen2_moe_to_hf,
+    layer=_layer(
+        "mlp",
+        QKV_BIAS,
+        Rule("mlp.router.shared_gate", ("mlp.shared_expert_gate.weight",)),
+        *experts_rules("shared_experts", *_shared),
+        **_OF_QWEN,
+    ),
+    made_of={"qkv_bias": ANY, **ANY_WINDOW, "experts": _have_shared_gate},
+    gguf=None,
+)
+
+
+# Qwen3-MoE: Qwen3 without a shared expert.
+
+
+def _qwen3_moe_to_nemo(config: Config) -> dict[str, Any]:
+    read = HfSettings(config)
+    read.only("use_sliding_window", False, None)
+    experts = _to_nemo(config, ("moe_intermediate_size", 768), 128, 8)
+    return decoder_to_nemo(config, qk_layernorm=True, **experts)
+
+
+def _qwen3_moe_to_hf(config: Config) -> dict[str, Any]:
+    return decoder_to_hf(
+        config,
+        "qwen3_moe",
+        **_to_hf(config, "moe_intermediate_size"),
+        attention_bias=False,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+
+
+QWEN3_MOE = replace(
+    LLAMA,
+    name="qwen3_moe",
+    to_nemo=_qwen3_moe_to_nemo,
+    to_hf=_qwen3_moe_to_hf,
+    layer=_layer("mlp", *QUERY_KEY_NORMS, **_OF_QWEN),
+    made_of={"qk_layernorm": True, "experts": _are_plain},
+    gguf=None,
+)
+
+
+# OLMoE: the norms of queries and keys are over all heads together.
+
+
+def _olmoe_to_nemo(config: Config) -> dict[str, Any]:
+    HfSettings(config).only("clip_qkv", None)
+    return decoder_to_nemo(
+        {**config, "rms_norm_eps": config.get("rms_norm_eps") or 1e-5},
+        qk_layernorm=True,
+        qk_layernorm_across_heads=True,
+        **_to_nemo(config, ("intermediate_size", None), 64, 8),
+    )
+
+
+def _olmoe_to_hf(config: Config) -> dict[str, Any]:
+    return decoder_to_hf(
+        config, "olmoe", **_to_hf(config, "intermediate_size"), attention_bias=False
+    )
+
+
+OLMOE = replace(
+    LLAMA,
+    name="olmoe",
+    to_nemo=_olmoe_to_nemo,
+    to_hf=_olmoe_to_hf,
+    layer=_layer("mlp", *(replace(rule, is_by_group=True) for rule in QUERY_KEY_NORMS), **_OF_QWEN),
+    made_of={"qk_layernorm": True, "qk_layernorm_across_heads": True, "experts": _are_plain},
+    gguf=None,
+)

@@ -1,0 +1,72 @@
+"""Ensemble of heads on one body: Bradley-Terry for each, on pairs of its own bootstrap sample."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_aligner.batch.packed import Records
+from nemo_aligner.contract.readout import HEADS, Readout
+from nemo_aligner.losses.base import PairObjective, check_flag, check_whole
+from nemo_aligner.utils.host_transfer import to_device
+
+# P(0), P(0 or 1), ... of a Poisson distribution with mean 1; beyond, nothing of 2 ** 53 is left.
+_POISSON = np.array([*accumulate(math.exp(-1) / math.factorial(k) for k in range(18))])
+
+
+@dataclass(frozen=True)
+class HeadEnsemble(PairObjective):
+    """Mean over K heads of ``-log sigmoid(m)``; each head starts from its own random weights.
+
+    The reward is the heads' mean, and its uncertainty their standard deviation. Heads that share a
+    body are the bootstrapped heads of Osband et al. 2016, "Deep exploration via bootstrapped DQN";
+    how ensembles of rewards are used is Coste et al. 2023, "Reward model ensembles help mitigate
+    overoptimization", arXiv:2310.02743.
+
+    Attributes:
+        heads: K, 2 or more.
+        bootstrap: count a record for each head as often as a Poisson distribution of mean 1 says
+            (online bootstrap: Oza and Russell 2001, "Online bagging and boosting"), always the
+            same; false: once for all.
+    """
+
+    heads: int = 5
+    bootstrap: bool = True
+
+    def __post_init__(self) -> None:
+        check_whole(self, "heads", 2)
+        check_flag(self, "bootstrap")
+
+    @property
+    def readout(self) -> Readout:
+        return Readout(HEADS, (tuple(map(float, range(1, self.heads + 1))),))
+
+    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+        """Sum and count of records, of the heads' outputs ``[S, K]``."""
+        pairs = records.pairs()
+        better, worse = pairs.of(rewards)
+        losses = F.softplus(worse - better)
+        if self.bootstrap:
+            times = to_device(bootstrap_counts(records.ids, self.heads), losses.device)
+            losses = losses * pairs.of_records(times)
+        return pairs.sum_and_count(losses.mean(dim=1))
+
+
+def bootstrap_counts(ids: Tensor, heads: int) -> Tensor:
+    """How often each of ``heads`` has each record, ``[R, heads]`` float32, by the records' ``ids``.
+
+    Drawn from a Poisson distribution of mean 1 by a hash of both numbers (SplitMix64: Steele et al.
+    2014, "Fast splittable pseudorandom number generators"), so at any layout and after a resume.
+    """
+    numbers = ids.numpy().astype(np.uint64)[:, None] * np.uint64(heads)
+    mixed = (numbers + np.arange(1, heads + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    uniform = ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(11)) / 2.0**53
+    return torch.from_numpy(np.searchsorted(_POISSON, uniform, side="right").astype(np.float32))

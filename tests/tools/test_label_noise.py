@@ -1,0 +1,71 @@
+"""Pairs that were labelled wrong are found by models that did not train on them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_aligner.cli.main import main
+from tests import tiny
+from tests.data.files import rows_of, write
+
+WRONG = (3, 17, 30)
+
+
+def test_filter_finds_what_was_labelled_wrong(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_of(tiny.write_pairs(tmp_path / "clean.jsonl", 96))
+    for number in WRONG:
+        row = rows[number]
+        row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
+    source = write(tmp_path / "pairs.jsonl", *rows)
+    folder = tmp_path / "filtered"
+    command = [
+        *("data", "filter", "--by=model", f"--input={source}", f"--output={folder}", "--folds=2"),
+        "--confidence=0.6",
+        f"pretrained_checkpoint.restore_from_path={base}",
+        *("model.optim.lr=3e-3", "model.optim.sched.warmup_steps=1", "model.global_batch_size=8"),
+        *("trainer.rm.max_epochs=8", "model.data.seq_length=128", "model.micro_batch_tokens=1024"),
+    ]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "96 pairs, 96 judged" in said
+    doubted = rows_of(folder / "doubted.jsonl")
+    wrong = {f"{source}:{number + 1}" for number in WRONG}
+    assert wrong <= {row["record"] for row in doubted[: 2 * len(WRONG)]}
+    assert (
+        f"most likely mislabelled:\n  {doubted[0]['record']}  {doubted[0]['p_wrong']:.2f}" in said
+    )
+    kept = (folder / "kept.jsonl").read_text().splitlines()
+    gone = {int(row["record"].rpartition(":")[2]) for row in doubted}
+    lines = source.read_text().splitlines()
+    assert kept == [line for number, line in enumerate(lines, start=1) if number not in gone]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("doubted.jsonl", "fold_1.json", "fold_2.json", "kept.jsonl")
+    ]
+    # No model is trained again for what was judged, by these settings.
+    assert main([*command, "--weigh"]) == 0
+    said = capsys.readouterr().out
+    assert "step" not in said
+    weights = [json.loads(line)["label_margin"] for line in (folder / "kept.jsonl").open()]
+    assert len(weights) == 96
+    assert all(weights[number] < 0.4 for number in WRONG)
+    assert weights.count(1.0) == 96 - len(rows_of(folder / "doubted.jsonl"))
+
+
+def test_filter_refuses_what_it_cannot_judge_by(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tiny.write_pairs(tmp_path / "pairs.jsonl", 4)
+    command = [*("data", "filter", f"--input={source}", f"--output={tmp_path / 'out'}")]
+    command.append("pretrained_checkpoint.restore_from_path=base.nemo")
+    for more, wanted in (
+        ("--folds=1", "folds: got 1, wanted at least 2"),
+        ("--folds=9", "got 4 prompts, wanted at least 9, a fold"),
+        (f"model.data.data_prefix.train={source}", "wanted none: the folds of the file"),
+    ):
+        assert main([*command, more]) == 1, more
+        assert wanted in capsys.readouterr().err
