@@ -28,7 +28,12 @@ from nemo_aligner.contract.turns import reply_start
 from nemo_aligner.distributed.cpu_products import reordered_for_products, try_all_sizes
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.packed import PackedAttention, slow_attention
-from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, chains_of
+from nemo_aligner.models.attention.segments import (
+    KeyValuePool,
+    PackedSegments,
+    chains_of,
+    rotations_of,
+)
 from nemo_aligner.models.backbone import layer_spec, transformer_config, use_transformer_engine
 from nemo_aligner.models.experts import RECORDS, MixtureOfExperts, routers
 from nemo_aligner.models.internals import fused_output_layer_allowed
@@ -41,9 +46,10 @@ from nemo_aligner.models.linear import (
     rows_now,
 )
 from nemo_aligner.models.lora import LoraDropout, attach_adapters
-from nemo_aligner.models.rotation import Tables, query_scale, rotations
+from nemo_aligner.models.rotation import ByLength, Tables, query_scale, rotations
 from nemo_aligner.models.shape import HeadShape, ModelShape
 from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.host_transfer import to_device
 from nemo_aligner.utils.processes import is_main
 
 logger = logging.getLogger(__name__)
@@ -64,6 +70,7 @@ class GPTRewardModel(GPTModel):
 
     Attributes:
         key_value_pool: source of the cached prefixes that a pack refers to; None without a cache.
+        rotation_by_length: of ``ModelShape``: which texts may share a beginning.
     """
 
     key_value_pool: KeyValuePool | None = None
@@ -96,6 +103,8 @@ class GPTRewardModel(GPTModel):
         self.reads_every_token = reads_every_token
         self.reply_marker = reply_marker
         self._rotations = rotations(shape, self.rotary_pos_emb)
+        self.rotation_by_length = shape.rotation_by_length
+        self._has_one_rotation = shape.one_rotation_until is None
         self._query_scaling = shape.query_scaling
         self._has_engine = use_transformer_engine(shape, config.params_dtype)
         # Rounded to the model's dtype, as in Gemma's own training.
@@ -141,7 +150,7 @@ class GPTRewardModel(GPTModel):
             rows = torch.arange(batch.num_tokens, device=rows.device)
         segments = PackedSegments.of(
             batch,
-            self._tables(batch.position_ids),
+            self._tables(batch),
             self._rows_of_head(rows),
             self.key_value_pool,
             self._query_scale(batch.position_ids),
@@ -203,10 +212,20 @@ class GPTRewardModel(GPTModel):
             next(self.parameters()).device,
         )
 
-    def _tables(self, position_ids: Tensor) -> tuple[Tables, ...]:
-        """Cosines and sines of every rotation at ``position_ids [T]``."""
-        dtype = self.config.params_dtype
-        return tuple(each.tables(position_ids, dtype) for each in self._rotations)
+    def _tables(self, batch: PackedBatch) -> tuple[Tables, ...]:
+        """Cosines and sines of every rotation at a pack's positions."""
+        dtype, by_length = self.config.params_dtype, self._by_length(batch)
+        return tuple(each.tables(batch.position_ids, dtype, by_length) for each in self._rotations)
+
+    def _by_length(self, batch: PackedBatch) -> ByLength | None:
+        """Which rotations a pack's texts have; None if all have the one of short texts."""
+        numbers = [] if self._has_one_rotation else rotations_of(batch, self.rotation_by_length)
+        distinct = sorted(set(numbers))
+        if distinct in ([], [0]):
+            return None
+        of_segments = torch.tensor([distinct.index(number) for number in numbers])
+        of_tokens = of_segments.repeat_interleave(batch.cu_seqlens.diff())
+        return distinct, to_device(of_tokens, batch.position_ids.device)
 
     def _query_scale(self, position_ids: Tensor) -> Tensor | None:
         """Factors of queries at ``position_ids [T]``; None if they are not scaled by position."""

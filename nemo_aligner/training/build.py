@@ -55,8 +55,8 @@ def build_data(config: TrainConfig) -> TrainingData:
     """The run's data, tokenized by the contract that settings and base checkpoint make; every rank.
 
     Raises:
-        ConfigError, DataError: see ``build_contract``, ``continue_contract`` and
-            ``build_training_data``.
+        ConfigError, DataError: see ``build_contract``, ``continue_contract``,
+            ``ModelShape.rotation_by_length`` and ``build_training_data``.
     """
     start_from = config.pretrained_checkpoint
     prefix = config.model.data.data_prefix
@@ -73,7 +73,15 @@ def build_data(config: TrainConfig) -> TrainingData:
             new_weights=bool(config.model.regression.attribute_weights),
         )
     means_are_new = start is None or start_from.new_head or start.attributes != contract.attributes
-    data = build_training_data(config.model, contract, tokenizer, measure_label_means=means_are_new)
+    shape = ModelShape.from_config(read_model_config(Path(str(start_from.restore_from_path))))
+    shape.rotation_by_length(contract.seq_length)  # raises if it has none
+    data = build_training_data(
+        config.model,
+        contract,
+        tokenizer,
+        measure_label_means=means_are_new,
+        rotation_by_length=shape.rotation_by_length if shape.one_rotation_until else None,
+    )
     if start_from.load_rm_head_weights is not None:
         source, names = start_from.load_rm_head_weights, start_from.rm_head_names
         check_initial_head(source, data.contract, names)
@@ -166,7 +174,6 @@ def _load(config: TrainConfig, data: TrainingData, layout: ParallelLayout) -> Pr
         reply_marker=data.contract.reply_marker,
         lora_dropout=LoraDropout.from_settings(options.lora, options.seed),
     )
-    ModelShape.from_config(pretrained.config).check_length(data.contract.seq_length)
     _begin_head(config, data, pretrained)
     if pretrained.model.post_process:
         # Only now: archives have weights of texts' outputs, and none of an objective's own.

@@ -24,9 +24,11 @@ from nemo_aligner.checkpoint.hf.heads import (
     REWARD_TOKEN_KEY,
     FoundHead,
     find_head,
+    forget_lengths,
     is_of_head,
     load_with_head,
     reads_steps,
+    rotary_by_length,
 )
 from nemo_aligner.checkpoint.hf.source import Source, open_source
 from nemo_aligner.checkpoint.nemo.open import CONTRACT_NAME
@@ -197,7 +199,8 @@ class HfRewardModel:
 
     def _batches(self, token_lists: Sequence[list[int]]) -> Iterator[list[int]]:
         """Yield rows of similar length, the longest first, so that little is padded."""
-        is_alone = self.model.config.get_text_config().pad_token_id is None
+        has_no_pad = self.model.config.get_text_config().pad_token_id is None
+        is_alone = has_no_pad or bool(rotary_by_length(self.model))
         rows: list[int] = []
         for row in sorted(range(len(token_lists)), key=lambda row: -len(token_lists[row])):
             longest = len(token_lists[rows[0]]) if rows else 0
@@ -210,6 +213,7 @@ class HfRewardModel:
 
     @torch.no_grad()
     def _logits(self, token_lists: Sequence[list[int]]) -> np.ndarray:
+        forget_lengths(self.model)
         longest = max(map(len, token_lists))
         pad_id = self.model.config.get_text_config().pad_token_id or 0
         ids = torch.full((len(token_lists), longest), pad_id)
@@ -303,7 +307,11 @@ def _with_own_head(name: str, dtype: torch.dtype, choice: str | None = None) -> 
 
 
 def _length(tokenizer: Any, model: Any) -> int | None:
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if positions and rope.get("rope_type") == "dynamic":  # made for longer texts than it saw
+        positions *= rope["factor"]
     lengths = [each for each in (positions, tokenizer.model_max_length) if each]
     return min((int(each) for each in lengths if each < _NO_LENGTH), default=None)
 

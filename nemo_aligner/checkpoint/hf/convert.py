@@ -180,10 +180,10 @@ def _convert(
     with scratch_beside(output) as scratch:
         tokenizer = _save_tokenizer(found, scratch / "tokenizer", config["vocab_size"])
         shape = ModelShape.from_config(config)
-        options = shape.longest, template, seq_length, head, step_separator
+        options = shape.max_position_embeddings, template, seq_length, head, step_separator
         contract = contract_of(found, labels, tokenizer, stored.precision, *options)
         if head is not None and contract is not None:
-            shape.check_length(contract.seq_length)
+            shape.rotation_by_length(contract.seq_length)  # raises if it has none
             head = head.with_rows_of(tokenizer).with_outputs(contract.num_outputs)
             for name, tensor in head.tensors(config["hidden_size"]).items():
                 tensors[PREFIX + HEAD_PREFIX + name] = tensor

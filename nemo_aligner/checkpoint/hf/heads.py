@@ -539,3 +539,21 @@ def load_with_head(name: str, found: Source, head: FoundHead, dtype: torch.dtype
     tensors = head.tensors(body.config.get_text_config().hidden_size)
     read = {ours: tensor.read() for ours, tensor in tensors.items()}
     return BodyWithHead(body, read, reads_all=reads_steps(found))
+
+
+# transformers rotates all texts of a batch by the length of the longest, and keeps the largest base
+# of a dynamic rotation that it has seen. What a text's reward is, a fresh model says of it alone.
+
+
+def rotary_by_length(model: torch.nn.Module) -> list[Any]:
+    """List a model's rotary embeddings that differ with the length of a batch."""
+    kinds = "dynamic", "longrope"
+    return [each for each in model.modules() if getattr(each, "rope_type", None) in kinds]
+
+
+def forget_lengths(model: torch.nn.Module) -> None:
+    """Make transformers' dynamic rotations those of a model that has seen no text."""
+    for rotary in rotary_by_length(model):
+        if rotary.rope_type == "dynamic":
+            rotary.inv_freq = rotary.original_inv_freq.clone()
+            rotary.max_seq_len_cached = rotary.original_max_seq_len

@@ -30,6 +30,30 @@ def chains_of(prefixes: Sequence[int], cached: int) -> list[tuple[int, ...]]:
     return chains
 
 
+def rotations_of(batch: PackedBatch, by_length: Callable[[int], int]) -> list[int]:
+    """List the number of each segment's rotation, by the length of the texts that it is a part of.
+
+    Args:
+        by_length: ``ModelShape.rotation_by_length``.
+
+    Raises:
+        ValueError: a segment, cached or not, is a part of texts with different rotations.
+    """
+    cached = () if batch.cached is None else batch.cached.lengths
+    lengths = [*cached, *batch.cu_seqlens.diff().tolist()]
+    prefixes = batch.prefixes.tolist()
+    found: dict[int, int] = {}
+    shared = set(prefixes)
+    for number, chain in enumerate(chains_of(prefixes, len(cached)), len(cached)):
+        if number in shared:
+            continue  # each text has a last segment of its own
+        whole = (*chain, number)
+        rotation = by_length(sum(lengths[part] for part in whole))
+        if any(found.setdefault(part, rotation) != rotation for part in whole):
+            raise ValueError("texts that are rotated differently share a beginning of a pack")
+    return [found[number] for number in range(len(cached), len(lengths))]
+
+
 @dataclass(frozen=True)
 class PackedSegments:
     """Segments of a pack, passed where megatron-core passes ``PackedSeqParams``.
