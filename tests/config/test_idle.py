@@ -132,6 +132,7 @@ AT_WORK = {
     *under("model", SHAPE),
     *under("model", "reward_model_type objective objective_kwargs global_batch_size seed"),
     *under("model", "activations_checkpoint_granularity activations_checkpoint_num_layers"),
+    *under("model", "train_router moe_aux_loss_coeff"),
     *under("model", "freeze_layers loss_clip_val offload_adam_states"),
     *under("model.head", "reads bias mlp_size"),
     "model.lora.rank",
