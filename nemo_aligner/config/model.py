@@ -299,6 +299,7 @@ class ScoredPosition(Enum):
     turns = "turns"
     step_ends = "step_ends"
     step_marks = "step_marks"
+    step_answers = "step_answers"
 
 
 @dataclass
@@ -344,6 +345,10 @@ class ModelConfig(InvarianceConfig):
         None, "with full: recompute the first N layers of a stage; null: all"
     )
     freeze_layers: int = setting(0, "number of lowest layers to freeze, with the embeddings")
+    train_router: bool = setting(False, "also train which experts a mixture's tokens go to")
+    moe_aux_loss_coeff: float = setting(
+        0.0, "factor of the loss that evens out the load of experts; 0: none"
+    )
     lora: LoraConfig = field(default_factory=LoraConfig)
     global_batch_size: int = setting(64, "records (pairs or rated replies) per step")
     micro_batch_tokens: int = setting(4096, "tokens per forward and backward pass")
@@ -363,8 +368,18 @@ class ModelConfig(InvarianceConfig):
                 "micro_batch_tokens",
                 "batch_invariant_rows",
             )
-            checks.not_negative("freeze_layers")
+            checks.not_negative("freeze_layers", "moe_aux_loss_coeff")
             checks.seed("seed")
+            checks.require(
+                self.train_router or not self.moe_aux_loss_coeff,
+                "moe_aux_loss_coeff",
+                "0, or model.train_router=true: a router that is frozen learns no balance",
+            )
+            checks.require(
+                self.lora.rank == 0 or not self.train_router,
+                "train_router",
+                f"false, as model.lora.rank={self.lora.rank} freezes all weights of the backbone",
+            )
             checks.require(
                 self.lora.rank == 0 or self.freeze_layers == 0,
                 "freeze_layers",

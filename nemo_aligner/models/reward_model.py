@@ -36,7 +36,7 @@ from nemo_aligner.models.attention.segments import (
     rotations_of,
 )
 from nemo_aligner.models.backbone import layer_spec, transformer_config, use_transformer_engine
-from nemo_aligner.models.experts import MixtureOfExperts
+from nemo_aligner.models.experts import RECORDS, MixtureOfExperts, routers
 from nemo_aligner.models.internals import fused_output_layer_allowed
 from nemo_aligner.models.layers import learns
 from nemo_aligner.models.linear import (
@@ -152,6 +152,7 @@ class GPTRewardModel(GPTModel):
         )
         if self._lora_dropout is not None and self.training:
             self._lora_dropout.begin(batch, segments)
+        segments.remembered(RECORDS, lambda: len(batch.records))
         hidden = self.decoder(
             hidden_states=self._embedded(batch, positions) if self.pre_process else None,
             attention_mask=None,
@@ -445,6 +446,13 @@ def freeze_lower_layers(model: GPTRewardModel, count: int, num_layers: int) -> N
     for layer in model.decoder.layers:
         if layer.layer_number <= count:
             layer.requires_grad_(False)
+
+
+def set_routers(model: GPTRewardModel, *, trained: bool, aux_loss_coeff: float) -> None:
+    """Freeze the routers of a mixture of experts, or train them with an auxiliary loss."""
+    for router in routers(model).values():
+        router.weight.requires_grad_(trained)
+        router.aux_loss_coeff = aux_loss_coeff
 
 
 def check_freezing(count: int, num_layers: int) -> None:

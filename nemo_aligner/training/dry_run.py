@@ -26,7 +26,12 @@ from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.planning.cost import Packs, Plan, attended_keys, parameters
 from nemo_aligner.planning.memory import Memory, fullest_stage
 from nemo_aligner.planning.planner import GIB
-from nemo_aligner.training.build import build_data, build_loader, trained_model_config
+from nemo_aligner.training.build import (
+    build_data,
+    build_loader,
+    check_experts,
+    trained_model_config,
+)
 from nemo_aligner.training.resume import changes_since, find_latest, new_state
 from nemo_aligner.training.run import (
     build_early_stopping,
@@ -58,6 +63,7 @@ def check_run(config: TrainConfig, processes: int) -> str:
     tokenizer, start = read_text_rules(path)
     model_config = trained_model_config(config)
     shape = ModelShape.from_config(model_config)
+    check_experts(config, shape)
     shape.check_fits(layout.tp, layout.pp, layout.ep)
     check_freezing(config.model.freeze_layers, shape.num_layers)
     tokenizer.check_fits(shape.vocab_size)
