@@ -31,6 +31,7 @@ from serving_work import Contestants
 
 OURS, UNCACHED, VLLM = "nemo_aligner", "nemo_aligner without cache", "vLLM"
 TOLD, SAID = 70, 40  # words of a tool's message, and of a reply
+_REST_S = 1.0
 
 Dialogue = list[dict[str, str]]
 
@@ -72,7 +73,7 @@ def main() -> None:
     work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
     model = prepare_reward_model(arguments.model, work, reads="turns")
     clients = Clients()
-    contestants = Contestants(_recipes(arguments, model, work), work, clients)
+    contestants = Contestants(_recipes(arguments, model, work), work, clients, _REST_S)
     loads: dict[str, list[Load]] = {OURS: [], UNCACHED: [], VLLM: []}
     rng = random.Random(0)
     try:

@@ -72,7 +72,8 @@ def _compare_servers(arguments: argparse.Namespace, work: Path) -> dict[str, Any
     pairs, vocabulary = _texts(arguments.data, reward_model)
     products = _products(reward_model, arguments.threads)
     clients = Clients()
-    contestants = Contestants(_recipes(arguments, reward_model, work), work, clients)
+    recipes = _recipes(arguments, reward_model, work)
+    contestants = Contestants(recipes, work, clients, arguments.rest)
     if arguments.vllm_python is None:
         left_out = "left out, as --vllm-python is not given"
         contestants.failures.update({COLD: left_out, WARM: left_out})
@@ -246,6 +247,9 @@ def _parse() -> argparse.Namespace:
         "--requests", type=int, default=64, help="a turn (default 64), at least 2 for each client"
     )
     parser.add_argument("--turns", type=int, default=2, help="of each server (default 2)")
+    parser.add_argument(
+        "--rest", type=float, default=3.0, help="seconds before each load (default 3)"
+    )
     parser.add_argument(
         "--server", action="append", default=[], metavar="KEY=VALUE", help="a setting of ours"
     )

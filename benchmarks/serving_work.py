@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -116,12 +117,18 @@ def _random(kind: str, clients: int, turn: int) -> np.random.RandomState:
 
 
 class Contestants:
-    """The servers by name, each started when it is first asked; a peer that fails is not again."""
+    """The servers by name, each started when it is first asked; a peer that fails is not again.
 
-    def __init__(self, recipes: Sequence[Recipe], work: Path, clients: Clients) -> None:
+    ``rest_s`` passes before each load: a server may compute on after its last answer.
+    """
+
+    def __init__(
+        self, recipes: Sequence[Recipe], work: Path, clients: Clients, rest_s: float = 0.0
+    ) -> None:
         self._recipes = {recipe.name: recipe for recipe in recipes}
         self._work = work
         self._clients = clients
+        self._rest_s = rest_s
         self._running: dict[str, tuple[Server, str]] = {}
         self.failures: dict[str, str] = {}
 
@@ -143,6 +150,7 @@ class Contestants:
                 self._running[name] = recipe.start(log)
             requests = [recipe.request(token_ids) for token_ids in token_lists]
             url = self._running[name][1]
+            time.sleep(self._rest_s)
             load = self._clients.put(url, requests, clients, limit_s, len(requests))
             if load.refused:
                 said = load.said[0] if load.said else f"no answer within {limit_s:g} s"

@@ -72,7 +72,7 @@ def test_training_has_the_loss_of_trl(folder: Path, trl_python: Path) -> None:
     assert [row["trainer"] for row in rows] == ["nemo_aligner", "TRL, batch 2"]
 
 
-SERVED = ("--clients=2", "--requests=6", "--turns=1", "--threads=1")
+SERVED = ("--rest=0", "--clients=2", "--requests=6", "--turns=1", "--threads=1")
 KILLED = "it was ended by SIGKILL, as the kernel does where memory is short\nout of memory"
 
 
