@@ -102,7 +102,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, body: bytes) -> Reply:
 def rewards_of(reply: Reply) -> list[float] | None:
     """The rewards that a KServe server, the gateway or vLLM has answered, None if it has not.
 
-    Of several in one text (``token_classify``) they are those of the last.
+    Of several in one text (``token_classify``) it is the last; vLLM's rows are of two classes then.
     """
     if reply.status != 200:
         return None
@@ -114,7 +114,7 @@ def rewards_of(reply: Reply) -> list[float] | None:
         return [float(row[0]) for row in content["rewards"]]
     if "probs" in content["data"][0]:
         return [float(row["probs"][0]) for row in content["data"]]
-    return [float(row["data"][-1][0]) for row in content["data"]]
+    return [float(row["data"][-1][-1]) for row in content["data"]]
 
 
 if __name__ == "__main__":
