@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 # Settings of an evaluation; the others are about the model, which is loaded already.
 _OF_EVALUATION = (
-    "data", "task", "threshold", "aggregate", "swapped", "robustness_pairs", "output",
-    "output_rewards", "report",
+    "data", "task", "threshold", "threshold_from", "aggregate", "swapped", "robustness_pairs",
+    "output", "output_rewards", "report",
 )  # fmt: skip
 _SHARD_BYTES = 5 * 10**9
 
@@ -178,7 +178,7 @@ class RewardModel:
         if score_steps is None:
             raise ConfigError(
                 f"steps: {self.name} has one reward for each text, wanted a model that was trained "
-                "with model.head.reads=turns, step_ends or step_marks"
+                "with model.head.reads=turns or step_ends, for example"
             )
         found = score_steps(texts)
         for row, own in enumerate(found):

@@ -277,6 +277,7 @@ class ScoredPosition(Enum):
     turns = "turns"
     step_ends = "step_ends"
     step_marks = "step_marks"
+    step_answers = "step_answers"
 
 
 @dataclass

@@ -119,7 +119,7 @@ TEXTS = "format prompt_key chosen_key rejected_key system_prompt_file prompt_fil
 # What does something in every use of its verb, or is refused where it would not.
 AT_WORK = {
     *under("", "rm_model_file hf_model server expect_contract precision task robustness_pairs"),
-    *under("", "threshold aggregate"),
+    *under("", "threshold threshold_from aggregate"),
     *under("", "swapped source.head"),
     *under("", "output output_rewards report backends backend_token_file backend_token_variable"),
     *under(
