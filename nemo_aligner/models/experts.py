@@ -128,7 +128,10 @@ class Router(torch.nn.Module):
     def __init__(self, config: TransformerConfig, shape: ExpertShape) -> None:
         super().__init__()
         self._shape = shape
-        self._is_split = config.sequence_parallel
+        # Ranks that have the tokens of one pack.
+        self._group = parallel_state.get_context_parallel_group()
+        if config.sequence_parallel:
+            self._group = parallel_state.get_tensor_and_context_parallel_group()
         self.load = torch.zeros(shape.count, dtype=torch.int64, device=torch.cuda.current_device())
         kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         self.weight = torch.nn.Parameter(torch.empty(shape.count, config.hidden_size, **kind))
@@ -171,8 +174,8 @@ class Router(torch.nn.Module):
         if not self.aux_loss_coeff:
             return shares
         counts = torch.cat([counts, counts.new_tensor([len(chosen)])])
-        if self._is_split:  # each rank has some of the pack's tokens
-            dist.all_reduce(counts, group=parallel_state.get_tensor_model_parallel_group())
+        if self._group.size() > 1:
+            dist.all_reduce(counts, group=self._group)
         count, top_k = self._shape.count, self._shape.top_k
         factor = self.aux_loss_coeff * self.records * count / top_k
         return _WithSlope.apply(shares, counts[:-1] * (factor / counts[-1].float() ** 2))
@@ -277,6 +280,8 @@ class ExpertLinear(torch.nn.Module):
         first: number of this rank's first expert.
         adapter: LoRA's adapter, whose output is added; None without LoRA.
     """
+
+    adapter: Any
 
     def __init__(
         self, config: TransformerConfig, size: tuple[int, ...], count: int | None = None
