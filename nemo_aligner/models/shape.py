@@ -219,7 +219,6 @@ class ModelShape:
             query_scaling=read_query_scaling(config),
             no_rope_freq=read_frequency(config, "no_rope_freq"),
             **_read_layer(config),
-            experts=read_experts(config),
             lora=read_lora(config),
             head=read_head_shape(config),
         )
@@ -378,6 +377,7 @@ def _read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         **read_window_pattern(config, window),
         "attn_logit_softcapping": optional_number_of_config(config, "attn_logit_softcapping"),
         "query_pre_attn_scalar": optional_number_of_config(config, "query_pre_attn_scalar"),
+        "experts": read_experts(config),
     }
 
 
