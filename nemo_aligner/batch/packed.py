@@ -431,6 +431,21 @@ class ReplyRows:
 
 
 @dataclass(frozen=True)
+class SpokenRows:
+    """Tokens of a pack that a language model predicts: the reply of the best text of each record.
+
+    Attributes:
+        index: ``[M]`` int64 into a pack's tokens, of those that predict, reply after reply.
+        targets: ``[M]`` int64 token ids that follow them.
+        lengths: of the S texts, 0 for those that are not predicted.
+    """
+
+    index: Tensor
+    targets: Tensor
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class PackedBatch:
     """Sequences laid end to end, without padding between them; a common prefix is there once.
 
@@ -455,6 +470,7 @@ class PackedBatch:
         records: the records that own them.
         cached: what is taken from a pool of keys and values, and stored there; None is nothing.
         replies: what is read of each sequence instead of its last token; None is that alone.
+        spoken: what a language model predicts; None is nothing.
     """
 
     tokens: Tensor
@@ -466,6 +482,7 @@ class PackedBatch:
     records: Records
     cached: CacheUse | None = None
     replies: ReplyRows | None = None
+    spoken: SpokenRows | None = None
 
     @classmethod
     def pack(
@@ -563,4 +580,11 @@ class PackedBatch:
             replies=None
             if self.replies is None
             else replace(self.replies, index=to_device(self.replies.index, device)),
+            spoken=None
+            if self.spoken is None
+            else replace(
+                self.spoken,
+                index=to_device(self.spoken.index, device),
+                targets=to_device(self.spoken.targets, device),
+            ),
         )

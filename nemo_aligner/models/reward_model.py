@@ -21,7 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_aligner.batch.packed import PackedBatch, ReplyRows
+from nemo_aligner.batch.packed import PackedBatch, ReplyRows, SpokenRows
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.contract.turns import reply_start
@@ -96,6 +96,8 @@ class GPTRewardModel(GPTModel):
         self.reads_every_token = reads_every_token
         self.reply_marker = reply_marker
         self._rotations = rotations(shape, self.rotary_pos_emb)
+        self.spoken_marker: tuple[int, ...] | None = None
+        self._vocab_size = shape.vocab_size
         self._query_scaling = shape.query_scaling
         self._has_engine = use_transformer_engine(shape, config.params_dtype)
         # Rounded to the model's dtype, as in Gemma's own training.
@@ -112,6 +114,14 @@ class GPTRewardModel(GPTModel):
         self._lora_dropout = lora_dropout
         if shape.lora is not None:
             attach_adapters(self, shape.lora, lora_dropout)
+
+    def read_as_language_model(self, marker: tuple[int, ...]) -> None:
+        """Append to each text's outputs the mean ``-log p`` of its ``SpokenRows``.
+
+        ``marker`` are the ids before a reply. The output layer is the embedding, which has to be on
+        this rank.
+        """
+        self.spoken_marker = marker
 
     def begin_step(self, step: int) -> None:
         """Prepare for the forward passes of a training step, counted from 0."""
@@ -139,10 +149,12 @@ class GPTRewardModel(GPTModel):
         rows = batch.scored_tokens if batch.replies is None else batch.replies.index
         if self.reads_every_token:
             rows = torch.arange(batch.num_tokens, device=rows.device)
+        # The last layer goes on with these alone.
+        wanted = rows if batch.spoken is None else torch.cat([rows, batch.spoken.index])
         segments = PackedSegments.of(
             batch,
             self._tables(batch.position_ids),
-            self._rows_of_head(rows),
+            self._rows_of_head(wanted),
             self.key_value_pool,
             self._query_scale(batch.position_ids),
         )
@@ -165,7 +177,25 @@ class GPTRewardModel(GPTModel):
         read = hidden[: len(rows), 0]
         if batch.replies is not None:
             read = mean_of_replies(read, batch.replies.lengths)
-        return self.rm_head(read)
+        outputs = self.rm_head(read)
+        if batch.spoken is None:
+            return outputs
+        losses = self._spoken_losses(hidden[len(rows) : len(wanted), 0], batch.spoken)
+        return torch.cat([outputs, losses], dim=1)
+
+    def _spoken_losses(self, hidden: Tensor, spoken: SpokenRows) -> Tensor:
+        """Mean ``-log p`` ``[S, 1]`` of each text's spoken tokens, of ``hidden [M, hidden]``."""
+        words = self.embedding.word_embeddings
+        # Each rank has a part of the vocabulary, and so of the gradient.
+        hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, self.pg_collection.tp)
+        logits = F.linear(hidden, words.weight).float()
+        own = torch.arange(words.vocab_start_index, words.vocab_end_index, device=logits.device)
+        logits = logits.masked_fill(own >= self._vocab_size, -torch.inf)
+        losses = tensor_parallel.vocab_parallel_cross_entropy(
+            logits[:, None], spoken.targets[:, None]
+        )
+        parts = losses[:, 0].split(list(spoken.lengths))
+        return torch.stack([part.sum() / max(1, len(part)) for part in parts])[:, None]
 
     @property
     def stream_dtype(self) -> torch.dtype:
@@ -382,6 +412,29 @@ def _sequences(batch: PackedBatch) -> Iterator[Tensor]:
         parts = [number - cached for number in chains[segment] if number >= cached]
         spans = [torch.arange(bounds[part], bounds[part + 1]) for part in (*parts, segment)]
         yield torch.cat(spans)
+
+
+def find_spoken_rows(batch: PackedBatch, marker: Sequence[int]) -> SpokenRows:
+    """Find the reply's tokens in the best text of each record of a pack, on the host.
+
+    Without a ``marker`` a text is all reply, but for its first token, which nothing predicts.
+    """
+    records = batch.records
+    owner = torch.arange(len(records)).repeat_interleave(records.sizes).tolist()
+    ranks, best = records.ranks.tolist(), dict[int, int]()
+    for text, record in enumerate(owner):
+        if record not in best or ranks[text] < ranks[best[record]]:
+            best[record] = text
+    rows, targets, lengths = [], [], []
+    for text, own in enumerate(_sequences(batch)):
+        ids = batch.tokens[own]
+        start = len(own)
+        if best[owner[text]] == text:
+            start = max(1, reply_start(ids.numpy(), marker) if marker else 0)
+        rows.append(own[start - 1 : -1])
+        targets.append(ids[start:])
+        lengths.append(len(own) - start)
+    return SpokenRows(torch.cat(rows), torch.cat(targets), tuple(lengths))
 
 
 def mean_of_replies(hidden: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from nemo_aligner.batch.packed import PackedBatch, Records
 from nemo_aligner.distributed.collectives import PipelineMessages, current_device
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.reward_model import GPTRewardModel, find_reply_rows
+from nemo_aligner.models.reward_model import GPTRewardModel, find_reply_rows, find_spoken_rows
 from nemo_aligner.utils.host_transfer import to_device
 
 _MOST_PARTS = 50
@@ -173,7 +173,7 @@ def _run_schedule(
     forward_only: bool,
 ) -> list[Tensor]:
     inside = _unwrapped(model)
-    batches = [_with_replies(batch, inside.reply_marker) for batch in batches]
+    batches = [_with_rows(batch, inside) for batch in batches]
     padded = [batch.padded_to_multiple(inside.row_multiple) for batch in batches]
     run = partial(
         get_forward_backward_func(),
@@ -197,9 +197,15 @@ def _run_schedule(
     return outputs
 
 
-def _with_replies(batch: PackedBatch, marker: Sequence[int] | None) -> PackedBatch:
-    """Attach the rows of the replies to a pack, for a head that reads their mean."""
-    return batch if marker is None else replace(batch, replies=find_reply_rows(batch, marker))
+def _with_rows(batch: PackedBatch, model: GPTRewardModel) -> PackedBatch:
+    """Attach the rows of the replies to a pack, for a head that reads their mean, and for a loss
+    of the language model.
+    """
+    if model.reply_marker is not None:
+        batch = replace(batch, replies=find_reply_rows(batch, model.reply_marker))
+    if model.spoken_marker is not None:
+        batch = replace(batch, spoken=find_spoken_rows(batch, model.spoken_marker))
+    return batch
 
 
 def _unwrapped(model: torch.nn.Module) -> GPTRewardModel:
