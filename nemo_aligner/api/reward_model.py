@@ -358,7 +358,7 @@ class _Session:
 
     def __init__(self) -> None:
         self._held: ExitStack | None = None
-        self._sizes: tuple[int, int, bool] | None = None
+        self._sizes: dict[str, Any] | None = None
         self._layout: ParallelLayout | None = None
         self._loaded: WeakKeyDictionary[RewardModel, RewardSource] = WeakKeyDictionary()
 
@@ -380,7 +380,7 @@ class _Session:
             if not self._loaded and find_process(os.environ).world_size == 1:
                 self.close()
 
-    def _open(self, sizes: tuple[int, int, bool]) -> ParallelLayout:
+    def _open(self, sizes: dict[str, Any]) -> ParallelLayout:
         if self._layout is not None and self._sizes == sizes:
             return self._layout
         self.close()
@@ -389,7 +389,7 @@ class _Session:
 
         with ExitStack() as held:
             held.enter_context(launch())
-            self._layout, self._sizes = initialize_layout(*sizes), sizes
+            self._layout, self._sizes = initialize_layout(**sizes), sizes
             self._held = held.pop_all()
         return self._layout
 

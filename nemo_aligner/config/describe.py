@@ -202,6 +202,8 @@ PEER_NAMES = {
     "tp": "model.tensor_model_parallel_size",
     "tensor_parallel_size": "model.tensor_model_parallel_size",
     "pp": "model.pipeline_model_parallel_size",
+    "ep": "model.expert_model_parallel_size",
+    "expert_parallel_size": "model.expert_model_parallel_size",
     "pipeline_parallel_size": "model.pipeline_model_parallel_size",
     "dtype": "trainer.precision",
     "torch_dtype": "trainer.precision",

@@ -156,6 +156,7 @@ class LoraConfig:
 # Layout of a finished reward model.
 
 BATCH_INVARIANT_ROWS = 256
+EXPERT_RANKS = "number of data parallel ranks that share the experts of a mixture"
 
 
 @dataclass
@@ -180,6 +181,7 @@ class ScorerModelConfig(InvarianceConfig):
 
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
+    expert_model_parallel_size: int = setting(1, EXPERT_RANKS)
     sequence_parallel: bool = setting(
         False, "also split norms along the tokens; needs tensor parallelism"
     )
@@ -190,6 +192,7 @@ class ScorerModelConfig(InvarianceConfig):
             checks.positive(
                 "tensor_model_parallel_size",
                 "pipeline_model_parallel_size",
+                "expert_model_parallel_size",
                 "micro_batch_tokens",
                 "batch_invariant_rows",
             )
@@ -307,6 +310,7 @@ class ModelConfig(InvarianceConfig):
     head: HeadConfig = field(default_factory=HeadConfig)
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
+    expert_model_parallel_size: int = setting(1, EXPERT_RANKS)
     context_parallel_size: int = setting(1, "not supported: 1")
     sequence_parallel: bool = setting(
         False, "also split norms along the tokens; needs tensor parallelism"
@@ -330,6 +334,7 @@ class ModelConfig(InvarianceConfig):
             checks.positive(
                 "tensor_model_parallel_size",
                 "pipeline_model_parallel_size",
+                "expert_model_parallel_size",
                 "context_parallel_size",
                 "activations_checkpoint_num_layers",
                 "global_batch_size",

@@ -192,19 +192,20 @@ def open_source(config: EvaluateConfig) -> Iterator[RewardSource]:
             yield _expected(source, config.expect_contract)
         return
     with launch():
-        yield load_source(config, initialize_layout(*layout_sizes(config)))
+        yield load_source(config, initialize_layout(**layout_sizes(config)))
 
 
-def layout_sizes(config: EvaluateConfig) -> tuple[int, int, bool]:
-    """Tensor and pipeline parallel sizes, and sequence parallelism, of a model in this process."""
+def layout_sizes(config: EvaluateConfig) -> dict[str, Any]:
+    """Arguments of ``initialize_layout`` for a model in this process."""
     model = config.model
     if config.rm_model_file is None:
-        return 1, 1, False
-    return (
-        model.tensor_model_parallel_size,
-        model.pipeline_model_parallel_size,
-        model.sequence_parallel,
-    )
+        return {}
+    return {
+        "tp": model.tensor_model_parallel_size,
+        "pp": model.pipeline_model_parallel_size,
+        "ep": model.expert_model_parallel_size,
+        "sequence_parallel": model.sequence_parallel,
+    }
 
 
 def load_source(config: EvaluateConfig, layout: ParallelLayout) -> RewardSource:

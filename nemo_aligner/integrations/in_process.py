@@ -46,11 +46,13 @@ class InProcessScorer:
             CheckpointError: the model cannot be read.
         """
         assert config.rm_model_file is not None
-        sizes = config.model.tensor_model_parallel_size, config.model.pipeline_model_parallel_size
-        if sizes != (1, 1):
+        model = config.model
+        sizes = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
+        if (*sizes, model.expert_model_parallel_size) != (1, 1, 1):
             raise ConfigError(
-                f"model: got tensor and pipeline parallel sizes {sizes[0]} and {sizes[1]}, wanted "
-                "1 and 1 in one process; start nemo-aligner serve by torchrun, and give its url"
+                f"model: got tensor and pipeline parallel sizes {sizes[0]} and {sizes[1]}, and "
+                f"{model.expert_model_parallel_size} ranks that share experts, wanted 1 of each in "
+                "one process; start nemo-aligner serve by torchrun, and give its url"
             )
         # A model that cannot be loaded leaves no process group behind.
         with ExitStack() as started:

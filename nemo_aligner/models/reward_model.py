@@ -429,7 +429,7 @@ def find_spoken_rows(batch: PackedBatch, marker: Sequence[int]) -> SpokenRows:
     for text, own in enumerate(_sequences(batch)):
         ids = batch.tokens[own]
         start = len(own)
-        if best[owner[text]] == text:
+        if text < len(owner) and best[owner[text]] == text:  # a pack may be of no record
             start = max(1, reply_start(ids.numpy(), marker) if marker else 0)
         rows.append(own[start - 1 : -1])
         targets.append(ids[start:])

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
@@ -69,7 +70,7 @@ def infer(
     ``batches`` and on all pipeline stages but the last. Leaves the model in evaluation mode.
     """
     _stop_training(model)
-    return _run(model, batches, layout, None) if batches else None
+    return _run(model, batches, layout, None) if batches or layout.ep > 1 else None
 
 
 def _stop_training(model: torch.nn.Module) -> None:
@@ -119,13 +120,13 @@ def infer_values(
     evaluation mode.
     """
     _stop_training(model)
-    if not batches:
+    if not batches and layout.ep == 1:
         return []
     values = _run_schedule(model, batches, layout, _value_step, forward_only=True)
     if not layout.is_last_stage:
         return None
     # Sequence parallelism may have appended a padding segment.
-    return [found[: batch.num_tokens] for found, batch in zip(values, batches, strict=True)]
+    return [found[: batch.num_tokens] for found, batch in zip(values, batches, strict=False)]
 
 
 def gather_rewards(
@@ -162,7 +163,7 @@ def _run(
 ) -> Tensor | None:
     step = partial(_forward_step, loss=loss)
     outputs = _run_schedule(model, batches, layout, step, forward_only=loss is None)
-    return torch.cat(outputs) if layout.is_last_stage else None
+    return torch.cat(outputs) if batches and layout.is_last_stage else None
 
 
 def _run_schedule(
@@ -173,6 +174,10 @@ def _run_schedule(
     forward_only: bool,
 ) -> list[Tensor]:
     inside = _unwrapped(model)
+    if layout.ep > 1:
+        batches = _as_many_as_others(batches)
+        if not batches:
+            return []
     batches = [_with_rows(batch, inside) for batch in batches]
     padded = [batch.padded_to_multiple(inside.row_multiple) for batch in batches]
     run = partial(
@@ -195,6 +200,18 @@ def _run_schedule(
     outputs = run(p2p_communicator=messages, pg_collection=messages.groups())
     messages.finish()
     return outputs
+
+
+def _as_many_as_others(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+    """Add packs of no record until there are as many as on any rank with which experts are shared.
+
+    An expert's product has the tokens of all of them.
+    """
+    most = torch.tensor(len(batches), device=current_device())
+    dist.all_reduce(most, dist.ReduceOp.MAX, parallel_state.get_expert_model_parallel_group())
+    one = PackedBatch.pack([torch.zeros(1, dtype=torch.int64)])
+    empty = replace(one, rows=one.rows[:0], records=Records.of([], []))
+    return [*batches, *[empty] * (int(most) - len(batches))]
 
 
 def _with_rows(batch: PackedBatch, model: GPTRewardModel) -> PackedBatch:
@@ -235,6 +252,8 @@ def _forward_step(
         kept = own.detach().clone()
         if loss is None:
             return output.sum(), kept
+        if not len(batch.records):
+            return output.sum() * 0, torch.zeros((), dtype=torch.int, device=kept.device), kept
         if isinstance(loss, Tensor):
             total, count = _by_gradient(own, loss[batch.rows], len(batch.records))
         else:

@@ -54,6 +54,7 @@ def run_server(config: ServeConfig) -> int:
             config.model.tensor_model_parallel_size,
             config.model.pipeline_model_parallel_size,
             config.model.sequence_parallel,
+            ep=config.model.expert_model_parallel_size,
         )
         for note in idle_notes(config, layout.num_ranks):
             say(note)

@@ -143,7 +143,14 @@ def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSize
                 reasons.append(f"{sizes}: {error}")
                 continue
             fitting += [sizes, replace(sizes, sequence_parallel=True)][: 1 + (tp > 1)]
-    return sorted(fitting, key=lambda sizes: -sizes.tp * sizes.pp), reasons
+    for sizes in [each for each in fitting if each.dp > 1 and shape.experts is not None]:
+        shared = replace(sizes, ep=sizes.dp)
+        try:
+            shape.check_fits(sizes.tp, sizes.pp, sizes.dp)
+            fitting.append(shared)
+        except ConfigError as error:
+            reasons.append(f"{shared}: {error}")
+    return sorted(fitting, key=lambda sizes: -sizes.tp * sizes.pp * sizes.ep), reasons
 
 
 def choose_bars(precision: str, num_layers: int, reference: np.ndarray) -> dict[Compared, Bar]:
@@ -299,7 +306,9 @@ def score_everywhere(
     """
     with launch(), open_nemo(checkpoint) as folder:
         layouts, reasons = fitting_layouts(get_world_size(), ModelShape.from_config(folder.config))
-        layouts = [sizes for sizes in layouts if sizes.tp * sizes.pp >= min_model_parallel]
+        layouts = [
+            sizes for sizes in layouts if sizes.tp * sizes.pp * sizes.ep >= min_model_parallel
+        ]
         if not layouts:
             raise ConfigError(
                 f"no layout of {get_world_size()} processes fits: " + "; ".join(reasons)
@@ -315,7 +324,7 @@ def score_everywhere(
 def _at_layout(
     checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
 ) -> dict[str, np.ndarray]:
-    layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel)
+    layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel, ep=sizes.ep)
     found = _scored(checkpoint, texts, precision, layout)
     for name, recompute in (("training", Recompute.none), ("training, recompute", Recompute.full)):
         _free()
@@ -328,7 +337,7 @@ def _at_layout(
 def _alone(
     checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
 ) -> np.ndarray:
-    layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel)
+    layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel, ep=sizes.ep)
     budget = 2**30
     scorer = load_scorer(checkpoint, layout, precision=precision, micro_batch_tokens=budget)
     rewards = score_alone(scorer.score, texts)

@@ -18,9 +18,8 @@ from nemo_aligner.data.demo import build_demo_pairs, demo_lines
 from nemo_aligner.data.records import write_lines
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.distributed.launch import launch
-from nemo_aligner.distributed.layout import initialize_layout
 from nemo_aligner.training.build import build_data, build_learner
-from nemo_aligner.training.run import check_settings
+from nemo_aligner.training.run import check_settings, layout_of
 from nemo_aligner.utils.console import Counter, say, waiting_for
 from nemo_aligner.utils.errors import ConfigError
 
@@ -117,12 +116,7 @@ def run_probe(config: TrainConfig, records: int, steps: int) -> ProbeResult:
             config.model.data.data_prefix.train = [str(_demo_file(Path(folder), records))]
         _set_for_probe(config, records, steps)
         with launch():
-            layout = initialize_layout(
-                config.model.tensor_model_parallel_size,
-                config.model.pipeline_model_parallel_size,
-                config.model.sequence_parallel,
-                config.model.seed,
-            )
+            layout = layout_of(config.model)
             data = few_records(build_data(config), records)
             _check_bar(data.objective.main_metric)
             say(f"{len(data.train)} records, {steps} steps each way")

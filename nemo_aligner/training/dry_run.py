@@ -57,7 +57,7 @@ def check_run(config: TrainConfig, processes: int) -> str:
     tokenizer, start = read_text_rules(path)
     model_config = trained_model_config(config)
     shape = ModelShape.from_config(model_config)
-    shape.check_fits(layout.tp, layout.pp)
+    shape.check_fits(layout.tp, layout.pp, layout.ep)
     check_freezing(config.model.freeze_layers, shape.num_layers)
     tokenizer.check_fits(shape.vocab_size)
     data = build_data(config)
@@ -94,8 +94,9 @@ def _written(config: TrainConfig) -> str:
 def _layout(config: TrainConfig, processes: int) -> LayoutSizes:
     options = config.model
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
-    dp = check_sizes(processes, tp, pp, options.sequence_parallel)
-    return LayoutSizes(tp=tp, pp=pp, dp=dp, sequence_parallel=options.sequence_parallel)
+    ep = options.expert_model_parallel_size
+    dp = check_sizes(processes, tp, pp, options.sequence_parallel, ep)
+    return LayoutSizes(tp=tp, pp=pp, dp=dp, ep=ep, sequence_parallel=options.sequence_parallel)
 
 
 def _plan(

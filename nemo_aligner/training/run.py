@@ -16,7 +16,7 @@ from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.idle import idle_notes
-from nemo_aligner.config.model import Recompute
+from nemo_aligner.config.model import ModelConfig, Recompute
 from nemo_aligner.config.training import (
     CheckpointCallbackConfig,
     ExpManagerConfig,
@@ -28,7 +28,7 @@ from nemo_aligner.data.dataset import TokenizedDataset, weighted_order
 from nemo_aligner.data.training_data import Imbalance, TrainingData, how_to_read
 from nemo_aligner.distributed.collectives import lacks_bf16
 from nemo_aligner.distributed.launch import launch
-from nemo_aligner.distributed.layout import LayoutSizes, initialize_layout
+from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout, initialize_layout
 from nemo_aligner.losses import describe_objective
 from nemo_aligner.metrics.table import Better, better_values
 from nemo_aligner.models.shape import ModelShape
@@ -41,6 +41,17 @@ from nemo_aligner.training.trainer import EarlyStopping, HeldoutRewards, Outcome
 from nemo_aligner.utils.console import Counter, join_fields, say, show_number, unfold, waiting_for
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from nemo_aligner.utils.processes import is_main, show_command
+
+
+def layout_of(model: ModelConfig) -> ParallelLayout:
+    """Build the process groups of a run."""
+    return initialize_layout(
+        model.tensor_model_parallel_size,
+        model.pipeline_model_parallel_size,
+        model.sequence_parallel,
+        model.seed,
+        ep=model.expert_model_parallel_size,
+    )
 
 
 def train(
@@ -58,12 +69,7 @@ def train(
     check_settings(config)
     stop = SignalHandler(config.trainer.max_time, in_program=in_program)
     with stop, launch() as world, ExitStack() as held:
-        layout = initialize_layout(
-            config.model.tensor_model_parallel_size,
-            config.model.pipeline_model_parallel_size,
-            config.model.sequence_parallel,
-            config.model.seed,
-        )
+        layout = layout_of(config.model)
         with waiting_for("reading and tokenizing"):
             data = build_data(config)
         say(data.table())

@@ -28,7 +28,8 @@ ROWS = {"model.batch_invariant_rows"}
 VARIANT = "model.batch_invariant=false"
 LAYOUT = ROWS | under(
     "model",
-    "tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel batch_invariant",
+    "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "
+    "sequence_parallel batch_invariant",
 )
 OF_SEVERAL = under("server", "heartbeat_secs worker_timeout_secs")
 CRITIC = "pretrained_checkpoint.restore_from_path=rm.nemo"
@@ -110,7 +111,8 @@ RUN = (
     "create_wandb_logger create_mlflow_logger report"
 )
 SHAPE = (
-    "batch_invariant tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+    "batch_invariant tensor_model_parallel_size pipeline_model_parallel_size "
+    "expert_model_parallel_size context_parallel_size "
     "sequence_parallel micro_batch_tokens"
 )
 TEXTS = "format prompt_key chosen_key rejected_key system_prompt_file prompt_file input_template"

@@ -31,23 +31,35 @@ from nemo_aligner.models.step import forward_backward, gather_rewards, infer, in
 from nemo_aligner.training.optimizer.optimizer import build_optimizer
 from tests.families import SEQUENCES
 
-LAYOUTS: dict[str, tuple[int, int, bool]] = {
-    "TP=2": (2, 1, False),
-    "TP=2+SP": (2, 1, True),
-    "PP=2": (1, 2, False),
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP=2": {"tp": 2},
+    "TP=2+SP": {"tp": 2, "sequence_parallel": True},
+    "PP=2": {"pp": 2},
+    "EP=2": {"ep": 2},
 }
+# What is there of experts.
+MIXTURES = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"]
 # Of tests.families, one of each.
 CASES = [
     "llama3", "qwen2", "qwen3", "mistral_untied_window", "ministral", "ministral3",
     "smollm3_untied_window", "gemma", "gemma2", "gemma3", "nemotron", "olmo2", "granite",
-    "phi3_longrope", "glm4", "exaone4_window",
+    "phi3_longrope", "glm4", "exaone4_window", *MIXTURES,
 ]  # fmt: skip
 LENGTHENED = [list(range(3, 3 + length)) for length in (5, 21, 1, 12)]
 
 
-def batches() -> list[PackedBatch]:
-    """Three pairs; those of the first pack, 69 tokens, have a common prefix."""
+def batches(layout: ParallelLayout | None = None) -> list[PackedBatch]:
+    """Three pairs; those of the first pack, 69 tokens, have a common prefix.
+
+    Of two data parallel ranks the second has one pack, and the first two.
+    """
     first = PackedBatch.pack(SEQUENCES[:2], Records.of([0], [2]), groups=[Group(2, 30)])
+    if layout is not None and layout.dp > 1:
+        second, third = (
+            PackedBatch.pack(SEQUENCES[at : at + 2], Records.of([at // 2], [2]), range(at, at + 2))
+            for at in (2, 4)
+        )
+        return [third] if layout.dp_rank else [first, second]
     return [first, PackedBatch.pack(SEQUENCES[2:], Records.of([1, 2], [2, 2]), range(2, 6))]
 
 
@@ -62,7 +74,7 @@ def load(
 
 
 def everyone(rewards: Any, layout: ParallelLayout) -> list[float]:
-    return gather_rewards(rewards, batches(), (6, 1), layout).flatten().tolist()
+    return gather_rewards(rewards, batches(layout), (6, 1), layout).flatten().tolist()
 
 
 def step(
@@ -79,11 +91,11 @@ def step(
     wrapped.train()
     wrapped.zero_grad_buffer()
     optimizer.zero_grad()
-    before = forward_backward(wrapped, batches(), layout, BradleyTerry().loss)
+    before = forward_backward(wrapped, batches(layout), layout, BradleyTerry().loss)
     update = optimizer.step()
     assert update.applied
     optimizer.finish_update()
-    after = infer(wrapped, batches(), layout)
+    after = infer(wrapped, batches(layout), layout)
     if save is not None:
         on_main(lambda: save.parent.mkdir(exist_ok=True))
         save_weights(model.sharded_state_dict(prefix="model."), save)
@@ -105,7 +117,7 @@ def rewards(
     if weights is not None:
         state = load_weights(model.sharded_state_dict(prefix="model."), weights)
         model.load_state_dict({key.removeprefix("model."): state[key] for key in state})
-    return everyone(infer(model, batches(), layout), layout)
+    return everyone(infer(model, batches(layout), layout), layout)
 
 
 def load_critic(archive: Path, layout: ParallelLayout) -> GPTRewardModel:
@@ -160,12 +172,17 @@ def main(folder: str, reward_model: str, *archives: str) -> None:
         found: dict[str, dict[str, Any]] = {}
         on_rank: dict[str, Any] = {}
         for name, sizes in LAYOUTS.items():
-            layout = initialize_layout(*sizes)
+            layout = initialize_layout(**sizes)
             found[name] = {}
             for archive in map(Path, archives):
+                if layout.ep > 1 and archive.stem not in MIXTURES:
+                    continue
                 in_bf16 = rewards(archive, layout, Precision.bf16)
                 trained = step(archive, layout, save=Path(folder, name, archive.stem))
                 found[name][archive.stem] = {**trained, "bf16": in_bf16}
+            if layout.ep > 1:
+                destroy_layout()
+                continue
             values = critic(Path(reward_model), layout)
             if layout.is_last_stage and layout.tp_rank == 0:
                 on_rank[name] = values

@@ -47,7 +47,9 @@ def test_family_at_every_layout_scores_and_trains_alike(case: str, there: Any, a
     wanted = layouts.step(path, alone)
     in_bf16 = layouts.rewards(path, alone, Precision.bf16)
     assert wanted["after"] != pytest.approx(wanted["before"], abs=1e-3)
-    for name in LAYOUTS:
+    names = [name for name in LAYOUTS if case in found["families"][name]]
+    assert len(names) == len(LAYOUTS) - (case not in layouts.MIXTURES)
+    for name in names:
         got = found["families"][name][case]
         assert got["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5), name
         got["saved"] = layouts.rewards(path, alone, weights=folder / name / case)
@@ -65,7 +67,7 @@ def test_critic_at_every_layout_values_a_token_as_the_text_that_ends_with_it(
     there: Any, alone: Any
 ) -> None:
     folder, found = there
-    at_all = {name: found[name] for name in LAYOUTS} | {
+    at_all = {name: found[name] for name in LAYOUTS if name != "EP=2"} | {
         "one": layouts.critic(folder / "rm.nemo", alone)
     }
     for name, got in at_all.items():

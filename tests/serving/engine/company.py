@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,13 +24,14 @@ from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, init
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.tools import invariance
 
-LAYOUTS: dict[str, tuple[int, int, bool]] = {
-    "one": (1, 1, False),
-    "TP=2": (2, 1, False),
-    "TP=2+SP": (2, 1, True),
-    "PP=2": (1, 2, False),
-    "DP=2": (1, 1, False),
-    "TP=4": (4, 1, False),
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "TP=2": {"tp": 2},
+    "TP=2+SP": {"tp": 2, "sequence_parallel": True},
+    "PP=2": {"pp": 2},
+    "DP=2": {},
+    "EP=2": {"ep": 2},
+    "TP=4": {"tp": 4},
 }
 ORDERS = 20
 LONGEST, BUDGET = 160, 512
@@ -148,7 +150,7 @@ def print_at_layouts(names: Iterable[str], find: Callable[[ParallelLayout], obje
     with launch(120.0) as world:
         found = {}
         for name in names:
-            found[name] = find(initialize_layout(*LAYOUTS[name]))
+            found[name] = find(initialize_layout(**LAYOUTS[name]))
             destroy_layout()
         if world.is_main:
             print(json.dumps(found))

@@ -102,6 +102,18 @@ def test_rewards_have_the_same_bits_in_any_company_at_any_layout(
     assert found == {layout: dict.fromkeys(cases, NOTHING) for layout in layouts}
 
 
+def test_rewards_of_a_mixture_have_the_same_bits_in_any_company_at_any_layout(
+    tmp_path: Path,
+) -> None:
+    """Where ranks share experts, their products have rows of both ranks' texts."""
+    cases = {"qwen3_moe": of_family(tmp_path, "qwen3_moe")}
+    layouts = ("EP=2", "TP=2+SP")
+    arguments = (str(write_cases(tmp_path / "cases.json", cases)), *layouts)
+    done = tiny.run_script("tests/serving/engine/company.py", *arguments, processes=2)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {layout: dict.fromkeys(cases, NOTHING) for layout in layouts}
+
+
 def test_rewards_have_the_same_bits_in_any_company_over_http(
     short: Case, layout: ParallelLayout, tmp_path: Path
 ) -> None:
