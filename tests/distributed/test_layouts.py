@@ -81,7 +81,7 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
     """By one launch, each where it has code of its own; in fp16 pp2's first stage is frozen."""
     at = {
         "tp2": ("ranking", "onednn", "plackett_luce", "bins", "formats", "zero_groups"),
-        "tp2_sp": ("onednn", "odin", "language"),
+        "tp2_sp": ("onednn", "language"),
         "pp2": ("pairs_and_ratings", "fp16", "against_length"),
         "dp2": (
             "onednn",
