@@ -45,6 +45,12 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     },
     "llama_yarn": {"model_type": "llama", "rope_parameters": YARN_ROPE},
+    "llama_dynamic": {
+        "model_type": "llama",
+        # The length of one of SEQUENCES; one is longer, and begins as a shorter one does.
+        "max_position_embeddings": 52,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 8.0},
+    },
     "qwen2": {"model_type": "qwen2"},
     "qwen2_untied_window": {
         "model_type": "qwen2",
@@ -174,7 +180,8 @@ CASES: dict[str, dict[str, Any]] = {
             "short_factor": [1.0, 1.5, 2.0, 2.5],
             "long_factor": [2.0, 4.0, 8.0, 16.0],
         },
-        "original_max_position_embeddings": 64,
+        # Shorter than all but two of SEQUENCES.
+        "original_max_position_embeddings": 14,
         "pad_token_id": 0,
     },
     "phi3_untied": {"model_type": "phi3", "tie_word_embeddings": False, "pad_token_id": 0},

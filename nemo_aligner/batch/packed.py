@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_aligner.batch.context import ContextShare
 from nemo_aligner.utils.host_transfer import to_device
 
 # Pairs of rewards of ranked completions.
@@ -431,21 +432,6 @@ class ReplyRows:
 
 
 @dataclass(frozen=True)
-class SpokenRows:
-    """Tokens of a pack that a language model predicts: the reply of the best text of each record.
-
-    Attributes:
-        index: ``[M]`` int64 into a pack's tokens, of those that predict, reply after reply.
-        targets: ``[M]`` int64 token ids that follow them.
-        lengths: of the S texts, 0 for those that are not predicted.
-    """
-
-    index: Tensor
-    targets: Tensor
-    lengths: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class PackedBatch:
     """Sequences laid end to end, without padding between them; a common prefix is there once.
 
@@ -470,7 +456,8 @@ class PackedBatch:
         records: the records that own them.
         cached: what is taken from a pool of keys and values, and stored there; None is nothing.
         replies: what is read of each sequence instead of its last token; None is that alone.
-        spoken: what a language model predicts; None is nothing.
+        spoken: ``[2, M]`` rows of replies, what predicts them and they themselves; None is nothing.
+        share: the tokens that this rank of a context parallel group computes; None is all of them.
     """
 
     tokens: Tensor
@@ -482,7 +469,8 @@ class PackedBatch:
     records: Records
     cached: CacheUse | None = None
     replies: ReplyRows | None = None
-    spoken: SpokenRows | None = None
+    spoken: ReplyRows | None = None
+    share: ContextShare | None = None
 
     @classmethod
     def pack(
@@ -546,9 +534,34 @@ class PackedBatch:
         """T."""
         return self.tokens.numel()
 
+    @property
+    def num_own_tokens(self) -> int:
+        """How many of them this rank of a context parallel group computes."""
+        return self.num_tokens if self.share is None else self.share.rows.numel()
+
+    def of_own(self, values: Tensor) -> Tensor:
+        """``values [T, ...]`` of the tokens that this rank computes."""
+        return values if self.share is None else values[self.share.rows]
+
     def padded_to_multiple(self, multiple: int) -> PackedBatch:
         """The same batch with a filler segment at the tail, so that T divides by ``multiple``."""
-        fill = -self.num_tokens % multiple
+        return self._filled(-self.num_tokens % multiple)
+
+    def shared(
+        self, rank: int, ranks: int, multiple: int, every_token: bool = False
+    ) -> PackedBatch:
+        """The same batch with the ``share`` of one of the ``ranks`` of a context parallel group.
+
+        A filler segment makes up for uneven shares; each has a ``multiple`` of tokens. The head
+        reads ``scored_tokens``, or ``every_token``.
+        """
+        bounds = self.cu_seqlens.tolist()
+        reads = torch.arange(self.num_tokens) if every_token else self.scored_tokens
+        share = ContextShare.of(bounds, reads, rank, ranks, multiple)
+        return replace(self._filled(share.gathered.numel() - self.num_tokens), share=share)
+
+    def _filled(self, fill: int) -> PackedBatch:
+        """The same batch with ``fill`` more tokens, in a segment of their own."""
         if fill == 0:
             return self
         total = self.cu_seqlens.new_tensor([self.num_tokens + fill])
@@ -577,14 +590,11 @@ class PackedBatch:
             scored_tokens=to_device(self.scored_tokens, device),
             records=replace(self.records, labels=moved),
             cached=None if self.cached is None else self.cached.to(device),
-            replies=None
-            if self.replies is None
-            else replace(self.replies, index=to_device(self.replies.index, device)),
-            spoken=None
-            if self.spoken is None
-            else replace(
-                self.spoken,
-                index=to_device(self.spoken.index, device),
-                targets=to_device(self.spoken.targets, device),
-            ),
+            replies=_moved(self.replies, device),
+            spoken=_moved(self.spoken, device),
+            share=None if self.share is None else self.share.to(device),
         )
+
+
+def _moved(rows: ReplyRows | None, device: torch.device | str) -> ReplyRows | None:
+    return None if rows is None else replace(rows, index=to_device(rows.index, device))

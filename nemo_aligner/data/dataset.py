@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -203,6 +203,19 @@ class TokenizedDataset:
         """The same data, whose label columns of these names are learned minus their means."""
         labels = self.records.labels.centred_on(means)
         return replace(self, records=replace(self.records, labels=labels))
+
+    def sharing_by(self, rotation_by_length: Callable[[int], int]) -> TokenizedDataset:
+        """The same data; a record's texts share their beginning if they are rotated alike.
+
+        ``rotation_by_length`` is the model's (of ``ModelShape``).
+        """
+        lengths, numbers = np.unique(
+            self.sequences.lengths(0, len(self.sequences)), return_inverse=True
+        )
+        rotations = np.array([rotation_by_length(int(length)) for length in lengths])[numbers]
+        starts = self.sequence_bounds[:-1].numpy()
+        alike = np.maximum.reduceat(rotations, starts) == np.minimum.reduceat(rotations, starts)
+        return replace(self, prefixes=self.prefixes * torch.from_numpy(alike))
 
     def table(self) -> str:
         """A table for each file: records read, kept and dropped."""

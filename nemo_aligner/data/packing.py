@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
@@ -177,12 +177,20 @@ class SequenceReads(NamedTuple):
         ]
 
 
+def one_rotation(tokens: int) -> int:
+    """``ModelShape.rotation_by_length`` of a model whose texts are all rotated alike."""
+    return 0
+
+
 def pack_sequences(
     sequences: Sequence[Tokens],
     micro_batch_tokens: int,
     reads: Sequence[SequenceReads] | None = None,
+    rotation_by_length: Callable[[int], int] = one_rotation,
 ) -> list[PackedBatch]:
     """Packs of single sequences to score; ``rows`` are positions in ``sequences``, or of ``reads``.
+
+    ``rotation_by_length`` is the model's; see ``find_prefix_groups``.
 
     Raises:
         DataError: a sequence alone is larger than the budget, or empty.
@@ -193,7 +201,7 @@ def pack_sequences(
                 f"sequence {index}: got {len(sequence)} tokens, wanted 1 to "
                 f"model.micro_batch_tokens ({micro_batch_tokens})"
             )
-    groups = find_prefix_groups(sequences, micro_batch_tokens)
+    groups = find_prefix_groups(sequences, micro_batch_tokens, None, rotation_by_length)
     return pack_groups(sequences, groups, micro_batch_tokens, reads=reads)
 
 
@@ -272,14 +280,16 @@ def find_prefix_groups(
     sequences: Sequence[Tokens],
     budget: int,
     cached: Mapping[int, CachedPrefix | None] | None = None,
+    rotation_by_length: Callable[[int], int] = one_rotation,
 ) -> list[PrefixGroup]:
     """Group sequences with long common prefixes, at most ``budget`` tokens to a group.
 
     In the order of their tokens, adjacent ones have the longest prefix in common. One joins the
     group before it if that saves tokens. Of ``cached``, the keys are the positions to group, which
-    is all without it, the values what those begin with: groups have one and the same.
+    is all without it, the values what those begin with: groups have one and the same. They also
+    have the same ``rotation_by_length``, which is the model's (of ``ModelShape``).
     """
-    ordered = _Ordered.of(sequences, cached)
+    ordered = _Ordered.of(sequences, cached, rotation_by_length)
     return [
         PrefixGroup(members, prefix, size, ordered.cached[members[0]])
         for members, prefix, size in ordered.runs(budget, len(sequences))
@@ -307,6 +317,7 @@ class _Ordered:
         cls,
         sequences: Sequence[Tokens],
         cached: Mapping[int, CachedPrefix | None] | None = None,
+        rotation_by_length: Callable[[int], int] = one_rotation,
     ) -> _Ordered:
         if cached is None:
             cached = dict.fromkeys(range(len(sequences)))
@@ -317,14 +328,16 @@ class _Ordered:
         # Big-endian, so that bytes are in the order of the tokens.
         keys = {position: rest.astype(">i4").tobytes() for position, rest in rests.items()}
         positions = sorted(cached, key=keys.__getitem__)
-        beginnings = {
-            prefix: number for number, prefix in enumerate(dict.fromkeys(cached.values()))
+        kinds = {
+            position: (prefix, rotation_by_length(len(sequences[position])))
+            for position, prefix in cached.items()
         }
+        beginnings = {kind: number for number, kind in enumerate(dict.fromkeys(kinds.values()))}
         if len(beginnings) > 1:
-            positions.sort(key=lambda position: beginnings[cached[position]])
+            positions.sort(key=lambda position: beginnings[kinds[position]])
         common = [0][: len(positions)]
         for before, own in pairwise(positions):
-            is_same = cached[before] is cached[own]
+            is_same = kinds[before] == kinds[own]
             common.append(common_prefix(rests[before], rests[own]) if is_same else 0)
         lengths = [len(rests[position]) for position in positions]
         return cls(positions, lengths, common, cached)

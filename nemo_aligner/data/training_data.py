@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,10 +58,12 @@ def build_training_data(
     tokenizer: Tokenizer,
     *,
     measure_label_means: bool = True,
+    rotation_by_length: Callable[[int], int] | None = None,
 ) -> TrainingData:
     """Open the tokens of ``model.data.data_prefix``, and centre labels on the contract's means.
 
     These are the training set's, unless ``measure_label_means`` is false. Every rank calls it.
+    ``rotation_by_length`` is the model's (of ``ModelShape``) if texts are not all rotated alike.
 
     Raises:
         ConfigError: no training file, a record too large for ``model.micro_batch_tokens``, or see
@@ -87,6 +89,8 @@ def build_training_data(
         _mark_overlap(join_indexes([index], name), train, config.data.allow_prompt_overlap)
         for index, name in zip(indexes[split:], names, strict=True)
     ]
+    if rotation_by_length is not None:
+        train, *heldout = (each.sharing_by(rotation_by_length) for each in (train, *heldout))
     objective = _fitted(objective, train, contract)
     contract = contract.with_readout(readout_of(objective))
     for dataset in (train, *heldout):

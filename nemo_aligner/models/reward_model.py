@@ -7,7 +7,7 @@ invariance.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import wraps
 from itertools import zip_longest
 from typing import Any
@@ -21,16 +21,20 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_aligner.batch.packed import PackedBatch, ReplyRows, SpokenRows
+from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
-from nemo_aligner.contract.turns import reply_start
 from nemo_aligner.distributed.cpu_products import reordered_for_products, try_all_sizes
 from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.attention.context import sum_of_group
 from nemo_aligner.models.attention.packed import PackedAttention, slow_attention
-from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, chains_of
+from nemo_aligner.models.attention.segments import (
+    KeyValuePool,
+    PackedSegments,
+    rotations_of,
+)
 from nemo_aligner.models.backbone import layer_spec, transformer_config, use_transformer_engine
-from nemo_aligner.models.experts import MixtureOfExperts
+from nemo_aligner.models.experts import RECORDS, MixtureOfExperts, routers
 from nemo_aligner.models.internals import fused_output_layer_allowed
 from nemo_aligner.models.layers import learns
 from nemo_aligner.models.linear import (
@@ -41,9 +45,11 @@ from nemo_aligner.models.linear import (
     rows_now,
 )
 from nemo_aligner.models.lora import LoraDropout, attach_adapters
-from nemo_aligner.models.rotation import Tables, query_scale, rotations
+from nemo_aligner.models.replies import mean_of_replies, spoken_losses
+from nemo_aligner.models.rotation import ByLength, Tables, query_scale, rotations
 from nemo_aligner.models.shape import HeadShape, ModelShape
 from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.host_transfer import to_device
 from nemo_aligner.utils.processes import is_main
 
 logger = logging.getLogger(__name__)
@@ -64,6 +70,7 @@ class GPTRewardModel(GPTModel):
 
     Attributes:
         key_value_pool: source of the cached prefixes that a pack refers to; None without a cache.
+        rotation_by_length: of ``ModelShape``: which texts may share a beginning.
     """
 
     key_value_pool: KeyValuePool | None = None
@@ -98,6 +105,8 @@ class GPTRewardModel(GPTModel):
         self._rotations = rotations(shape, self.rotary_pos_emb)
         self.spoken_marker: tuple[int, ...] | None = None
         self._vocab_size = shape.vocab_size
+        self.rotation_by_length = shape.rotation_by_length
+        self._has_one_rotation = shape.one_rotation_until is None
         self._query_scaling = shape.query_scaling
         self._has_engine = use_transformer_engine(shape, config.params_dtype)
         # Rounded to the model's dtype, as in Gemma's own training.
@@ -116,10 +125,10 @@ class GPTRewardModel(GPTModel):
             attach_adapters(self, shape.lora, lora_dropout)
 
     def read_as_language_model(self, marker: tuple[int, ...]) -> None:
-        """Append to each text's outputs the mean ``-log p`` of its ``SpokenRows``.
+        """Append to each text's outputs the language model's loss on the best reply of its record.
 
         ``marker`` are the ids before a reply. The output layer is the embedding, which has to be on
-        this rank.
+        this rank (see ``replies.spoken_losses``).
         """
         self.spoken_marker = marker
 
@@ -129,39 +138,34 @@ class GPTRewardModel(GPTModel):
             self._lora_dropout.begin_step(step)
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Score a pack that lies on this model's device.
+        """Score a pack, or this rank's share of it, that lies on this model's device.
 
         Returns:
             On the last pipeline stage rewards ``[S, num_attributes]`` float32, or a critic's values
             ``[T, num_attributes]``; on the others hidden states ``[T, 1, hidden]`` for the next
             stage (``T / tp`` tokens under sequence parallelism).
         """
-        embedded = None
-        if self.pre_process:
-            embedded = self.embedding(batch.tokens[None], batch.position_ids[None])
-            embedded = embedded.to(self.stream_dtype)
-            if self._embedding_scale != 1:
-                embedded = embedded * self._embedding_scale
-            if self.training and self.config.recompute_granularity == "full":
-                # Reentrant checkpointing gives no gradients unless an input requires one, and
-                # behind a frozen embedding none does.
-                embedded.requires_grad_()
+        positions = batch.of_own(batch.position_ids)
         rows = batch.scored_tokens if batch.replies is None else batch.replies.index
         if self.reads_every_token:
             rows = torch.arange(batch.num_tokens, device=rows.device)
+        count = len(rows)
+        if batch.share is not None:
+            rows = batch.share.read_rows
         # The last layer goes on with these alone.
-        wanted = rows if batch.spoken is None else torch.cat([rows, batch.spoken.index])
+        wanted = rows if batch.spoken is None else torch.cat([rows, batch.spoken.index[0]])
         segments = PackedSegments.of(
             batch,
-            self._tables(batch.position_ids),
+            self._tables(batch),
             self._rows_of_head(wanted),
             self.key_value_pool,
-            self._query_scale(batch.position_ids),
+            self._query_scale(positions),
         )
         if self._lora_dropout is not None and self.training:
             self._lora_dropout.begin(batch, segments)
+        segments.remembered(RECORDS, lambda: len(batch.records))
         hidden = self.decoder(
-            hidden_states=embedded,
+            hidden_states=self._embedded(batch, positions) if self.pre_process else None,
             attention_mask=None,
             # PackedAttention rotates, in far fewer passes over memory than megatron-core.
             rotary_pos_emb=None,
@@ -178,24 +182,27 @@ class GPTRewardModel(GPTModel):
         if batch.replies is not None:
             read = mean_of_replies(read, batch.replies.lengths)
         outputs = self.rm_head(read)
+        if batch.share is not None:
+            outputs = sum_of_group(outputs, batch.share.reads, count)
         if batch.spoken is None:
             return outputs
-        losses = self._spoken_losses(hidden[len(rows) : len(wanted), 0], batch.spoken)
+        targets, lengths = batch.tokens[batch.spoken.index[1]], batch.spoken.lengths
+        said, words = hidden[len(rows) : len(wanted), 0], self.embedding.word_embeddings
+        tp, size = self.pg_collection.tp, self._vocab_size
+        losses = spoken_losses(said, targets, lengths, words, size, tp)
         return torch.cat([outputs, losses], dim=1)
 
-    def _spoken_losses(self, hidden: Tensor, spoken: SpokenRows) -> Tensor:
-        """Mean ``-log p`` ``[S, 1]`` of each text's spoken tokens, of ``hidden [M, hidden]``."""
-        words = self.embedding.word_embeddings
-        # Each rank has a part of the vocabulary, and so of the gradient.
-        hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, self.pg_collection.tp)
-        logits = F.linear(hidden, words.weight).float()
-        own = torch.arange(words.vocab_start_index, words.vocab_end_index, device=logits.device)
-        logits = logits.masked_fill(own >= self._vocab_size, -torch.inf)
-        losses = tensor_parallel.vocab_parallel_cross_entropy(
-            logits[:, None], spoken.targets[:, None]
-        )
-        parts = losses[:, 0].split(list(spoken.lengths))
-        return torch.stack([part.sum() / max(1, len(part)) for part in parts])[:, None]
+    def _embedded(self, batch: PackedBatch, positions: Tensor) -> Tensor:
+        """Embed this rank's tokens, at these ``positions`` -> ``[T, 1, hidden]``."""
+        embedded = self.embedding(batch.of_own(batch.tokens)[None], positions[None])
+        embedded = embedded.to(self.stream_dtype)
+        if self._embedding_scale != 1:
+            embedded = embedded * self._embedding_scale
+        if self.training and self.config.recompute_granularity == "full":
+            # Reentrant checkpointing gives no gradients unless an input requires one, and behind a
+            # frozen embedding none does.
+            embedded.requires_grad_()
+        return embedded
 
     @property
     def stream_dtype(self) -> torch.dtype:
@@ -232,10 +239,21 @@ class GPTRewardModel(GPTModel):
             next(self.parameters()).device,
         )
 
-    def _tables(self, position_ids: Tensor) -> tuple[Tables, ...]:
-        """Cosines and sines of every rotation at ``position_ids [T]``."""
-        dtype = self.config.params_dtype
-        return tuple(each.tables(position_ids, dtype) for each in self._rotations)
+    def _tables(self, batch: PackedBatch) -> tuple[Tables, ...]:
+        """Cosines and sines of every rotation at the positions of this rank's tokens."""
+        dtype, by_length = self.config.params_dtype, self._by_length(batch)
+        positions = batch.of_own(batch.position_ids)
+        return tuple(each.tables(positions, dtype, by_length) for each in self._rotations)
+
+    def _by_length(self, batch: PackedBatch) -> ByLength | None:
+        """Which rotations a pack's texts have; None if all have the one of short texts."""
+        numbers = [] if self._has_one_rotation else rotations_of(batch, self.rotation_by_length)
+        distinct = sorted(set(numbers))
+        if distinct in ([], [0]):
+            return None
+        of_segments = torch.tensor([distinct.index(number) for number in numbers])
+        of_tokens = of_segments.repeat_interleave(batch.cu_seqlens.diff())
+        return distinct, batch.of_own(to_device(of_tokens, batch.position_ids.device))
 
     def _query_scale(self, position_ids: Tensor) -> Tensor | None:
         """Factors of queries at ``position_ids [T]``; None if they are not scaled by position."""
@@ -244,8 +262,9 @@ class GPTRewardModel(GPTModel):
         return query_scale(self._query_scaling, position_ids, self.config.params_dtype)
 
     def _rows_of_head(self, rows: Tensor) -> Tensor:
-        """Pad ``rows`` with 0 to a multiple of ``row_multiple``."""
-        return F.pad(rows, (0, -rows.numel() % self.row_multiple))
+        """Pad ``rows`` with 0 to a multiple of ``row_multiple``, above 0."""
+        missing = -rows.numel() % self.row_multiple
+        return F.pad(rows, (0, missing if rows.numel() else self.row_multiple))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -278,6 +297,11 @@ def build_reward_model(
     Raises:
         ConfigError: the layout does not divide the model.
     """
+    if layout.cp > 1 and reply_marker is not None:
+        raise ConfigError(
+            f"model.context_parallel_size: got {layout.cp}, wanted 1, as the head reads the mean "
+            "of a reply, whose tokens are on several ranks"
+        )
     config = transformer_config(shape, layout, precision, recompute, recompute_layers)
     slow = slow_attention(shape, config.params_dtype)
     if slow is not None and is_main():
@@ -386,65 +410,6 @@ def _draw(size: tuple[int, ...], name: str, generator: torch.Generator) -> Tenso
     return tensor.normal_(std=std, generator=generator)
 
 
-# Pooling over the reply. Each reply is reduced on its own, so its mean does not depend on the pack.
-
-
-def find_reply_rows(batch: PackedBatch, marker: Sequence[int]) -> ReplyRows:
-    """Find the reply tokens of each of a pack's S sequences, as row indices on the host.
-
-    If a sequence begins with cached tokens, the cached part must end before the last marker.
-    """
-    rows, lengths = [], []
-    for own in _sequences(batch):
-        start = reply_start(batch.tokens[own].numpy(), marker)
-        rows.append(own[start:])
-        lengths.append(len(own) - start)
-    return ReplyRows(torch.cat(rows), tuple(lengths))
-
-
-def _sequences(batch: PackedBatch) -> Iterator[Tensor]:
-    """Yield the row indices of each sequence's tokens in the pack, prefix segments included."""
-    bounds = batch.cu_seqlens.tolist()
-    cached = 0 if batch.cached is None else len(batch.cached.lengths)
-    chains = chains_of(batch.prefixes.tolist(), cached)
-    ends = torch.searchsorted(batch.cu_seqlens.long(), batch.scored_tokens, right=True) - 1
-    for segment in ends.tolist():
-        parts = [number - cached for number in chains[segment] if number >= cached]
-        spans = [torch.arange(bounds[part], bounds[part + 1]) for part in (*parts, segment)]
-        yield torch.cat(spans)
-
-
-def find_spoken_rows(batch: PackedBatch, marker: Sequence[int]) -> SpokenRows:
-    """Find the reply's tokens in the best text of each record of a pack, on the host.
-
-    Without a ``marker`` a text is all reply, but for its first token, which nothing predicts.
-    """
-    records = batch.records
-    owner = torch.arange(len(records)).repeat_interleave(records.sizes).tolist()
-    ranks, best = records.ranks.tolist(), dict[int, int]()
-    for text, record in enumerate(owner):
-        if record not in best or ranks[text] < ranks[best[record]]:
-            best[record] = text
-    rows, targets, lengths = [], [], []
-    for text, own in enumerate(_sequences(batch)):
-        ids = batch.tokens[own]
-        start = len(own)
-        if text < len(owner) and best[owner[text]] == text:  # a pack may be of no record
-            start = max(1, reply_start(ids.numpy(), marker) if marker else 0)
-        rows.append(own[start - 1 : -1])
-        targets.append(ids[start:])
-        lengths.append(len(own) - start)
-    return SpokenRows(torch.cat(rows), torch.cat(targets), tuple(lengths))
-
-
-def mean_of_replies(hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Average ``[M, hidden]`` rows over replies of these lengths -> ``[S, hidden]`` fp32.
-
-    One reduction per reply: a segmented sum would round a reply by what stands beside it.
-    """
-    return torch.stack([reply.float().mean(dim=0) for reply in hidden.split(list(lengths))])
-
-
 # Training: frozen layers, and Megatron's data parallel wrapper.
 
 
@@ -464,6 +429,13 @@ def freeze_lower_layers(model: GPTRewardModel, count: int, num_layers: int) -> N
             layer.requires_grad_(False)
 
 
+def set_routers(model: GPTRewardModel, *, trained: bool, aux_loss_coeff: float) -> None:
+    """Freeze the routers of a mixture of experts, or train them with an auxiliary loss."""
+    for router in routers(model).values():
+        router.weight.requires_grad_(trained)
+        router.aux_loss_coeff = aux_loss_coeff
+
+
 def check_freezing(count: int, num_layers: int) -> None:
     """Raise ConfigError if ``count`` frozen layers would leave none of ``num_layers`` to train."""
     if count >= num_layers:
@@ -479,7 +451,8 @@ def wrap_for_training(
     parameters (Megatron's choice by default). A bucket's gradients are reduced while those of
     earlier layers are computed, and its updated weights are gathered while earlier layers run.
     """
-    overlaps = parallel_state.get_data_parallel_world_size() > 1
+    # A gradient is also a sum over the ranks of a context parallel group.
+    overlaps = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,

@@ -15,7 +15,7 @@ from nemo_aligner.config.common import (
     number_of_config,
     optional_number_of_config,
 )
-from nemo_aligner.utils.errors import CheckpointError, shown
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
 Frequency = int | tuple[int, ...] | None
 """Layers as megatron-core names them: every N-th, or a 0 or 1 for each; None is none."""
@@ -55,11 +55,13 @@ class LongRope:
     """LongRoPE (Ding et al. 2024): each frequency divided by a factor of its own.
 
     Attributes:
-        short: factors for texts of at most ``old_context_len`` tokens. Longer texts have others.
+        short: factors for texts of at most ``old_context_len`` tokens.
+        long: for longer ones; None if nobody said.
         attention_factor: of cosines and sines.
     """
 
     short: tuple[float, ...]
+    long: tuple[float, ...] | None
     old_context_len: int
     attention_factor: float
 
@@ -72,24 +74,45 @@ def read_longrope(config: Mapping[str, Any], frequencies: int) -> LongRope | Non
     """
     if config.get("position_embedding_type") != "longrope":
         return None
-    key = "longrope_short_factor"
-    given = config.get(key)
-    factors = given if isinstance(given, list) else []
-    if len(factors) != frequencies or not all(
-        type(each) in (int, float) and LEAST_NUMBER <= each <= MOST_NUMBER for each in factors
-    ):
-        raise CheckpointError(
-            f"model_config.yaml: {key}: got {shown(given)}, wanted {frequencies} numbers above 0"
-        )
+    long = "longrope_long_factor"
     length = count_of_config(config, "longrope_original_max_position_embeddings")
     ratio = count_of_config(config, "max_position_embeddings") / length
     ratio = number_of_config(config, "longrope_factor", ratio)
     usual = math.sqrt(1 + math.log(ratio) / math.log(length)) if min(ratio, length) > 1 else 1.0
     return LongRope(
-        short=tuple(map(float, factors)),
+        short=_factors(config, "longrope_short_factor", frequencies),
+        long=None if config.get(long) is None else _factors(config, long, frequencies),
         old_context_len=length,
         attention_factor=number_of_config(config, "longrope_attention_factor", usual),
     )
+
+
+def _factors(config: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
+    given = config.get(key)
+    factors = given if isinstance(given, list) else []
+    if len(factors) != count or not all(
+        type(each) in (int, float) and LEAST_NUMBER <= each <= MOST_NUMBER for each in factors
+    ):
+        raise CheckpointError(
+            f"model_config.yaml: {key}: got {shown(given)}, wanted {count} numbers above 0"
+        )
+    return tuple(map(float, factors))
+
+
+def check_longer(tokens: int, until: int, longrope: LongRope | None, is_scaled: bool) -> None:
+    """Check that a rotation which depends on lengths is known for texts longer than ``until``.
+
+    Raises:
+        ConfigError: it is a LongRoPE without factors for them, or dynamic and scaled otherwise.
+    """
+    missing = "one rotation: it is dynamic, and scaled otherwise" if is_scaled else None
+    if longrope is not None:
+        missing = "longrope_long_factor" if longrope.long is None else None
+    if missing is not None:
+        raise ConfigError(
+            f"seq_length: got {tokens}, wanted at most {until}: for longer texts the model's "
+            f"config lacks {missing}"
+        )
 
 
 @dataclass(frozen=True)

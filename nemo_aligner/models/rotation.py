@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ from nemo_aligner.models.shape import ModelShape
 Tables = tuple[Tensor, Tensor]
 """Cosines and sines ``[T, 1, 1, r]`` in the model's dtype."""
 
+ByLength = tuple[list[int], Tensor]
+"""The distinct ``ModelShape.rotation_by_length`` of a pack, and which each token has ``[T]``."""
+
 
 @dataclass(frozen=True)
 class Rotation:
@@ -24,18 +29,27 @@ class Rotation:
     Attributes:
         stretch: positions are divided by it first.
         scale: factor of cosines and sines.
+        of_longer: frequencies ``[r]`` of texts by their ``ModelShape.rotation_by_length`` above 0;
+            None if there are none.
     """
 
     frequencies: Tensor
     stretch: float | None = None
     scale: float | None = None
+    of_longer: Callable[[int], Tensor] | None = None
 
-    def tables(self, position_ids: Tensor, dtype: torch.dtype) -> Tables:
-        """Compute the tables at ``position_ids [T]``."""
+    def tables(
+        self, position_ids: Tensor, dtype: torch.dtype, by_length: ByLength | None = None
+    ) -> Tables:
+        """Compute the tables at ``position_ids [T]``, of texts that are rotated ``by_length``."""
         positions = position_ids.float()
         if self.stretch is not None:
             positions = positions / self.stretch
-        angles = torch.outer(positions, self.frequencies.to(positions.device))[:, None, None]
+        frequencies = self.frequencies.to(positions.device)
+        if by_length is not None and self.of_longer is not None:
+            each = [self.of_longer(number) if number else frequencies for number in by_length[0]]
+            frequencies = torch.stack([own.to(positions.device) for own in each])[by_length[1]]
+        angles = (positions[:, None] * frequencies)[:, None, None]
         cos, sin = angles.cos(), angles.sin()
         if self.scale is not None:
             cos, sin = cos * self.scale, sin * self.scale
@@ -51,19 +65,24 @@ def rotations(shape: ModelShape, rope: Any) -> tuple[Rotation, ...]:
     Returns:
         One, or two if layers with a window have another; see ``rotation_of``.
     """
-    frequencies, scale = rope.inv_freq, None
+    frequencies, scale, of_longer = rope.inv_freq, None, None
     if shape.rope_scaling is not None:
         frequencies = scale_rotary_frequencies(rope, shape.rope_scaling)
     if shape.yarn is not None:
         channels, scale = 2 * len(frequencies), shape.yarn.attention_factor
         frequencies = _yarn(frequencies, channels, shape.rotary_base, shape.yarn)
     if shape.longrope is not None:
-        # As in transformers: what rounds otherwise would differ at positions in the thousands.
-        exponents = torch.arange(0, 2 * len(frequencies), 2).float() / (2 * len(frequencies))
-        factors = torch.tensor(shape.longrope.short)
-        by_factors = 1.0 / (factors * shape.rotary_base**exponents)
-        frequencies, scale = by_factors.to(frequencies.device), shape.longrope.attention_factor
-    of_all = Rotation(frequencies, rope.seq_len_interpolation_factor, scale)
+        powers = shape.rotary_base ** _exponents(len(frequencies))
+        short, long = (
+            (1.0 / (torch.tensor(factors) * powers)).to(frequencies.device)
+            for factors in (shape.longrope.short, shape.longrope.long or shape.longrope.short)
+        )
+        # Without factors for them, longer texts are refused before they get here.
+        frequencies, scale, of_longer = short, shape.longrope.attention_factor, lambda _: long
+    elif shape.dynamic_rope_factor is not None:
+        exponents = _exponents(len(frequencies)).to(frequencies.device)
+        of_longer = partial(_dynamic, shape, exponents)
+    of_all = Rotation(frequencies, rope.seq_len_interpolation_factor, scale, of_longer)
     if shape.rotary_base_local is None:
         return (of_all,)
     exponents = torch.arange(len(frequencies), dtype=torch.float32) / len(frequencies)
@@ -83,6 +102,27 @@ def query_scale(scaling: QueryScaling, position_ids: Tensor, dtype: torch.dtype)
     """Compute the factors ``[T, 1, 1]`` of queries at ``position_ids [T]``."""
     lengths = torch.floor(position_ids.float() / scaling.old_context_len)
     return (1 + scaling.beta * torch.log1p(lengths)).to(dtype)[:, None, None]
+
+
+def _exponents(count: int) -> Tensor:
+    """Exponents of the base ``[count]``, by the operations of transformers.
+
+    What rounds otherwise would differ at positions in the thousands.
+    """
+    return torch.arange(0, 2 * count, 2).float() / (2 * count)
+
+
+def _dynamic(shape: ModelShape, exponents: Tensor, tokens: int) -> Tensor:
+    """Frequencies ``[r]`` of a text: dynamic NTK-aware scaling, as a fresh transformers has it.
+
+    The base times ``(factor tokens / original - (factor - 1)) ** (channels / (channels - 2))``.
+    """
+    assert shape.dynamic_rope_factor is not None
+    factor, channels = shape.dynamic_rope_factor, 2 * len(exponents)
+    # In fp32, as there.
+    grown = factor * torch.tensor(tokens) / shape.max_position_embeddings - (factor - 1)
+    base = shape.rotary_base * grown ** (channels / (channels - 2))
+    return 1.0 / base**exponents
 
 
 def _yarn(frequencies: Tensor, channels: int, base: float, yarn: YarnScaling) -> Tensor:

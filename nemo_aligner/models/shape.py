@@ -27,6 +27,7 @@ from nemo_aligner.models.rope_shape import (
     QueryScaling,
     RopeScaling,
     YarnScaling,
+    check_longer,
     is_in,
     read_frequency,
     read_longrope,
@@ -100,8 +101,8 @@ class ModelShape:
             of them and a 1 for each other layer, in order.
         rotary_base_local: of the layers with a window, which are not scaled; None is the same
             rotation in all layers.
-        dynamic_rope_factor: of a rotation that changes with texts longer than
-            ``max_position_embeddings``, which are refused.
+        dynamic_rope_factor: of a rotation whose base grows with the length of a text that has more
+            than ``max_position_embeddings`` tokens.
         query_scaling: factor of queries by their position; None is 1.
         no_rope_freq: layers without rotation: N for every N-th, or a 1 for each of them and a 0 for
             each other layer, in order.
@@ -157,6 +158,8 @@ class ModelShape:
         """Fields by which a run's checkpoints are of the same model; as before there were more."""
         found = asdict(self)
         del found["zero_query_groups"]  # they change no reward
+        if self.longrope is not None:
+            del found["longrope"]["long"]  # read since longer texts are not refused
         return {name: each for name, each in found.items() if each != _NAMED_LATER.get(name)}
 
     @classmethod
@@ -241,31 +244,26 @@ class ModelShape:
         return not is_in(self.no_rope_freq, layer_number, 1)
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest text that the model was made for and this package rotates."""
-        if self.longrope is None:
-            return self.max_position_embeddings
-        return min(self.longrope.old_context_len, self.max_position_embeddings)
+    def one_rotation_until(self) -> int | None:
+        """Tokens up to which all texts are rotated alike; None if there is no end."""
+        if self.longrope is not None:
+            return self.longrope.old_context_len
+        return None if self.dynamic_rope_factor is None else self.max_position_embeddings
 
-    def check_length(self, seq_length: int) -> None:
-        """Check that the rotation of texts of so many tokens is known.
+    def rotation_by_length(self, tokens: int) -> int:
+        """Number of the rotation of texts of so many tokens; with the same one they may share keys.
+
+        0 up to ``one_rotation_until``; longer ones have 1 in LongRoPE, else their length.
 
         Raises:
-            ConfigError: they are longer than ``max_position_embeddings`` of a dynamic rotation, or
-                than the original length of LongRoPE.
+            ConfigError: the rotation of such long ones is not known; see ``check_longer``.
         """
-        if self.longrope is not None and seq_length > self.longrope.old_context_len:
-            raise ConfigError(
-                f"seq_length: got {seq_length}, wanted at most {self.longrope.old_context_len}, "
-                "the model's original_max_position_embeddings: longer texts are rotated by other "
-                "factors (long_factor), which is not supported"
-            )
-        most = self.max_position_embeddings
-        if self.dynamic_rope_factor is not None and seq_length > most:
-            raise ConfigError(
-                f"seq_length: got {seq_length}, wanted at most the model's {most} positions: past "
-                "them its dynamic rotation is another one for each length of a text"
-            )
+        until = self.one_rotation_until
+        if until is None or tokens <= until:
+            return 0
+        scalings = self.rope_scaling, self.yarn, self.seq_len_interpolation_factor
+        check_longer(tokens, until, self.longrope, any(scalings))
+        return 1 if self.longrope is not None else tokens
 
     def check_fits(self, tp: int, pp: int, ep: int = 1) -> None:
         """Check that a layout splits the model evenly.

@@ -383,10 +383,6 @@ def _trained_on(
     assert contract is not None, "its rewards were scored before"
     indices = torch.arange(layout.dp_rank, len(texts), layout.dp)
     sequences = [contract.encode(tokenizer, texts[index]).token_ids for index in indices]
-    packs = [
-        replace(pack, rows=indices[pack.rows])
-        for pack in pack_sequences(sequences, contract.seq_length)
-    ]
     pretrained = load_pretrained(
         checkpoint,
         layout,
@@ -397,6 +393,11 @@ def _trained_on(
         lora=read_lora(read_model_config(checkpoint)),
         reply_marker=contract.reply_marker,
     )
+    by_length = pretrained.model.rotation_by_length
+    packs = [
+        replace(pack, rows=indices[pack.rows])
+        for pack in pack_sequences(sequences, contract.seq_length, None, by_length)
+    ]
     ddp = wrap_for_training(pretrained.model)
     ddp.train()
     rewards = forward_backward(ddp, packs, layout, _sum_and_count)

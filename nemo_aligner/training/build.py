@@ -18,6 +18,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
 )
 from nemo_aligner.checkpoint.run import RunCheckpoints
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME
+from nemo_aligner.config.common import Precision
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import build_contract, continue_contract
@@ -31,6 +32,7 @@ from nemo_aligner.models.lora import LoraDropout, train_adapters_alone
 from nemo_aligner.models.reward_model import (
     freeze_lower_layers,
     make_batch_invariant,
+    set_routers,
     wrap_for_training,
 )
 from nemo_aligner.models.shape import (
@@ -55,8 +57,8 @@ def build_data(config: TrainConfig) -> TrainingData:
     """The run's data, tokenized by the contract that settings and base checkpoint make; every rank.
 
     Raises:
-        ConfigError, DataError: see ``build_contract``, ``continue_contract`` and
-            ``build_training_data``.
+        ConfigError, DataError: see ``build_contract``, ``continue_contract``,
+            ``ModelShape.rotation_by_length`` and ``build_training_data``.
     """
     start_from = config.pretrained_checkpoint
     prefix = config.model.data.data_prefix
@@ -73,7 +75,15 @@ def build_data(config: TrainConfig) -> TrainingData:
             new_weights=bool(config.model.regression.attribute_weights),
         )
     means_are_new = start is None or start_from.new_head or start.attributes != contract.attributes
-    data = build_training_data(config.model, contract, tokenizer, measure_label_means=means_are_new)
+    shape = ModelShape.from_config(read_model_config(Path(str(start_from.restore_from_path))))
+    shape.rotation_by_length(contract.seq_length)  # raises if it has none
+    data = build_training_data(
+        config.model,
+        contract,
+        tokenizer,
+        measure_label_means=means_are_new,
+        rotation_by_length=shape.rotation_by_length if shape.one_rotation_until else None,
+    )
     if start_from.load_rm_head_weights is not None:
         source, names = start_from.load_rm_head_weights, start_from.rm_head_names
         check_initial_head(source, data.contract, names)
@@ -98,7 +108,9 @@ def build_learner(
     """Model and optimizer, ready to train on ``data``; and how many steps the data is good for."""
     options, loop = config.model, config.trainer.rm
     pretrained = _load(config, data, layout)
-    query_key_cost = ModelShape.from_config(pretrained.config).query_key_cost()
+    shape = ModelShape.from_config(pretrained.config)
+    check_experts(config, shape)
+    query_key_cost = shape.query_key_cost()
     loader = build_loader(config, data, layout.dp, layout.dp_rank, query_key_cost)
     # The learning rate's schedule ends with the data, so the loader is built first.
     total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)
@@ -107,7 +119,9 @@ def build_learner(
     # a gradient a place in its buffers, and the optimizer takes its parameters from there.
     if options.lora.rank > 0:
         train_adapters_alone(pretrained.model)
-    freeze_lower_layers(pretrained.model, options.freeze_layers, pretrained.config["num_layers"])
+    trained, coeff = options.train_router, options.moe_aux_loss_coeff
+    set_routers(pretrained.model, trained=trained, aux_loss_coeff=coeff)
+    freeze_lower_layers(pretrained.model, options.freeze_layers, shape.num_layers)
     model = wrap_for_training(pretrained.model)
     optimizer = build_optimizer(model, options.optim, loop.gradient_clip_val, total_steps)
     learner = RewardLearner(
@@ -118,10 +132,27 @@ def build_learner(
         layout,
         options.micro_batch_tokens,
         query_key_cost,
-        _flops_counter(config, ModelShape.from_config(pretrained.config)),
+        _flops_counter(config, shape),
         keep_heldout,
+        num_layers=shape.num_layers if shape.experts else None,
     )
     return learner, pretrained, total_steps
+
+
+def check_experts(config: TrainConfig, shape: ModelShape) -> None:
+    """Refuse settings that do not go with a mixture of experts, or without one.
+
+    Raises:
+        ConfigError: fp16 for experts, whose optimizer would have a loss scale of its own; or
+            settings of experts for a model that has none.
+    """
+    if shape.experts is None and config.model.train_router:
+        raise ConfigError("model.train_router: got true, wanted false: the model has no experts")
+    if shape.experts is not None and config.trainer.precision is Precision.fp16:
+        raise ConfigError(
+            "trainer.precision: got fp16, wanted bf16 or fp32 to train a mixture of experts, whose "
+            "optimizer would have a loss scale beside that of the other weights"
+        )
 
 
 def _load(config: TrainConfig, data: TrainingData, layout: ParallelLayout) -> PretrainedModel:
@@ -145,7 +176,6 @@ def _load(config: TrainConfig, data: TrainingData, layout: ParallelLayout) -> Pr
         reply_marker=data.contract.reply_marker,
         lora_dropout=LoraDropout.from_settings(options.lora, options.seed),
     )
-    ModelShape.from_config(pretrained.config).check_length(data.contract.seq_length)
     _begin_head(config, data, pretrained)
     if pretrained.model.post_process:
         # Only now: archives have weights of texts' outputs, and none of an objective's own.
@@ -162,13 +192,14 @@ def _keep_language(
     """Have the model read as a language model, too.
 
     Raises:
-        ConfigError: its output layer is not its embedding, or that is on another pipeline stage.
+        ConfigError: its output layer is not its embedding, or a text is split over ranks.
     """
-    if not is_tied(pretrained.config) or layout.pp > 1:
+    tied = is_tied(pretrained.config)
+    if not tied or layout.pp > 1 or layout.cp > 1:
         raise ConfigError(
             "model.objective: the loss of the language model needs an output layer that is the "
-            f"embedding, and one pipeline stage; got {layout.pp}, and "
-            f"share_embeddings_and_output_weights={is_tied(pretrained.config)}"
+            "embedding, and neither pipeline nor context parallelism; got "
+            f"share_embeddings_and_output_weights={tied}, {layout.pp} and {layout.cp} ranks"
         )
     marker = contract.reply_marker
     if marker is None and contract.template:

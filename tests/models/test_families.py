@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_aligner.batch.packed import PackedBatch, Records
+from nemo_aligner.batch.packed import Group, PackedBatch, Records
 from nemo_aligner.checkpoint import decoder_tensors
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.hf.families import find_family
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
+from nemo_aligner.data.packing import pack_sequences
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model, wrap_for_training
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import forward_backward, infer
-from nemo_aligner.utils.errors import CheckpointError
+from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests import families, tiny
 from tests.families import CASES, GROUPS, SEQUENCES, WINDOW
 from tests.models import layouts
@@ -33,6 +35,7 @@ PACKS = {
     "together": [PackedBatch.pack(SEQUENCES)],
     "alone": [PackedBatch.pack([tokens]) for tokens in SEQUENCES],
     "common prefixes": [PackedBatch.pack(SEQUENCES, groups=GROUPS)],
+    "one common prefix": [PackedBatch.pack(SEQUENCES, groups=[*[Group(1, 0)] * 2, *GROUPS[1:]])],
 }
 
 
@@ -79,7 +82,18 @@ def build(layout: ParallelLayout, tmp_path_factory: pytest.TempPathFactory) -> A
 
 
 def their_rewards(case: Case) -> Tensor:
-    return torch.cat([case.theirs(torch.tensor([tokens])).logits for tokens in SEQUENCES])
+    # Each by a rotation that has seen no other text: a dynamic one remembers the longest.
+    model, unused, rewards = case.theirs.model, case.theirs.model.rotary_emb, []
+    for tokens in SEQUENCES:
+        model.rotary_emb = deepcopy(unused)
+        rewards.append(case.theirs(torch.tensor([tokens])).logits)
+    model.rotary_emb = unused
+    return torch.cat(rewards)
+
+
+def sharing(case: str) -> str:
+    """The way that has the most common prefixes that are rotated alike in all their texts."""
+    return "one common prefix" if case == "llama_dynamic" else "common prefixes"
 
 
 def our_rewards(model: Any, layout: ParallelLayout, how: str = "together") -> Tensor:
@@ -108,7 +122,7 @@ def test_family_is_the_model_that_transformers_has(
     with torch.no_grad():
         wanted = their_rewards(made)
     assert wanted.std() > 0.02
-    for how in PACKS:
+    for how in ("together", "alone", sharing(case)):
         assert_close(our_rewards(made.ours, layout, how), wanted, 1e-5, how)
     check_gradients(made)
 
@@ -145,7 +159,7 @@ def check_gradients(made: Case) -> None:
     (their_rewards(made) * weights).sum().backward()
     wrapped = wrap_for_training(made.ours)
     wrapped.zero_grad_buffer()
-    (wrapped(PACKS["common prefixes"][0]) * weights).sum().backward()
+    (wrapped(PACKS[sharing(made.name)][0]) * weights).sum().backward()
     ours = {name: weight.main_grad for name, weight in made.ours.named_parameters()}
     assert_close(ours.pop("rm_head.weight"), made.theirs.score.weight.grad, 1e-4, "head")
     for name, wanted in their_gradients(made).items():
@@ -172,9 +186,34 @@ def their_gradients(case: Case) -> dict[str, Tensor]:
     return found
 
 
+def test_texts_that_are_rotated_differently_share_no_prefix(
+    build: Any, layout: ParallelLayout
+) -> None:
+    """A pack in which they do is refused; ``pack_sequences`` makes none."""
+    made = build("llama_dynamic")
+    with pytest.raises(ValueError, match="rotated differently share a beginning"):
+        our_rewards(made.ours, layout, "common prefixes")
+    rotations = [made.ours.rotation_by_length(tokens) for tokens in (51, 52, 53, 54)]
+    assert rotations == [0, 0, 53, 54]
+    made = build("phi3_longrope")
+    assert [made.ours.rotation_by_length(tokens) for tokens in (13, 14, 15, 16)] == [0, 0, 1, 1]
+    # 13 tokens are shared by the first two, and by the three longer ones.
+    texts = [[*range(3, 3 + 13), *rest] for rest in ([20], [21], [22, 23], [22, 24], [25] * 40)]
+    (pack,) = pack_sequences(texts, 200, None, made.ours.rotation_by_length)
+    assert pack.num_tokens == sum(map(len, texts)) - 3 * 13
+    got = infer(made.ours, [pack], layout)
+    assert got is not None
+    alone = infer(made.ours, [PackedBatch.pack([texts[row]]) for row in pack.rows], layout)
+    assert_close(got, alone, 1e-5)
+    without_long = {key: each for key, each in made.config.items() if "_long" not in key}
+    with pytest.raises(ConfigError, match="got 35, wanted at most 14: for longer texts"):
+        our_rewards(other(replace(made, config=without_long), {}, layout), layout)
+
+
 FEATURES = [
     ("llama3", {"scale_positional_embedding": False}),
     ("llama_linear", {"seq_len_interpolation_factor": None}),
+    ("llama_dynamic", {"dynamic_rope_factor": None}),
     ("llama", {"rotary_base": 20000.0}),
     ("llama", {"rotary_percentage": 0.5}),
     ("llama", {"activation": "geglu"}),
@@ -206,6 +245,8 @@ FEATURES = [
     ("exaone4_window", {"no_rope_freq": None}),
     ("phi3_longrope", {"position_embedding_type": "rope"}),
     ("phi3_longrope", {"longrope_attention_factor": 1.0}),
+    ("phi3_longrope", {"longrope_long_factor": [1.0, 1.5, 2.0, 2.5]}),
+    ("phi3_longrope", {"longrope_original_max_position_embeddings": 16}),
     ("phi3_window", {"window_size": None}),
     ("phi3_window", {"rotary_percentage": 1.0}),
     ("glm", {"qkv_bias": False}),
@@ -382,7 +423,7 @@ def test_family_in_16_bits_is_near_and_its_stream_in_fp32(
         assert dtype is torch.bfloat16 or precision is not BF16
         assert {weight.dtype for weight in model.decoder.parameters()} == {dtype}
         assert model.rm_head.weight.dtype is torch.float32
-        assert_close(our_rewards(model, layout, "common prefixes"), wanted, 0.1, precision)
+        assert_close(our_rewards(model, layout, sharing(case)), wanted, 0.1, precision)
         assert seen == {"layers": {torch.float32}, "products": {dtype}}
 
 

@@ -17,9 +17,11 @@ from nemo_aligner.checkpoint.hf.families.base import HF_HEAD
 from nemo_aligner.checkpoint.hf.heads import (
     TOKEN_SUFFIX,
     find_head,
+    forget_lengths,
     is_of_head,
     load_with_head,
     reads_steps,
+    rotary_by_length,
 )
 from nemo_aligner.checkpoint.hf.source import REWARD_SUFFIX, open_source
 from nemo_aligner.contract.contract import ScoringContract
@@ -80,7 +82,8 @@ def our_logits(
     model: GPTRewardModel, token_lists: Sequence[list[int]], layout: ParallelLayout
 ) -> Tensor:
     """Compute the head's outputs ``[N, A]`` float32, without the contract's label means."""
-    packs = pack_sequences(token_lists, sum(map(len, token_lists)))  # the weights are read once
+    budget = sum(map(len, token_lists))  # the weights are read once
+    packs = pack_sequences(token_lists, budget, None, model.rotation_by_length)
     attributes = model.rm_head.weight.size(0)
     shape = (len(token_lists), attributes)
     return gather_rewards(infer(model, packs, layout), packs, shape, layout)
@@ -159,7 +162,9 @@ def compare(
     token_lists = [cut(ids, contract.seq_length) for _, ids in texts]
     alone = torch.cat([_their_logits(model, tokenizer, [ids]) for ids in token_lists])
     padded = alone.clone()
-    by_length = sorted(range(len(texts)), key=lambda row: len(token_lists[row]))
+    # Where a batch is rotated by its longest text, only a text alone has a reward of its own.
+    rows = [] if rotary_by_length(model) else range(len(texts))
+    by_length = sorted(rows, key=lambda row: len(token_lists[row]))
     for shorter, longer in pairwise(by_length):
         batch = [token_lists[shorter], token_lists[longer]]
         padded[shorter] = _their_logits(model, tokenizer, batch)[0]
@@ -258,6 +263,7 @@ def complete(ids: list[Any], contract: ScoringContract, *, ends: bool = True) ->
 
 
 def _their_logits(model: Any, tokenizer: Any, token_lists: list[list[int]]) -> Tensor:
+    forget_lengths(model)
     batch = tokenizer.pad({"input_ids": token_lists}, return_tensors="pt").to(model.device)
     with torch.no_grad():
         output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])

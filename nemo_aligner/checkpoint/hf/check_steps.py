@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.check import complete, differ_most, load_written
+from nemo_aligner.checkpoint.hf.heads import forget_lengths, rotary_by_length
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
-from nemo_aligner.contract.steps import MARKS, TURNS
+from nemo_aligner.contract.steps import ANSWERS, MARKS, OPEN_ENDED, TURNS
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.packing import SequenceReads, pack_sequences
 from nemo_aligner.distributed.layout import ParallelLayout
@@ -74,7 +75,8 @@ def our_step_logits(
     """The head's outputs ``[S, A]`` float32 at all steps of all texts, without label means."""
     token_lists = [each.token_ids for each in texts]
     reads = SequenceReads.number([each.reads for each in texts])
-    packs = pack_sequences(token_lists, sum(map(len, token_lists)), reads)
+    budget = sum(map(len, token_lists))
+    packs = pack_sequences(token_lists, budget, reads, model.rotation_by_length)
     shape = (sum(len(own.rows) for own in reads), model.rm_head.weight.size(0))
     return gather_rewards(infer(model, packs, layout), packs, shape, layout)
 
@@ -97,7 +99,8 @@ def check_step_folder(
             )
     alone = [_their_logits(model, tokenizer, [each])[0] for each in texts]
     padded = list(alone)
-    by_length = sorted(range(len(texts)), key=lambda row: len(texts[row].token_ids))
+    numbers = [] if rotary_by_length(model) else range(len(texts))
+    by_length = sorted(numbers, key=lambda row: len(texts[row].token_ids))
     for shorter, longer in pairwise(by_length):
         padded[shorter] = _their_logits(model, tokenizer, [texts[shorter], texts[longer]])[0]
     rows = [each.text for each in texts for _ in each.reads]
@@ -115,7 +118,8 @@ def _written(contract: ScoringContract, steps: Sequence[str]) -> list[Text]:
     if any(separator in step for step in steps):
         return []
     reply = separator.join(steps) + separator * (contract.scored_position == MARKS)
-    return [[question, {"role": "assistant", "content": reply}], reply]
+    asked: Text = [question, {"role": "assistant", "content": reply}]
+    return [asked] if contract.scored_position == ANSWERS else [asked, reply]
 
 
 def _their_steps(
@@ -130,6 +134,15 @@ def _their_steps(
             written = tokenizer.apply_chat_template(text[:turns], tokenize=False)
             pieces.append(written.removeprefix(before))
             before = written
+    elif position == ANSWERS and isinstance(text, list):
+        pieces, before = [], ""
+        asked: list[dict[str, str]] = []
+        for step in (f"{text[0]['content']} {steps[0]}", *steps[1:]):
+            asked += [{"role": "user", "content": step}, {"role": "assistant", "content": "+"}]
+            written = tokenizer.apply_chat_template(asked, tokenize=False)
+            begun = written[: written.rindex("+")]
+            pieces.append(begun.removeprefix(before))
+            before = begun
     else:
         pieces = [steps[0], *(separator + step for step in steps[1:])]
         if position == MARKS:
@@ -146,7 +159,7 @@ def _their_steps(
         reads.append(len(ids) - 1)
     reads = reads[1::2] if position == MARKS else reads
     if isinstance(text, str):
-        whole = complete(ids, contract, ends=position != MARKS)
+        whole = complete(ids, contract, ends=position not in OPEN_ENDED)
         begun = len(complete(ids, contract, ends=False)) - len(ids)
         ids, reads = whole, [*(place + begun for place in reads[:-1]), len(whole) - 1]
     return ids, tuple(reads)
@@ -154,6 +167,7 @@ def _their_steps(
 
 def _their_logits(model: Any, tokenizer: Any, texts: Sequence[StepsChecked]) -> list[Tensor]:
     """Each text's ``[S, A]``."""
+    forget_lengths(model)
     lists = {"input_ids": [each.token_ids for each in texts]}
     batch = tokenizer.pad(lists, padding_side="right", return_tensors="pt").to(model.device)
     with torch.no_grad():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,9 +24,11 @@ from nemo_aligner.checkpoint.hf.heads import (
     REWARD_TOKEN_KEY,
     FoundHead,
     find_head,
+    forget_lengths,
     is_of_head,
     load_with_head,
     reads_steps,
+    rotary_by_length,
 )
 from nemo_aligner.checkpoint.hf.source import Source, open_source
 from nemo_aligner.checkpoint.nemo.open import CONTRACT_NAME
@@ -197,7 +199,8 @@ class HfRewardModel:
 
     def _batches(self, token_lists: Sequence[list[int]]) -> Iterator[list[int]]:
         """Yield rows of similar length, the longest first, so that little is padded."""
-        is_alone = self.model.config.get_text_config().pad_token_id is None
+        has_no_pad = self.model.config.get_text_config().pad_token_id is None
+        is_alone = has_no_pad or bool(rotary_by_length(self.model))
         rows: list[int] = []
         for row in sorted(range(len(token_lists)), key=lambda row: -len(token_lists[row])):
             longest = len(token_lists[rows[0]]) if rows else 0
@@ -210,6 +213,7 @@ class HfRewardModel:
 
     @torch.no_grad()
     def _logits(self, token_lists: Sequence[list[int]]) -> np.ndarray:
+        forget_lengths(self.model)
         longest = max(map(len, token_lists))
         pad_id = self.model.config.get_text_config().pad_token_id or 0
         ids = torch.full((len(token_lists), longest), pad_id)
@@ -303,7 +307,11 @@ def _with_own_head(name: str, dtype: torch.dtype, choice: str | None = None) -> 
 
 
 def _length(tokenizer: Any, model: Any) -> int | None:
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if positions and rope.get("rope_type") == "dynamic":  # made for longer texts than it saw
+        positions *= rope["factor"]
     lengths = [each for each in (positions, tokenizer.model_max_length) if each]
     return min((int(each) for each in lengths if each < _NO_LENGTH), default=None)
 
@@ -415,8 +423,23 @@ def _num_labels(found: Source, head: FoundHead) -> int:
     return head.outputs
 
 
-def refuse_options(found: Source, labels: list[str] | None, given: Sequence[object]) -> None:
-    """Refuse options of a contract, of which those are ``given`` that are not None, for nothing.
+class ContractOptions(NamedTuple):
+    """Options of a new contract, as of ``convert_hf_to_nemo``; None where not given."""
+
+    template: str | None = None
+    seq_length: int | None = None
+    attributes: Sequence[str] | None = None
+    step_separator: str | None = None
+    reads: ScoredPosition | None = None
+
+    @property
+    def asks_for_steps(self) -> bool:
+        """True if they say how steps are read."""
+        return self.step_separator is not None or self.reads is not None
+
+
+def refuse_options(found: Source, labels: list[str] | None, given: ContractOptions) -> None:
+    """Refuse options of a contract where there is none to make by them.
 
     Raises:
         CheckpointError: there are options, but no contract to make by them.
@@ -433,19 +456,14 @@ def contract_of(
     tokenizer: Tokenizer,
     precision: Precision,
     longest: int,
-    template: str | None,
-    seq_length: int | None,
-    head: FoundHead | None = None,
-    step_separator: str | None = None,
+    given: ContractOptions,
+    head: FoundHead | None,
 ) -> ScoringContract | None:
     """Contract of a reward model: its own if this package exported it, else a new one.
 
     Args:
         labels: as ``labels_of`` gives them.
         longest: tokens of the model's longest text.
-        template: as ``model.data.template``; None is the tokenizer's.
-        seq_length: None is ``longest``, but at most 4096 tokens.
-        step_separator: as of ``convert_hf_to_nemo``.
 
     Raises:
         CheckpointError: its own contract is of another model, or the tokenizer lacks what a new one
@@ -462,9 +480,7 @@ def contract_of(
         contract.check_template_ends(tokenizer)
         _check_own(contract, labels, tokenizer.fingerprint)
         return contract.with_dtype(precision)
-    contract = _new_contract(
-        found, labels, tokenizer, precision, longest, template, seq_length, step_separator
-    )
+    contract = _new_contract(found, labels, tokenizer, precision, longest, given)
     if contract.has_steps and head is not None and (head.outputs, len(labels)) == (2, 1):
         contract = contract.with_readout(Readout(BINS, ((0.0, 1.0),)))
     is_ranking = contract.reward_model_type == RewardModelType.binary_ranking.value
@@ -480,8 +496,10 @@ def contract_of(
             raise CheckpointError(
                 f"{REWARD_TOKEN_KEY}: got {token_id}, wanted a token of {tokenizer.vocab_size}"
             )
-    if template is not None and not contract.template:
-        raise CheckpointError(f"template: got {template!r}, but the tokenizer has no chat template")
+    if given.template is not None and not contract.template:
+        raise CheckpointError(
+            f"template: got {given.template!r}, but the tokenizer has no chat template"
+        )
     return dataclasses.replace(contract, attributes=tuple(labels))
 
 
@@ -491,22 +509,24 @@ def _new_contract(
     tokenizer: Tokenizer,
     precision: Precision,
     longest: int,
-    template: str | None,
-    seq_length: int | None,
-    step_separator: str | None,
+    given: ContractOptions,
 ) -> ScoringContract:
-    has_steps = reads_steps(found) or step_separator is not None
+    has_steps = reads_steps(found) or given.asks_for_steps
     is_ranking = len(labels) == 1 and not has_steps
-    reads = ScoredPosition.step_marks if has_steps else ScoredPosition.last_token
+    reads, step_separator = given.reads, given.step_separator
+    if reads is None:
+        reads = ScoredPosition.step_marks if has_steps else ScoredPosition.last_token
+    if reads is ScoredPosition.step_marks:
+        step_separator = _separator(tokenizer, step_separator)
     settings = ModelConfig(
         reward_model_type=RewardModelType.binary_ranking
         if is_ranking
         else RewardModelType.regression,
         regression=RegressionConfig(attributes=labels),
         data=DataConfig(
-            template=template,
-            seq_length=seq_length or min(longest, MAX_DEFAULT_SEQ_LENGTH),
-            step_separator=_separator(tokenizer, step_separator) if has_steps else None,
+            template=given.template,
+            seq_length=given.seq_length or min(longest, MAX_DEFAULT_SEQ_LENGTH),
+            step_separator=step_separator,
         ),
         head=HeadConfig(reads=reads),
     )

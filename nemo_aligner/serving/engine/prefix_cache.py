@@ -14,7 +14,7 @@ them agree; keys and values are in the pool of each rank's model.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,12 +27,13 @@ from nemo_aligner.data.packing import (
     PrefixGroup,
     SequenceReads,
     find_prefix_groups,
+    one_rotation,
     pack_groups,
 )
 from nemo_aligner.distributed.layout import ParallelLayout
 
 _BLOCK_BYTES = BLOCK_TOKENS * 4  # of token ids as int32
-_NONE = -1  # the block before the first
+_NONE = -1  # no block
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class BlockTable:
     first: int
     new: tuple[int, ...]
     path: tuple[int, ...] = ()
+
+
+def _before_first(rotation: int) -> int:
+    """Stands for the block before the first: keys of one rotation are of no use to another."""
+    return _NONE - rotation
 
 
 def as_key(tokens: np.ndarray) -> bytes:
@@ -72,13 +78,14 @@ class BlockManager:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def find(self, key: bytes, reads: Sequence[int] = ()) -> tuple[int, ...]:
+    def find(self, key: bytes, reads: Sequence[int] = (), rotation: int = 0) -> tuple[int, ...]:
         """The cached blocks at a sequence's beginning; its last token is always computed.
 
         And so is the first of the places ``reads`` whose outputs are not known, and what follows.
+        Blocks of sequences with another ``rotation`` (see ``ModelShape``) are others.
         """
         found: list[int] = []
-        block = _NONE
+        block = _before_first(rotation)
         wanted: dict[int, list[int]] = {}
         for place in reads:
             wanted.setdefault(place // BLOCK_TOKENS, []).append(place % BLOCK_TOKENS)
@@ -107,7 +114,10 @@ class BlockManager:
                 self._outputs.setdefault(path[at], {})[place_in_block] = own
 
     def use(
-        self, keys: Sequence[bytes], reads: Sequence[Sequence[int]] | None = None
+        self,
+        keys: Sequence[bytes],
+        reads: Sequence[Sequence[int]] | None = None,
+        rotations: Sequence[int] | None = None,
     ) -> list[BlockTable]:
         """Look up the sequences of one call, and allocate blocks for what is new.
 
@@ -115,12 +125,13 @@ class BlockManager:
         blocks, the earliest of each sequence are kept.
         """
         reads = [()] * len(keys) if reads is None else reads
-        found = [self.find(key, own) for key, own in zip(keys, reads, strict=True)]
+        rotations = [0] * len(keys) if rotations is None else rotations
+        found = [self.find(*each) for each in zip(keys, reads, rotations, strict=True)]
         paths = [list(blocks) for blocks in found]
         pinned = {block for blocks in found for block in blocks}
         for block in pinned:
             self._keys.move_to_end(block)
-        new = self._extend(keys, paths, pinned)
+        new = self._extend(keys, paths, pinned, rotations)
         # The last block of a path is marked first, so it is evicted before those that it follows,
         # without which it could never be found.
         for path in paths:
@@ -132,7 +143,11 @@ class BlockManager:
         ]
 
     def _extend(
-        self, keys: Sequence[bytes], paths: Sequence[list[int]], pinned: set[int]
+        self,
+        keys: Sequence[bytes],
+        paths: Sequence[list[int]],
+        pinned: set[int],
+        rotations: Sequence[int],
     ) -> list[dict[int, int]]:
         """Extend the paths as far as the pool allows, all of them by one block at a time.
 
@@ -149,7 +164,8 @@ class BlockManager:
             for index in growing:
                 path, start = paths[index], depth * _BLOCK_BYTES
                 if depth >= len(path):
-                    key = (path[-1] if path else _NONE, keys[index][start : start + _BLOCK_BYTES])
+                    before = path[-1] if path else _before_first(rotations[index])
+                    key = (before, keys[index][start : start + _BLOCK_BYTES])
                     block = self._blocks.get(key)
                     if block is None:
                         block = self._place(key, pinned)
@@ -202,7 +218,8 @@ class PrefixCache:
     """Plans the calls of a model and its data parallel replicas; every rank plans all of them.
 
     ``slots`` is the size of each replica's pool in tokens, at most ``tokens``. For a model that
-    reads the whole reply nothing from ``reply_marker`` on is kept, as its states are needed.
+    reads the whole reply nothing from ``reply_marker`` on is kept, as its states are needed. Only
+    sequences with the same ``rotation_by_length``, of ``ModelShape``, have blocks in common.
     """
 
     def __init__(
@@ -211,6 +228,7 @@ class PrefixCache:
         layout: ParallelLayout,
         micro_batch_tokens: int,
         reply_marker: Sequence[int] | None = None,
+        rotation_by_length: Callable[[int], int] = one_rotation,
     ) -> None:
         blocks = tokens // BLOCK_TOKENS
         self._managers = [BlockManager(blocks) for _ in range(layout.dp)]
@@ -218,6 +236,7 @@ class PrefixCache:
         self._replica = layout.dp_rank
         self._budget = micro_batch_tokens
         self._reply_marker = reply_marker
+        self._rotation_by_length = rotation_by_length
         self.slots = blocks * BLOCK_TOKENS
 
     def reset_cache(self) -> None:
@@ -233,15 +252,18 @@ class PrefixCache:
         ``reads`` are places in each sequence, where turns or steps are scored.
         """
         keys = [as_key(self._kept(sequence)) for sequence in sequences]
+        rotations = [self._rotation_by_length(len(sequence)) for sequence in sequences]
         places = [()] * len(keys) if reads is None else [own.places.tolist() for own in reads]
         packs: list[PackedBatch] = []
         computed = cached = 0
         known: dict[int, np.ndarray] = {}
         kept: list[tuple[BlockManager, BlockTable, SequenceReads]] = []
-        for replica, members in enumerate(self._share_out(sequences, keys, places)):
+        for replica, members in enumerate(self._share_out(sequences, keys, places, rotations)):
             manager = self._managers[replica]
             uses = manager.use(
-                [keys[member] for member in members], [places[member] for member in members]
+                [keys[member] for member in members],
+                [places[member] for member in members],
+                [rotations[member] for member in members],
             )
             rest = reads
             if reads is not None:
@@ -254,7 +276,7 @@ class PrefixCache:
                     )
                     kept.append((manager, use, reads[member]))
             prefixes = dict(zip(members, _prefixes_of(uses), strict=True))
-            groups = find_prefix_groups(sequences, self._budget, prefixes)
+            groups = self._groups(sequences, self._budget, prefixes)
             size = sum(group.size for group in groups)
             self._spent[replica] += size
             computed += size
@@ -270,6 +292,14 @@ class PrefixCache:
 
         return CallPlan(packs, computed, cached, known, keep)
 
+    def _groups(
+        self,
+        sequences: Sequence[np.ndarray],
+        budget: int,
+        cached: Mapping[int, CachedPrefix | None] | None = None,
+    ) -> list[PrefixGroup]:
+        return find_prefix_groups(sequences, budget, cached, self._rotation_by_length)
+
     def _kept(self, sequence: np.ndarray) -> np.ndarray:
         """The part of a sequence that may be cached, and one token, which is always computed."""
         if self._reply_marker is None:
@@ -281,6 +311,7 @@ class PrefixCache:
         sequences: Sequence[np.ndarray],
         keys: Sequence[bytes],
         reads: Sequence[Sequence[int]],
+        rotations: Sequence[int],
     ) -> list[list[int]]:
         """Assign sequences to replicas: the largest groups first, each where it ends soonest.
 
@@ -289,15 +320,18 @@ class PrefixCache:
         replicas = range(len(self._managers))
         if len(replicas) == 1:
             return [list(range(len(sequences)))]
-        total = sum(group.size for group in find_prefix_groups(sequences, self._budget))
+        total = sum(group.size for group in self._groups(sequences, self._budget))
         share = min(self._budget, -(-total // len(replicas)))
         known = [
-            [BLOCK_TOKENS * len(of.find(key, own)) for key, own in zip(keys, reads, strict=True)]
+            [
+                BLOCK_TOKENS * len(of.find(*each))
+                for each in zip(keys, reads, rotations, strict=True)
+            ]
             for of in self._managers
         ]
         parts: list[list[int]] = [[] for _ in replicas]
         loads = [0] * len(replicas)
-        groups = find_prefix_groups(sequences, share)
+        groups = self._groups(sequences, share)
         for group in sorted(groups, key=lambda group: (-group.size, group.members[0])):
             costs = [_cost(group, sequences, known[replica]) for replica in replicas]
             # Among equals the replica with less work so far: its pool has more room.

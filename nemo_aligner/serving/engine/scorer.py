@@ -95,7 +95,9 @@ class RewardScorer:
         self.contract = contract
         self.counts = TokenCounts()
         marker = contract.reply_marker
-        self._cache = PrefixCache(prefix_cache_tokens, layout, micro_batch_tokens, marker)
+        self._cache = PrefixCache(
+            prefix_cache_tokens, layout, micro_batch_tokens, marker, model.rotation_by_length
+        )
         self._pool = model.new_key_value_pool(self._cache.slots) if self._cache.slots else None
 
     @property
@@ -270,7 +272,8 @@ class RewardScorer:
     ) -> CallPlan:
         if self._pool is not None:
             return self._cache.plan(sequences, reads)
-        packs = pack_sequences(sequences, self._micro_batch_tokens, reads)
+        by_length = self.model.rotation_by_length
+        packs = pack_sequences(sequences, self._micro_batch_tokens, reads, by_length)
         mine = packs[self._layout.dp_rank :: self._layout.dp]
         return CallPlan(mine, sum(pack.num_tokens for pack in packs), 0)
 

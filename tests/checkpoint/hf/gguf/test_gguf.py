@@ -43,13 +43,14 @@ from tests.checkpoint.refusals import refusals
 
 gguf = pytest.importorskip("gguf")
 
-# Without what no file can say, or is not read: a rotation of other constants than Llama 3's, YaRN,
-# and layers that differ in their rotation, or in a pattern of windows of their own.
+# Without what no file can say, or is not read: a rotation of other constants than Llama 3's, YaRN
+# or dynamic, and layers that differ in their rotation, or in a pattern of windows of their own.
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "gemma2", "nemotron"]
 CASES = [
     case
     for case, config in families.CASES.items()
-    if not case.endswith(("llama3", "yarn")) and config["model_type"] in ("mistral", *FAMILIES)
+    if not case.endswith(("llama3", "yarn", "dynamic"))
+    and config["model_type"] in ("mistral", *FAMILIES)
 ]
 
 
