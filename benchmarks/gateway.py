@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import signal
 import sys
@@ -23,9 +22,9 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from common import ROOT, WorkerFailed, choose_device, machine, render, require, write_json
+from common import WorkerFailed, choose_device, machine, render, require, write_json
 from serving_model import prepare_reward_model, write_tiny
-from serving_servers import Clients, Load, Recipe, Server, percentile
+from serving_servers import Clients, Load, Recipe, percentile, start_gateway
 
 LENGTH = 32
 LIMIT_S = 300.0
@@ -60,7 +59,7 @@ def main() -> None:
     recipe = Recipe("nemo_aligner", model, 1)
     server, url = recipe.start(work / "server.log")
     try:
-        gateway, gateway_url = _start_gateway(url, work)
+        gateway, gateway_url = start_gateway(url, work)
         try:
             ways = {
                 DIRECT: (url, recipe.request),
@@ -75,16 +74,6 @@ def main() -> None:
     print(f"\n{render(rows)}", flush=True)
     if arguments.json:
         write_json(arguments.json, {"machine": machine(), "gateway": rows})
-
-
-def _start_gateway(backend: str, work: Path) -> tuple[Server, str]:
-    ready = work / "gateway.ready"
-    ready.unlink(missing_ok=True)
-    settings = [f"backends=[{backend}]", "gateway.port=0", f"gateway.ready_file={ready}"]
-    command = [sys.executable, "-m", "nemo_aligner", "gateway", *settings]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    gateway = Server(command, environment, work / "gateway.log")
-    return gateway, gateway.wait_for_file(ready)
 
 
 def _measure(

@@ -100,7 +100,10 @@ async def _ask(session: aiohttp.ClientSession, url: str, body: bytes) -> Reply:
 
 
 def rewards_of(reply: Reply) -> list[float] | None:
-    """The rewards that a KServe server, the gateway or vLLM has answered, None if it has not."""
+    """The rewards that a KServe server, the gateway or vLLM has answered, None if it has not.
+
+    Of several in one text (``token_classify``) they are those of the last.
+    """
     if reply.status != 200:
         return None
     content = json.loads(reply.body)
@@ -109,7 +112,9 @@ def rewards_of(reply: Reply) -> list[float] | None:
         return [float(reward) for reward in found["rewards"]]
     if "rewards" in content:
         return [float(row[0]) for row in content["rewards"]]
-    return [float(row["probs"][0]) for row in content["data"]]
+    if "probs" in content["data"][0]:
+        return [float(row["probs"][0]) for row in content["data"]]
+    return [float(row["data"][-1][0]) for row in content["data"]]
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ _CHATML = (
 )
 
 
-def prepare_reward_model(source: Path, work: Path) -> Path:
+def prepare_reward_model(source: Path, work: Path, reads: str = "last_token") -> Path:
     """A reward model's ``.nemo`` in ``work``: the base model ``source`` with a random head."""
     _, base = prepare_model(source, work)
     reward_model = work / "reward.nemo"
     if not reward_model.is_file():
-        write_reward_model(base, reward_model)
+        write_reward_model(base, reward_model, reads)
     return reward_model
 
 
@@ -78,18 +78,21 @@ def _write_tokenizer(folder: Path, size: int) -> None:
     fast.save_pretrained(folder)
 
 
-def write_reward_model(base: Path, output: Path) -> None:
+def write_reward_model(base: Path, output: Path, reads: str = "last_token") -> None:
     """``base`` with a random head, as a reward model's ``.nemo``."""
     import torch
 
     from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model
     from nemo_aligner.config.common import Overlong, Precision
-    from nemo_aligner.config.model import DataConfig, ModelConfig
+    from nemo_aligner.config.model import DataConfig, HeadConfig, ModelConfig, ScoredPosition
     from nemo_aligner.contract.from_settings import build_contract
     from nemo_aligner.distributed.launch import launch
     from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
 
-    settings = ModelConfig(data=DataConfig(seq_length=SEQ_LENGTH, overlong=Overlong.truncate_left))
+    settings = ModelConfig(
+        data=DataConfig(seq_length=SEQ_LENGTH, overlong=Overlong.truncate_left),
+        head=HeadConfig(reads=ScoredPosition(reads)),
+    )
     with launch():
         layout = initialize_layout()
         loaded = load_pretrained(base, layout, num_attributes=1, precision=Precision.fp32)

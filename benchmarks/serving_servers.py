@@ -226,6 +226,17 @@ class Recipe:
         return environment
 
 
+def start_gateway(backend: str, work: Path) -> tuple[Server, str]:
+    """The gateway in front of a server of ours, and its URL."""
+    ready = work / "gateway.ready"
+    ready.unlink(missing_ok=True)
+    settings = [f"backends=[{backend}]", "gateway.port=0", f"gateway.ready_file={ready}"]
+    command = [sys.executable, "-m", "nemo_aligner", "gateway", *settings]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    gateway = Server(command, environment, work / "gateway.log")
+    return gateway, gateway.wait_for_file(ready)
+
+
 def kserve_request(inputs: Sequence[dict[str, Any]]) -> dict[str, str]:
     """A request of KServe v2 for rewards alone, as JSON."""
     body = {"inputs": inputs, "outputs": [{"name": "rewards"}]}

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 # Settings of an evaluation; the others are about the model, which is loaded already.
 _OF_EVALUATION = (
-    "data", "task", "threshold", "aggregate", "swapped", "robustness_pairs", "output",
-    "output_rewards", "report",
+    "data", "task", "threshold", "threshold_from", "aggregate", "swapped", "robustness_pairs",
+    "output", "output_rewards", "report",
 )  # fmt: skip
 _SHARD_BYTES = 5 * 10**9
 
@@ -178,7 +178,7 @@ class RewardModel:
         if score_steps is None:
             raise ConfigError(
                 f"steps: {self.name} has one reward for each text, wanted a model that was trained "
-                "with model.head.reads=turns, step_ends or step_marks"
+                "with model.head.reads=turns or step_ends, for example"
             )
         found = score_steps(texts)
         for row, own in enumerate(found):
@@ -371,9 +371,9 @@ class _Session:
         found = self._loaded.get(model)
         if found is not None:
             return found
-        from nemo_aligner.evaluation.sources import layout_sizes, load_source
+        from nemo_aligner.evaluation.sources import load_source, sizes_of_model
 
-        layout = self._open(layout_sizes(config))
+        layout = self._open(sizes_of_model(config))
         try:
             return self._loaded.setdefault(model, load_source(config, layout))
         finally:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from nemo_aligner.api.reward_model import export_archive
 from nemo_aligner.cli.parser import Parser, names, positive
+from nemo_aligner.config.model import ScoredPosition
+from nemo_aligner.contract.steps import STEPPED
 
 _CONVERT = """\
 Convert a Hugging Face model or a .gguf file into a .nemo archive.
@@ -54,6 +56,11 @@ def convert_parser() -> Parser:
         help="text behind each step of a reply, for a reward at each; default: <extra_0> for a "
         "process reward model",
     )  # fmt: skip
+    rules.add_argument(
+        "--reads", choices=STEPPED,
+        help="where the reward of each turn or step is read, as model.head.reads; default: "
+        "step_marks, if there is a separator",
+    )  # fmt: skip
     return parser
 
 
@@ -74,6 +81,7 @@ def run_convert(options: argparse.Namespace) -> int:
         seq_length=options.seq_length,
         attributes=options.attributes,
         step_separator=options.step_separator,
+        reads=None if options.reads is None else ScoredPosition(options.reads),
     )
     print(summary)
     return 0

@@ -69,6 +69,9 @@ class EvaluateConfig:
     threshold: float | None = setting(
         None, "benchmarks of steps: reward of a right one; null: 0.5, or log-odds of 0"
     )
+    threshold_from: str | None = setting(
+        None, "processbench: a held-out file of it, whose best threshold is taken"
+    )
     aggregate: Aggregate = setting(
         Aggregate.last,
         "benchmarks of texts: one reward of those of their turns or steps",
@@ -85,6 +88,12 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         with Checks("", self) as checks:
             checks.positive("robustness_pairs")
+            checks.require(
+                self.threshold_from is None
+                or (self.threshold is None and self.threshold_from != self.data.path),
+                "threshold_from",
+                "null, as threshold is set, or another file than data.path",
+            )
             checks.require(
                 self.precision is None or self.server is None,
                 "precision",

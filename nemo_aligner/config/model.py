@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 from nemo_aligner.config.common import Checks, Malformed, Overlong, RewardModelType, setting
 from nemo_aligner.utils.errors import ConfigError
@@ -175,12 +175,33 @@ class InvarianceConfig:
         return self.batch_invariant_rows if self.batch_invariant else None
 
 
+class LayoutConfig(Protocol):
+    """Settings of a parallel layout, which every page with a model has."""
+
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    context_parallel_size: int
+    sequence_parallel: bool
+
+
+def layout_sizes(model: LayoutConfig) -> dict[str, Any]:
+    """Sizes of a layout, as ``distributed.layout.initialize_layout`` takes them."""
+    return {
+        "tp": model.tensor_model_parallel_size,
+        "pp": model.pipeline_model_parallel_size,
+        "cp": model.context_parallel_size,
+        "ep": getattr(model, "expert_model_parallel_size", 1),  # a critic has none
+        "sequence_parallel": model.sequence_parallel,
+    }
+
+
 @dataclass
 class ScorerModelConfig(InvarianceConfig):
     """Parallel layout of a finished reward model for scoring."""
 
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
+    context_parallel_size: int = setting(1, "number of ranks that share each text, for long texts")
     expert_model_parallel_size: int = setting(1, EXPERT_RANKS)
     sequence_parallel: bool = setting(
         False, "also split norms along the tokens; needs tensor parallelism"
@@ -192,6 +213,7 @@ class ScorerModelConfig(InvarianceConfig):
             checks.positive(
                 "tensor_model_parallel_size",
                 "pipeline_model_parallel_size",
+                "context_parallel_size",
                 "expert_model_parallel_size",
                 "micro_batch_tokens",
                 "batch_invariant_rows",
@@ -277,6 +299,7 @@ class ScoredPosition(Enum):
     turns = "turns"
     step_ends = "step_ends"
     step_marks = "step_marks"
+    step_answers = "step_answers"
 
 
 @dataclass
@@ -310,8 +333,8 @@ class ModelConfig(InvarianceConfig):
     head: HeadConfig = field(default_factory=HeadConfig)
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
+    context_parallel_size: int = setting(1, "number of ranks that share each text, for long texts")
     expert_model_parallel_size: int = setting(1, EXPERT_RANKS)
-    context_parallel_size: int = setting(1, "not supported: 1")
     sequence_parallel: bool = setting(
         False, "also split norms along the tokens; needs tensor parallelism"
     )
@@ -322,6 +345,10 @@ class ModelConfig(InvarianceConfig):
         None, "with full: recompute the first N layers of a stage; null: all"
     )
     freeze_layers: int = setting(0, "number of lowest layers to freeze, with the embeddings")
+    train_router: bool = setting(False, "also train which experts a mixture's tokens go to")
+    moe_aux_loss_coeff: float = setting(
+        0.0, "factor of the loss that evens out the load of experts; 0: none"
+    )
     lora: LoraConfig = field(default_factory=LoraConfig)
     global_batch_size: int = setting(64, "records (pairs or rated replies) per step")
     micro_batch_tokens: int = setting(4096, "tokens per forward and backward pass")
@@ -341,8 +368,18 @@ class ModelConfig(InvarianceConfig):
                 "micro_batch_tokens",
                 "batch_invariant_rows",
             )
-            checks.not_negative("freeze_layers")
+            checks.not_negative("freeze_layers", "moe_aux_loss_coeff")
             checks.seed("seed")
+            checks.require(
+                self.train_router or not self.moe_aux_loss_coeff,
+                "moe_aux_loss_coeff",
+                "0, or model.train_router=true: a router that is frozen learns no balance",
+            )
+            checks.require(
+                self.lora.rank == 0 or not self.train_router,
+                "train_router",
+                f"false, as model.lora.rank={self.lora.rank} freezes all weights of the backbone",
+            )
             checks.require(
                 self.lora.rank == 0 or self.freeze_layers == 0,
                 "freeze_layers",
@@ -365,9 +402,9 @@ class ModelConfig(InvarianceConfig):
 
     def _check_layout(self, checks: Checks) -> None:
         checks.require(
-            self.context_parallel_size <= 1,
+            self.context_parallel_size == 1 or self.head.reads is not ScoredPosition.reply_mean,
             "context_parallel_size",
-            "1 (context parallelism is not supported)",
+            "1 beside model.head.reads=reply_mean, as a reply's tokens are on several ranks",
         )
         checks.require(
             self.activations_checkpoint_num_layers is None

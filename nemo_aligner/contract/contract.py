@@ -43,7 +43,7 @@ from nemo_aligner.config.common import Overlong, Precision, RecordKind, RewardMo
 from nemo_aligner.contract.fields import check_fields
 from nemo_aligner.contract.messages import Text, read_text, reply_of
 from nemo_aligner.contract.readout import Readout
-from nemo_aligner.contract.steps import MARKS, STEPPED, SteppedText, StepSpan, split_steps
+from nemo_aligner.contract.steps import OPEN_ENDED, STEPPED, SteppedText, StepSpan, split_steps
 from nemo_aligner.contract.template_check import check_it_ends
 from nemo_aligner.contract.templates import after_reply
 from nemo_aligner.contract.tokenizer import TextIds, Tokenizer, WrittenText, encode_records
@@ -408,7 +408,7 @@ class ScoringContract:
         ids = [token for piece in pieces for token in piece]
         ends = [*accumulate(map(len, pieces))]
         # Of a separator that ends the sequence: nothing stands behind it, not even EOS.
-        whole = self._complete(ids, text, ends=self.scored_position != MARKS)
+        whole = self._complete(ids, text, ends=self.scored_position not in OPEN_ENDED)
         begun = len(self._complete(ids, text, ends=False)) - len(ids)
         reads = [ends[piece] - 1 + begun for piece in read]
         reads[-1] = len(whole) - 1

@@ -2,13 +2,16 @@
 
 Which they are is a rule of the scoring contract (``scored_position``, ``model.head.reads``):
 
-==============  ====================================================================================
-``turns``       every assistant turn is a step, read where the text would end without what follows
-``step_ends``   the reply is cut at the separator; each step is read at its own last token, the last
-                one at the text's
-``step_marks``  the same, read at the last token of the separator behind each step; it is put behind
-                the last step if it is not there, and what follows it is not read at all
-==============  ====================================================================================
+================  ==================================================================================
+``turns``         every assistant turn is a step, read where the text would end without what follows
+``step_ends``     the reply is cut at the separator; each step is read at its own last token, the
+                  last one at the text's
+``step_marks``    the same, read at the last token of the separator behind each step; it is put
+                  behind the last step if it is not there, and what follows it is not read at all
+``step_answers``  the same steps, each a turn of the user that is answered ``+``, the first one
+                  behind the question and a space; read where the answer begins, as in RLHFlow's
+                  ``math-rm/prm_evaluate.py``
+================  ==================================================================================
 
 Pieces of a text are tokenized one by one, so that the ids of a step do not depend on what follows:
 a reward is that of the text cut behind its step, and a text of one step has the ids that it has
@@ -37,9 +40,14 @@ from nemo_aligner.utils.errors import DataError, short
 
 TURNS = ScoredPosition.turns.value
 MARKS = ScoredPosition.step_marks.value
-STEPPED = (TURNS, ScoredPosition.step_ends.value, MARKS)
+ANSWERS = ScoredPosition.step_answers.value
+STEPPED = (TURNS, ScoredPosition.step_ends.value, MARKS, ANSWERS)
 # Rules that need a separator.
 SEPARATED = STEPPED[1:]
+# Rules by which the text stops where the last reward is read.
+OPEN_ENDED = (MARKS, ANSWERS)
+# What a right step is answered by.
+_ANSWER = "+"
 
 Write = Callable[[Messages | Conversation], str]
 
@@ -101,6 +109,8 @@ def split_steps(
     assert separator is not None
     reply = _reply(text, separator)
     steps = _find(reply, separator)
+    if position == ANSWERS:
+        return _at_answers(text, reply, steps, write, tail)
     if position == MARKS and not reply[steps[-1].end :].startswith(separator):
         reply = reply[: steps[-1].end] + separator
     written = reply if isinstance(text, str) else write(_with_reply(text, reply))
@@ -119,6 +129,40 @@ def _at_turns(text: Text, write: Write) -> SteppedText:
     if isinstance(text, str):
         return SteppedText((text,), (0,), (StepSpan(None, 0, len(text)),))
     turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    written = _write_growing(text, messages, turns, write)
+    pieces = _cut(written[-1], [len(each) for each in written])
+    spans = tuple(StepSpan(number, 0, len(said(messages[number]))) for number in turns)
+    return SteppedText(pieces, tuple(range(len(pieces))), spans)
+
+
+def _at_answers(
+    text: Text, reply: str, steps: Sequence[StepSpan], write: Write, tail: str
+) -> SteppedText:
+    messages = messages_of(text)
+    if isinstance(text, str) or len(messages) < 2 or messages[-2]["role"] != "user":
+        raise DataError(
+            f"got a text without a question in front of its steps, wanted one: {ANSWERS} puts the "
+            "first step behind it"
+        )
+    *before, question, _ = messages
+    asked = [reply[step.start : step.end].strip() for step in steps]
+    asked[0] = f"{said(question)} {asked[0]}"
+    answer = {"role": "assistant", "content": _ANSWER}
+    turns = [turn for step in asked for turn in ({"role": "user", "content": step}, answer)]
+    numbers = range(len(before) + 1, len(before) + len(turns), 2)
+    written = _write_growing(text, [*before, *turns], numbers, write)
+    end = _ANSWER + tail
+    if not all(each.endswith(end) for each in written):
+        raise DataError(f"the chat template does not end an answer {_ANSWER!r} with {end!r}")
+    pieces = _cut(written[-1], [len(each) - len(end) for each in written])
+    spans = tuple(StepSpan(len(messages) - 1, step.start, step.end) for step in steps)
+    return SteppedText(pieces, tuple(range(len(pieces))), spans)
+
+
+def _write_growing(
+    text: Messages | Conversation, messages: Messages, turns: Sequence[int], write: Write
+) -> list[str]:
+    """The text up to each of the ``turns``, by number; raises DataError unless each begins it."""
     written = [write(with_messages(text, messages[: number + 1])) for number in turns]
     whole = written[-1]
     for number, begun, longer in zip(turns, written, written[1:], strict=False):
@@ -128,9 +172,7 @@ def _at_turns(text: Text, write: Write) -> SteppedText:
                 "turns follow, so it has no reward of its own; wanted a template that does not, or "
                 "model.head.reads=last_token"
             )
-    pieces = _cut(whole, [len(each) for each in written])
-    spans = tuple(StepSpan(number, 0, len(said(messages[number]))) for number in turns)
-    return SteppedText(pieces, tuple(range(len(pieces))), spans)
+    return written
 
 
 def _at_marks(

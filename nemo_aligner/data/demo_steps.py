@@ -10,6 +10,7 @@ from typing import Any
 
 from nemo_aligner.data.records import write_lines
 
+# Numbers of one digit: a small model learns to add them within minutes, of two it does not.
 _FEWEST, _MOST = 3, 6
 # How far a wrong result is off.
 _OFF = (-10, -2, -1, 1, 2, 10)
@@ -38,7 +39,7 @@ def _chains(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
     """Chains of different questions, every second one with an error."""
     seen: set[str] = set()
     while len(seen) < count:
-        numbers = [rng.randint(1, 99) for _ in range(rng.randint(_FEWEST, _MOST) + 1)]
+        numbers = [rng.randint(1, 9) for _ in range(rng.randint(_FEWEST, _MOST) + 1)]
         question = f"What is {' + '.join(map(str, numbers))}?"
         if question in seen:
             continue

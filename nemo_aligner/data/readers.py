@@ -578,7 +578,7 @@ def _check_steps(record: Record, text: EncodedText) -> str | None:
     if text.reads is None:
         raise DataError(
             f"{record.origin}: got labels of {len(record.steps)} turns or steps, wanted a model "
-            "that has a reward for each: model.head.reads=turns, step_ends or step_marks"
+            "that has a reward for each: model.head.reads=turns or step_ends, for example"
         )
     found = len(text.reads) + text.lost
     if found != len(record.steps):

@@ -25,7 +25,7 @@ from nemo_aligner.evaluation.robustness import (
     render_robustness,
     robustness_json,
 )
-from nemo_aligner.evaluation.run_task import TaskResult, run_task
+from nemo_aligner.evaluation.run_task import TaskResult, choose_threshold, run_task
 from nemo_aligner.evaluation.sources import RewardSource, open_source
 from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.evaluation.tasks.base import Task
@@ -107,6 +107,7 @@ class _Asked:
     robustness_pairs: int | None
     swapped: bool
     threshold: float | None
+    threshold_from: str | None
     aggregate: Aggregate
 
     @classmethod
@@ -121,16 +122,18 @@ class _Asked:
             check_pairwise(task)
         if task is not None and config.swapped:
             raise ConfigError(f"swapped: got true with task={config.task}, wanted a file of pairs")
-        threshold = config.threshold
-        if threshold is not None and not (task is not None and task.reads_steps):
-            raise ConfigError(f"threshold: got {threshold}, wanted null: no steps are judged by it")
+        threshold, chosen_by = config.threshold, config.threshold_from
+        for key, got in (("threshold", threshold), ("threshold_from", chosen_by)):
+            if got is not None and not (task is not None and task.reads_steps):
+                raise ConfigError(f"{key}: got {got}, wanted null: no steps are judged by it")
         how = config.aggregate
         if how is not Aggregate.last and (task is None or task.reads_steps):
             raise ConfigError(
                 f"aggregate: got {how.value}, wanted last: only a benchmark of texts (task=...) "
                 "takes one reward of them"
             )
-        return cls(data_file, task, _reading(config), most, config.swapped, threshold, how)
+        reading, swapped = _reading(config), config.swapped
+        return cls(data_file, task, reading, most, swapped, threshold, chosen_by, how)
 
 
 def _check_unread(config: EvaluateConfig) -> None:
@@ -208,16 +211,34 @@ def _measure(asked: _Asked, source: RewardSource) -> _Measured:
     if task is None:
         result = evaluate_file(source, path, asked.how, swapped=asked.swapped)
     else:
-        weights, score_steps = source.attribute_weights, source.score_steps
-        threshold = asked.threshold
-        if threshold is None:
-            threshold = right_from(source)
+        result = _measure_task(task, asked, source, about)
         source = source.by(asked.aggregate)
-        result = run_task(task, path, source.score, weights, source.encode, score_steps, threshold)
     robustness, most = None, asked.robustness_pairs
     if most is not None:
         robustness = check_robustness(result.predictions, source.score_as_one, source.fits, most)
     return _Measured(result, about, source.contract, robustness)
+
+
+def _measure_task(
+    task: Task, asked: _Asked, source: RewardSource, about: dict[str, str]
+) -> TaskResult:
+    """Run a benchmark; where it judges steps, ``about`` gets the threshold and its origin."""
+    weights, score_steps = source.attribute_weights, source.score_steps
+    by, path, held = source.by(asked.aggregate), asked.data_file, asked.threshold_from
+    chosen, threshold = None, asked.threshold
+    if held is not None:
+        say(f"choosing the threshold by {held} ...")
+        chosen = choose_threshold(task, held, score_steps, weights, source.encode)
+        threshold = chosen.value
+    elif threshold is None:
+        threshold = right_from(source)
+    result = run_task(task, path, by.score, weights, source.encode, score_steps, threshold)
+    if task.reads_steps:
+        origin = "the default" if asked.threshold is None else "as set"
+        about["threshold"] = f"{threshold:g}, {origin}"
+        if chosen is not None and held is not None:
+            about["threshold"] = chosen.about(held, result)
+    return result
 
 
 def report_evaluation(

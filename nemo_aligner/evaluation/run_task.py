@@ -111,6 +111,69 @@ def run_task(
         DataError: the file cannot be read, or a line is not a record of this benchmark.
     """
     left_out: Counter[str] = Counter()
+    rows = []
+    for line, item, of_item in _scored(
+        task, path, score, attribute_weights, encode, score_steps, left_out
+    ):
+        above = of_item.astype(np.float64) - threshold if task.reads_steps else None
+        right = task.judge(item, of_item if above is None else above)
+        rows.append(Prediction(item, of_item, right, f"{path}:{line}", above=above))
+    predictions = Predictions(rows, is_benchmark=True)
+    return TaskResult(task.name, task.summarise(rows), predictions, dict(left_out))
+
+
+@dataclass(frozen=True)
+class ChosenThreshold:
+    """The threshold of a held-out file of N items, the figure it is best by, and their texts."""
+
+    value: float
+    figure: float
+    texts: Sequence[Text]
+
+    def about(self, path: str, result: TaskResult) -> str:
+        """Say for people where it is from, and how many of its items are measured with it."""
+        measured = {repr(row.item.texts[0]) for row in result.predictions.rows}
+        both = sum(repr(text) in measured for text in self.texts)
+        also = f", {both} of them measured here, too" if both else ""
+        return (
+            f"{self.value:g}, the best of {path} ({self.figure:.4f} there, {len(self.texts)} items"
+            f"{also})"
+        )
+
+
+def choose_threshold(
+    task: Task,
+    path: str | Path,
+    score_steps: ScoreSteps | None,
+    attribute_weights: Sequence[float] = (1.0,),
+    encode: Callable[[Text], object] | None = None,
+) -> ChosenThreshold:
+    """Choose the threshold by which steps of a held-out file are judged best; see ``run_task``.
+
+    Raises:
+        ConfigError: the benchmark has no rule for it, or as ``run_task``.
+        DataError: as ``run_task``, or the file lets none be chosen.
+    """
+    if task.choose is None:
+        raise ConfigError(f"threshold_from: got {path}, but {task.name} has no rule to choose by")
+    found = _scored(task, path, None, attribute_weights, encode, score_steps, Counter())
+    try:
+        value, figure = task.choose([item for _, item, _ in found], [each for *_, each in found])
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+    return ChosenThreshold(value, figure, [item.texts[0] for _, item, _ in found])
+
+
+def _scored(
+    task: Task,
+    path: str | Path,
+    score: Score | None,
+    attribute_weights: Sequence[float],
+    encode: Callable[[Text], object] | None,
+    score_steps: ScoreSteps | None,
+    left_out: Counter[str],
+) -> list[tuple[int, Item, np.ndarray]]:
+    """Line numbers and items with their rewards; without those that got none."""
     found = list(_usable(task, path, encode, left_out))
     items = [item for _, item in found]
     if not items:
@@ -127,6 +190,7 @@ def run_task(
             )
         scored = [one_reward(each.rewards, attribute_weights) for each in score_steps(texts)]
     else:
+        assert score is not None
         rewards = one_reward(np.asarray(score(texts)), attribute_weights).reshape(-1)
         bounds = np.cumsum([len(item.texts) for item in items])[:-1]
         scored = np.split(rewards, bounds)
@@ -137,13 +201,10 @@ def run_task(
         elif task.reads_steps and len(of_item) != len(messages_of(item.texts[0])[-1]["content"]):
             left_out["without a reward of each step"] += 1
         else:
-            above = of_item.astype(np.float64) - threshold if task.reads_steps else None
-            right = task.judge(item, of_item if above is None else above)
-            rows.append(Prediction(item, of_item, right, f"{path}:{line}", above=above))
+            rows.append((line, item, of_item))
     if not rows:
         raise DataError(f"{path}: no item of {task.name} got rewards; left out: {dict(left_out)}")
-    predictions = Predictions(rows, is_benchmark=True)
-    return TaskResult(task.name, task.summarise(rows), predictions, dict(left_out))
+    return rows
 
 
 def _usable(

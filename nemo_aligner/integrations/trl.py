@@ -95,7 +95,7 @@ class RewardFunction:
             elif row not in scored.errors:
                 raise ConfigError(
                     f"aggregate: got {self._aggregate.value}, wanted last: the server answers no "
-                    "rewards of turns or steps, as its model reads none, or it shapes rewards"
+                    "rewards of turns or steps, as its model reads none, or it shapes whole replies"
                 )
         return rewards
 

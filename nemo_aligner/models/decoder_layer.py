@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from nemo_aligner.models.attention.segments import PackedSegments
-from nemo_aligner.models.experts import MixtureOfExperts
+from nemo_aligner.models.experts import RECORDS, MixtureOfExperts
 from nemo_aligner.models.layers import learns
 
 
@@ -39,6 +39,8 @@ class PackedLayer(TransformerLayer):
     ) -> tuple[Tensor, Any]:
         if learns(self) or isinstance(self.input_layernorm, IdentityOp):
             options["packed_seq_params"] = packed_seq_params
+            if isinstance(self.mlp, MixtureOfExperts) and packed_seq_params is not None:
+                self.mlp.router.records = packed_seq_params.remembered(RECORDS, int)
             return super().forward(hidden_states, *args, **options)
         assert packed_seq_params is not None
         return self._infer(hidden_states, packed_seq_params), None

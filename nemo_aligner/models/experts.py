@@ -35,6 +35,11 @@ from torch.autograd import Function
 from nemo_aligner.distributed.cpu_products import add_weight_gradient, linear_on_cpu
 from nemo_aligner.models.expert_shape import ExpertShape
 from nemo_aligner.models.linear import invariant_linear, rows_now, sum_partial
+from nemo_aligner.models.shape import LoraShape
+from nemo_aligner.utils.errors import ConfigError
+
+RECORDS = "records"
+"""Name under which a pack's segments remember how many records it has."""
 
 
 class MixtureOfExperts(MegatronModule):
@@ -108,11 +113,26 @@ class Router(torch.nn.Module):
 
     Replicated on all ranks. Under sequence parallelism each sees only its own tokens, and Megatron
     sums the gradients of marked parameters over the TP ranks.
+
+    Attributes:
+        aux_loss_coeff: factor of the auxiliary loss, ``E * sum(f_e * P_e)`` of a pack, with the
+            share ``f_e`` of choices and the mean probability ``P_e`` of each of E experts (Fedus et
+            al. 2021, arXiv:2101.03961, equations 4 to 6). Each pack's counts once for each of its
+            ``records``.
+        load: choices of each expert since the last ``take_load``, on this rank, in training.
     """
+
+    aux_loss_coeff = 0.0
+    records = 0
 
     def __init__(self, config: TransformerConfig, shape: ExpertShape) -> None:
         super().__init__()
         self._shape = shape
+        # Ranks that have the tokens of one pack.
+        self._group = parallel_state.get_context_parallel_group()
+        if config.sequence_parallel:
+            self._group = parallel_state.get_tensor_and_context_parallel_group()
+        self.load = torch.zeros(shape.count, dtype=torch.int64, device=torch.cuda.current_device())
         kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         self.weight = torch.nn.Parameter(torch.empty(shape.count, config.hidden_size, **kind))
         self.register_parameter("shared_gate", None)
@@ -133,6 +153,8 @@ class Router(torch.nn.Module):
         # Stable: topk leaves open which of two equal ones it takes.
         ranked = shares.detach().sort(dim=-1, descending=True, stable=True).indices
         chosen = ranked[:, : self._shape.top_k].contiguous()
+        if self.training and torch.is_grad_enabled():  # once if it is recomputed, too
+            shares = self._balanced(shares, chosen)
         weights = shares.gather(-1, chosen)
         if self._shape.renormalized:
             total, *others = weights.unbind(-1)
@@ -144,6 +166,69 @@ class Router(torch.nn.Module):
         # A sigmoid, whose bits on a CPU depend on how many there are; those of softmax do not.
         against = F.pad(_product(given, self.shared_gate.float(), rows), (0, 1))
         return chosen, torch.cat([weights, against.softmax(-1)[:, :1]], dim=1)
+
+    def _balanced(self, shares: Tensor, chosen: Tensor) -> Tensor:
+        """Note the load, and add the auxiliary loss's gradient to that of ``shares [T, E]``."""
+        counts = torch.bincount(chosen.flatten(), minlength=self._shape.count)
+        self.load += counts
+        if not self.aux_loss_coeff:
+            return shares
+        counts = torch.cat([counts, counts.new_tensor([len(chosen)])])
+        if self._group.size() > 1:
+            dist.all_reduce(counts, group=self._group)
+        count, top_k = self._shape.count, self._shape.top_k
+        factor = self.aux_loss_coeff * self.records * count / top_k
+        return _WithSlope.apply(shares, counts[:-1] * (factor / counts[-1].float() ** 2))
+
+
+class _WithSlope(Function):
+    """``shares [T, E]``, to whose gradient ``slope [E]`` is added."""
+
+    @staticmethod
+    def forward(ctx: Any, shares: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(slope)
+        return shares.view_as(shares)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] + ctx.saved_tensors[0], None
+
+
+def routers(model: Any) -> dict[int, Router]:
+    """Routers of this stage's layers by the layer's number, from 1."""
+    layers = [each for each in model.decoder.layers if isinstance(each.mlp, MixtureOfExperts)]
+    return {layer.layer_number: layer.mlp.router for layer in layers}
+
+
+def take_load(model: Any, num_layers: int) -> Tensor:
+    """Choices of each expert by all ranks ``[L, E]`` since the last call; collective."""
+    found = routers(model)
+    (count,) = {router.load.numel() for router in found.values()}
+    device = torch.cuda.current_device()
+    total = torch.zeros(num_layers, count, dtype=torch.int64, device=device)
+    is_copy = parallel_state.get_tensor_model_parallel_rank() > 0
+    for number, router in found.items():
+        if not is_copy or model.config.sequence_parallel:
+            total[number - 1] = router.load
+        router.load.zero_()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def describe_load(load: Tensor) -> dict[str, float]:
+    """Metrics of ``load [L, E]``: how much busier than the mean the busiest expert of a layer is.
+
+    Of the worst layer and in the mean of all; and the share of experts without a token. The last
+    layer, where only the tokens that the head reads have an MLP, is not counted beside others.
+    """
+    counted = (load[:-1] if len(load) > 1 else load).double()
+    busiest = counted.amax(1) / counted.mean(1).clamp(min=1e-9)
+    return {
+        "expert_load_max": float(busiest.max()),
+        "expert_load_mean_max": float(busiest.mean()),
+        "experts_unused": float((counted == 0).double().mean()),
+    }
 
 
 def _product(given: Tensor, weight: Tensor, rows: int | None) -> Tensor:
@@ -190,7 +275,13 @@ class ExpertLinear(torch.nn.Module):
     Args:
         size: of one, unsharded. TP splits the axis of ffn channels, the second of it.
         count: as in ``ExpertMLP``.
+
+    Attributes:
+        first: number of this rank's first expert.
+        adapter: LoRA's adapter, whose output is added; None without LoRA.
     """
+
+    adapter: Any
 
     def __init__(
         self, config: TransformerConfig, size: tuple[int, ...], count: int | None = None
@@ -210,9 +301,15 @@ class ExpertLinear(torch.nn.Module):
         self.weight.allreduce = count is None  # type: ignore[attr-defined]
         self._is_shared = count is None
         self._group, self._others = group, shared
+        self.size, self.first = size, 0 if count is None else own * shared.rank()
+        self.register_module("adapter", None)
 
     def forward(self, given: Tensor, counts: Sequence[int], rows: int | None) -> Tensor:
         """``[N, in] -> [N, out]``; ``counts`` as in ``ExpertMLP``."""
+        product = self._product(given, counts, rows)
+        return product if self.adapter is None else product + self.adapter(given, counts, rows)
+
+    def _product(self, given: Tensor, counts: Sequence[int], rows: int | None) -> Tensor:
         if rows is None:
             return _Products.apply(given, self.weight, counts)
         products = [
@@ -240,7 +337,40 @@ class ExpertLinear(torch.nn.Module):
             replica_id=(0, 0, copies.rank()),
             prepend_axis_num=before,
         )
-        return {key: entry}
+        return {key: entry} | self._adapter_state_dict(prefix, sharded_offsets, metadata)
+
+    def _adapter_state_dict(self, prefix: str, *how: Any) -> dict[str, Any]:
+        if self.adapter is None:
+            return {}
+        return self.adapter.sharded_state_dict(f"{prefix}adapter.", *how)
+
+
+class ExpertAdapter(MegatronModule):
+    """LoRA beside ``linear``: each expert has matrices A ``[rank, in]`` and B ``[..., rank]``.
+
+    Raises:
+        ConfigError: tensor parallelism splits the experts.
+    """
+
+    def __init__(self, config: TransformerConfig, linear: ExpertLinear, lora: LoraShape) -> None:
+        super().__init__(config)
+        if config.tensor_model_parallel_size > 1:
+            raise ConfigError(
+                "model.lora.targets: got linear_fc1 or linear_fc2 of experts that tensor "
+                "parallelism splits, wanted model.tensor_model_parallel_size=1 "
+                "(model.expert_model_parallel_size shares them out), or attention's targets alone"
+            )
+        ranks = parallel_state.get_expert_model_parallel_world_size()
+        self.count = linear.weight.size(0) * ranks
+        *outputs, inputs = linear.size
+        self.linear_in = ExpertLinear(config, (lora.rank, inputs), self.count)
+        self.linear_out = ExpertLinear(config, (*outputs, lora.rank), self.count)
+        for weight in self.parameters():
+            torch.nn.init.zeros_(weight)
+        self.scale = lora.scale
+
+    def forward(self, given: Tensor, counts: Sequence[int], rows: int | None) -> Tensor:
+        return self.linear_out(self.linear_in(given, counts, rows) * self.scale, counts, rows)
 
 
 # Axis of ffn channels in the weights of both products.

@@ -19,10 +19,12 @@ from nemo_aligner.planning.cost import (
     Plan,
     adapter_widths,
     embedding_size,
+    expert_parameters,
     has_backward,
     head_size,
     is_recomputed,
     keeps_input,
+    mlp_width,
     parameters,
     stage_layers,
     widths,
@@ -52,7 +54,7 @@ def memory(shape: ModelShape, plan: Plan, stage: int) -> Memory:
     """Bytes of one rank of a stage at the peak of a step.
 
     Weights are in the precision of training, the head in fp32. Megatron's wrapper keeps gradients
-    in fp32. The distributed optimizer (Rajbhandari et al. 2020, "ZeRO", stage 1) splits over d
+    in fp32. The distributed optimizer (Rajbhandari et al. 2020, "ZeRO", stage 1) splits over d c
     Adam's two fp32 moments, and the fp32 copies of 16-bit weights. With ``cpu_offload`` moments
     visit the GPU in parts, and only when there are no activations.
     """
@@ -61,12 +63,15 @@ def memory(shape: ModelShape, plan: Plan, stage: int) -> Memory:
     trained = parameters(shape, plan, stage, trainable=True)
     copies = trained - head if size < FP32_BYTES else 0
     moments = 0 if plan.cpu_offload else 2 * trained
+    # Copies of an expert are on fewer ranks than those of the rest.
+    own = expert_parameters(shape, plan, stage)
+    shares = (trained - own + own * plan.ep) / plan.replicas
     # 1F1B: stage s of p has run p - s packs forward when the first one's gradient arrives.
     packs = min(plan.packs.count, plan.pp - stage)
     return Memory(
         weights=size * (parameters(shape, plan, stage) - head) + FP32_BYTES * head,
         gradients=FP32_BYTES * trained,
-        optimizer=FP32_BYTES * (moments + copies) / plan.dp,
+        optimizer=FP32_BYTES * (moments + copies) / trained * shares if trained else 0.0,
         activations=packs * pack_activations(shape, plan, stage),
         transient=transient(shape, plan, stage),
     )
@@ -91,7 +96,7 @@ def pack_activations(shape: ModelShape, plan: Plan, stage: int) -> float:
     rotation = shape.kv_channels * shape.rotary_percentage * ELEMENT_BYTES[plan.precision]
     rotation *= 1 if shape.rotary_base_local is None else 2
     sent = _state(shape, plan) if stage < plan.pp - 1 else 0.0
-    return plan.packs.tokens * (sum(kept) + sent + rotation * bool(kept))
+    return plan.tokens * (sum(kept) + sent + rotation * bool(kept))
 
 
 def _layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
@@ -137,14 +142,16 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     keeps = partial(keeps_input, shape, plan, layer)
     places = 1 if is_last else 2
     norms = places * shape.pre_layernorms
-    inputs = keeps("linear_qkv") + (not is_last and keeps("linear_fc1"))
+    inputs = keeps("linear_qkv") + (not is_last and keeps("linear_fc1") and _reads_norm(shape))
     heads, inner = shape.num_attention_heads, 2 * q + _key_width(shape, plan)
     is_selective = plan.recompute is Recompute.selective
     if is_selective:
         output = q if keeps("linear_proj") and not is_last else 0
         heads, inner = 0, q + 2 * kv + output + (q if kv < q else 0)
-    if not is_last:
+    if not is_last and shape.experts is None:
         inner += ((2 if shape.is_gated else 1) + keeps("linear_fc2")) * f
+    elif not is_last:
+        inner += (2 + keeps("linear_fc2")) * mlp_width(shape)
     if shape.qk_layernorm:
         # Selective recomputation has the projection in one piece as it is.
         inner += q + kv if is_selective else 2 * q + 2 * kv
@@ -156,15 +163,38 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
         states += places * (h * size + FP32_BYTES) / split
     rank = 0 if shape.lora is None else shape.lora.rank
     low = rank * size * len(adapter_widths(shape, layer))
-    return states + low + (inner * size + heads * FP32_BYTES) / plan.tp
+    routed = 0 if is_last else _routed_bytes(shape, plan, layer)
+    return states + low + routed + (inner * size + heads * FP32_BYTES) / plan.tp
+
+
+def _reads_norm(shape: ModelShape) -> bool:
+    """Return True if a product keeps the normed tokens; experts keep copies of them instead."""
+    return shape.experts is None or shape.experts.shared_width is not None
+
+
+def _routed_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
+    """Bytes per token that a mixture keeps beside its products.
+
+    A copy of the token for each of its k experts, and what each gives it; in fp32 the shares of all
+    experts and the weights of k, and the numbers and the places of k in 8 bytes each. Expert
+    parallelism exchanges as many rows on average; one that is unbalanced needs more on some ranks.
+    """
+    if shape.experts is None:
+        return 0.0
+    k, size = shape.experts.top_k, ELEMENT_BYTES[plan.precision]
+    rows = 1 + keeps_input(shape, plan, layer, "linear_fc1")
+    return k * rows * shape.hidden_size * size + FP32_BYTES * (shape.experts.count + 6 * k)
 
 
 def _key_width(shape: ModelShape, plan: Plan) -> float:
     """Numbers per token that attention keeps of keys and values, for each group or each head.
 
-    With a copy for each head it works segment by segment, and keeps the output a second time.
+    With a copy for each head it works segment by segment, and keeps the output a second time. With
+    context parallelism only a rank's own are kept, and the others' gathered once more.
     """
     _, _, q, kv = widths(shape)
+    if plan.cp > 1 and not plan.equal_heads:
+        return 2 * kv
     return 2 * q * plan.packs.kept_keys + q if plan.equal_heads else 2 * kv * plan.packs.kept_keys
 
 
@@ -176,7 +206,7 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
     gradient, when all layers have. Under sequence parallelism megatron-core also keeps a buffer for
     a pack's gathered states.
     """
-    tokens, size = plan.packs.tokens, ELEMENT_BYTES[plan.precision]
+    tokens, size = plan.tokens, ELEMENT_BYTES[plan.precision]
     layers = list(stage_layers(shape, plan, stage))
     trained = [layer for layer in layers if has_backward(plan, stage, layer)]
     kept = pack_activations(shape, plan, stage)
@@ -205,9 +235,14 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
     frozen layer has kept one f less and makes no weight gradient; without a gate the first product
     has one f less.)
     """
+    if shape.experts is not None:
+        needed = _in_experts(shape, plan, layer)
+        if is_recomputed(shape, plan, layer):
+            needed += plan.tokens * _whole_layer_bytes(shape, plan, layer)
+        return needed + plan.tokens * _state(shape, plan)
     wide = 2 if shape.is_gated else 1
     h, f = shape.hidden_size, shape.ffn_hidden_size / plan.tp
-    tokens, state = plan.packs.tokens, _state(shape, plan)
+    tokens, state = plan.tokens, _state(shape, plan)
     size = ELEMENT_BYTES[plan.precision]
     if not keeps_input(shape, plan, layer, "linear_fc2"):
         needed = tokens * (wide + 2) * f
@@ -222,20 +257,39 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
     return needed * size + tokens * state
 
 
+def _in_experts(shape: ModelShape, plan: Plan, layer: int) -> float:
+    """Bytes on top of what is kept, in the backward pass of a layer's mixture.
+
+    The maximum of four moments: the sum of a token's experts, whose outputs get gradients; the
+    second product, where these outputs are freed; the gate; and the first product. Matrices that
+    are trained have a gradient in each product.
+    """
+    assert shape.experts is not None
+    k, width = shape.experts.top_k, mlp_width(shape) / plan.tp
+    h, size = shape.hidden_size, ELEMENT_BYTES[plan.precision]
+    rows, inner = plan.tokens * k * h, plan.tokens * width
+    own = shape.experts.count // plan.ep * h * shape.experts.width / plan.tp
+    gradient = own if keeps_input(shape, plan, layer, "linear_fc2") and not shape.lora else 0
+    moments = (rows, inner + gradient, 3 * inner - rows, 2 * gradient - inner)
+    return size * (max(moments) + plan.tokens * h)
+
+
 def _in_last_attention(shape: ModelShape, plan: Plan) -> float:
     """Bytes on top of what is kept, in the backward pass of the last layer's attention.
 
     Gradients of a hidden state, of the output, and of queries, keys and values; and what is
     recomputed.
     """
-    _, _, q, _ = widths(shape)
-    made = (2 * q + _key_width(shape, plan)) * ELEMENT_BYTES[plan.precision] / plan.tp
+    _, _, q, kv = widths(shape)
+    # Of the whole pack the keys and values, which are gathered once more, and their gradients.
+    keys = _key_width(shape, plan) if plan.cp == 1 else 4 * kv * plan.cp * plan.packs.kept_keys
+    made = (2 * q + keys) * ELEMENT_BYTES[plan.precision] / plan.tp
     needed = made + _state(shape, plan)
     if is_recomputed(shape, plan, shape.num_layers - 1):
         needed += _whole_layer_bytes(shape, plan, shape.num_layers - 1) - _state(shape, plan)
     elif plan.recompute is Recompute.selective:
         needed += made
-    return plan.packs.tokens * needed
+    return plan.tokens * needed
 
 
 def _state(shape: ModelShape, plan: Plan) -> float:

@@ -128,8 +128,8 @@ class RewardService:
         self._meter = meter
         self._encoders = ThreadPoolExecutor(_ENCODERS, "encoder")
         self._shaper = shaper
-        # What shapes rewards has a rule for one of each text.
-        self._has_steps = scorer.contract.has_steps and shaper is None
+        takes_steps = shaper is None or shaper.takes_steps
+        self._has_steps = scorer.contract.has_steps and takes_steps
         self.contract = scorer.contract if shaper is None else shaper.contract
         self._contract_hash = self.contract.hash
 
@@ -189,19 +189,15 @@ class RewardService:
             what = f"row {wrong[0]}: the model's reward is not a finite number"
             raise RequestError(what, FailureKind.internal)
         exceeded = np.array(encoded.exceeded, dtype=bool)
-        steps = None
+        found: dict[str, Any] = {"rewards": rewards, "spread": spread, "outputs": outputs}
+        if self._shaper is not None:
+            shaped = self._shaper.shape(rewards, encoded.reply_tokens, spread)
+            found |= {"raw_rewards": rewards, **vars(shaped)}
         if self._has_steps:
-            steps, last = by_text(rewards, encoded.spans)
-            rewards = rewards[last]
-            spread = None if spread is None else spread[last]
-            outputs = None if outputs is None else outputs[last]
-        scored = ScoredRows(
-            rewards, {}, exceeded, self._contract_hash, spread=spread, outputs=outputs, steps=steps
-        )
-        if self._shaper is None:
-            return scored
-        shaped = self._shaper.shape(rewards, encoded.reply_tokens, spread)
-        return replace(scored, raw_rewards=rewards, **vars(shaped))
+            steps, last = by_text(found["rewards"], encoded.spans)
+            found = {name: None if each is None else each[last] for name, each in found.items()}
+            found["steps"] = steps
+        return ScoredRows(errors={}, exceeded=exceeded, contract_hash=self._contract_hash, **found)
 
     def _encode(self, request: ScoreRequest) -> _Encoded:
         self._check_add_eos(request)

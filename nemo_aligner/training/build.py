@@ -17,6 +17,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
 )
 from nemo_aligner.checkpoint.run import RunCheckpoints
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME
+from nemo_aligner.config.common import Precision
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import build_contract, continue_contract
@@ -29,6 +30,7 @@ from nemo_aligner.models.lora import LoraDropout, train_adapters_alone
 from nemo_aligner.models.reward_model import (
     freeze_lower_layers,
     make_batch_invariant,
+    set_routers,
     wrap_for_training,
 )
 from nemo_aligner.models.shape import (
@@ -104,7 +106,9 @@ def build_learner(
     """Model and optimizer, ready to train on ``data``; and how many steps the data is good for."""
     options, loop = config.model, config.trainer.rm
     pretrained = _load(config, data, layout)
-    query_key_cost = ModelShape.from_config(pretrained.config).query_key_cost()
+    shape = ModelShape.from_config(pretrained.config)
+    check_experts(config, shape)
+    query_key_cost = shape.query_key_cost()
     loader = build_loader(config, data, layout.dp, layout.dp_rank, query_key_cost)
     # The learning rate's schedule ends with the data, so the loader is built first.
     total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)
@@ -113,7 +117,9 @@ def build_learner(
     # a gradient a place in its buffers, and the optimizer takes its parameters from there.
     if options.lora.rank > 0:
         train_adapters_alone(pretrained.model)
-    freeze_lower_layers(pretrained.model, options.freeze_layers, pretrained.config["num_layers"])
+    trained, coeff = options.train_router, options.moe_aux_loss_coeff
+    set_routers(pretrained.model, trained=trained, aux_loss_coeff=coeff)
+    freeze_lower_layers(pretrained.model, options.freeze_layers, shape.num_layers)
     model = wrap_for_training(pretrained.model)
     optimizer = build_optimizer(model, options.optim, loop.gradient_clip_val, total_steps)
     learner = RewardLearner(
@@ -124,10 +130,27 @@ def build_learner(
         layout,
         options.micro_batch_tokens,
         query_key_cost,
-        _flops_counter(config, ModelShape.from_config(pretrained.config)),
+        _flops_counter(config, shape),
         keep_heldout,
+        num_layers=shape.num_layers if shape.experts else None,
     )
     return learner, pretrained, total_steps
+
+
+def check_experts(config: TrainConfig, shape: ModelShape) -> None:
+    """Refuse settings that do not go with a mixture of experts, or without one.
+
+    Raises:
+        ConfigError: fp16 for experts, whose optimizer would have a loss scale of its own; or
+            settings of experts for a model that has none.
+    """
+    if shape.experts is None and config.model.train_router:
+        raise ConfigError("model.train_router: got true, wanted false: the model has no experts")
+    if shape.experts is not None and config.trainer.precision is Precision.fp16:
+        raise ConfigError(
+            "trainer.precision: got fp16, wanted bf16 or fp32 to train a mixture of experts, whose "
+            "optimizer would have a loss scale beside that of the other weights"
+        )
 
 
 def _load(config: TrainConfig, data: TrainingData, layout: ParallelLayout) -> PretrainedModel:

@@ -13,6 +13,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
 from nemo_aligner.checkpoint.run import RunCheckpoints
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import torch_dtype
+from nemo_aligner.config.model import layout_sizes
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.token_cache import IndexPlace, are_kept
 from nemo_aligner.data.training_data import TrainingData, TrainLoader
@@ -25,7 +26,12 @@ from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.planning.cost import Packs, Plan, attended_keys, parameters
 from nemo_aligner.planning.memory import Memory, fullest_stage
 from nemo_aligner.planning.planner import GIB
-from nemo_aligner.training.build import build_data, build_loader, trained_model_config
+from nemo_aligner.training.build import (
+    build_data,
+    build_loader,
+    check_experts,
+    trained_model_config,
+)
 from nemo_aligner.training.resume import changes_since, find_latest, new_state
 from nemo_aligner.training.run import (
     build_early_stopping,
@@ -57,6 +63,7 @@ def check_run(config: TrainConfig, processes: int) -> str:
     tokenizer, start = read_text_rules(path)
     model_config = trained_model_config(config)
     shape = ModelShape.from_config(model_config)
+    check_experts(config, shape)
     shape.check_fits(layout.tp, layout.pp, layout.ep)
     check_freezing(config.model.freeze_layers, shape.num_layers)
     tokenizer.check_fits(shape.vocab_size)
@@ -93,10 +100,8 @@ def _written(config: TrainConfig) -> str:
 
 def _layout(config: TrainConfig, processes: int) -> LayoutSizes:
     options = config.model
-    tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
-    ep = options.expert_model_parallel_size
-    dp = check_sizes(processes, tp, pp, options.sequence_parallel, ep)
-    return LayoutSizes(tp=tp, pp=pp, dp=dp, ep=ep, sequence_parallel=options.sequence_parallel)
+    sizes = layout_sizes(options)
+    return LayoutSizes(**sizes, dp=check_sizes(processes, **sizes))
 
 
 def _plan(
@@ -121,6 +126,8 @@ def _plan(
             kept_keys=_kept_keys(largest),
         ),
         tp=layout.tp,
+        cp=layout.cp,
+        ep=layout.ep,
         pp=layout.pp,
         dp=layout.dp,
         sequence_parallel=layout.sequence_parallel,

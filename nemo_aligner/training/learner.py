@@ -37,6 +37,7 @@ from nemo_aligner.losses.base import (
     rewards_of,
     without_auxiliary,
 )
+from nemo_aligner.models.experts import describe_load, take_load
 from nemo_aligner.models.reward_model import unwrap_after_training
 from nemo_aligner.models.step import (
     RewardLoss,
@@ -59,7 +60,8 @@ class RewardLearner:
     """A reward model, its optimizer and its data, spread over the ranks by ``layout``.
 
     ``count_flops`` counts those of a step on all of these packs, over all ranks; None: nobody asks.
-    ``keep_heldout`` is called once for each set that is measured.
+    ``keep_heldout`` is called once for each set that is measured. ``num_layers`` is that of a
+    mixture of experts, whose load is measured; else None.
     """
 
     def __init__(
@@ -73,8 +75,10 @@ class RewardLearner:
         query_key_cost: float = 0.0,
         count_flops: Callable[[Packs], float] | None = None,
         keep_heldout: KeepHeldout | None = None,
+        num_layers: int | None = None,
     ) -> None:
         self._ddp = model
+        self._num_layers = num_layers
         self._count_flops = count_flops
         self._loader = loader
         self._layout = layout
@@ -124,6 +128,8 @@ class RewardLearner:
         check_rewards(done, rewards, self.objective.loss)
         metrics = measure_step(self.objective, rewards, done.records)
         metrics |= self._update(done, loss_scale)
+        if self._num_layers is not None:
+            metrics |= describe_load(take_load(self.model, self._num_layers))
         tokens = sum(dataset.num_tokens(record) for record in plan.record_ids)
         if self._count_flops is not None:
             metrics["flops"] = self._count_flops(as_one_pack(dataset, plan.record_ids))

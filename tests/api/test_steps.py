@@ -9,7 +9,7 @@ import pytest
 
 import nemo_aligner as na
 from nemo_aligner.contract.steps import StepSpan
-from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.errors import ConfigError, SettingsError
 from tests import tiny
 from tests.data.files import write
 
@@ -47,9 +47,23 @@ def test_program_gets_rewards_of_steps_and_measures_them(tmp_path: Path) -> None
             measured = model.evaluate(best, task="best_of_n", aggregate=how).metrics
             assert measured["best of 2, its reward"] == pytest.approx(max(texts), rel=1e-6), how
             assert measured["best of 2"] == np.argmax(texts)
+        judged = {"id": "gsm8k-0", "problem": "why", "steps": ["the cat", "sings"], "label": 1}
+        rows = [judged, {**judged, "label": -1}]
+        held, other = (write(tmp_path / f"{name}.jsonl", *rows) for name in ("held", "other"))
+        table = model.evaluate(other, task="processbench", threshold_from=str(held)).table
+        shown = "".join(table.split())  # lines are as wide as a log's
+        assert f",thebestof{held}(" in shown
+        assert "2items,2ofthemmeasuredhere,too)" in shown
+        assert "0.5, the default" in model.evaluate(other, task="processbench").table
+        with pytest.raises(
+            SettingsError, match=r"threshold_from: got .*another file than data.path"
+        ):
+            model.evaluate(held, task="processbench", threshold_from=str(held))
     plain = tiny.write_reward_nemo(tmp_path / "plain.nemo", seq_length=64)
     with na.RewardModel.from_pretrained(plain) as model:
         with pytest.raises(ConfigError, match=r"one reward for each text, wanted .*turns"):
             model.score(TEXTS, steps=True)
         with pytest.raises(ConfigError, match=r"aggregate: got min, wanted last: .* one reward"):
             model.evaluate(best, task="best_of_n", aggregate="min")
+        with pytest.raises(ConfigError, match=r"threshold_from: got x, wanted null: no steps"):
+            model.evaluate(best, task="best_of_n", threshold_from="x")

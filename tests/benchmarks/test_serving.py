@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -211,6 +212,32 @@ def test_the_table_has_medians_of_turns_and_dashes() -> None:
     rows = serving.rows_of(both, asked, answered, 4.0)
     shown = module("common").render(rows).splitlines()
     assert shown[-1].split() == ["uniform", "8", "vLLM", "-", "-", "-", "-", "-"]
+
+
+def test_turns_of_an_agent_have_medians_and_the_rewards_of_the_last_turn() -> None:
+    agent, load = module("agent"), module("serving_servers").Load
+    first, second, third = agent.grow(random.Random(0), 3)
+    assert [len(said) for said in (first, second, third)] == [2, 4, 6]
+    assert third[:4] == second
+    assert second[:2] == first
+
+    def loads(reward: float, *waited: list[float]) -> list[Any]:
+        return [load(sum(each), [200] * 2, each, [[reward]] * 2, []) for each in waited]
+
+    found = {
+        agent.OURS: loads(1.0, [1, 2], [3, 2], [2, 2]),
+        agent.UNCACHED: loads(1.5, [1, 4], [3, 4], [2, 4]),
+        agent.VLLM: [],
+    }
+    faster = f"{agent.UNCACHED} / ours"
+    rows = agent.rows_of(found, 2)
+    assert [(row["turn"], row["nemo_aligner, s"], row[faster]) for row in rows] == [
+        (1, 2, 1.0),
+        (2, 2, 2.0),
+    ]
+    assert agent.largest_difference(found) == 0.5
+    reply = module("serving_load").Reply(200, b'{"data": [{"data": [[1.0], [2.0]]}]}', 0.1)
+    assert module("serving_load").rewards_of(reply) == [2.0]
 
 
 def test_tokens_that_a_text_before_has_are_not_new() -> None:

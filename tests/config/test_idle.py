@@ -29,6 +29,7 @@ VARIANT = "model.batch_invariant=false"
 LAYOUT = ROWS | under(
     "model",
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "
+    "context_parallel_size "
     "sequence_parallel batch_invariant",
 )
 OF_SEVERAL = under("server", "heartbeat_secs worker_timeout_secs")
@@ -119,7 +120,7 @@ TEXTS = "format prompt_key chosen_key rejected_key system_prompt_file prompt_fil
 # What does something in every use of its verb, or is refused where it would not.
 AT_WORK = {
     *under("", "rm_model_file hf_model server expect_contract precision task robustness_pairs"),
-    *under("", "threshold aggregate"),
+    *under("", "threshold threshold_from aggregate"),
     *under("", "swapped source.head"),
     *under("", "output output_rewards report backends backend_token_file backend_token_variable"),
     *under(
@@ -132,6 +133,7 @@ AT_WORK = {
     *under("model", SHAPE),
     *under("model", "reward_model_type objective objective_kwargs global_batch_size seed"),
     *under("model", "activations_checkpoint_granularity activations_checkpoint_num_layers"),
+    *under("model", "train_router moe_aux_loss_coeff"),
     *under("model", "freeze_layers loss_clip_val offload_adam_states"),
     *under("model.head", "reads bias mlp_size"),
     "model.lora.rank",

@@ -12,7 +12,7 @@ from nemo_aligner.config.model import HeadConfig, ScoredPosition
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.contract.messages import Text
-from nemo_aligner.contract.steps import StepSpan
+from nemo_aligner.contract.steps import OPEN_ENDED, StepSpan
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contract.refusals import assert_refused
@@ -92,6 +92,24 @@ def test_turns_are_read_where_the_conversation_could_end(
     assert contract.encode(tokenizer, "why").token_ids == plain.encode(tokenizer, "why").token_ids
 
 
+def test_steps_are_read_where_their_answers_begin(
+    contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    contract = make(contracts, "step_answers")
+    system = {"role": "system", "content": "be brief"}
+    text = [system, {**USER, "content": "why"}, said("the cat \n\n sings\n\n")]
+    first = (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nwhy the cat<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    second = f"{first}+<|im_end|>\n<|im_start|>user\nsings<|im_end|>\n<|im_start|>assistant\n"
+    assert read_texts(contract, tokenizer, text) == [first, second]
+    assert contract.encode(tokenizer, text).spans == (StepSpan(2, 0, 8), StepSpan(2, 10, 16))
+    for wrong in ("why\n\nno", [system, said("no")]):
+        with pytest.raises(DataError, match="got a text without a question in front of its steps"):
+            contract.encode(tokenizer, wrong)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_ids_of_a_step_do_not_depend_on_what_follows(
     contracts: Contracts, tokenizer: Tokenizer, rule: str
@@ -115,7 +133,7 @@ def test_ids_of_a_step_do_not_depend_on_what_follows(
             own = own[: own.index(tokenizer.token_id("<|im_end|>"), 20)]
             own = own[: place + 1]
         assert whole.token_ids[: place + 1] == own
-    if rule != "step_marks":
+    if rule not in OPEN_ENDED:
         assert encoded[0].token_ids == plain.encode(tokenizer, texts[0]).token_ids
     # Many at once are the same as one.
     (found,) = contract.tokenize_records(tokenizer, [texts])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,23 @@ import numpy as np
 import pytest
 
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
-from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.config.serving import (
+    Combine,
+    EnsembleConfig,
+    GatewayConfig,
+    ServerConfig,
+    ShapingConfig,
+)
 from nemo_aligner.contract.steps import StepSpan
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.client import RewardClient
-from nemo_aligner.serving.engine.scorer import load_scorer
+from nemo_aligner.serving.engine.scorer import RewardEnsemble, load_scorer
+from nemo_aligner.serving.engine.shaping import RewardShaper
 from nemo_aligner.serving.engine.steps import mark_reads, unmark_reads
 from nemo_aligner.serving.protocols import StepRewards
+from nemo_aligner.serving.reward import RewardModelServable
+from nemo_aligner.utils.errors import ConfigError
+from tests.heads import OneRank
 from tests.serving.gateway_calls import FakeClient, call
 from tests.serving.servers import SERVE, running
 
@@ -97,6 +109,65 @@ def test_rewards_of_turns_have_the_same_bits_by_every_door(
         assert np.float32(pooled).tobytes() == wanted[0].rewards.tobytes()
         refused = call(app, "/classify", asked)
         assert (refused.status, "POST /pooling" in refused.json["error"]["message"]) == (400, True)
+
+
+def test_steps_are_shaped_one_by_one_and_those_of_an_ensemble_combined(
+    stepped: Path, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    """As shaping them by hand; a rule of whole replies leaves the last one alone."""
+    second = tmp_path / "second.nemo"
+    made = load_reward_model(stepped, layout)
+    made.model.rm_head.weight.data.mul_(-3)
+    contract = made.contract.with_label_means([0.0, 1.0])
+    save_reward_model(second, made.model, made.config, made.tokenizer, contract)
+    models = [load_scorer(path, layout, micro_batch_tokens=512) for path in (stepped, second)]
+    weights = {"helpfulness": 2.0, "verbosity": -1.0}
+    chats = [CHAT, CHAT[:2]]
+    raw = [np.concatenate([each.rewards for each in own.score_steps(chats)]) for own in models]
+    merged = np.stack([own.astype(np.float64) @ [2.0, -1.0] for own in raw])
+    lower = merged.mean(axis=0) - 0.5 * merged.std(axis=0)
+    wanted = lower.clip(lower.min() + 0.01).astype(np.float32)
+    rules: dict[str, Any] = {"attribute_weights": weights, "clip": [lower.min() + 0.01, 1e9]}
+    last = [1, 2]
+    for more, has_steps in (({"threshold": 0.0}, True), ({"length_penalty": 1.0}, False)):
+        shaper = RewardShaper(
+            ShapingConfig(**rules, **more),
+            EnsembleConfig(files=["second"], combine=Combine.lower_bound, k=0.5),
+            [model.contract for model in models],
+        )
+        servable = RewardModelServable(RewardEnsemble(models), ServerConfig(), shaper)
+        started = servable.start(OneRank(servable))
+        rows = asyncio.run(asked(started, chats))
+        started.close()
+        assert ("steps" in rows) == has_steps
+        if has_steps:
+            found = [StepRewards.from_json(row.decode()).rewards for row in rows["steps"][:, 0]]
+            assert [*map(len, found)] == [2, 1]
+            np.testing.assert_array_equal(np.concatenate(found)[:, 0], wanted)
+            np.testing.assert_array_equal(rows["rewards"][:, 0], wanted[last])
+            both = np.concatenate(raw, axis=1)[last]
+            np.testing.assert_array_equal(rows["raw_rewards"], both)
+            assert rows["passed"][:, 0].tolist() == (wanted[last] >= 0).tolist()
+    with pytest.raises(ConfigError, match=r"model 1 does not score as .*model.head.reads"):
+        RewardEnsemble(
+            [models[0], load_scorer(whole(second, layout), layout, micro_batch_tokens=512)]
+        )
+
+
+def whole(path: Path, layout: ParallelLayout) -> Path:
+    """The same model, read at the last token."""
+    made = load_reward_model(path, layout)
+    contract = dataclasses.replace(made.contract, scored_position="last_token")
+    other = path.with_suffix(".whole.nemo")
+    save_reward_model(other, made.model, made.config, made.tokenizer, contract)
+    return other
+
+
+async def asked(model: Any, texts: list[Any]) -> dict[str, np.ndarray]:
+    """The server's answer to texts, without its sockets."""
+    given = [[json.dumps(text).encode()] for text in texts]
+    answer = await model.endpoints[0].answer({"conversations": np.array(given, dtype=object)})
+    return dict(answer)
 
 
 def test_model_with_one_reward_of_a_text_says_that_it_has_no_steps(archive: Path) -> None:

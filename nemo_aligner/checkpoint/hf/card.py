@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_aligner.checkpoint.hf.heads import LINEAR, TWO_LAYERS
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.steps import MARKS, TURNS
+from nemo_aligner.contract.steps import ANSWERS, MARKS, TURNS
 
 _CARD = """---
 license: {license}
@@ -134,6 +134,18 @@ _TURNS = """conversation = [
 ends = [n + 1 for n, turn in enumerate(conversation) if turn["role"] == "assistant"]
 texts = [tokenizer.apply_chat_template(conversation[:end], tokenize=False) for end in ends]
 parts = [text.removeprefix(before) for before, text in zip(["", *texts], texts)]"""
+_ANSWERS = """steps = ["2+2=4", "4+3=7"]
+conversation = [
+    {{"role": "user", "content": "2+2+3?"}},
+    {{"role": "assistant", "content": {separator}.join(steps)}},
+]
+asked, parts, before = [], [], ""
+for step in [f"2+2+3? {{steps[0]}}", *steps[1:]]:
+    asked += [{{"role": "user", "content": step}}, {{"role": "assistant", "content": "+"}}]
+    text = tokenizer.apply_chat_template(asked, tokenize=False)
+    text = text[: text.rindex("+")]
+    parts.append(text.removeprefix(before))
+    before = text"""
 _STEPS = """steps, separator = ["2+2=4", "4+3=7"], {separator}
 parts = {parts}
 """
@@ -253,7 +265,9 @@ def _step_snippet(
     assert base is None, "an adapter has no steps"
     has_marks = contract.scored_position == MARKS
     parts = _TURNS
-    if contract.scored_position != TURNS or not contract.template:
+    if contract.scored_position == ANSWERS:
+        parts = _ANSWERS.format(separator=json.dumps(contract.step_separator))
+    elif contract.scored_position != TURNS or not contract.template:
         cut = _PARTS_OF_MARKS if has_marks else _PARTS_OF_ENDS
         parts = _STEPS.format(separator=json.dumps(contract.step_separator or ""), parts=cut)
         after = "" if has_marks else _AFTER
@@ -287,6 +301,8 @@ def _reading(contract: ScoringContract, pad_token: str) -> str:
         )
     if contract.scored_position == TURNS:
         where = "at the last token of each assistant turn, with what the chat template ends it by"
+    elif contract.scored_position == ANSWERS:
+        where = "where the answer to each step begins, which is a turn of the user, answered `+`"
     else:
         separator = json.dumps(contract.step_separator, ensure_ascii=False)
         where = f"at the last token of the separator {separator} behind each step"

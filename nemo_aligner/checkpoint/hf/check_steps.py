@@ -19,7 +19,7 @@ from nemo_aligner.checkpoint.hf.check import complete, differ_most, load_written
 from nemo_aligner.checkpoint.hf.heads import forget_lengths, rotary_by_length
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
-from nemo_aligner.contract.steps import MARKS, TURNS
+from nemo_aligner.contract.steps import ANSWERS, MARKS, OPEN_ENDED, TURNS
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.packing import SequenceReads, pack_sequences
 from nemo_aligner.distributed.layout import ParallelLayout
@@ -118,7 +118,8 @@ def _written(contract: ScoringContract, steps: Sequence[str]) -> list[Text]:
     if any(separator in step for step in steps):
         return []
     reply = separator.join(steps) + separator * (contract.scored_position == MARKS)
-    return [[question, {"role": "assistant", "content": reply}], reply]
+    asked: Text = [question, {"role": "assistant", "content": reply}]
+    return [asked] if contract.scored_position == ANSWERS else [asked, reply]
 
 
 def _their_steps(
@@ -133,6 +134,15 @@ def _their_steps(
             written = tokenizer.apply_chat_template(text[:turns], tokenize=False)
             pieces.append(written.removeprefix(before))
             before = written
+    elif position == ANSWERS and isinstance(text, list):
+        pieces, before = [], ""
+        asked: list[dict[str, str]] = []
+        for step in (f"{text[0]['content']} {steps[0]}", *steps[1:]):
+            asked += [{"role": "user", "content": step}, {"role": "assistant", "content": "+"}]
+            written = tokenizer.apply_chat_template(asked, tokenize=False)
+            begun = written[: written.rindex("+")]
+            pieces.append(begun.removeprefix(before))
+            before = begun
     else:
         pieces = [steps[0], *(separator + step for step in steps[1:])]
         if position == MARKS:
@@ -149,7 +159,7 @@ def _their_steps(
         reads.append(len(ids) - 1)
     reads = reads[1::2] if position == MARKS else reads
     if isinstance(text, str):
-        whole = complete(ids, contract, ends=position != MARKS)
+        whole = complete(ids, contract, ends=position not in OPEN_ENDED)
         begun = len(complete(ids, contract, ends=False)) - len(ids)
         ids, reads = whole, [*(place + begun for place in reads[:-1]), len(whole) - 1]
     return ids, tuple(reads)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -423,8 +423,23 @@ def _num_labels(found: Source, head: FoundHead) -> int:
     return head.outputs
 
 
-def refuse_options(found: Source, labels: list[str] | None, given: Sequence[object]) -> None:
-    """Refuse options of a contract, of which those are ``given`` that are not None, for nothing.
+class ContractOptions(NamedTuple):
+    """Options of a new contract, as of ``convert_hf_to_nemo``; None where not given."""
+
+    template: str | None = None
+    seq_length: int | None = None
+    attributes: Sequence[str] | None = None
+    step_separator: str | None = None
+    reads: ScoredPosition | None = None
+
+    @property
+    def asks_for_steps(self) -> bool:
+        """True if they say how steps are read."""
+        return self.step_separator is not None or self.reads is not None
+
+
+def refuse_options(found: Source, labels: list[str] | None, given: ContractOptions) -> None:
+    """Refuse options of a contract where there is none to make by them.
 
     Raises:
         CheckpointError: there are options, but no contract to make by them.
@@ -441,19 +456,14 @@ def contract_of(
     tokenizer: Tokenizer,
     precision: Precision,
     longest: int,
-    template: str | None,
-    seq_length: int | None,
-    head: FoundHead | None = None,
-    step_separator: str | None = None,
+    given: ContractOptions,
+    head: FoundHead | None,
 ) -> ScoringContract | None:
     """Contract of a reward model: its own if this package exported it, else a new one.
 
     Args:
         labels: as ``labels_of`` gives them.
         longest: tokens of the model's longest text.
-        template: as ``model.data.template``; None is the tokenizer's.
-        seq_length: None is ``longest``, but at most 4096 tokens.
-        step_separator: as of ``convert_hf_to_nemo``.
 
     Raises:
         CheckpointError: its own contract is of another model, or the tokenizer lacks what a new one
@@ -470,9 +480,7 @@ def contract_of(
         contract.check_template_ends(tokenizer)
         _check_own(contract, labels, tokenizer.fingerprint)
         return contract.with_dtype(precision)
-    contract = _new_contract(
-        found, labels, tokenizer, precision, longest, template, seq_length, step_separator
-    )
+    contract = _new_contract(found, labels, tokenizer, precision, longest, given)
     if contract.has_steps and head is not None and (head.outputs, len(labels)) == (2, 1):
         contract = contract.with_readout(Readout(BINS, ((0.0, 1.0),)))
     is_ranking = contract.reward_model_type == RewardModelType.binary_ranking.value
@@ -488,8 +496,10 @@ def contract_of(
             raise CheckpointError(
                 f"{REWARD_TOKEN_KEY}: got {token_id}, wanted a token of {tokenizer.vocab_size}"
             )
-    if template is not None and not contract.template:
-        raise CheckpointError(f"template: got {template!r}, but the tokenizer has no chat template")
+    if given.template is not None and not contract.template:
+        raise CheckpointError(
+            f"template: got {given.template!r}, but the tokenizer has no chat template"
+        )
     return dataclasses.replace(contract, attributes=tuple(labels))
 
 
@@ -499,22 +509,24 @@ def _new_contract(
     tokenizer: Tokenizer,
     precision: Precision,
     longest: int,
-    template: str | None,
-    seq_length: int | None,
-    step_separator: str | None,
+    given: ContractOptions,
 ) -> ScoringContract:
-    has_steps = reads_steps(found) or step_separator is not None
+    has_steps = reads_steps(found) or given.asks_for_steps
     is_ranking = len(labels) == 1 and not has_steps
-    reads = ScoredPosition.step_marks if has_steps else ScoredPosition.last_token
+    reads, step_separator = given.reads, given.step_separator
+    if reads is None:
+        reads = ScoredPosition.step_marks if has_steps else ScoredPosition.last_token
+    if reads is ScoredPosition.step_marks:
+        step_separator = _separator(tokenizer, step_separator)
     settings = ModelConfig(
         reward_model_type=RewardModelType.binary_ranking
         if is_ranking
         else RewardModelType.regression,
         regression=RegressionConfig(attributes=labels),
         data=DataConfig(
-            template=template,
-            seq_length=seq_length or min(longest, MAX_DEFAULT_SEQ_LENGTH),
-            step_separator=_separator(tokenizer, step_separator) if has_steps else None,
+            template=given.template,
+            seq_length=given.seq_length or min(longest, MAX_DEFAULT_SEQ_LENGTH),
+            step_separator=step_separator,
         ),
         head=HeadConfig(reads=reads),
     )

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING, HEAD_PREFIX, LAYERS, PREFIX
 from nemo_aligner.checkpoint.hf.classifier import (
+    ContractOptions,
     contract_of,
     labels_of,
     num_outputs,
@@ -53,6 +54,7 @@ from nemo_aligner.checkpoint.nemo.open import NemoFolder, scratch_beside, write_
 from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices, save_lazy
 from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
 from nemo_aligner.config.dtypes import format_of
+from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.distributed.launch import single_process
@@ -115,6 +117,7 @@ def convert_hf_to_nemo(
     seq_length: int | None = None,
     attributes: Sequence[str] | None = None,
     step_separator: str | None = None,
+    reads: ScoredPosition | None = None,
 ) -> ConversionSummary:
     """Write the model in ``source`` as the archive ``output``; one process calls it.
 
@@ -131,6 +134,8 @@ def convert_hf_to_nemo(
         attributes: of a reward model, names of its outputs; None are those of ``id2label``.
         step_separator: the text behind each step, where a reward is read for each; None is none, or
             ``<extra_0>`` for a class that reads steps.
+        reads: rule of steps, where a reward is read for each; None is ``step_marks``, if there is a
+            separator or the class reads steps.
 
     Raises:
         CheckpointError: an unknown family, an unsupported setting, a missing or surplus tensor, or
@@ -141,8 +146,8 @@ def convert_hf_to_nemo(
             raise CheckpointError(f"tensor_parallel: got {tensor_parallel}, wanted 1 or more")
         with single_process():
             found = open_source(source)
-            rules = (template, seq_length, attributes, step_separator)
-            return _convert(found, Path(output), dtype, tensor_parallel, head, *rules)
+            given = ContractOptions(template, seq_length, attributes, step_separator, reads)
+            return _convert(found, Path(output), dtype, tensor_parallel, head, given)
     except AlignerError as error:
         named = str(error).startswith((str(source), str(output)))
         raise CheckpointError(str(error) if named else f"{source}: {error}") from error
@@ -154,17 +159,14 @@ def _convert(
     dtype: torch.dtype | None,
     tensor_parallel: int,
     choice: str | None,
-    template: str | None,
-    seq_length: int | None,
-    attributes: Sequence[str] | None,
-    step_separator: str | None,
+    given: ContractOptions,
 ) -> ConversionSummary:
     family, config, found = _decoder_of(found)
     head = find_head(found, choice)
-    labels = labels_of(found, head, attributes)
-    if head is not None and step_separator is not None:
+    labels = labels_of(found, head, given.attributes)
+    if head is not None and given.asks_for_steps:
         head = head.at_steps()
-    refuse_options(found, labels, (template, seq_length, attributes, step_separator))
+    refuse_options(found, labels, given)
     rules = model_rules(family, config, labels is not None)
     # The embeddings, whose rows a head may be of, are among the others already.
     wanted = _sizes_of_head(found, head, labels, config["hidden_size"]) | hf_shapes(rules, config)
@@ -180,8 +182,8 @@ def _convert(
     with scratch_beside(output) as scratch:
         tokenizer = _save_tokenizer(found, scratch / "tokenizer", config["vocab_size"])
         shape = ModelShape.from_config(config)
-        options = shape.max_position_embeddings, template, seq_length, head, step_separator
-        contract = contract_of(found, labels, tokenizer, stored.precision, *options)
+        how = stored.precision, shape.max_position_embeddings, given, head
+        contract = contract_of(found, labels, tokenizer, *how)
         if head is not None and contract is not None:
             shape.rotation_by_length(contract.seq_length)  # raises if it has none
             head = head.with_rows_of(tokenizer).with_outputs(contract.num_outputs)

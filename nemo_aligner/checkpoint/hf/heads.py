@@ -26,6 +26,7 @@ from nemo_aligner.checkpoint.hf.families.settings import is_tied
 from nemo_aligner.checkpoint.hf.source import REWARD_SUFFIX, Source
 from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.steps import MARKS
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.models.shape import HeadShape
 from nemo_aligner.utils.errors import CheckpointError, short, shown
@@ -73,7 +74,8 @@ REWARD_TOKEN_KEY = "reward_token_id"
 READOUT_KEY = "readout"
 # Heads that read each step, or each token, and not a text.
 TOKEN_SUFFIX, STEP_SUFFIX = "ForTokenClassification", "ForProcessRewardModel"
-_STEP_READERS = (TOKEN_SUFFIX, STEP_SUFFIX)
+# The last is Skywork-o1-Open-PRM's.
+_STEP_READERS = (TOKEN_SUFFIX, STEP_SUFFIX, "ForPrmModel")
 NO_HEAD, OUTPUT_LAYER_HEAD = "none", "lm_head:"
 # A tensor without columns may claim any number of rows at no cost.
 _MOST_OUTPUTS = 10_000
@@ -94,6 +96,7 @@ class FoundHead:
             Empty for a head of its own.
         is_difference: its reward is its second output less its first, as our exports of a reward
             for each step have it.
+        is_log_odds: its first output is 0, and the checkpoint has only the second.
     """
 
     names: Mapping[str, str]
@@ -103,6 +106,7 @@ class FoundHead:
     stored: Mapping[str, LazyTensor] = field(repr=False)
     rows: tuple[str | int, ...] = ()
     is_difference: bool = False
+    is_log_odds: bool = False
 
     @classmethod
     def of(cls, layout: HeadLayout, found: Source) -> FoundHead:
@@ -168,9 +172,13 @@ class FoundHead:
     def at_steps(self) -> FoundHead:
         """The same head for steps: two rows of the output layer are two outputs.
 
-        The card of math-shepherd-mistral-7b-prm reads the first's probability of both.
+        The card of math-shepherd-mistral-7b-prm reads the first's probability of both. The logit of
+        a value head is that of a right step, with 0 for a wrong one, as Skywork-o1-Open-PRM's
+        program takes its sigmoid (skywork-o1-prm-inference, ``return_probs=True``).
         """
-        return replace(self, outputs=2) if len(self.rows) == 2 else self
+        is_log_odds = self.names["weight"] == VALUE_LAYER.names()["weight"]
+        is_pair = is_log_odds or len(self.rows) == 2
+        return replace(self, outputs=2, is_log_odds=is_log_odds) if is_pair else self
 
     def with_outputs(self, outputs: int) -> FoundHead:
         """The same head with one reward instead of two outputs, if so many are wanted."""
@@ -183,6 +191,7 @@ class FoundHead:
         if self.rows:
             name = self.names["weight"]
             return {name: (next(iter(self.stored[name].shape), 0), hidden_size)}
+        outputs = 1 if self.is_log_odds else outputs
         sizes = (self.shape or HeadShape()).tensors(outputs, hidden_size)
         return {name: sizes[ours] for ours, name in self.names.items()}
 
@@ -201,6 +210,8 @@ class FoundHead:
         if self.is_difference and ours in ("weight", "bias"):
             wrong, right = stored.float()
             return (right - wrong)[None]
+        if self.is_log_odds:
+            return torch.cat([torch.zeros_like(stored), stored]).float()
         if not self.rows:
             return stored.float()
         rows = stored[list(map(int, self.rows))].float()
@@ -285,8 +296,10 @@ def describe_head(
     token = "the last token of a text"
     if contract is not None and contract.reward_token_id is not None:
         token = f"token {contract.reward_token_id}, which is appended to a text"
-    if contract is not None and contract.step_separator is not None:
-        token = f"the end of {contract.step_separator!r} behind each step"
+    if contract is not None and contract.has_steps:
+        token = f"its {contract.scored_position}"
+        if contract.scored_position == MARKS:
+            token = f"the end of {contract.step_separator!r} behind each step"
     return f"{head.about}, reads {token}, kept{beside}"
 
 

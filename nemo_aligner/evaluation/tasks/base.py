@@ -48,6 +48,8 @@ class Task:
         of_name: keys that objects lack and the file's name (without its ending) has.
         reads_steps: the rewards of an item, which has one text, are those of its steps, and
             ``judge`` gets them less the threshold from which on a step is right.
+        choose: of steps, the threshold that is best for items and their rewards ``[S]``, and the
+            figure that it is best by.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Task:
     sample: dict[str, Any]
     of_name: Callable[[str], dict[str, Any]] = lambda stem: {}
     reads_steps: bool = False
+    choose: Callable[[Sequence[Item], Sequence[np.ndarray]], tuple[float, float]] | None = None
 
 
 def asked(prompt: Any, reply: Any, key: str) -> Text:

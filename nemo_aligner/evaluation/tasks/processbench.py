@@ -57,6 +57,38 @@ def _judge(item: Item, rewards: np.ndarray) -> float:
     return float(first_error((rewards >= 0).tolist()) == item.scores[0])
 
 
+def _choose(items: Sequence[Item], rewards: Sequence[np.ndarray]) -> tuple[float, float]:
+    """The threshold of the highest F1, on average over the sets, and that F1.
+
+    A solution is judged right by all thresholds above the reward of its first wrong step (above
+    -inf, if it has none) up to the lowest reward before that step. Verdicts change at these
+    numbers alone, so one threshold in the middle of each two is tried; of equal ones, the middle.
+    """
+    first = [int(item.scores[0]) for item in items]
+    own = [each.astype(np.float64) for each in rewards]
+    low = np.array([-np.inf if n < 0 else each[n] for n, each in zip(first, own, strict=True)])
+    before = [each if n < 0 else each[:n] for n, each in zip(first, own, strict=True)]
+    high = np.array([each.min(initial=np.inf) for each in before])
+    places = np.unique(np.concatenate([low, high]))
+    places = places[np.isfinite(places)]
+    ends = [places[:1], (places[1:] + places[:-1]) / 2, np.nextafter(places[-1:], np.inf)]
+    tried = np.concatenate(ends)
+    right = (low < tried[:, None]) & (tried[:, None] <= high)
+    sets, has_error = np.array([item.source for item in items]), np.array(first) >= 0
+    found = []
+    for name in np.unique(sets):
+        parts = [right[:, (sets == name) & kind] for kind in (has_error, ~has_error)]
+        if all(part.shape[1] for part in parts):
+            shares = np.stack([part.mean(axis=1) for part in parts])
+            found.append(2 * shares.prod(axis=0) / np.maximum(shares.sum(axis=0), 1e-300))
+    if not found:
+        raise DataError("got no set with solutions of both kinds, with an error and without")
+    figures = np.mean(found, axis=0)
+    best = np.flatnonzero(figures == figures.max())
+    chosen = best[len(best) // 2]
+    return float(tried[chosen]), float(figures[chosen])
+
+
 def _summarise(predictions: Sequence[Prediction]) -> list[TaskRow]:
     rows: list[TaskRow] = []
     found: dict[str, TaskRow] = {}
@@ -86,6 +118,7 @@ PROCESSBENCH = Task(
     summarise=_summarise,
     of_name=_set_of,
     reads_steps=True,
+    choose=_choose,
     sample={
         "id": "gsm8k-0",
         "generator": "a model",

@@ -94,6 +94,14 @@ class RewardShaper:
         return self._shaping.length_penalty > 0
 
     @property
+    def takes_steps(self) -> bool:
+        """True if its rules are about one reward, so that each turn or step has its own.
+
+        A length penalty is about a whole reply, and running statistics are of one reward of each.
+        """
+        return not self.needs_lengths and self._running is None
+
+    @property
     def outputs(self) -> tuple[str, ...]:
         """Names of the outputs beside ``rewards`` and ``raw_rewards``."""
         has = {

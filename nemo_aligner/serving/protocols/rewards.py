@@ -127,7 +127,7 @@ def answer(body: RewardsRequest, scored: ScoredRows, served: Served) -> dict[str
     if body.steps and scored.steps is None and not scored.errors:
         raise ServingError(
             "steps: got true, wanted false: the model has one reward for each text, or its server "
-            "shapes them"
+            "shapes it by a rule of whole replies (shaping.length_penalty, standardize=running)"
         )
     steps = {} if not body.steps or scored.steps is None else {"steps": _steps(scored.steps)}
     passed = {} if scored.passed is None else {"passed": _booleans(scored.passed)}

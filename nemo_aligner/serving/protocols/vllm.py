@@ -247,7 +247,7 @@ def answer_pooling(body: PoolingRequest, scored: ScoredRows, served: Served) -> 
         if scored.steps is None:
             raise ServingError(
                 f'task: got "{_STEPS}", wanted "classify": the model has one reward for each text, '
-                "or its server shapes them"
+                "or its server shapes it by a rule of whole replies"
             )
         rows = [each.rewards for each in scored.steps]
     data = [

@@ -15,6 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaFo
 import nemo_aligner as na
 from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
+from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.utils.errors import CheckpointError
 from tests import tiny
 from tests.checkpoint.hf.exporting import assert_same, config_of, edit_tensors, tensors_of
@@ -158,6 +159,71 @@ def test_two_rows_of_the_output_layer_are_a_probability_at_every_step(tmp_path: 
     np.testing.assert_allclose(found.rewards[:, 0], wanted.numpy(), atol=1e-5)
     rows = load_file(folder / "model.safetensors")["lm_head.weight"][[wrong, right]]
     check_comes_back(tmp_path, {"score.weight": rows, "score.bias": torch.zeros(2)})
+
+
+def test_answers_to_steps_are_a_probability_of_each(tmp_path: Path) -> None:
+    """As in RLHFlow's prm_evaluate.py: P(+) against P(-) at the token in front of each answer."""
+    folder = tmp_path / "hf"
+    write_hf_checkpoint(folder, "llama_untied")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    plus, minus = tokenizer.convert_tokens_to_ids(["+", "-"])
+    how: dict[str, Any] = {"head": "lm_head:+,-", "attributes": ["right"], "seq_length": 128}
+    reads = ScoredPosition.step_answers
+    said = str(convert(folder, tmp_path / "prm.nemo", **how, reads=reads))
+    assert f"row {plus} ('+') against row {minus} ('-'), reads its step_answers, kept" in said
+    chat = [QUESTION, {"role": "assistant", "content": "\n\n".join(STEPS)}]
+    with na.RewardModel.from_pretrained(tmp_path / "prm.nemo") as ours:
+        (found,) = ours.score([chat], steps=True)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    turns: list[dict[str, str]] = []
+    wanted = []
+    for step in (f"why {STEPS[0]}", *STEPS[1:]):
+        turns += [{"role": "user", "content": step}, {"role": "assistant", "content": "+"}]
+        written = tokenizer.apply_chat_template(turns, tokenize=False)
+        ids = tokenizer(written, add_special_tokens=False).input_ids
+        place = len(ids) - 1 - ids[::-1].index(plus)
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, place - 1, [plus, minus]]
+        wanted.append(float(logits.softmax(-1)[0]))
+    assert np.std(wanted) > 1e-3
+    np.testing.assert_allclose(found.rewards[:, 0], wanted, atol=1e-5)
+    rows = load_file(folder / "model.safetensors")["lm_head.weight"][[minus, plus]]
+    check_comes_back(tmp_path, {"score.weight": rows, "score.bias": torch.zeros(2)})
+
+
+def test_value_head_is_a_probability_at_every_step(tmp_path: Path) -> None:
+    """As Skywork-o1-Open-PRM's program: BOS, problem, line break, and a step token behind each."""
+    folder = tmp_path / "hf"
+    write_hf_checkpoint(folder, "qwen2")
+    body = AutoModel.from_pretrained(folder)
+    size = body.config.hidden_size
+    head = {"v_head.summary.weight": drawn(1, size) * 5, "v_head.summary.bias": drawn(1)}
+    edit_tensors(folder, head)
+    edit_config(folder, architectures=["Qwen2ForPrmModel"])
+    with pytest.raises(CheckpointError, match="step_separator: got none, and the tokenizer has no"):
+        convert(folder, tmp_path / "none.nemo")
+    # Behind the last step token nothing is read.
+    template = tmp_path / "template.jinja"
+    written = "{{ bos_token }}{{ messages[0].content }}\n{{ messages[1].content }}{{ eos_token }}"
+    template.write_text(written)
+    how: dict[str, Any] = {"step_separator": "\n", "template": str(template), "seq_length": 64}
+    convert(folder, tmp_path / "prm.nemo", **how)
+    with na.RewardModel.from_pretrained(tmp_path / "prm.nemo") as ours:
+        (found,) = ours.score([text("\n", *STEPS)], steps=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(f"{tokenizer.bos_token}why\n", add_special_tokens=False).input_ids
+    places = []
+    for step in STEPS:
+        ids += tokenizer(step, add_special_tokens=False).input_ids
+        ids += tokenizer("\n", add_special_tokens=False).input_ids[-1:]
+        places.append(len(ids) - 1)
+    with torch.no_grad():
+        states = body(torch.tensor([ids])).last_hidden_state[0, places]
+    logits = states @ head["v_head.summary.weight"][0] + head["v_head.summary.bias"]
+    np.testing.assert_allclose(found.rewards[:, 0], logits.sigmoid().numpy(), atol=1e-5)
+    rows = {name.split(".")[-1]: each for name, each in head.items()}
+    both = {f"score.{name}": torch.cat([each * 0, each]) for name, each in rows.items()}
+    check_comes_back(tmp_path, both)
 
 
 def test_class_of_many_labels_reads_no_rewards(tmp_path: Path) -> None:

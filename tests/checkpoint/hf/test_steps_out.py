@@ -14,8 +14,11 @@ import pytest
 import nemo_aligner as na
 from nemo_aligner.api.reward_model import release_models
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
+from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
 from nemo_aligner.utils.errors import AlignerError, CheckpointError
 from tests.checkpoint.hf.exporting import config_of
+from tests.checkpoint.hf.test_heads_out import WIDE, printed
+from tests.environments import vllm_python
 from tests.heads import KINDS, write_archive
 
 QUESTION = {"role": "user", "content": "why"}
@@ -26,6 +29,7 @@ CASES = [
     ("several attributes", "turns", None, "llama", "LlamaForTokenClassification"),
     ("bins with a bias", "step_ends", "\n", "llama", "LlamaForTokenClassification"),
     ("quantiles", "step_marks", "\n", "llama", "LlamaForTokenClassification"),
+    ("one matrix", "step_answers", "\n\n", "qwen3", "Qwen3ForTokenClassification"),
     # transformers has no class for it, but its decoder.
     ("one matrix", "step_ends", "\n", "granite", "GraniteForTokenClassification"),
     ("two layers", "step_marks", "\n", "qwen2", "Qwen2ForProcessRewardModel"),
@@ -100,6 +104,46 @@ def test_head_of_steps_is_exported_with_its_rewards(
     if len(kind.attributes) == 1:
         right = shown["logits"].softmax(-1)[:, 1:].numpy()
         np.testing.assert_allclose(right, 1 / (1 + np.exp(-found.rewards)), atol=1e-4)
+
+
+# Heads, rules, separators and decoders; a tag is found by vLLM itself.
+VLLM = [
+    ("one matrix", "step_ends", "\n\n", "llama"),
+    ("one output and a bias", "step_marks", "!", "qwen3"),
+    ("several attributes", "turns", None, "qwen2"),
+    ("two layers", "step_marks", "!", "qwen2"),
+]
+
+
+def test_exports_of_steps_have_their_rewards_in_vllm(tmp_path: Path) -> None:
+    python = vllm_python()
+    asked, wanted = [], []
+    for number, (name, position, separator, body) in enumerate(VLLM):
+        archive = tmp_path / f"{number}.nemo"
+        write_archive(archive, stepped(name, position, separator), body, **WIDE)
+        ours, chats = na.RewardModel.from_pretrained(archive), texts(separator)
+        wanted.append([each.rewards for each in ours.score(chats, steps=True)])
+        folder = tmp_path / f"out{number}"
+        ours.export(folder)
+        tokenizer, contract = read_text_rules(archive)
+        assert contract is not None
+        encoded = [contract.encode(tokenizer, chat) for chat in chats]
+        ask: dict[str, Any] = {"folder": str(folder), "task": "token_classify"}
+        asked.append({**ask, "ids": [each.token_ids for each in encoded]})
+        if body == "qwen2" and position == "step_marks":
+            asked[-1]["step_tag_id"] = config_of(folder)["step_tag_id"]
+        else:
+            asked[-1]["reads"] = [each.reads for each in encoded]
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    found = printed(python, "vllm_scores.py", tmp_path / "asked.json")
+    for (name, *_), ask, theirs, ours in zip(VLLM, asked, found, wanted, strict=True):
+        for rows, rewards in zip(theirs, ours, strict=True):
+            got = np.array(rows)
+            if "step_tag_id" in ask:  # the softmax of 0 and the reward
+                got = np.log(got[:, 1:] / got[:, :1])
+            elif rewards.shape[1] == 1:
+                got = got[:, 1:]
+            np.testing.assert_allclose(got, rewards, atol=1e-5, rtol=0, err_msg=name)
 
 
 def test_head_of_steps_without_a_reader_is_refused(tmp_path: Path) -> None:

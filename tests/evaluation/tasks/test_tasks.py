@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -16,7 +17,7 @@ from nemo_aligner.contract.contract import OverlongError
 from nemo_aligner.contract.messages import Text, reply_of
 from nemo_aligner.contract.steps import StepTextError
 from nemo_aligner.evaluation.predictions import Item, Prediction
-from nemo_aligner.evaluation.run_task import TaskResult, run_task
+from nemo_aligner.evaluation.run_task import TaskResult, choose_threshold, run_task
 from nemo_aligner.evaluation.tasks import TASKS, find_task
 from nemo_aligner.evaluation.tasks.base import Level
 from nemo_aligner.evaluation.tasks.best_of_n import best_of
@@ -425,6 +426,37 @@ def test_processbench_is_the_mean_over_sets_of_a_harmonic_mean(tmp_path: Path) -
     for change, said in (({"label": 3}, "label: got 3, wanted the"), ({"steps": []}, "steps: got")):
         write(path, [{**rows[0], **change}])
         assert said in refusal(DataError, run_task, task, path, by_length)
+
+
+def test_processbench_threshold_is_the_best_of_a_heldout_file(tmp_path: Path) -> None:
+    """Beside all thresholds between two rewards, with some of them alike."""
+    rng, task = random.Random(3), find_task("processbench")
+    rows = []
+    for number in range(60):
+        rewards = [rng.randint(0, 9) for _ in range(rng.randint(1, 5))]
+        label = rng.choice([-1, rng.randrange(len(rewards))])
+        name = f"{('gsm8k', 'math')[number % 2]}-{number}"
+        written = [f"step {number} gets {reward}" for reward in rewards]
+        rows.append({"id": name, "problem": "why", "steps": written, "label": label})
+    held, other = write(tmp_path / "held.jsonl", rows[:40]), write(tmp_path / "b.jsonl", rows[30:])
+
+    def figure(threshold: float) -> float:
+        found = run_task(task, held, by_length, score_steps=by_last_letter, threshold=threshold)
+        return float(np.mean([found.metrics[f"{name}, F1"] for name in ("gsm8k", "math")]))
+
+    chosen = choose_threshold(task, held, by_last_letter)
+    best = max(figure(number / 2) for number in range(-1, 20))
+    assert chosen.figure == pytest.approx(best)
+    assert figure(chosen.value) == pytest.approx(best)
+    measured = run_task(task, other, by_length, score_steps=by_last_letter, threshold=chosen.value)
+    said = f"{chosen.value:g}, the best of held ({best:.4f} there, 40 items, 10 of them measured"
+    assert chosen.about("held", measured).startswith(said)
+    write(held, [{**rows[0], "label": -1}])
+    assert "of both kinds" in refusal(DataError, choose_threshold, task, held, by_last_letter)
+    path = write(tmp_path / "c.jsonl", CHANGED)
+    assert "prmbench has no rule to choose by" in refusal(
+        ConfigError, choose_threshold, find_task("prmbench"), path, by_last_letter
+    )
 
 
 def changed(kind: str, name: str, steps: Sequence[int], wrong: Sequence[int]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Run in a Python with vLLM. ``python vllm_scores.py FILE`` with JSON of a list of ``folder``, ``ids``
 and ``task`` prints the logits of each folder: those of a text, or of its last token where the task
-is ``token_classify``.
+is ``token_classify``. With ``reads``, places in each text, they are a row for each of these, and
+with ``step_tag_id`` a row for each such token, as vLLM's STEP pooling finds them, by its softmax.
 """
 
 from __future__ import annotations
@@ -23,22 +24,30 @@ os.environ.update(
 )
 
 
-def logits(asked: dict[str, Any]) -> list[list[float]]:
+def logits(asked: dict[str, Any]) -> list[Any]:
     from vllm import LLM, PoolingParams
+    from vllm.config import PoolerConfig
 
-    task = asked["task"]
+    task, tag = asked["task"], asked.get("step_tag_id")
+    pooler = None if tag is None else PoolerConfig(tok_pooling_type="STEP", step_tag_id=tag)
     model = LLM(
         asked["folder"],
         runner="pooling",
         dtype="float32",
         enforce_eager=True,
         max_model_len=128,
+        pooler_config=pooler,
     )
     # The folder's problem_type says for classify that there is no activation.
-    how = PoolingParams() if task == "classify" else PoolingParams(use_activation=False)
+    is_plain = task == "classify" or tag is not None
+    how = PoolingParams() if is_plain else PoolingParams(use_activation=False)
     texts = [{"prompt_token_ids": ids} for ids in asked["ids"]]
     answers = model.encode(texts, pooling_task=task, pooling_params=how, use_tqdm=False)
     data = [each.outputs.data.float() for each in answers]
+    if tag is not None:
+        return [each.tolist() for each in data]
+    if "reads" in asked:
+        return [each[own].tolist() for each, own in zip(data, asked["reads"], strict=True)]
     return [(each if task == "classify" else each[-1]).tolist() for each in data]
 
 

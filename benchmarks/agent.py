@@ -1,0 +1,166 @@
+"""The time of an agent's k-th turn: its dialogue so far, with a reward for each of its turns.
+
+    python benchmarks/agent.py --model SmolLM2-135M-Instruct.gguf --vllm-python vllm/bin/python
+
+A dialogue grows by a tool's message and a reply, and after each reply all of it is sent again, as
+``messages`` to ``/pooling`` with ``token_classify``: to ours, with its prefix cache and without, by
+the gateway, and to vLLM, which serves the folder that ``nemo-aligner export`` writes and turns its
+cache off for this task. One client, fp32 on the CPU, a random head. The servers take turns at every
+dialogue, and a time is the median over the dialogues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from common import WorkerFailed, choose_device, machine, render, require, write_json
+from serving_model import WORDS, export, prepare_reward_model
+from serving_servers import Clients, Load, Recipe, Server, start_gateway
+from serving_work import Contestants
+
+OURS, UNCACHED, VLLM = "nemo_aligner", "nemo_aligner without cache", "vLLM"
+TOLD, SAID = 70, 40  # words of a tool's message, and of a reply
+
+Dialogue = list[dict[str, str]]
+
+
+class WithGateway:
+    """A server of ours and the gateway before it."""
+
+    def __init__(self, server: Server, gateway: Server) -> None:
+        self._both = (gateway, server)
+
+    def stop(self) -> None:
+        for each in self._both:
+            each.stop()
+
+
+@dataclass(frozen=True)
+class TurnRecipe(Recipe):
+    """A server that is asked for the rewards of turns."""
+
+    def start(self, log: Path) -> tuple[Any, str]:
+        server, url = super().start(log)
+        if not self.is_ours:
+            return server, url
+        folder = log.with_suffix("")
+        folder.mkdir(exist_ok=True)
+        gateway, url = start_gateway(url, folder)
+        return WithGateway(server, gateway), url
+
+    def request(self, messages: Any) -> dict[str, str]:
+        body = {"model": "reward", "task": "token_classify", "use_activation": False}
+        return {"path": "/pooling", "body": json.dumps({**body, "messages": messages})}
+
+
+def main() -> None:
+    arguments = _parse()
+    require("aiohttp", "psutil", "pytriton", "fastapi", "uvicorn")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no server outlives this
+    choose_device("cpu")
+    work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))
+    model = prepare_reward_model(arguments.model, work, reads="turns")
+    clients = Clients()
+    contestants = Contestants(_recipes(arguments, model, work), work, clients)
+    loads: dict[str, list[Load]] = {OURS: [], UNCACHED: [], VLLM: []}
+    rng = random.Random(0)
+    try:
+        for number in range(arguments.dialogues + 1):
+            grown = grow(rng, arguments.turns)
+            for name in loads:
+                load = contestants.ask(name, grown, 1, arguments.limit)
+                # The first dialogue warms them up.
+                if load is not None and number > 0:
+                    loads[name].append(load)
+    finally:
+        contestants.close()
+        clients.close()
+    rows, difference = rows_of(loads, arguments.turns), largest_difference(loads)
+    print(f"\n{render(rows)}\n\nthe largest difference of a reward: {difference:.1e}")
+    for name, failure in contestants.failures.items():
+        print(f"\n{name}: {failure}")
+    about = {"machine": machine(), "model": str(arguments.model), "precision": "fp32"}
+    print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items()))
+    write_json(arguments.output, {**about, "rows": rows, "difference": difference})
+
+
+def grow(rng: random.Random, turns: int) -> list[Any]:
+    """A dialogue up to its first reply, its second, ... up to that of ``turns``."""
+    words = WORDS.split()
+    said: Dialogue = []
+    grown = []
+    for _ in range(turns):
+        for role, count in (("user", TOLD), ("assistant", SAID)):
+            said.append({"role": role, "content": " ".join(rng.choices(words, k=count))})
+        grown.append(list(said))
+    return grown
+
+
+def rows_of(loads: dict[str, list[Load]], turns: int) -> list[dict[str, Any]]:
+    """A row for each turn: seconds of each server, and how many times ours is faster."""
+    rows = []
+    for turn in range(turns):
+        seconds = {
+            name: median(load.waited[turn] or 0.0 for load in found)
+            for name, found in loads.items()
+            if found
+        }
+        faster = {
+            f"{name} / ours": each / seconds[OURS] for name, each in seconds.items() if name != OURS
+        }
+        rows.append({"turn": turn + 1, **{f"{k}, s": v for k, v in seconds.items()}, **faster})
+    return rows
+
+
+def largest_difference(loads: dict[str, list[Load]]) -> float:
+    """Of the reward of a dialogue's last turn, between ours and any other server."""
+    found = {
+        name: np.array([load.rewards for load in each]) for name, each in loads.items() if each
+    }
+    ours = found.pop(OURS)
+    return max((float(np.abs(ours - each).max()) for each in found.values()), default=0.0)
+
+
+def _recipes(arguments: argparse.Namespace, model: Path, work: Path) -> Sequence[Recipe]:
+    threads = arguments.threads
+    ours = [
+        TurnRecipe(OURS, model, threads),
+        TurnRecipe(UNCACHED, model, threads, ("server.prefix_cache_tokens=0",)),
+    ]
+    if arguments.vllm_python is None:
+        return ours
+    folder = export(model, work / "export")
+    return [*ours, TurnRecipe(VLLM, folder, threads, (), arguments.vllm_python)]
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, required=True, help="a .gguf, or a folder")
+    parser.add_argument("--vllm-python", help="with vLLM; default: vLLM is left out")
+    parser.add_argument("--turns", type=int, default=8, help="of a dialogue (default 8)")
+    parser.add_argument("--dialogues", type=int, default=5, help="(default 5)")
+    parser.add_argument("--threads", type=int, default=2, help="of the CPU (default 2)")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds of a dialogue")
+    parser.add_argument("--work", help="a folder to keep the converted model in")
+    parser.add_argument("--output", type=Path, metavar="JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except WorkerFailed as error:
+        sys.exit(f"nemo_aligner: {error}")
