@@ -44,7 +44,7 @@ from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer.optimizer import build_optimizer
 
 TIMED = ("data", "forward", "backward", "reduce", "optimizer")
-PLANNED = ("tp", "pp", "dp", "sequence_parallel", "recompute_layers", "freeze_layers")
+PLANNED = ("tp", "cp", "pp", "dp", "sequence_parallel", "recompute_layers", "freeze_layers")
 _SEED = 1234
 
 
@@ -54,6 +54,7 @@ def make_point(model: dict[str, Any], precision: str, **changes: Any) -> dict[st
         "model": model,
         "precision": precision,
         "tp": 1,
+        "cp": 1,
         "pp": 1,
         "dp": 1,
         "sequence_parallel": False,
@@ -105,7 +106,9 @@ def measure_point(job: dict[str, Any]) -> dict[str, Any] | None:
     """
 
     with launch() as world:
-        layout = initialize_layout(job["tp"], job["pp"], job["sequence_parallel"], _SEED)
+        layout = initialize_layout(
+            job["tp"], job["pp"], job["sequence_parallel"], _SEED, cp=job["cp"]
+        )
         shape = ModelShape.from_config(job["model"])
         before = resident_bytes()
         learner = build_synthetic_learner(shape, layout, job)

@@ -371,9 +371,9 @@ class _Session:
         found = self._loaded.get(model)
         if found is not None:
             return found
-        from nemo_aligner.evaluation.sources import layout_sizes, load_source
+        from nemo_aligner.evaluation.sources import load_source, sizes_of_model
 
-        layout = self._open(layout_sizes(config))
+        layout = self._open(sizes_of_model(config))
         try:
             return self._loaded.setdefault(model, load_source(config, layout))
         finally:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_aligner.batch.context import ContextShare
 from nemo_aligner.utils.host_transfer import to_device
 
 # Pairs of rewards of ranked completions.
@@ -455,6 +456,7 @@ class PackedBatch:
         records: the records that own them.
         cached: what is taken from a pool of keys and values, and stored there; None is nothing.
         replies: what is read of each sequence instead of its last token; None is that alone.
+        share: the tokens that this rank of a context parallel group computes; None is all of them.
     """
 
     tokens: Tensor
@@ -466,6 +468,7 @@ class PackedBatch:
     records: Records
     cached: CacheUse | None = None
     replies: ReplyRows | None = None
+    share: ContextShare | None = None
 
     @classmethod
     def pack(
@@ -529,9 +532,34 @@ class PackedBatch:
         """T."""
         return self.tokens.numel()
 
+    @property
+    def num_own_tokens(self) -> int:
+        """How many of them this rank of a context parallel group computes."""
+        return self.num_tokens if self.share is None else self.share.rows.numel()
+
+    def of_own(self, values: Tensor) -> Tensor:
+        """``values [T, ...]`` of the tokens that this rank computes."""
+        return values if self.share is None else values[self.share.rows]
+
     def padded_to_multiple(self, multiple: int) -> PackedBatch:
         """The same batch with a filler segment at the tail, so that T divides by ``multiple``."""
-        fill = -self.num_tokens % multiple
+        return self._filled(-self.num_tokens % multiple)
+
+    def shared(
+        self, rank: int, ranks: int, multiple: int, every_token: bool = False
+    ) -> PackedBatch:
+        """The same batch with the ``share`` of one of the ``ranks`` of a context parallel group.
+
+        A filler segment makes up for uneven shares; each has a ``multiple`` of tokens. The head
+        reads ``scored_tokens``, or ``every_token``.
+        """
+        bounds = self.cu_seqlens.tolist()
+        reads = torch.arange(self.num_tokens) if every_token else self.scored_tokens
+        share = ContextShare.of(bounds, reads, rank, ranks, multiple)
+        return replace(self._filled(share.gathered.numel() - self.num_tokens), share=share)
+
+    def _filled(self, fill: int) -> PackedBatch:
+        """The same batch with ``fill`` more tokens, in a segment of their own."""
         if fill == 0:
             return self
         total = self.cu_seqlens.new_tensor([self.num_tokens + fill])
@@ -563,4 +591,5 @@ class PackedBatch:
             replies=None
             if self.replies is None
             else replace(self.replies, index=to_device(self.replies.index, device)),
+            share=None if self.share is None else self.share.to(device),
         )

@@ -205,6 +205,8 @@ PEER_NAMES = {
     "ep": "model.expert_model_parallel_size",
     "expert_parallel_size": "model.expert_model_parallel_size",
     "pipeline_parallel_size": "model.pipeline_model_parallel_size",
+    "cp": "model.context_parallel_size",
+    "ring_attn_size": "model.context_parallel_size",
     "dtype": "trainer.precision",
     "torch_dtype": "trainer.precision",
     "bf16": "trainer.precision",

@@ -27,6 +27,7 @@ _SCHEDULE = ("model.optim.sched.constant_steps", "model.optim.sched.min_lr")
 _LAYOUT = (
     "model.tensor_model_parallel_size",
     "model.pipeline_model_parallel_size",
+    "model.context_parallel_size",
     "model.expert_model_parallel_size",
     "model.sequence_parallel",
     "model.batch_invariant",

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 from nemo_aligner.config.common import Checks, Malformed, Overlong, RewardModelType, setting
 from nemo_aligner.utils.errors import ConfigError
@@ -175,12 +175,33 @@ class InvarianceConfig:
         return self.batch_invariant_rows if self.batch_invariant else None
 
 
+class LayoutConfig(Protocol):
+    """Settings of a parallel layout, which every page with a model has."""
+
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    context_parallel_size: int
+    sequence_parallel: bool
+
+
+def layout_sizes(model: LayoutConfig) -> dict[str, Any]:
+    """Sizes of a layout, as ``distributed.layout.initialize_layout`` takes them."""
+    return {
+        "tp": model.tensor_model_parallel_size,
+        "pp": model.pipeline_model_parallel_size,
+        "cp": model.context_parallel_size,
+        "ep": getattr(model, "expert_model_parallel_size", 1),  # a critic has none
+        "sequence_parallel": model.sequence_parallel,
+    }
+
+
 @dataclass
 class ScorerModelConfig(InvarianceConfig):
     """Parallel layout of a finished reward model for scoring."""
 
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
+    context_parallel_size: int = setting(1, "number of ranks that share each text, for long texts")
     expert_model_parallel_size: int = setting(1, EXPERT_RANKS)
     sequence_parallel: bool = setting(
         False, "also split norms along the tokens; needs tensor parallelism"
@@ -192,6 +213,7 @@ class ScorerModelConfig(InvarianceConfig):
             checks.positive(
                 "tensor_model_parallel_size",
                 "pipeline_model_parallel_size",
+                "context_parallel_size",
                 "expert_model_parallel_size",
                 "micro_batch_tokens",
                 "batch_invariant_rows",
@@ -311,8 +333,8 @@ class ModelConfig(InvarianceConfig):
     head: HeadConfig = field(default_factory=HeadConfig)
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
+    context_parallel_size: int = setting(1, "number of ranks that share each text, for long texts")
     expert_model_parallel_size: int = setting(1, EXPERT_RANKS)
-    context_parallel_size: int = setting(1, "not supported: 1")
     sequence_parallel: bool = setting(
         False, "also split norms along the tokens; needs tensor parallelism"
     )
@@ -380,9 +402,9 @@ class ModelConfig(InvarianceConfig):
 
     def _check_layout(self, checks: Checks) -> None:
         checks.require(
-            self.context_parallel_size <= 1,
+            self.context_parallel_size == 1 or self.head.reads is not ScoredPosition.reply_mean,
             "context_parallel_size",
-            "1 (context parallelism is not supported)",
+            "1 beside model.head.reads=reply_mean, as a reply's tokens are on several ranks",
         )
         checks.require(
             self.activations_checkpoint_num_layers is None

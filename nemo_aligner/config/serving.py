@@ -286,6 +286,7 @@ class CriticModelConfig(InvarianceConfig):
 
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
+    context_parallel_size: int = setting(1, "number of ranks that share each text, for long texts")
     sequence_parallel: bool = setting(
         False, "also split norms along the tokens; needs tensor parallelism"
     )
@@ -307,6 +308,7 @@ class CriticModelConfig(InvarianceConfig):
             checks.positive(
                 "tensor_model_parallel_size",
                 "pipeline_model_parallel_size",
+                "context_parallel_size",
                 "global_batch_size",
                 "micro_batch_tokens",
                 "batch_invariant_rows",

@@ -1,4 +1,4 @@
-"""ParallelLayout: tensor, pipeline and data parallel sizes, and this rank's place in them."""
+"""ParallelLayout: sizes of the parallel groups, and this rank's place in them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from nemo_aligner.utils.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutSizes:
-    """Sizes of the tensor, pipeline and data parallel groups.
+    """Sizes of the tensor, context, pipeline and data parallel groups.
 
-    Groups of ``ep`` data parallel ranks share the experts of a mixture.
+    Groups of ``ep`` data and context parallel ranks share the experts of a mixture.
     """
 
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     dp: int = 1
     ep: int = 1
@@ -23,11 +24,13 @@ class LayoutSizes:
 
     @property
     def num_ranks(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     def __str__(self) -> str:
+        context = f" CP={self.cp}" if self.cp > 1 else ""
         experts = f" EP={self.ep}" if self.ep > 1 else ""
-        return f"TP={self.tp}{'+SP' * self.sequence_parallel} PP={self.pp} DP={self.dp}{experts}"
+        tensor = f"TP={self.tp}{'+SP' * self.sequence_parallel}"
+        return f"{tensor}{context} PP={self.pp} DP={self.dp}{experts}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,7 @@ class ParallelLayout(LayoutSizes):
     tp_rank: int
     pp_rank: int
     dp_rank: int
+    cp_rank: int = 0
 
     @property
     def is_first_stage(self) -> bool:
@@ -47,34 +51,44 @@ class ParallelLayout(LayoutSizes):
         return self.pp_rank == self.pp - 1
 
 
-def check_sizes(world_size: int, tp: int, pp: int, sequence_parallel: bool, ep: int = 1) -> int:
+def check_sizes(
+    world_size: int, tp: int, pp: int, sequence_parallel: bool, ep: int = 1, cp: int = 1
+) -> int:
     """Compute the data parallel size that ``world_size`` leaves.
 
     Raises:
-        ConfigError: ``tp * pp`` does not divide ``world_size``, ``ep`` not what that leaves, or
-            sequence parallel without TP.
+        ConfigError: ``tp * pp * cp`` does not divide ``world_size``, ``ep`` not what ``tp * pp``
+            leaves, or sequence parallel without TP.
     """
-    if world_size % (tp * pp) != 0:
+    least = tp * pp * cp
+    if world_size % least != 0:
+        context = f" x model.context_parallel_size ({cp})" if cp > 1 else ""
         raise ConfigError(
-            f"model.tensor_model_parallel_size ({tp}) x model.pipeline_model_parallel_size ({pp}): "
-            f"got {world_size} processes, wanted a multiple of {tp * pp}, as --processes {tp * pp}"
+            f"model.tensor_model_parallel_size ({tp}) x model.pipeline_model_parallel_size ({pp})"
+            f"{context}: got {world_size} processes, wanted a multiple of {least}, as "
+            f"--processes {least}"
         )
     if sequence_parallel and tp == 1:
         raise ConfigError(
             "model.sequence_parallel: got true with model.tensor_model_parallel_size 1, "
             "wanted 2 or more"
         )
-    dp = world_size // (tp * pp)
-    if dp % ep != 0:
+    dp = world_size // least
+    if dp * cp % ep != 0:
         raise ConfigError(
-            f"model.expert_model_parallel_size: got {ep}, wanted a divisor of the {dp} data "
+            f"model.expert_model_parallel_size: got {ep}, wanted a divisor of the {dp * cp} data "
             f"parallel ranks that {world_size} processes leave, as --processes {tp * pp * ep}"
         )
     return dp
 
 
 def initialize_layout(
-    tp: int = 1, pp: int = 1, sequence_parallel: bool = False, seed: int = 1234, ep: int = 1
+    tp: int = 1,
+    pp: int = 1,
+    sequence_parallel: bool = False,
+    seed: int = 1234,
+    ep: int = 1,
+    cp: int = 1,
 ) -> ParallelLayout:
     """Build Megatron's process groups over the initialised world, and seed its generators."""
     # Imported here, because planning a layout needs no torch.
@@ -82,11 +96,14 @@ def initialize_layout(
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    dp = check_sizes(dist.get_world_size(), tp, pp, sequence_parallel, ep)
-    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
+    dp = check_sizes(dist.get_world_size(), tp, pp, sequence_parallel, ep, cp)
+    parallel_state.initialize_model_parallel(
+        tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep
+    )
     model_parallel_cuda_manual_seed(seed)
     return ParallelLayout(
         tp=tp,
+        cp=cp,
         pp=pp,
         dp=dp,
         ep=ep,
@@ -94,6 +111,7 @@ def initialize_layout(
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
     )
 
 

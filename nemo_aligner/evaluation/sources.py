@@ -16,6 +16,7 @@ import numpy as np
 from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
 from nemo_aligner.config.common import Aggregate, Overlong, RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig
+from nemo_aligner.config.model import layout_sizes
 from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract, one_reward
 from nemo_aligner.contract.from_settings import check_expected
 from nemo_aligner.contract.messages import Text, as_json
@@ -192,20 +193,12 @@ def open_source(config: EvaluateConfig) -> Iterator[RewardSource]:
             yield _expected(source, config.expect_contract)
         return
     with launch():
-        yield load_source(config, initialize_layout(**layout_sizes(config)))
+        yield load_source(config, initialize_layout(**sizes_of_model(config)))
 
 
-def layout_sizes(config: EvaluateConfig) -> dict[str, Any]:
+def sizes_of_model(config: EvaluateConfig) -> dict[str, Any]:
     """Arguments of ``initialize_layout`` for a model in this process."""
-    model = config.model
-    if config.rm_model_file is None:
-        return {}
-    return {
-        "tp": model.tensor_model_parallel_size,
-        "pp": model.pipeline_model_parallel_size,
-        "ep": model.expert_model_parallel_size,
-        "sequence_parallel": model.sequence_parallel,
-    }
+    return {} if config.rm_model_file is None else layout_sizes(config.model)
 
 
 def load_source(config: EvaluateConfig, layout: ParallelLayout) -> RewardSource:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from nemo_aligner.config.evaluation import RewardEnvironmentConfig
+from nemo_aligner.config.model import layout_sizes
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.distributed.launch import launch
@@ -47,12 +48,12 @@ class InProcessScorer:
         """
         assert config.rm_model_file is not None
         model = config.model
-        sizes = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
-        if (*sizes, model.expert_model_parallel_size) != (1, 1, 1):
+        sizes = layout_sizes(model)
+        ranks = {name: size for name, size in sizes.items() if size > 1}
+        if ranks:
             raise ConfigError(
-                f"model: got tensor and pipeline parallel sizes {sizes[0]} and {sizes[1]}, and "
-                f"{model.expert_model_parallel_size} ranks that share experts, wanted 1 of each in "
-                "one process; start nemo-aligner serve by torchrun, and give its url"
+                f"model: got the parallel sizes {ranks}, wanted 1 of each in one process; start "
+                "nemo-aligner serve by torchrun, and give its url"
             )
         # A model that cannot be loaded leaves no process group behind.
         with ExitStack() as started:

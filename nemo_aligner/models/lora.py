@@ -216,7 +216,7 @@ class LoraDropout:
 
     def begin(self, batch: PackedBatch, segments: Any) -> None:
         """Prepare for a pack's forward pass; ``segments`` are its ``PackedSegments``."""
-        segments.remembered(_KEYS, lambda: self._token_keys(batch))
+        segments.remembered(_KEYS, lambda: batch.of_own(self._token_keys(batch)))
 
     def enter(self, segments: Any) -> None:
         """Switch to the pack of a layer's forward pass, which may be a recomputation."""

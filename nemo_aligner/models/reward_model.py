@@ -27,6 +27,7 @@ from nemo_aligner.config.model import Recompute
 from nemo_aligner.contract.turns import reply_start
 from nemo_aligner.distributed.cpu_products import reordered_for_products, try_all_sizes
 from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.attention.context import sum_of_group
 from nemo_aligner.models.attention.packed import PackedAttention, slow_attention
 from nemo_aligner.models.attention.segments import (
     KeyValuePool,
@@ -128,38 +129,32 @@ class GPTRewardModel(GPTModel):
             self._lora_dropout.begin_step(step)
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Score a pack that lies on this model's device.
+        """Score a pack, or this rank's share of it, that lies on this model's device.
 
         Returns:
             On the last pipeline stage rewards ``[S, num_attributes]`` float32, or a critic's values
             ``[T, num_attributes]``; on the others hidden states ``[T, 1, hidden]`` for the next
             stage (``T / tp`` tokens under sequence parallelism).
         """
-        embedded = None
-        if self.pre_process:
-            embedded = self.embedding(batch.tokens[None], batch.position_ids[None])
-            embedded = embedded.to(self.stream_dtype)
-            if self._embedding_scale != 1:
-                embedded = embedded * self._embedding_scale
-            if self.training and self.config.recompute_granularity == "full":
-                # Reentrant checkpointing gives no gradients unless an input requires one, and
-                # behind a frozen embedding none does.
-                embedded.requires_grad_()
+        positions = batch.of_own(batch.position_ids)
         rows = batch.scored_tokens if batch.replies is None else batch.replies.index
         if self.reads_every_token:
             rows = torch.arange(batch.num_tokens, device=rows.device)
+        count = len(rows)
+        if batch.share is not None:
+            rows = batch.share.read_rows
         segments = PackedSegments.of(
             batch,
             self._tables(batch),
             self._rows_of_head(rows),
             self.key_value_pool,
-            self._query_scale(batch.position_ids),
+            self._query_scale(positions),
         )
         if self._lora_dropout is not None and self.training:
             self._lora_dropout.begin(batch, segments)
         segments.remembered(RECORDS, lambda: len(batch.records))
         hidden = self.decoder(
-            hidden_states=embedded,
+            hidden_states=self._embedded(batch, positions) if self.pre_process else None,
             attention_mask=None,
             # PackedAttention rotates, in far fewer passes over memory than megatron-core.
             rotary_pos_emb=None,
@@ -175,7 +170,22 @@ class GPTRewardModel(GPTModel):
         read = hidden[: len(rows), 0]
         if batch.replies is not None:
             read = mean_of_replies(read, batch.replies.lengths)
-        return self.rm_head(read)
+        outputs = self.rm_head(read)
+        if batch.share is not None:
+            outputs = sum_of_group(outputs, batch.share.reads, count)
+        return outputs
+
+    def _embedded(self, batch: PackedBatch, positions: Tensor) -> Tensor:
+        """Embed this rank's tokens, at these ``positions`` -> ``[T, 1, hidden]``."""
+        embedded = self.embedding(batch.of_own(batch.tokens)[None], positions[None])
+        embedded = embedded.to(self.stream_dtype)
+        if self._embedding_scale != 1:
+            embedded = embedded * self._embedding_scale
+        if self.training and self.config.recompute_granularity == "full":
+            # Reentrant checkpointing gives no gradients unless an input requires one, and behind a
+            # frozen embedding none does.
+            embedded.requires_grad_()
+        return embedded
 
     @property
     def stream_dtype(self) -> torch.dtype:
@@ -213,9 +223,10 @@ class GPTRewardModel(GPTModel):
         )
 
     def _tables(self, batch: PackedBatch) -> tuple[Tables, ...]:
-        """Cosines and sines of every rotation at a pack's positions."""
+        """Cosines and sines of every rotation at the positions of this rank's tokens."""
         dtype, by_length = self.config.params_dtype, self._by_length(batch)
-        return tuple(each.tables(batch.position_ids, dtype, by_length) for each in self._rotations)
+        positions = batch.of_own(batch.position_ids)
+        return tuple(each.tables(positions, dtype, by_length) for each in self._rotations)
 
     def _by_length(self, batch: PackedBatch) -> ByLength | None:
         """Which rotations a pack's texts have; None if all have the one of short texts."""
@@ -225,7 +236,7 @@ class GPTRewardModel(GPTModel):
             return None
         of_segments = torch.tensor([distinct.index(number) for number in numbers])
         of_tokens = of_segments.repeat_interleave(batch.cu_seqlens.diff())
-        return distinct, to_device(of_tokens, batch.position_ids.device)
+        return distinct, batch.of_own(to_device(of_tokens, batch.position_ids.device))
 
     def _query_scale(self, position_ids: Tensor) -> Tensor | None:
         """Factors of queries at ``position_ids [T]``; None if they are not scaled by position."""
@@ -234,8 +245,9 @@ class GPTRewardModel(GPTModel):
         return query_scale(self._query_scaling, position_ids, self.config.params_dtype)
 
     def _rows_of_head(self, rows: Tensor) -> Tensor:
-        """Pad ``rows`` with 0 to a multiple of ``row_multiple``."""
-        return F.pad(rows, (0, -rows.numel() % self.row_multiple))
+        """Pad ``rows`` with 0 to a multiple of ``row_multiple``, above 0."""
+        missing = -rows.numel() % self.row_multiple
+        return F.pad(rows, (0, missing if rows.numel() else self.row_multiple))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -268,6 +280,11 @@ def build_reward_model(
     Raises:
         ConfigError: the layout does not divide the model.
     """
+    if layout.cp > 1 and reply_marker is not None:
+        raise ConfigError(
+            f"model.context_parallel_size: got {layout.cp}, wanted 1, as the head reads the mean "
+            "of a reply, whose tokens are on several ranks"
+        )
     config = transformer_config(shape, layout, precision, recompute, recompute_layers)
     slow = slow_attention(shape, config.params_dtype)
     if slow is not None and is_main():
@@ -453,7 +470,8 @@ def wrap_for_training(
     parameters (Megatron's choice by default). A bucket's gradients are reduced while those of
     earlier layers are computed, and its updated weights are gathered while earlier layers run.
     """
-    overlaps = parallel_state.get_data_parallel_world_size() > 1
+    # A gradient is also a sum over the ranks of a context parallel group.
+    overlaps = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,

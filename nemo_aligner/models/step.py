@@ -125,7 +125,7 @@ def infer_values(
     values = _run_schedule(model, batches, layout, _value_step, forward_only=True)
     if not layout.is_last_stage:
         return None
-    # Sequence parallelism may have appended a padding segment.
+    # Sequence or context parallelism may have appended a padding segment.
     return [found[: batch.num_tokens] for found, batch in zip(values, batches, strict=False)]
 
 
@@ -146,8 +146,8 @@ def gather_rewards(
     """
     gathered = torch.zeros(shape, device=current_device())
     # Each row is written by one rank and is 0 on all others, so that the sum has its bits. Tensor
-    # parallel ranks all have the same rewards; stages before the last have none.
-    if rewards is not None and layout.tp_rank == 0:
+    # and context parallel ranks all have the same rewards; stages before the last have none.
+    if rewards is not None and layout.tp_rank == 0 and layout.cp_rank == 0:
         rows = torch.cat([batch.rows for batch in batches])
         gathered[to_device(rows, rewards.device)] = rewards
     if dist.get_world_size() > 1:
@@ -179,7 +179,7 @@ def _run_schedule(
         batches = _as_many_as_others(batches)
         if not batches:
             return []
-    padded = [batch.padded_to_multiple(inside.row_multiple) for batch in batches]
+    padded = [_prepared(batch, inside, layout) for batch in batches]
     run = partial(
         get_forward_backward_func(),
         forward_step_func=forward_step,
@@ -187,7 +187,7 @@ def _run_schedule(
         model=[model],
         num_microbatches=len(padded),
         # Micro-batches differ in length (variable_seq_lengths); these two are required but unused.
-        seq_length=padded[0].num_tokens,
+        seq_length=padded[0].num_own_tokens,
         micro_batch_size=1,
         forward_only=forward_only,
     )
@@ -195,11 +195,19 @@ def _run_schedule(
         return run()
     config = get_model_config(model)
     ranks = layout.tp if layout.sequence_parallel else 1
-    shapes = [(batch.num_tokens // ranks, 1, config.hidden_size) for batch in padded]
+    shapes = [(batch.num_own_tokens // ranks, 1, config.hidden_size) for batch in padded]
     messages = PipelineMessages(config, shapes, inside.stream_dtype)
     outputs = run(p2p_communicator=messages, pg_collection=messages.groups())
     messages.finish()
     return outputs
+
+
+def _prepared(batch: PackedBatch, model: GPTRewardModel, layout: ParallelLayout) -> PackedBatch:
+    """Pad a pack, or cut it for this rank of a context parallel group."""
+    multiple = model.row_multiple
+    if layout.cp == 1:
+        return batch.padded_to_multiple(multiple)
+    return batch.shared(layout.cp_rank, layout.cp, multiple, model.reads_every_token)
 
 
 def _as_many_as_others(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
@@ -240,7 +248,7 @@ def _forward_step(
     batch = next(batches).to(current_device())
 
     def finish(output: Tensor, **unused: Any) -> tuple[Tensor, ...]:
-        # Drop the padding segment of sequence parallelism. A copy, because the schedule scales in
+        # Drop the padding segment. A copy, because the schedule scales in
         # place what it is given.
         own = output[: batch.records.num_rewards]
         kept = own.detach().clone()
@@ -252,6 +260,10 @@ def _forward_step(
             total, count = _by_gradient(own, loss[batch.rows], len(batch.records))
         else:
             total, count = loss(own, batch.records)
+        if batch.share is not None and batch.share.rank > 0:
+            # All ranks of the group have this loss, each the gradient of its part of the model's
+            # work, which add up to the whole; the records count once.
+            count = torch.zeros_like(count)
         # Under ``calculate_per_token_loss`` Megatron takes a sum and a count: it backpropagates the
         # sum, times the loss scale of fp16, and finalize_model_grads divides the gradients by the
         # count of all micro-batches and ranks. A mean in each micro-batch would weigh short ones

@@ -3,8 +3,9 @@
 Counted from the modules in ``nemo_aligner/models`` and from megatron-core 0.16's schedules and
 optimizer; ``memory.py`` has the bytes in memory. The terms are those of Narayanan et al. 2021,
 "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM". h, f, q and kv
-are the widths of a hidden state, of the MLP, of all queries and of all keys; t, p and d the sizes
-of tensor, pipeline and data parallelism; m the packs of a data parallel rank in a step.
+are the widths of a hidden state, of the MLP, of all queries and of all keys; t, c, p and d the
+sizes of tensor, context, pipeline and data parallelism; m the packs of a data parallel rank in a
+step.
 """
 
 from __future__ import annotations
@@ -56,10 +57,20 @@ class Plan(LayoutSizes):
     num_attributes: int = 1
     equal_heads: bool = False
 
+    @property
+    def tokens(self) -> float:
+        """Tokens of a pack that one rank computes."""
+        return self.packs.tokens / self.cp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that reduce gradients with each other, and share out the optimizer's state."""
+        return self.dp * self.cp
+
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating point operations of one pack, over all ranks of a stage's tensor parallel group."""
+    """Floating point operations of one pack, over all ranks of a stage that share it."""
 
     forward: float
     backward: float
@@ -75,6 +86,7 @@ class Traffic:
     """Bytes that one rank sends in a step."""
 
     tensor: float
+    context: float
     pipeline: float
     data: float
 
@@ -99,14 +111,18 @@ class StepTime:
     compute: float
     bubble: float
     tensor: float
+    context: float
     pipeline: float
     data: float
     host: float
 
     @property
     def total(self) -> float:
-        waits = self.bubble + self.tensor + self.pipeline + self.data + self.host
-        return self.compute + waits
+        return self.compute + self.bubble + self.sending
+
+    @property
+    def sending(self) -> float:
+        return self.tensor + self.context + self.pipeline + self.data + self.host
 
 
 def even_packs(pairs: int, length: int, budget: int, prefix: int = 0) -> Packs:
@@ -269,7 +285,7 @@ def _adapter_flops(shape: ModelShape, plan: Plan, layer: int) -> float:
 
 
 def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
-    """A stage's floating point operations for one pack, over its tensor parallel ranks.
+    """A stage's floating point operations for one pack, over the ranks that share it.
 
     A multiplication and an addition count as two. A linear layer has ``2 in out`` per token, and
     attention ``4 q`` per query and key (Narayanan et al. 2021, appendix; they count all keys, here
@@ -309,19 +325,25 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     attention and after the MLP, and in the backward pass the gradients of their inputs. A ring
     all-reduce sends ``2 (t - 1) / t`` of the tensor. Sequence parallelism replaces it by a
     reduce-scatter and an all-gather of half that each, and gathers the inputs of two linear layers
-    again for their weights' gradients. A pipeline sends states forward and their gradients back.
-    Data parallelism reduce-scatters fp32 gradients and all-gathers updated weights, ``(d - 1) / d``
-    of each.
+    again for their weights' gradients. Context parallelism all-gathers a layer's keys and values in
+    both passes, and reduce-scatters their gradients, ``(c - 1) / c`` of each. A pipeline sends
+    states forward and their gradients back. Data and context parallelism reduce-scatter fp32
+    gradients and all-gather updated weights, ``(d c - 1) / (d c)`` of each.
     """
     size = ELEMENT_BYTES[plan.precision]
-    states = plan.packs.tokens * shape.hidden_size * size
+    states = plan.tokens * shape.hidden_size * size
     ring = (plan.tp - 1) / plan.tp * states
+    *_, kv = widths(shape)
+    keys = (plan.cp - 1) / plan.cp * plan.packs.tokens * 2 * kv * size / plan.tp
+    gathers = 0
     reductions = 1.0 if stage == 0 else 0.0  # of the embedding, whose rows are split over t
     for layer in stage_layers(shape, plan, stage):
         # The last layer's MLP has only the rows that the head reads: too few to count.
         forward = 1 if layer == shape.num_layers - 1 else 2
         reductions += forward
+        gathers += 1
         if has_backward(plan, stage, layer):
+            gathers += 3 if is_recomputed(shape, plan, layer) else 2
             has_weights = layer >= plan.freeze_layers and shape.lora is None
             again = 0.5 * 2 if plan.sequence_parallel and has_weights else 0
             reductions += forward * (2 if is_recomputed(shape, plan, layer) else 1) + again
@@ -330,8 +352,9 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     split = plan.tp if plan.sequence_parallel else 1
     return Traffic(
         tensor=plan.packs.count * reductions * 2 * ring,
+        context=plan.packs.count * gathers * keys,
         pipeline=plan.packs.count * adjacent_stages * states / split,
-        data=(plan.dp - 1) / plan.dp * trained * (FP32_BYTES + size),
+        data=(plan.replicas - 1) / plan.replicas * trained * (FP32_BYTES + size),
     )
 
 
@@ -345,7 +368,7 @@ def step_time(shape: ModelShape, plan: Plan, machine: Machine) -> StepTime:
     """
     stages = range(plan.pp)
     slowest = max(pack_flops(shape, plan, stage).total for stage in stages)
-    per_pack = slowest / plan.tp / (machine.flops * machine.efficiency)
+    per_pack = slowest / plan.tp / plan.cp / (machine.flops * machine.efficiency)
     sent = [traffic(shape, plan, stage) for stage in stages]
     inside = machine.ranks_per_node
 
@@ -353,17 +376,20 @@ def step_time(shape: ModelShape, plan: Plan, machine: Machine) -> StepTime:
         return machine.intra_node if ranks <= inside else machine.inter_node
 
     tensor = max(each.tensor for each in sent) / bandwidth(plan.tp)
-    # megatron numbers ranks with tensor parallelism innermost, then data parallelism, then stages.
-    data = max(each.data for each in sent) / bandwidth(plan.tp * plan.dp)
+    # megatron numbers ranks with tensor parallelism innermost, then context and data parallelism,
+    # then stages.
+    context = max(each.context for each in sent) / bandwidth(plan.tp * plan.cp)
+    data = max(each.data for each in sent) / bandwidth(plan.tp * plan.replicas)
     pipeline = max(each.pipeline for each in sent) / bandwidth(plan.num_ranks)
     idle = (plan.pp - 1) / plan.packs.count
     compute = per_pack * plan.packs.count
     trained = max(parameters(shape, plan, stage, trainable=True) for stage in stages)
-    moments = 4 * FP32_BYTES * trained / plan.dp if plan.cpu_offload else 0.0
+    moments = 4 * FP32_BYTES * trained / plan.replicas if plan.cpu_offload else 0.0
     return StepTime(
         compute,
-        bubble=idle * (compute + tensor),
+        bubble=idle * (compute + tensor + context),
         tensor=tensor,
+        context=context,
         pipeline=pipeline,
         data=max(0.0, data - per_pack),
         host=moments / machine.host,

@@ -52,7 +52,7 @@ def memory(shape: ModelShape, plan: Plan, stage: int) -> Memory:
     """Bytes of one rank of a stage at the peak of a step.
 
     Weights are in the precision of training, the head in fp32. Megatron's wrapper keeps gradients
-    in fp32. The distributed optimizer (Rajbhandari et al. 2020, "ZeRO", stage 1) splits over d
+    in fp32. The distributed optimizer (Rajbhandari et al. 2020, "ZeRO", stage 1) splits over d c
     Adam's two fp32 moments, and the fp32 copies of 16-bit weights. With ``cpu_offload`` moments
     visit the GPU in parts, and only when there are no activations.
     """
@@ -66,7 +66,7 @@ def memory(shape: ModelShape, plan: Plan, stage: int) -> Memory:
     return Memory(
         weights=size * (parameters(shape, plan, stage) - head) + FP32_BYTES * head,
         gradients=FP32_BYTES * trained,
-        optimizer=FP32_BYTES * (moments + copies) / plan.dp,
+        optimizer=FP32_BYTES * (moments + copies) / plan.replicas,
         activations=packs * pack_activations(shape, plan, stage),
         transient=transient(shape, plan, stage),
     )
@@ -91,7 +91,7 @@ def pack_activations(shape: ModelShape, plan: Plan, stage: int) -> float:
     rotation = shape.kv_channels * shape.rotary_percentage * ELEMENT_BYTES[plan.precision]
     rotation *= 1 if shape.rotary_base_local is None else 2
     sent = _state(shape, plan) if stage < plan.pp - 1 else 0.0
-    return plan.packs.tokens * (sum(kept) + sent + rotation * bool(kept))
+    return plan.tokens * (sum(kept) + sent + rotation * bool(kept))
 
 
 def _layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
@@ -162,9 +162,12 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
 def _key_width(shape: ModelShape, plan: Plan) -> float:
     """Numbers per token that attention keeps of keys and values, for each group or each head.
 
-    With a copy for each head it works segment by segment, and keeps the output a second time.
+    With a copy for each head it works segment by segment, and keeps the output a second time. With
+    context parallelism only a rank's own are kept, and the others' gathered once more.
     """
     _, _, q, kv = widths(shape)
+    if plan.cp > 1 and not plan.equal_heads:
+        return 2 * kv
     return 2 * q * plan.packs.kept_keys + q if plan.equal_heads else 2 * kv * plan.packs.kept_keys
 
 
@@ -176,7 +179,7 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
     gradient, when all layers have. Under sequence parallelism megatron-core also keeps a buffer for
     a pack's gathered states.
     """
-    tokens, size = plan.packs.tokens, ELEMENT_BYTES[plan.precision]
+    tokens, size = plan.tokens, ELEMENT_BYTES[plan.precision]
     layers = list(stage_layers(shape, plan, stage))
     trained = [layer for layer in layers if has_backward(plan, stage, layer)]
     kept = pack_activations(shape, plan, stage)
@@ -207,7 +210,7 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
     """
     wide = 2 if shape.is_gated else 1
     h, f = shape.hidden_size, shape.ffn_hidden_size / plan.tp
-    tokens, state = plan.packs.tokens, _state(shape, plan)
+    tokens, state = plan.tokens, _state(shape, plan)
     size = ELEMENT_BYTES[plan.precision]
     if not keeps_input(shape, plan, layer, "linear_fc2"):
         needed = tokens * (wide + 2) * f
@@ -228,14 +231,16 @@ def _in_last_attention(shape: ModelShape, plan: Plan) -> float:
     Gradients of a hidden state, of the output, and of queries, keys and values; and what is
     recomputed.
     """
-    _, _, q, _ = widths(shape)
-    made = (2 * q + _key_width(shape, plan)) * ELEMENT_BYTES[plan.precision] / plan.tp
+    _, _, q, kv = widths(shape)
+    # Of the whole pack the keys and values, which are gathered once more, and their gradients.
+    keys = _key_width(shape, plan) if plan.cp == 1 else 4 * kv * plan.cp * plan.packs.kept_keys
+    made = (2 * q + keys) * ELEMENT_BYTES[plan.precision] / plan.tp
     needed = made + _state(shape, plan)
     if is_recomputed(shape, plan, shape.num_layers - 1):
         needed += _whole_layer_bytes(shape, plan, shape.num_layers - 1) - _state(shape, plan)
     elif plan.recompute is Recompute.selective:
         needed += made
-    return plan.packs.tokens * needed
+    return plan.tokens * needed
 
 
 def _state(shape: ModelShape, plan: Plan) -> float:

@@ -14,6 +14,10 @@ from nemo_aligner.planning.cost import Machine, Plan, StepTime, even_packs, step
 from nemo_aligner.planning.memory import Memory, fullest_stage
 from nemo_aligner.utils.errors import ConfigError
 
+# Tokens of a chunk, of which a context parallel rank has two of each text: with fewer its matrix
+# products are too small to be worth sending keys for.
+_LEAST_CHUNK = 1024
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -55,14 +59,13 @@ class Planner:
     def least_gpus(self) -> Plan | None:
         """Find the layout on the fewest GPUs that fits with all allowed recomputation."""
         found: Plan | None = None
-        sizes = product(range(1, self.machine.ranks_per_node + 1), self._stages())
-        for tp, pp in sizes:
+        for tp, cp, pp in self._sizes():
             most = self.batch
             if found is not None:
-                most = min(most, (found.num_ranks - 1) // (tp * pp))
+                most = min(most, (found.num_ranks - 1) // (tp * cp * pp))
             # A larger dp splits more: if the largest does not fit, no smaller one does.
-            if self._most_recomputed(tp, pp, most) is not None:
-                plans = (self._most_recomputed(tp, pp, dp) for dp in range(1, most + 1))
+            if self._most_recomputed(tp, cp, pp, most) is not None:
+                plans = (self._most_recomputed(tp, cp, pp, dp) for dp in range(1, most + 1))
                 found = next(plan for plan in plans if plan is not None)
         return found
 
@@ -89,22 +92,26 @@ class Planner:
     def _fits(self, plan: Plan) -> bool:
         return fullest_stage(self.shape, plan).total <= self.usable
 
-    def _most_recomputed(self, tp: int, pp: int, dp: int) -> Plan | None:
+    def _most_recomputed(self, tp: int, cp: int, pp: int, dp: int) -> Plan | None:
         """Find a plan that fits with all allowed recomputation."""
-        plans = (self._recomputations(plan)[-1] for plan in self._plans_of(tp, pp, dp))
+        plans = (self._recomputations(plan)[-1] for plan in self._plans_of(tp, cp, pp, dp))
         return next((plan for plan in plans if self._fits(plan)), None)
 
-    def _stages(self) -> list[int]:
+    def _sizes(self) -> Iterator[tuple[int, int, int]]:
+        """Sizes of tensor, context and pipeline parallelism that are tried."""
         layers = self.shape.num_layers
-        return [pp for pp in range(1, layers + 1) if layers % pp == 0]
+        contexts = [1]
+        while self.length >= 2 * _LEAST_CHUNK * 2 * contexts[-1]:
+            contexts.append(2 * contexts[-1])
+        stages = [pp for pp in range(1, layers + 1) if layers % pp == 0]
+        return product(range(1, self.machine.ranks_per_node + 1), contexts, stages)
 
     def _plans(self, gpus: int) -> Iterator[Plan]:
-        sizes = product(range(1, self.machine.ranks_per_node + 1), self._stages())
-        for tp, pp in sizes:
-            if gpus % (tp * pp) == 0:
-                yield from self._plans_of(tp, pp, gpus // (tp * pp))
+        for tp, cp, pp in self._sizes():
+            if gpus % (tp * cp * pp) == 0:
+                yield from self._plans_of(tp, cp, pp, gpus // (tp * cp * pp))
 
-    def _plans_of(self, tp: int, pp: int, dp: int) -> Iterator[Plan]:
+    def _plans_of(self, tp: int, cp: int, pp: int, dp: int) -> Iterator[Plan]:
         """Yield plans with and without sequence parallelism, if model and batch can be split so."""
         try:
             self.shape.check_fits(tp, pp)
@@ -117,6 +124,7 @@ class Planner:
             yield Plan(
                 packs,
                 tp=tp,
+                cp=cp,
                 pp=pp,
                 dp=dp,
                 sequence_parallel=sequence_parallel,
@@ -321,6 +329,7 @@ def settings_of(plan: Plan) -> list[str]:
     settings = [
         f"model.tensor_model_parallel_size={plan.tp}",
         f"model.pipeline_model_parallel_size={plan.pp}",
+        *([f"model.context_parallel_size={plan.cp}"] if plan.cp > 1 else []),
         f"model.sequence_parallel={str(plan.sequence_parallel).lower()}",
         f"model.activations_checkpoint_granularity={plan.recompute.value}",
     ]
@@ -334,7 +343,6 @@ def settings_of(plan: Plan) -> list[str]:
 def _row(planner: Planner, candidate: Candidate) -> dict[str, str]:
     plan, memory, time = candidate.plan, candidate.memory, candidate.time
     parts = ("weights", "gradients", "optimizer", "activations", "transient")
-    sent = time.tensor + time.pipeline + time.data + time.host
     return {
         "layout": str(plan),
         "recompute": _recompute(plan),
@@ -343,7 +351,7 @@ def _row(planner: Planner, candidate: Candidate) -> dict[str, str]:
         "GiB": f"{memory.total / GIB:.1f}",
         "s/step": f"{time.total:.3g}",
         "idle": f"{time.bubble / time.total:.0%}",
-        "sending": f"{sent / time.total:.0%}",
+        "sending": f"{time.sending / time.total:.0%}",
         "tokens/s": f"{planner.tokens_per_second(candidate):,.0f}",
     }
 

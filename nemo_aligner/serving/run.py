@@ -12,6 +12,7 @@ from pathlib import Path
 
 from nemo_aligner.checkpoint.nemo.archive import no_such_archive
 from nemo_aligner.config.idle import idle_notes
+from nemo_aligner.config.model import layout_sizes
 from nemo_aligner.config.serving import (
     GatewayConfig,
     GatewayRunConfig,
@@ -50,12 +51,7 @@ def run_server(config: ServeConfig) -> int:
             raise CheckpointError(no_such_archive(Path(file)))
     with launch():
         check_front(config.server)  # before a large model is loaded
-        layout = initialize_layout(
-            config.model.tensor_model_parallel_size,
-            config.model.pipeline_model_parallel_size,
-            config.model.sequence_parallel,
-            ep=config.model.expert_model_parallel_size,
-        )
+        layout = initialize_layout(**layout_sizes(config.model))
         for note in idle_notes(config, layout.num_ranks):
             say(note)
         models = [_load(file, config, layout) for file in files]
@@ -96,12 +92,7 @@ def run_critic_server(config: ServeCriticConfig) -> int:
         )
     with launch():
         check_front(config.server)  # before a large model is loaded
-        layout = initialize_layout(
-            config.model.tensor_model_parallel_size,
-            config.model.pipeline_model_parallel_size,
-            config.model.sequence_parallel,
-            config.model.seed,
-        )
+        layout = initialize_layout(**layout_sizes(config.model), seed=config.model.seed)
         for note in idle_notes(config, layout.num_ranks):
             say(note)
         run = open_critic(config, layout)

@@ -175,8 +175,8 @@ class CriticLearner:
     ) -> tuple[float, int]:
         """The loss's sum and count over all ranks, the same on each."""
         sums = torch.zeros(2, dtype=torch.float64, device=current_device())
-        # Tensor parallel ranks all have the same values; stages before the last have none.
-        if values is not None and self._layout.tp_rank == 0:
+        # Tensor and context parallel ranks have the same values; stages before the last have none.
+        if values is not None and self._layout.tp_rank == self._layout.cp_rank == 0:
             sizes = [len(pack.records) for pack in packs]
             for own, pack in zip(values.split(sizes), packs, strict=True):
                 labels = pack.to(own.device).records

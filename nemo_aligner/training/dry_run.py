@@ -13,6 +13,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
 from nemo_aligner.checkpoint.run import RunCheckpoints
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import torch_dtype
+from nemo_aligner.config.model import layout_sizes
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.token_cache import IndexPlace, are_kept
 from nemo_aligner.data.training_data import TrainingData, TrainLoader
@@ -99,10 +100,8 @@ def _written(config: TrainConfig) -> str:
 
 def _layout(config: TrainConfig, processes: int) -> LayoutSizes:
     options = config.model
-    tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
-    ep = options.expert_model_parallel_size
-    dp = check_sizes(processes, tp, pp, options.sequence_parallel, ep)
-    return LayoutSizes(tp=tp, pp=pp, dp=dp, ep=ep, sequence_parallel=options.sequence_parallel)
+    sizes = layout_sizes(options)
+    return LayoutSizes(**sizes, dp=check_sizes(processes, **sizes))
 
 
 def _plan(
@@ -127,6 +126,7 @@ def _plan(
             kept_keys=_kept_keys(largest),
         ),
         tp=layout.tp,
+        cp=layout.cp,
         pp=layout.pp,
         dp=layout.dp,
         sequence_parallel=layout.sequence_parallel,

@@ -16,7 +16,7 @@ from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.idle import idle_notes
-from nemo_aligner.config.model import ModelConfig, Recompute
+from nemo_aligner.config.model import ModelConfig, Recompute, layout_sizes
 from nemo_aligner.config.training import (
     CheckpointCallbackConfig,
     ExpManagerConfig,
@@ -45,13 +45,7 @@ from nemo_aligner.utils.processes import is_main, show_command
 
 def layout_of(model: ModelConfig) -> ParallelLayout:
     """Build the process groups of a run."""
-    return initialize_layout(
-        model.tensor_model_parallel_size,
-        model.pipeline_model_parallel_size,
-        model.sequence_parallel,
-        model.seed,
-        ep=model.expert_model_parallel_size,
-    )
+    return initialize_layout(**layout_sizes(model), seed=model.seed)
 
 
 def train(

@@ -29,6 +29,7 @@ VARIANT = "model.batch_invariant=false"
 LAYOUT = ROWS | under(
     "model",
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "
+    "context_parallel_size "
     "sequence_parallel batch_invariant",
 )
 OF_SEVERAL = under("server", "heartbeat_secs worker_timeout_secs")

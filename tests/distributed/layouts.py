@@ -114,6 +114,7 @@ CASES = {
 PLAIN = ("ranking", "lora")  # what every kind of layout trains
 TP2 = ("model.tensor_model_parallel_size=2",)
 PP2 = ("model.pipeline_model_parallel_size=2",)
+CP2 = ("model.context_parallel_size=2",)
 LAYOUTS = {
     "one": (),
     "tp2": TP2,
@@ -122,6 +123,10 @@ LAYOUTS = {
     "dp2": (),
     "tp2_pp2": (*TP2, *PP2),
     "pp2_dp2": PP2,
+    "cp2": CP2,
+    "tp2_cp2": (*TP2, "model.sequence_parallel=true", *CP2),
+    "pp2_cp2": (*PP2, *CP2),
+    "cp2_dp2": CP2,
 }
 
 

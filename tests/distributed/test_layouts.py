@@ -67,7 +67,7 @@ def check_evaluation(run: Path, wanted: dict[str, float]) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("name", ["tp2_sp", "pp2", "dp2"])
+@pytest.mark.parametrize("name", ["tp2_sp", "pp2", "dp2", "cp2"])
 def test_layout_trains_like_one_process(
     name: str, inputs: Path, plain: Path, tmp_path: Path, layout: ParallelLayout
 ) -> None:
@@ -84,6 +84,7 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
         "tp2_sp": ("onednn", "odin"),
         "pp2": ("pairs_and_ratings", "fp16", "against_length"),
         "dp2": ("onednn", "learned_ties", "quantiles", "against_length", "odin", "heads"),
+        "cp2": ("recompute", "learned_ties", "quantiles", "frozen", "odin", "against_length"),
     }
     mixed = one_process / "pairs_and_ratings"
     evaluated = tmp_path / "evaluated"
@@ -105,7 +106,13 @@ def test_layout_of_four_ranks_trains_like_one_process(
     inputs: Path, one_process: Path, tmp_path: Path, layout: ParallelLayout
 ) -> None:
     """Of two stages by two replicas, that of the frozen layers has nothing to train."""
-    at = {"tp2_pp2": ("ranking",), "pp2_dp2": ("frozen",)}
+    at = {
+        "tp2_pp2": ("ranking",),
+        "pp2_dp2": ("frozen",),
+        "tp2_cp2": ("lora",),
+        "pp2_cp2": ("ranking",),
+        "cp2_dp2": ("plackett_luce",),
+    }
     layouts.train(inputs, at, 4, tmp_path)
     for name, cases in at.items():
         check_cases(tmp_path / name, one_process, cases, inputs, layout)

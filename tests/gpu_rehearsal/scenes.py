@@ -177,7 +177,7 @@ def steps(watch: Watch, sizes: Found, shape: Found, **options: Any) -> Found:
     found: Found = {"collectives": [], "ranks": []}
     for rank in range(wanted.num_ranks):
         dist.init_process_group("nccl", rank=rank, world_size=wanted.num_ranks)
-        layout = initialize_layout(wanted.tp, wanted.pp, wanted.sequence_parallel)
+        layout = initialize_layout(wanted.tp, wanted.pp, wanted.sequence_parallel, cp=wanted.cp)
         found["ranks"].append(one_rank(watch, layout, {**SHAPE, **shape}, **options))
         found["collectives"].append(dict(watch.collectives))
         destroy_layout()
@@ -215,12 +215,14 @@ def one_rank(
         "engine_modules": sum("transformer_engine.pytorch" in each for each in modules),
     }
     if layout.pp == 1:
-        sizes = {"tp": layout.tp, "sequence_parallel": layout.sequence_parallel}
-        tokens = batches[0].num_tokens
+        sizes = {"tp": layout.tp, "cp": layout.cp, "sequence_parallel": layout.sequence_parallel}
+        batch, tokens = batches[0], batches[0].num_tokens
+        if layout.cp > 1:
+            batch = batch.shared(layout.cp_rank, layout.cp, 1)
         pack = even_packs(2, (tokens // 2 + prefix) // 2, tokens, prefix)
         plan = Plan(pack, freeze_layers=freeze_layers, **sizes, **kinds)
         found["planned"] = pack_activations(shape, plan, 0)
-        found["kept"] = kept_bytes(watch, wrapped, batches[0].to(CUDA))
+        found["kept"] = kept_bytes(watch, wrapped, batch.to(CUDA))
     optimizer.finish_update()
     infer(wrapped, batches, layout)
     RunCheckpoints("unused").reserve(model, optimizer)

@@ -35,6 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP=2": {"tp": 2},
     "TP=2+SP": {"tp": 2, "sequence_parallel": True},
     "PP=2": {"pp": 2},
+    "CP=2": {"cp": 2},
     "EP=2": {"ep": 2},
 }
 # What is there of experts.

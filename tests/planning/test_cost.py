@@ -238,6 +238,7 @@ TWO = {
     "TP": {"tp": 2},
     "TP+SP": {"tp": 2, "sequence_parallel": True},
     "PP": {"pp": 2},
+    "CP": {"cp": 2},
 }
 
 
@@ -247,7 +248,7 @@ def test_memory_is_what_a_step_is_measured_to_hold(ranks: int) -> None:
     names = list(TWO) if ranks == 2 else [*ALONE, *FAMILIES]
     jobs = [
         {
-            **{"model": {**CONFIG, **models.get(name, {})}, "tp": 1, "pp": 1, "dp": 1},
+            **{"model": {**CONFIG, **models.get(name, {})}, "tp": 1, "cp": 1, "pp": 1, "dp": 1},
             **{"sequence_parallel": False, "precision": "fp32", "freeze_layers": 0},
             **{"recompute": "none", "recompute_layers": None},
             **{"sequence_length": 64, "prefix": 0, "pairs": 8, "micro_batch_tokens": 512},
@@ -270,7 +271,7 @@ def test_memory_is_what_a_step_is_measured_to_hold(ranks: int) -> None:
 
 def planned(job: dict[str, Any]) -> dict[str, float]:
     """What the cost model says that ``job`` holds, by part."""
-    sizes = {name: job[name] for name in ("tp", "pp", "dp", "sequence_parallel")}
+    sizes = {name: job[name] for name in ("tp", "cp", "pp", "dp", "sequence_parallel")}
     kinds = {name: job[name] for name in ("recompute_layers", "freeze_layers")}
     packs = even_packs(8 // job["dp"], 64, 512)
     plan = Plan(packs, precision=FP32, recompute=Recompute(job["recompute"]), **sizes, **kinds)

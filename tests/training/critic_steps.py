@@ -20,6 +20,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_sp": {"tp": 2, "sequence_parallel": True},
     "pp2": {"pp": 2},
     "dp2": {},
+    "cp2": {"cp": 2},
 }
 SETTINGS = [
     "model.global_batch_size=4",

@@ -160,7 +160,7 @@ def export_to_hf(
             have no place in the folder, or the folder does not score like it.
     """
     output = Path(output)
-    if layout.tp * layout.pp * layout.dp > 1:
+    if layout.num_ranks > 1:
         raise CheckpointError("an export runs in one process")
     with folder_when_whole(output) as staging, open_nemo(archive) as folder:
         return _export(folder, staging, output, layout, options)

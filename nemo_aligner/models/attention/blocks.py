@@ -59,7 +59,8 @@ def attend(
         (heads, groups, scores, precise),
         lambda: plan_blocks(segments, heads, groups, scores, precise),
     )
-    key, value = segments.with_cached(layer_number, turned[:, :, -1], value)
+    key, value = segments.gathered(turned[:, :, -1], value)
+    key, value = segments.with_cached(layer_number, key, value)
     queries = turned.view(-1, channels).index_select(0, plan.queries.view(-1)).to(precise)
     queries = queries.view(len(plan.queries), groups, -1, channels)
     outputs = _Outputs(tokens * heads + 1, channels, precise)
@@ -230,7 +231,7 @@ def plan_blocks(
         for count, _, is_first in run.blocks:
             is_complete += [is_first] * count
     mask = _mask(max(each.num_blocks for each in own) * BLOCK, scores.window)
-    queries, targets = _of_heads(np.stack(rows), sum(segments.lengths), heads, groups)
+    queries, targets = _of_heads(np.stack(rows), int(segments.cu_seqlens[-1]), heads, groups)
     complete = torch.tensor(is_complete)
     return BlockPlan(
         tuple(steps),
@@ -276,8 +277,9 @@ def own_segments(segments: PackedSegments) -> Iterator[_Segment]:
     rows, bounds = (each.tolist() for each in (segments.cu_seqlens, segments.kv_cu_seqlens))
     index = segments.kv_index
     every = np.arange(rows[-1]) if index is None else index.numpy()
-    for row, length, (first, end) in zip(rows, segments.lengths, pairwise(bounds), strict=False):
-        yield _Segment(row, end - first - length, end - first, every[first:end])
+    for (row, stop), (first, end) in zip(pairwise(rows), pairwise(bounds), strict=True):
+        size = end - first
+        yield _Segment(row, size - (stop - row), size, every[first:end])
 
 
 def _takes_spans(scores: Scores) -> bool:

@@ -29,7 +29,7 @@ def attend(
 ) -> Tensor:
     """Attend each token to its own sequence up to itself; as ``blocks.attend``."""
     repeats, dtype = turned.size(2) - 1, turned.dtype
-    key = turned[:, :, -1]
+    key, value = segments.gathered(turned[:, :, -1], value)
     if dtype is torch.float32:
         kept = segments.store(layer_number, key, value) or (None, None)
     else:

@@ -1,7 +1,8 @@
 """Trainable attention over the segments of a pack on a CPU: no padding, no mask, no prefix copies.
 
-Each segment attends causally to itself in one call of torch's flash attention. All segments with a
-common prefix, in the pack or cached, attend to it in one more. A token's partial results are merged
+Each segment attends causally to itself in one call of torch's flash attention; of a segment that
+context parallelism cuts, each part to itself and to those before it. All segments with a common
+prefix, in the pack or cached, attend to it in one more. A token's partial results are merged
 by their log-sum-exp, and the backward of each part follows from the merged output and log-sum-exp
 (FlashAttention, Dao et al. 2022; RingAttention, Liu et al. 2023).
 """
@@ -18,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from nemo_aligner.models.attention.segments import add_attended, chains_of
+from nemo_aligner.models.attention.segments import Queries, add_attended, chains_of, queries_of
 from nemo_aligner.models.internals import cpu_flash_attention, cpu_flash_attention_backward
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries and the keys they see; ``is_causal`` if these are the same tokens."""
+    """Rows of queries and of the keys they see; ``is_causal`` if these are the same tokens."""
 
     queries: slice
     keys: slice
@@ -38,30 +39,43 @@ def attend(
     lengths: Sequence[int],
     prefixes: Sequence[int],
     scale: float | None,
+    parts: Sequence[Queries] | None = None,
 ) -> Tensor:
-    """Attend ``query [T, heads, c]`` to ``key``, ``value [C + T, groups, c]`` -> ``[T, heads, c]``.
+    """Attend ``query [n, heads, c]`` to ``key``, ``value [C + T, groups, c]`` -> ``[n, heads, c]``.
 
     Args:
-        lengths: tokens of every segment: the cached ones, C in all, then those with queries.
-        prefixes: for each segment with queries the number of its prefix, -1 for none.
+        lengths: tokens of every segment: the cached ones, C in all, then the pack's own.
+        prefixes: for each of the pack's own segments the number of its prefix, -1 for none.
         scale: of the scores; None is ``c ** -0.5``.
+        parts: of the segments that have the queries; None is all of the pack's own, whole.
     """
-    blocks = _blocks(tuple(lengths), tuple(prefixes))
+    cached = len(lengths) - len(prefixes)
+    if parts is None:
+        parts = queries_of(lengths[cached:], cached, None)
+    blocks = _blocks(tuple(lengths), tuple(prefixes), tuple(parts))
     return _PackedAttention.apply(query, key, value, blocks, scale)
 
 
 @lru_cache(maxsize=4)  # every layer asks for the same
-def _blocks(lengths: tuple[int, ...], prefixes: tuple[int, ...]) -> tuple[_Block, ...]:
-    """List the calls: every segment on itself, then every run with a common prefix on that."""
+def _blocks(
+    lengths: tuple[int, ...], prefixes: tuple[int, ...], parts: tuple[Queries, ...]
+) -> tuple[_Block, ...]:
+    """List the calls: every part on itself and on what precedes it in its segment, then every run
+    with a common prefix on that.
+    """
     cached = len(lengths) - len(prefixes)
     bounds = [0, *accumulate(lengths)]
-    first = bounds[cached]
-    ends = [end - first for end in bounds[cached:]]  # in rows of the queries
-    blocks = [
-        _Block(slice(*queries), slice(*keys), True)
-        for queries, keys in zip(pairwise(ends), pairwise(bounds[cached:]), strict=True)
-    ]
-    chains = chains_of(prefixes, cached)
+    ends = [0, *accumulate(part.length for part in parts)]
+    queries = [slice(*each) for each in pairwise(ends)]
+    blocks, before = [], []
+    for part, rows in zip(parts, queries, strict=True):
+        first = bounds[part.segment]
+        blocks.append(_Block(rows, slice(first + part.start, first + part.end), True))
+        if part.start:
+            before.append(_Block(rows, slice(first, first + part.start), False))
+    blocks += before
+    every = chains_of(prefixes, cached)
+    chains = [every[part.segment - cached] for part in parts]
     for depth in range(max(map(len, chains))):
         own = 0
         for number, run in groupby(chain[depth] if len(chain) > depth else -1 for chain in chains):
@@ -123,32 +137,44 @@ class _PackedAttention(Function):
         query, key, value, out, lse = ctx.saved_tensors
         grad = grads[0].contiguous()
         groups = key.size(1)
-        repeats = query.size(1) // groups
         to_query, to_key, to_value = (torch.empty_like(x) for x in (query, key, value))
-        for cached in (to_key, to_value):  # the rest is first written by its own causal block
-            cached[: len(key) - len(query)] = 0
+        if len(key) > len(query):  # else each is first written by its own causal block
+            to_key.zero_(), to_value.zero_()
         q, k, v, o, d = (_as_heads(x, groups) for x in (query, key, value, out, grad))
         dq, dk, dv = (_as_heads(x, groups) for x in (to_query, to_key, to_value))
         for block in ctx.blocks:
-            found = cpu_flash_attention_backward(
-                d[:, :, block.queries],
-                q[:, :, block.queries],
-                k[:, :, block.keys].expand(repeats, -1, -1, -1),
-                v[:, :, block.keys].expand(repeats, -1, -1, -1),
-                o[:, :, block.queries],
-                lse[:, :, block.queries],
-                0.0,
-                block.is_causal,
-                attn_mask=None,
-                scale=ctx.scale,
-            )
-            for rows, to, some in (
-                (block.queries, dq, found[0]),
-                (block.keys, dk, found[1].sum(0, keepdim=True)),
-                (block.keys, dv, found[2].sum(0, keepdim=True)),
-            ):
-                if block.is_causal:
-                    to[:, :, rows] = some
-                else:
-                    to[:, :, rows] += some
+            _add_gradients(block, (d, q, k, v, o), lse, (dq, dk, dv), ctx.scale)
         return to_query, to_key, to_value, None, None
+
+
+def _add_gradients(
+    block: _Block,
+    saved: Sequence[Tensor],
+    lse: Tensor,
+    gradients: Sequence[Tensor],
+    scale: float | None,
+) -> None:
+    """Add one call's gradients; all but what it adds to is freed before the next call."""
+    d, q, k, v, o = saved
+    repeats = q.size(0)
+    found = cpu_flash_attention_backward(
+        d[:, :, block.queries],
+        q[:, :, block.queries],
+        k[:, :, block.keys].expand(repeats, -1, -1, -1),
+        v[:, :, block.keys].expand(repeats, -1, -1, -1),
+        o[:, :, block.queries],
+        lse[:, :, block.queries],
+        0.0,
+        block.is_causal,
+        attn_mask=None,
+        scale=scale,
+    )
+    for rows, to, some in zip(
+        (block.queries, block.keys, block.keys), gradients, found, strict=True
+    ):
+        if some.size(0) > to.size(0):
+            some = some.sum(0, keepdim=True)
+        if block.is_causal:
+            to[:, :, rows] = some
+        else:
+            to[:, :, rows] += some

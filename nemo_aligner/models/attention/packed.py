@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from nemo_aligner.models import kernels
 from nemo_aligner.models.attention import blocks, compiled
 from nemo_aligner.models.attention import cpu as cpu_attention
+from nemo_aligner.models.attention.context import gathering_again
 from nemo_aligner.models.attention.segments import Attend, PackedSegments, Scores, attend_by_scores
 from nemo_aligner.models.attention.varlen import takes_equal_heads, varlen_kernel, why_no_kernel
 from nemo_aligner.models.layers import learns, rotate
@@ -66,7 +67,15 @@ class PackedAttention(MegatronModule):
         if learns(self) and scores.window is not None and scores.window >= segments.max_kv_length:
             scores = replace(scores, window=None)
         attend = _attention_for(query, scores)
-        key, value = segments.with_cached(self.layer_number, key, value.squeeze(1))
+        value = value.squeeze(1)
+        if segments.share is not None and learns(self):
+            laid, index = segments, segments.share.gathered
+            if attend not in (_attend_on_cpu, _attend_one_by_one):
+                laid, index = segments.remembered("laid out", segments.laid_out)
+            with gathering_again(key, value, index) as (key, value):
+                return self._read(attend(query, key, value, laid, scores), segments)
+        key, value = segments.gathered(key, value)
+        key, value = segments.with_cached(self.layer_number, key, value)
         return self._read(attend(query, key, value, segments, scores), segments)
 
     def infer_on_cpu(self, turning: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
@@ -142,8 +151,9 @@ def copies_keys(shape: ModelShape, dtype: torch.dtype) -> bool:
 def _attend_on_cpu(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
+    lengths, prefixes = segments.all_lengths, segments.prefixes
     return cpu_attention.attend(
-        query, key, value, segments.all_lengths, segments.prefixes, scores.scale
+        query, key, value, lengths, prefixes, scores.scale, segments.queries
     )
 
 
@@ -152,18 +162,26 @@ def _attend_one_by_one(
 ) -> Tensor:
     """Attend segment by segment where no kernel takes a whole pack."""
     attend_segment = _way_of_segments(query, key, scores)
-    lengths, all_lengths = segments.lengths, segments.all_lengths
+    parts = segments.queries
     queries, keys, values = (
         [piece.transpose(0, 1).unsqueeze(0) for piece in packed.split(split)]
-        for packed, split in ((query, lengths), (key, all_lengths), (value, all_lengths))
+        for packed, split in (
+            (query, [part.length for part in parts]),
+            (key, segments.all_lengths),
+            (value, segments.all_lengths),
+        )
     )
     pieces = []
-    for own, chain in enumerate(segments.chains, len(all_lengths) - len(lengths)):
-        q, k, v = queries[own - len(all_lengths)], keys[own], values[own]
+    for part, q in zip(parts, queries, strict=True):
+        chain, own = segments.chain(part), part.segment
+        k, v = (x[own][:, :, : part.end] for x in (keys, values))
         if chain:
-            k, v = (torch.cat([x[i] for i in (*chain, own)], dim=2) for x in (keys, values))
+            k, v = (
+                torch.cat([*(x[i] for i in chain), its], dim=2)
+                for x, its in ((keys, k), (values, v))
+            )
         mask = None
-        if chain or scores.window is not None or scores.soft_cap is not None:
+        if chain or part.start or scores.window is not None or scores.soft_cap is not None:
             mask = _mask(q, k, segments, scores)
         pieces.append(attend_segment(q, k, v, mask, scores))
     return torch.cat(pieces, dim=2).squeeze(0).transpose(0, 1)

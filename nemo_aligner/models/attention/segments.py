@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from nemo_aligner.batch.context import ContextShare
 from nemo_aligner.batch.packed import CacheUse, PackedBatch
+from nemo_aligner.models.attention.context import gather_keys
 from nemo_aligner.models.rotation import Tables
 from nemo_aligner.utils.host_transfer import to_device
 
@@ -28,6 +32,21 @@ def chains_of(prefixes: Sequence[int], cached: int) -> list[tuple[int, ...]]:
         before = chains[prefix - cached] if prefix >= cached else ()
         chains.append((*before, prefix) if prefix >= 0 else ())
     return chains
+
+
+class Queries(NamedTuple):
+    """A part of a segment whose queries are computed here.
+
+    ``segment`` is its number, cached ones counted first, ``start`` the first query's place in it.
+    """
+
+    segment: int
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
 
 
 def rotations_of(batch: PackedBatch, by_length: Callable[[int], int]) -> list[int]:
@@ -72,6 +91,9 @@ class PackedSegments:
         last_token: ``[R]`` int64 rows that the head reads.
         query_scale: ``[T, 1, 1]`` factors of queries, past their rotation; None is 1.
         cached: tokens that the pack takes from ``pool``, and those it stores there.
+        share: the tokens whose queries this rank of a context parallel group computes. Tables, the
+            bounds of queries and ``last_token`` are then of these, and T is the whole pack's for
+            keys and for all else.
     """
 
     tables: tuple[Tables, ...]
@@ -84,6 +106,7 @@ class PackedSegments:
     cached: CacheUse | None = None
     pool: KeyValuePool | None = None
     query_scale: Tensor | None = None
+    share: ContextShare | None = None
     qkv_format: str = "packed"
     _memory: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -104,10 +127,12 @@ class PackedSegments:
         prefixes = tuple(batch.prefixes.tolist())
         queries = keys = to_device(batch.cu_seqlens, device)
         index = None
-        if max(prefixes) >= 0:
-            cached_lengths = batch.cached.lengths if batch.cached is not None else ()
-            sizes, index = _keys_of(lengths, prefixes, cached_lengths)
-            keys = to_device(torch.tensor([0, *sizes]).cumsum(0).int(), device)
+        if max(prefixes) >= 0 or batch.share is not None:
+            cached = batch.cached.lengths if batch.cached is not None else ()
+            own = queries_of(lengths, len(cached), batch.share)
+            sizes, index = _keys_of(own, prefixes, (*cached, *lengths))
+            queries = to_device(_bounds([each.length for each in own]), device)
+            keys = to_device(_bounds(sizes), device)
             index = to_device(index, device)
         return cls(
             tables,
@@ -120,6 +145,7 @@ class PackedSegments:
             batch.cached,
             pool,
             query_scale,
+            batch.share,
         )
 
     def remembered(self, name: Hashable, make: Callable[[], Thing]) -> Thing:
@@ -172,17 +198,38 @@ class PackedSegments:
         return chains_of(self.prefixes, len(self.all_lengths) - len(self.lengths))
 
     @cached_property
+    def queries(self) -> list[Queries]:
+        """Parts of the pack's own segments whose queries are computed here, in their order."""
+        return queries_of(self.lengths, len(self.all_lengths) - len(self.lengths), self.share)
+
+    def chain(self, part: Queries) -> tuple[int, ...]:
+        """Prefixes of the segment of ``part``."""
+        return self.chains[part.segment - len(self.all_lengths) + len(self.lengths)]
+
+    @cached_property
     def max_length(self) -> int:
-        """Queries of the longest segment."""
-        return max(self.lengths)
+        """Most queries of a part."""
+        return max(part.length for part in self.queries)
 
     @cached_property
     def max_kv_length(self) -> int:
-        """Keys of the longest segment, prefixes included."""
+        """Most keys of a part, prefixes included."""
         return max(
-            length + sum(self.all_lengths[number] for number in chain)
-            for length, chain in zip(self.lengths, self.chains, strict=True)
+            part.end + sum(self.all_lengths[number] for number in self.chain(part))
+            for part in self.queries
         )
+
+    def gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values ``[T, groups, c]`` of the whole pack, given those of this rank."""
+        if self.share is None:
+            return key, value
+        return gather_keys(key, value, self.share.gathered)
+
+    def laid_out(self) -> tuple[PackedSegments, Tensor]:
+        """The same for keys that are gathered part by part, and where the K keys then lie."""
+        assert self.share is not None
+        assert self.kv_index is not None
+        return replace(self, kv_index=None), self.share.gathered[self.kv_index]
 
 
 def _in_place(rows: Tensor) -> Tensor | slice:
@@ -192,15 +239,39 @@ def _in_place(rows: Tensor) -> Tensor | slice:
     return rows
 
 
+def queries_of(lengths: Sequence[int], cached: int, share: ContextShare | None) -> list[Queries]:
+    """Parts, of segments of these ``lengths`` behind ``cached`` others, that are computed here."""
+    if share is None:
+        return [Queries(number, 0, length) for number, length in enumerate(lengths, cached)]
+    bounds = [0, *accumulate(lengths)]
+    found = []
+    for start, end in share.chunks:
+        segment = bisect_right(bounds, start) - 1
+        found.append(Queries(cached + segment, start - bounds[segment], end - start))
+    return found
+
+
 def _keys_of(
-    lengths: Sequence[int], prefixes: Sequence[int], cached: Sequence[int]
+    parts: Sequence[Queries], prefixes: Sequence[int], lengths: Sequence[int]
 ) -> tuple[list[int], Tensor]:
-    """Count each segment's keys, and index them in order of position."""
-    chains = chains_of(prefixes, len(cached))
-    starts = torch.tensor([0, *cached, *lengths]).cumsum(0).tolist()
-    seen = [(*chain, len(cached) + own) for own, chain in enumerate(chains)]
-    keys = [[torch.arange(starts[number], starts[number + 1]) for number in own] for own in seen]
-    return [sum(map(len, own)) for own in keys], torch.cat([key for own in keys for key in own])
+    """Count each part's keys, and index them in order of position; ``lengths`` of all segments."""
+    cached = len(lengths) - len(prefixes)
+    chains = chains_of(prefixes, cached)
+    bounds = [0, *accumulate(lengths)]
+    sizes, index = [], []
+    for part in parts:
+        first = bounds[part.segment]
+        seen = [
+            torch.arange(*bounds[number : number + 2]) for number in chains[part.segment - cached]
+        ]
+        seen.append(torch.arange(first, first + part.end))
+        sizes.append(sum(map(len, seen)))
+        index += seen
+    return sizes, torch.cat(index)
+
+
+def _bounds(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
 @dataclass(frozen=True)

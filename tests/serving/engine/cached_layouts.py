@@ -22,7 +22,7 @@ from nemo_aligner.models.attention.segments import KeyValuePool
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from tests.serving.engine.company import print_at_layouts, traffic
 
-LAYOUTS = ("TP=2", "TP=2+SP", "PP=2", "DP=2")
+LAYOUTS = ("TP=2", "TP=2+SP", "PP=2", "DP=2", "CP=2")
 BUDGET = 256
 CALLS = 20
 CACHES = (16, 64, 4096)
@@ -89,7 +89,7 @@ def after_failure(plain: RewardScorer, cached: RewardScorer, layout: ParallelLay
         return layer(pool, number)
 
     texts = [[5, 6, 7] * 30, [8, 9] * 30]
-    if layout.tp * layout.pp * layout.dp == 1:
+    if layout.num_ranks == 1:
         KeyValuePool.layer = refuse  # type: ignore[method-assign]
         try:
             cached.score_token_lists(texts)

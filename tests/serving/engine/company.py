@@ -1,7 +1,7 @@
 """Rewards of texts alone and in any company, also under torchrun: ``company.py CASES LAYOUT...``.
 
 It prints, by layout, case and precision, how many rewards had other bits than those of the text
-alone. CASES is a file that ``write_cases`` wrote.
+alone; with ``--alone`` these rewards themselves. CASES is a file that ``write_cases`` wrote.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP=2+SP": {"tp": 2, "sequence_parallel": True},
     "PP=2": {"pp": 2},
     "DP=2": {},
+    "CP=2": {"cp": 2},
     "EP=2": {"ep": 2},
     "TP=4": {"tp": 4},
 }
@@ -145,6 +146,16 @@ def compare(
     }
 
 
+def alone(case: Case, layout: ParallelLayout) -> dict[str, list[list[float]]]:
+    """By precision, the rewards of the texts of ``case``, each by itself."""
+    return {
+        precision.value: invariance.score_alone(
+            scorers_of(case, layout, precision, BATCH_INVARIANT_ROWS)[0].score_tokens, case.texts
+        ).tolist()
+        for precision in PRECISIONS
+    }
+
+
 def print_at_layouts(names: Iterable[str], find: Callable[[ParallelLayout], object]) -> None:
     """What ``find`` finds at each layout, by the layout's name."""
     with launch(120.0) as world:
@@ -160,8 +171,10 @@ def main(path: str, *names: str) -> None:
     cases = read_cases(path)
     # Three share rows out less evenly than one or two.
     torch.set_num_threads(3 if names == ("one",) else 1)
+    find = alone if "--alone" in names else compare
     print_at_layouts(
-        names, lambda layout: {which: compare(case, layout) for which, case in cases.items()}
+        [name for name in names if name != "--alone"],
+        lambda layout: {which: find(case, layout) for which, case in cases.items()},
     )
 
 

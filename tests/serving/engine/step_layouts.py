@@ -35,7 +35,7 @@ from tests import tiny
 from tests.serving.engine.company import print_at_layouts
 from tests.training import poisoned
 
-LAYOUTS = ("TP=2", "TP=2+SP", "PP=2", "DP=2")
+LAYOUTS = ("TP=2", "TP=2+SP", "PP=2", "DP=2", "CP=2")
 BUDGET = 256
 TEXTS, TURNS = 5, 4
 

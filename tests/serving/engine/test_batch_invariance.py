@@ -25,6 +25,7 @@ from tests.serving.engine.company import (
     LONGEST,
     VERY_LONG,
     Case,
+    alone,
     calls,
     compare,
     count_changed,
@@ -101,11 +102,30 @@ def test_rewards_have_the_same_bits_in_any_company_at_any_layout(
         "very long": very_long,
         "olmo2": of_family(tmp_path, "olmo2"),
     }
-    layouts = ("TP=2", "PP=2", "TP=2+SP")
+    layouts = ("TP=2", "PP=2", "TP=2+SP", "CP=2")
     arguments = (str(write_cases(tmp_path / "cases.json", cases)), *layouts)
     done = tiny.run_script("tests/serving/engine/company.py", *arguments, processes=2, timeout=600)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == {layout: dict.fromkeys(cases, NOTHING) for layout in layouts}
+
+
+def test_rewards_of_shared_texts_have_the_bits_of_one_process(
+    short: Case, very_long: Case, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    """Attention by spans, in windows, with capped scores, and of texts shorter than a rank's rows.
+
+    What is shared out to two ranks by stages, or by chunks of each text.
+    """
+    cases = {
+        "short": replace(short, texts=[*short.texts[:20], [5], [7, 8], [9, 8, 7]]),
+        "very long": very_long,
+        "gemma2": of_family(tmp_path, "gemma2"),
+    }
+    arguments = (str(write_cases(tmp_path / "cases.json", cases)), "--alone", "CP=2", "PP=2")
+    done = tiny.run_script("tests/serving/engine/company.py", *arguments, processes=2, timeout=600)
+    found = json.loads(done.stdout.splitlines()[-1])
+    wanted = {name: alone(case, layout) for name, case in cases.items()}
+    assert found == {"CP=2": wanted, "PP=2": wanted}
 
 
 def test_rewards_of_a_mixture_have_the_same_bits_in_any_company_at_any_layout(

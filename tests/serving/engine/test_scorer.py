@@ -24,6 +24,7 @@ SIZES = {
     "TP=2+SP": LayoutSizes(tp=2, sequence_parallel=True),
     "PP=2": LayoutSizes(pp=2),
     "DP=2": LayoutSizes(dp=2),
+    "CP=2": LayoutSizes(cp=2),
 }
 
 
