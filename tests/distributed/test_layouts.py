@@ -81,9 +81,9 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
     """By one launch, each where it has code of its own; in fp16 pp2's first stage is frozen."""
     at = {
         "tp2": ("ranking", "onednn", "plackett_luce", "bins", "formats", "zero_groups"),
-        "tp2_sp": ("onednn", "odin"),
+        "tp2_sp": ("onednn", "language"),
         "pp2": ("pairs_and_ratings", "fp16", "against_length"),
-        "dp2": ("onednn", "learned_ties", "quantiles", "against_length", "odin", "heads"),
+        "dp2": ("onednn", "learned_ties", "quantiles", "odin", "heads", "language"),
         "cp2": ("recompute", "learned_ties", "quantiles", "frozen", "odin", "against_length"),
     }
     mixed = one_process / "pairs_and_ratings"

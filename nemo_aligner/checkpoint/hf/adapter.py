@@ -37,7 +37,7 @@ from nemo_aligner.contract.contract import ScoringContract, check_plain_reading
 from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.lora import folded
-from nemo_aligner.models.shape import LoraShape, ModelShape, check_is_linear
+from nemo_aligner.models.shape import EXPERT_LINEARS, LoraShape, ModelShape, check_is_linear
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError
 
@@ -83,11 +83,16 @@ def _export_adapter(
     archive = RewardArchive.of(folder)
     if archive.lora is None:
         raise CheckpointError(f"{folder.source}: it has no LoRA, so it has no adapter to write")
+    shape = ModelShape.from_config(folder.config)
+    if shape.experts is not None and set(archive.lora.targets) & EXPERT_LINEARS.keys():
+        raise CheckpointError(
+            f"{folder.source}: it has LoRA on experts, which no adapter of peft has for single "
+            "experts; export it without --adapter-of"
+        )
     say(f"scoring texts with {folder.source} ...")
     loaded = reward_model_of(folder, layout, Precision.fp32)
     contract = ScoringContract.from_dict(folder.contract or {})
     check_plain_reading(contract, str(folder.source), HF_MODEL)
-    shape = ModelShape.from_config(folder.config)
     check_is_linear(shape.head, str(folder.source), "an adapter of peft")
     head, exported = head_of(archive, contract, ExportOptions(merge=options.merge))
     texts = encode_texts(contract, loaded.tokenizer)
