@@ -17,7 +17,13 @@ from nemo_aligner.contract.readout import BINS, Readout
 from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.metrics.regression import RatedRewards
 from nemo_aligner.metrics.steps import StepVerdicts
-from nemo_aligner.metrics.table import by_source, measure_pairs, measure_ratings, measure_steps
+from nemo_aligner.metrics.table import (
+    POSITION,
+    by_source,
+    measure_pairs,
+    measure_ratings,
+    measure_steps,
+)
 
 # The interface, and what objectives on pairs and on ratings share.
 
@@ -369,4 +375,8 @@ def measure_set(
             **objective.report(rewards[rows], chosen, reply_lengths[rows]),
         }
 
-    return {**report(range(len(records))), **by_source(sources, report)}
+    def of_source(indices: Sequence[int]) -> dict[str, float]:
+        found = report(indices).items()
+        return {name: value for name, value in found if not name.startswith(POSITION)}
+
+    return {**report(range(len(records))), **by_source(sources, of_source)}

@@ -36,7 +36,7 @@ from nemo_aligner.planning.cost import (
     traffic,
 )
 from nemo_aligner.planning.memory import fullest_stage, memory, pack_activations
-from nemo_aligner.planning.planner import Planner
+from nemo_aligner.planning.planner import Planner, PlanRequest, preset, settings_of
 from nemo_aligner.utils.errors import ConfigError
 from tests import tiny
 
@@ -318,3 +318,19 @@ def test_peak_goes_by_the_name_of_the_gpu() -> None:
         ("NVIDIA GeForce RTX 3060", bf16): None,
     }
     assert {key: peak_flops(*key) for key in wanted} == wanted
+
+
+def test_long_texts_are_offered_to_be_shared_and_short_ones_are_not() -> None:
+    shape, _ = preset("8B")
+    best = {}
+    for length in (2048, 65536):
+        planner = PlanRequest(seq_length=length, global_batch_size=16).planner(shape)
+        best[length] = planner.ranked(planner.candidates(8))[0].plan
+    assert best[2048].cp == 1
+    assert best[65536].cp > 1
+    shared = best[65536]
+    assert f"model.context_parallel_size={shared.cp}" in settings_of(shared)
+    # Keys and values of a layer, less those of this rank, in each of its gatherings.
+    whole = replace(shared, recompute=Recompute.none, recompute_layers=None)
+    keys = shared.packs.tokens * 2 * 8 * 128 * 2 / shared.tp * (shared.cp - 1) / shared.cp
+    assert traffic(shape, whole, 0).context == pytest.approx(3 * 32 * keys * shared.packs.count)

@@ -15,7 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.card import model_card
-from nemo_aligner.checkpoint.hf.check import compare, cut, encode_texts, our_logits
+from nemo_aligner.checkpoint.hf.check import (
+    architecture_of,
+    compare,
+    cut,
+    encode_texts,
+    has_class,
+    our_logits,
+)
 from nemo_aligner.checkpoint.hf.convert import RewardArchive
 from nemo_aligner.checkpoint.hf.export import (
     HF_MODEL,
@@ -111,7 +118,9 @@ def _export_adapter(
     write_json(staging / CONTRACT_NAME, exported.to_dict())
     write_tokenizer(staging, loaded.tokenizer, exported, pad_token)
     written = (output.name, exported, pad_token, folder.source, options.base_license)
-    card = model_card(*written, contract.dtype, options.base)
+    model_type = archive.family.to_hf(archive.config)["model_type"]
+    is_whole = has_class(architecture_of(model_type), model_type)
+    card = model_card(*written, contract.dtype, options.base, is_loaded_whole=is_whole)
     (staging / "README.md").write_text(card, encoding="utf-8")
     lines = [
         f"{output}: adapter of {options.base}: LoRA of {archive.lora}, and the head of "
@@ -161,15 +170,27 @@ def _tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
+def _class_for(base: str) -> Any:
+    """transformers' class of a reward model on ``base``, or what it would be if there were one."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
+    from transformers import MODEL_MAPPING, AutoConfig
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    config = type(AutoConfig.from_pretrained(base, local_files_only=True))
+    if config in CLASSES:
+        return CLASSES[config]
+    decoder: Any = MODEL_MAPPING[config]
+    bases = GenericForSequenceClassification, decoder.__base__
+    return type("RewardModel", bases, {})
+
+
 def _adapted(base: str, folder: Path, scale: float, pad_id: int) -> Any:
     """Load the base model with the adapter in ``folder``, in fp32."""
-    from transformers import AutoModelForSequenceClassification
-
     tensors = load_file(folder / _WEIGHTS_NAME)
     head = tensors.pop(_PREFIX + HF_HEAD)
     try:
         with quiet_about_heads(), bounded_torch_load():  # its weights may be pickles
-            model = AutoModelForSequenceClassification.from_pretrained(
+            model = _class_for(base).from_pretrained(
                 base, dtype=torch.float32, local_files_only=True, num_labels=head.size(0)
             )
     except Exception as error:  # third-party code on files that may be wrong
