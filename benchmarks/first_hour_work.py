@@ -40,7 +40,7 @@ from synthetic import (
 from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.distributed.launch import launch
-from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
+from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.planning.cost import FP32_BYTES, Machine, Plan, step_flops, step_time, traffic
 from nemo_aligner.planning.memory import fullest_stage
@@ -127,10 +127,13 @@ def points_of(
         memory = [{**base, "label": "nothing recomputed"}]
         memory.append({**base, "label": "recompute full", "recompute": "full"})
         mfu, steps = [base, {**base, "sequence_length": 32, "pairs": 8}], 2
+        context = {**base, "sequence_length": 128}
     else:
         memory, mfu, steps = list(_memory_points(base)), list(_mfu_points(base)), 8
+        context = {**base, "sequence_length": 16384, "micro_batch_tokens": 32768}
     offload = [{**base, "steps": steps}]
-    return {"mfu": mfu, "memory": memory, "offload": offload, "save": [base], "overlap": [base]}
+    of_ranks = {"overlap": [base], "context": [context]}
+    return {"mfu": mfu, "memory": memory, "offload": offload, "save": [base], **of_ranks}
 
 
 def _mfu_points(base: Point) -> Iterator[Point]:
@@ -370,12 +373,37 @@ def overlap(job: Job, layout: ParallelLayout) -> Iterator[Row]:
         }
 
 
+def context(job: Job, layout: ParallelLayout) -> Iterator[Row]:
+    """A step on long texts, each on one rank, then each on all of them."""
+    (base,) = job["points"]
+    ranks = layout.num_ranks
+    for cp in (1, ranks):
+        destroy_layout()
+        layout = initialize_layout(seed=_SEED, cp=cp)
+        point = {**base, "pairs": ranks, "cp": cp, "dp": layout.dp}
+        shape, plan = _shape_and_plan(point)
+        planned = fullest_stage(shape, plan).total
+        found = _measured(point, layout, _memory_of).get("total")
+        seconds = _measured(point, layout, partial(_time, steps=point["steps"])).get("seconds")
+        yield {
+            "layout": str(layout),
+            "tokens of a text": point["sequence_length"],
+            "s/step": seconds,
+            "planned s/step": step_time(shape, plan, _machine(job)).total,
+            "in all": _per(found, GIB),
+            "planned": planned / GIB,
+            "measured/planned": _per(found, planned),
+            "note": _note(seconds),
+        }
+
+
 PARTS: dict[str, Callable[[Job, ParallelLayout], Iterator[Row]]] = {
     "mfu": mfu,
     "memory": memory,
     "offload": offload,
     "save": save,
     "overlap": overlap,
+    "context": context,
 }
 ALONE: dict[str, Callable[[Job], Iterator[Row]]] = {"machine": machine, "model": model}
 

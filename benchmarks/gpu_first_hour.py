@@ -377,10 +377,13 @@ def _work(part: str) -> Callable[[Hour], list[str]]:
     return command
 
 
-def _overlap(hour: Hour) -> list[str]:
-    python, *rest = _work("overlap")(hour)
-    ranks = f"--nproc-per-node={_RANKS}"
-    return [python, "-m", "torch.distributed.run", "--standalone", ranks, *rest]
+def _on_ranks(part: str) -> Callable[[Hour], list[str]]:
+    def command(hour: Hour) -> list[str]:
+        python, *rest = _work(part)(hour)
+        ranks = f"--nproc-per-node={_RANKS}"
+        return [python, "-m", "torch.distributed.run", "--standalone", ranks, *rest]
+
+    return command
 
 
 def _tests(hour: Hour) -> list[str]:
@@ -469,7 +472,15 @@ PARTS = (
         "overlap",
         "gradients reduced while others are computed",
         120,
-        _overlap,
+        _on_ranks("overlap"),
+        read_rows,
+        _lacks_two,
+    ),
+    Part(
+        "context",
+        "texts that ranks share",
+        150,
+        _on_ranks("context"),
         read_rows,
         _lacks_two,
     ),

@@ -120,6 +120,7 @@ def _layouts(base: dict[str, Any], most: int) -> Jobs:
             (f"TP={ranks}", {"tp": ranks}),
             (f"TP={ranks}+SP", {"tp": ranks, "sequence_parallel": True}),
             (f"PP={ranks}", {"pp": ranks}),
+            (f"CP={ranks}", {"cp": ranks}),
         ):
             job = {**base, **changes}
             try:

@@ -107,7 +107,7 @@ def measure_point(job: dict[str, Any]) -> dict[str, Any] | None:
 
     with launch() as world:
         layout = initialize_layout(
-            job["tp"], job["pp"], job["sequence_parallel"], _SEED, cp=job["cp"]
+            job["tp"], job["pp"], job["sequence_parallel"], _SEED, job.get("ep", 1), job["cp"]
         )
         shape = ModelShape.from_config(job["model"])
         before = resident_bytes()

@@ -202,3 +202,23 @@ def test_pairs_of_tied_completions_are_there_where_ties_are_wanted() -> None:
     assert pairs.are_ties.tolist() == [False, True, False, True]
     assert pairs.shares is not None
     assert pairs.shares.tolist() == [pytest.approx(1 / 3)] * 3 + [1.0]
+
+
+@pytest.mark.parametrize(("ranks", "multiple"), [(1, 1), (2, 1), (3, 4), (4, 16)])
+def test_ranks_share_out_a_pack_evenly_with_all_that_is_read(ranks: int, multiple: int) -> None:
+    sequences = [list(range(3, 3 + length)) for length in (90, 83, 1, 7, 64)]
+    batch = PackedBatch.pack(sequences, groups=[Group(2, 60), *[Group(1, 0)] * 3])
+    shared = [batch.shared(rank, ranks, multiple) for rank in range(ranks)]
+    shares = [each.share for each in shared if each.share is not None]
+    rows = torch.cat([share.rows for share in shares])
+    assert torch.equal(rows[shares[0].gathered], torch.arange(shared[0].num_tokens))
+    assert {each.num_own_tokens for each in shared} == {shared[0].num_tokens // ranks}
+    assert shared[0].num_own_tokens % multiple == 0
+    read = torch.cat([share.rows[share.read_rows] for share in shares])
+    of_which = torch.cat([share.reads for share in shares])
+    assert torch.equal(read[of_which.argsort()], batch.scored_tokens)
+    # The work of a rank: the keys that its tokens see.
+    positions = batch.padded_to_multiple(shared[0].num_tokens).position_ids
+    positions[batch.num_tokens :] = 0
+    work = [int(positions[share.rows].sum()) for share in shares]
+    assert max(work) < 1.1 * sum(work) / ranks

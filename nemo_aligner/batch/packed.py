@@ -456,6 +456,7 @@ class PackedBatch:
         records: the records that own them.
         cached: what is taken from a pool of keys and values, and stored there; None is nothing.
         replies: what is read of each sequence instead of its last token; None is that alone.
+        spoken: ``[2, M]`` rows of replies, what predicts them and they themselves; None is nothing.
         share: the tokens that this rank of a context parallel group computes; None is all of them.
     """
 
@@ -468,6 +469,7 @@ class PackedBatch:
     records: Records
     cached: CacheUse | None = None
     replies: ReplyRows | None = None
+    spoken: ReplyRows | None = None
     share: ContextShare | None = None
 
     @classmethod
@@ -588,8 +590,11 @@ class PackedBatch:
             scored_tokens=to_device(self.scored_tokens, device),
             records=replace(self.records, labels=moved),
             cached=None if self.cached is None else self.cached.to(device),
-            replies=None
-            if self.replies is None
-            else replace(self.replies, index=to_device(self.replies.index, device)),
+            replies=_moved(self.replies, device),
+            spoken=_moved(self.spoken, device),
             share=None if self.share is None else self.share.to(device),
         )
+
+
+def _moved(rows: ReplyRows | None, device: torch.device | str) -> ReplyRows | None:
+    return None if rows is None else replace(rows, index=to_device(rows.index, device))

@@ -129,6 +129,7 @@ def inspect_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--reads", choices=[rule.value for rule in ScoredPosition], default="last_token",
+        metavar="POSITION",
         help="as model.head.reads (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--step-separator", metavar="TEXT", help="as model.data.step_separator")

@@ -275,7 +275,7 @@ class OptimConfig:
     eps: float = setting(1e-8, "Adam's")
     head_lr_mult: float = setting(1.0, "learning rate of the head, as a multiple of lr")
     layer_lr_decay: float = setting(
-        1.0, "each layer down has this times the learning rate of the one above; 1: the same"
+        1.0, "learning rate of a layer, as a multiple of that of the one above"
     )
     cpu_offload: bool = setting(False, "Adam's moments (8 bytes a parameter) in host memory")
     sched: SchedulerConfig = field(default_factory=SchedulerConfig)

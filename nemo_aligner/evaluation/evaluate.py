@@ -48,7 +48,15 @@ from nemo_aligner.losses import default_objective, default_step_objective
 from nemo_aligner.losses.base import RatingObjective, measure_set
 from nemo_aligner.metrics.ranking import wilson_interval
 from nemo_aligner.metrics.regression import RatedRewards
-from nemo_aligner.metrics.table import BY_SOURCE, Shown, all_metrics, find_metric, measure_spreads
+from nemo_aligner.metrics.table import (
+    BY_SOURCE,
+    POSITION,
+    Shown,
+    all_metrics,
+    by_position,
+    find_metric,
+    measure_spreads,
+)
 from nemo_aligner.utils.console import fit_row
 from nemo_aligner.utils.errors import DataError
 
@@ -93,7 +101,8 @@ class EvalResult:
         lines = [fit_row(name, text, 14) for name, text in {**about, "records": counts}.items()]
         if self.malformed:
             lines += ["left out as malformed:", *list_malformed(self.malformed, _MALFORMED_SHOWN)]
-        overall = {k: v for k, v in self.metrics.items() if not k.startswith(BY_SOURCE)}
+        apart = (BY_SOURCE, POSITION)
+        overall = {k: v for k, v in self.metrics.items() if not k.startswith(apart)}
         width = max(map(len, overall)) + 2
         lines.append("")
         for name, value in overall.items():
@@ -103,7 +112,7 @@ class EvalResult:
                 low, high = self.interval
                 meaning = f"{low:.4f} to {high:.4f} with 95%; {meaning}"
             lines.append(fit_row(number, meaning, len(number)).rstrip())
-        return "\n".join([*lines, *_source_lines(self.metrics)])
+        return "\n".join([*lines, *_position_lines(self.metrics), *_source_lines(self.metrics)])
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
         """Write metrics and counts as one JSON object; a metric without a value is null."""
@@ -112,6 +121,17 @@ class EvalResult:
         }
         content = {**about, "kind": self.kind.value, "metrics": metrics, "counts": self.counts}
         write_lines(path, [json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)])
+
+
+def _position_lines(metrics: Mapping[str, float]) -> list[str]:
+    rows = by_position(metrics.get)
+    if not rows:
+        return []
+    header = ["labels", "mean label", "probability", "accuracy"]
+    lines = ["", "step" + "".join(f"{name:>13}" for name in header)]
+    for place, (count, *shares) in rows:
+        lines.append(f"{place:>4}{count:>13.0f}" + "".join(f"{each:>13.4f}" for each in shares))
+    return lines
 
 
 def _source_lines(metrics: Mapping[str, float]) -> list[str]:

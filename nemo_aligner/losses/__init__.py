@@ -18,6 +18,7 @@ from nemo_aligner.config.common import RecordKind, RewardModelType
 from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.losses.base import Objective
 from nemo_aligner.losses.ensemble import HeadEnsemble
+from nemo_aligner.losses.language_model import RegularizedByLanguage
 from nemo_aligner.losses.listwise import PlackettLuce
 from nemo_aligner.losses.odin import Odin
 from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, RaoKupper
@@ -33,6 +34,7 @@ OBJECTIVES: dict[str, type[Any]] = {
     "davidson": Davidson,
     "odin": Odin,
     "head_ensemble": HeadEnsemble,
+    "regularized_by_language": RegularizedByLanguage,
     "masked_mse": MaskedMse,
     "huber": Huber,
     "ordinal_bins": OrdinalBins,

@@ -17,7 +17,13 @@ from nemo_aligner.contract.readout import BINS, Readout
 from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.metrics.regression import RatedRewards
 from nemo_aligner.metrics.steps import StepVerdicts
-from nemo_aligner.metrics.table import by_source, measure_pairs, measure_ratings, measure_steps
+from nemo_aligner.metrics.table import (
+    POSITION,
+    by_source,
+    measure_pairs,
+    measure_ratings,
+    measure_steps,
+)
 
 # The interface, and what objectives on pairs and on ratings share.
 
@@ -185,9 +191,15 @@ def auxiliary_heads(objective: Objective) -> int:
     return getattr(objective, "auxiliary_heads", 0)
 
 
+def reads_language(objective: Objective) -> bool:
+    """True if the last output is the language model's loss on the best reply of a record."""
+    return getattr(objective, "reads_language", False)
+
+
 def count_outputs(objective: Objective) -> int:
     """Count its head's outputs, including all that is only for the loss."""
-    return _count_rewarding(objective) + 2 * auxiliary_heads(objective) + _count_learned(objective)
+    beside = 2 * auxiliary_heads(objective) + len(start_of_learned(objective))
+    return _count_rewarding(objective) + beside + reads_language(objective)
 
 
 def without_auxiliary(objective: Objective, outputs: Tensor) -> Tensor:
@@ -198,10 +210,6 @@ def without_auxiliary(objective: Objective, outputs: Tensor) -> Tensor:
 def _count_rewarding(objective: Objective) -> int:
     readout = readout_of(objective)
     return len(objective.attributes) * (1 if readout is None else readout.width)
-
-
-def _count_learned(objective: Objective) -> int:
-    return len(start_of_learned(objective))
 
 
 def is_of_batch(objective: Objective) -> bool:
@@ -367,4 +375,8 @@ def measure_set(
             **objective.report(rewards[rows], chosen, reply_lengths[rows]),
         }
 
-    return {**report(range(len(records))), **by_source(sources, report)}
+    def of_source(indices: Sequence[int]) -> dict[str, float]:
+        found = report(indices).items()
+        return {name: value for name, value in found if not name.startswith(POSITION)}
+
+    return {**report(range(len(records))), **by_source(sources, of_source)}

@@ -12,6 +12,8 @@ from nemo_aligner.metrics.ranking import nanmean
 
 # A label of this or more calls a step right.
 _RIGHT = 0.5
+# Steps from this one on are one position.
+LAST_POSITION = 10
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class StepVerdicts:
 
     Attributes:
         judged: ``[S, A]`` bool, judged right.
+        probability: ``[S, A]`` float64 of right: the reward, or its sigmoid if it is log-odds.
+        labels: ``[S, A]`` float64, NaN where there is none.
         right: ``[S, A]`` bool, right by the labels.
         present: ``[S, A]`` bool, where there is a label.
         sizes: N steps of the texts.
@@ -27,6 +31,8 @@ class StepVerdicts:
     """
 
     judged: Tensor
+    probability: Tensor
+    labels: Tensor
     right: Tensor
     present: Tensor
     sizes: Sequence[int]
@@ -39,14 +45,19 @@ class StepVerdicts:
         labels: Tensor,
         sizes: Sequence[int],
         attributes: tuple[str, ...],
-        right_from: float | Tensor,
+        right_from: float,
     ) -> StepVerdicts | None:
-        """Judge rewards ``[S, A]``; None if labels ``[S, A]`` are not all from 0 to 1."""
+        """Judge rewards ``[S, A]``; None if labels ``[S, A]`` are not all from 0 to 1.
+
+        Rewards that are right from 0 on are log-odds.
+        """
         rewards, labels = rewards.double().cpu(), labels.double().cpu()
         present = ~torch.isnan(labels)
         if bool(((labels < 0) | (labels > 1)).any()):
             return None
-        return cls(rewards >= right_from, labels >= _RIGHT, present, sizes, attributes)
+        judged, right = rewards >= right_from, labels >= _RIGHT
+        probability = rewards.sigmoid() if right_from == 0 else rewards
+        return cls(judged, probability, labels, right, present, sizes, attributes)
 
 
 def step_accuracy(verdicts: StepVerdicts) -> float:
@@ -76,6 +87,28 @@ def first_error_f1(verdicts: StepVerdicts) -> float:
         right = _share([pair for pair in pairs if pair[1] < 0])
         found.append(harmonic_mean(wrong, right))
     return nanmean(found)
+
+
+def calibration_by_position(verdicts: StepVerdicts) -> dict[str, float]:
+    """Of the first step of all texts, the second and so on: how probable right is, and how often.
+
+    ``<n>/labels`` counts its labels; ``<n>/label`` is their mean, ``<n>/probability`` that of the
+    same steps, and ``<n>/accuracy`` the share judged as it is labelled. The last is from 10 on.
+    """
+    places = torch.cat([torch.arange(1, size + 1) for size in verdicts.sizes])
+    agree = (verdicts.judged == verdicts.right).double()
+    found: dict[str, float] = {}
+    for place in range(1, LAST_POSITION + 1):
+        at = places >= place if place == LAST_POSITION else places == place
+        known = verdicts.present & at[:, None]
+        if known.any():
+            found |= {
+                f"{place}/labels": float(known.sum()),
+                f"{place}/label": float(verdicts.labels[known].mean()),
+                f"{place}/probability": float(verdicts.probability[known].mean()),
+                f"{place}/accuracy": float(agree[known].mean()),
+            }
+    return found
 
 
 def harmonic_mean(first: float, second: float) -> float:

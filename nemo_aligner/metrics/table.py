@@ -7,6 +7,7 @@ validation and evaluation, in this order; those with ``in_step`` at every traini
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, Flag, auto
@@ -179,6 +180,10 @@ RATINGS: list[Metric] = [
     *SPREADS,
 ]
 
+# Names of the figures of the first, second, ... step of texts begin so.
+POSITION = "step_position/"
+POSITION_FIGURES = ("labels", "label", "probability", "accuracy")
+
 # Where turns or steps are scored, and labels are from 0 (wrong) to 1 (right).
 STEPS: list[Metric] = [
     Metric(
@@ -203,6 +208,11 @@ STEPS: list[Metric] = [
         Better.higher,
         shown=Shown.validation | Shown.source,
     ),
+    Metric(
+        POSITION.rstrip("/"),
+        "labels, their mean, mean probability and accuracy of the first step, the second, ...",
+        steps.calibration_by_position,
+    ),
 ]
 
 # For each attribute, over all texts of a set; the scoring contract stores those of the first
@@ -221,9 +231,20 @@ RUN: list[Metric] = [
     Metric("skipped_steps", "steps that overflowed fp16", None, Better.lower, Shown.step),
     Metric("tie_parameter", "where it is learned", None, shown=_EVERYWHERE),
     Metric("length_bias", "where it is learned", None, shown=_EVERYWHERE),
+    Metric("language_loss", "of the language model", None, Better.lower, _EVERYWHERE),
     Metric("gpu_memory_gb", "in use on the first rank's GPU", None, Better.lower, Shown.step),
     Metric("gpu_power_watts", "of the first rank's GPU", None, shown=Shown.step),
 ]
+
+
+def by_position(metric: Callable[[str], float | None]) -> list[tuple[int, list[float]]]:
+    """Numbers of steps that have figures, with those of ``POSITION_FIGURES``, out of a metric's."""
+    found = []
+    for place in range(1, steps.LAST_POSITION + 1):
+        row = [metric(f"{POSITION}{place}/{name}") for name in POSITION_FIGURES]
+        if row[0] is not None:
+            found.append((place, [math.nan if value is None else value for value in row]))
+    return found
 
 
 def measure_pairs(pairs: PairRewards, *, in_step: bool = False) -> dict[str, float]:

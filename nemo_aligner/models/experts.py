@@ -35,6 +35,8 @@ from torch.autograd import Function
 from nemo_aligner.distributed.cpu_products import add_weight_gradient, linear_on_cpu
 from nemo_aligner.models.expert_shape import ExpertShape
 from nemo_aligner.models.linear import invariant_linear, rows_now, sum_partial
+from nemo_aligner.models.shape import LoraShape
+from nemo_aligner.utils.errors import ConfigError
 
 RECORDS = "records"
 """Name under which a pack's segments remember how many records it has."""
@@ -126,7 +128,10 @@ class Router(torch.nn.Module):
     def __init__(self, config: TransformerConfig, shape: ExpertShape) -> None:
         super().__init__()
         self._shape = shape
-        self._is_split = config.sequence_parallel
+        # Ranks that have the tokens of one pack.
+        self._group = parallel_state.get_context_parallel_group()
+        if config.sequence_parallel:
+            self._group = parallel_state.get_tensor_and_context_parallel_group()
         self.load = torch.zeros(shape.count, dtype=torch.int64, device=torch.cuda.current_device())
         kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         self.weight = torch.nn.Parameter(torch.empty(shape.count, config.hidden_size, **kind))
@@ -169,8 +174,8 @@ class Router(torch.nn.Module):
         if not self.aux_loss_coeff:
             return shares
         counts = torch.cat([counts, counts.new_tensor([len(chosen)])])
-        if self._is_split:  # each rank has some of the pack's tokens
-            dist.all_reduce(counts, group=parallel_state.get_tensor_model_parallel_group())
+        if self._group.size() > 1:
+            dist.all_reduce(counts, group=self._group)
         count, top_k = self._shape.count, self._shape.top_k
         factor = self.aux_loss_coeff * self.records * count / top_k
         return _WithSlope.apply(shares, counts[:-1] * (factor / counts[-1].float() ** 2))
@@ -270,7 +275,13 @@ class ExpertLinear(torch.nn.Module):
     Args:
         size: of one, unsharded. TP splits the axis of ffn channels, the second of it.
         count: as in ``ExpertMLP``.
+
+    Attributes:
+        first: number of this rank's first expert.
+        adapter: LoRA's adapter, whose output is added; None without LoRA.
     """
+
+    adapter: Any
 
     def __init__(
         self, config: TransformerConfig, size: tuple[int, ...], count: int | None = None
@@ -290,9 +301,15 @@ class ExpertLinear(torch.nn.Module):
         self.weight.allreduce = count is None  # type: ignore[attr-defined]
         self._is_shared = count is None
         self._group, self._others = group, shared
+        self.size, self.first = size, 0 if count is None else own * shared.rank()
+        self.register_module("adapter", None)
 
     def forward(self, given: Tensor, counts: Sequence[int], rows: int | None) -> Tensor:
         """``[N, in] -> [N, out]``; ``counts`` as in ``ExpertMLP``."""
+        product = self._product(given, counts, rows)
+        return product if self.adapter is None else product + self.adapter(given, counts, rows)
+
+    def _product(self, given: Tensor, counts: Sequence[int], rows: int | None) -> Tensor:
         if rows is None:
             return _Products.apply(given, self.weight, counts)
         products = [
@@ -320,7 +337,40 @@ class ExpertLinear(torch.nn.Module):
             replica_id=(0, 0, copies.rank()),
             prepend_axis_num=before,
         )
-        return {key: entry}
+        return {key: entry} | self._adapter_state_dict(prefix, sharded_offsets, metadata)
+
+    def _adapter_state_dict(self, prefix: str, *how: Any) -> dict[str, Any]:
+        if self.adapter is None:
+            return {}
+        return self.adapter.sharded_state_dict(f"{prefix}adapter.", *how)
+
+
+class ExpertAdapter(MegatronModule):
+    """LoRA beside ``linear``: each expert has matrices A ``[rank, in]`` and B ``[..., rank]``.
+
+    Raises:
+        ConfigError: tensor parallelism splits the experts.
+    """
+
+    def __init__(self, config: TransformerConfig, linear: ExpertLinear, lora: LoraShape) -> None:
+        super().__init__(config)
+        if config.tensor_model_parallel_size > 1:
+            raise ConfigError(
+                "model.lora.targets: got linear_fc1 or linear_fc2 of experts that tensor "
+                "parallelism splits, wanted model.tensor_model_parallel_size=1 "
+                "(model.expert_model_parallel_size shares them out), or attention's targets alone"
+            )
+        ranks = parallel_state.get_expert_model_parallel_world_size()
+        self.count = linear.weight.size(0) * ranks
+        *outputs, inputs = linear.size
+        self.linear_in = ExpertLinear(config, (lora.rank, inputs), self.count)
+        self.linear_out = ExpertLinear(config, (*outputs, lora.rank), self.count)
+        for weight in self.parameters():
+            torch.nn.init.zeros_(weight)
+        self.scale = lora.scale
+
+    def forward(self, given: Tensor, counts: Sequence[int], rows: int | None) -> Tensor:
+        return self.linear_out(self.linear_in(given, counts, rows) * self.scale, counts, rows)
 
 
 # Axis of ffn channels in the weights of both products.

@@ -22,8 +22,10 @@ from torch.nn.utils import skip_init
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.model import LoraConfig
 from nemo_aligner.models.backbone import LastLayer
+from nemo_aligner.models.experts import ExpertAdapter, ExpertLinear, MixtureOfExperts
 from nemo_aligner.models.linear import ColumnLinear, RowLinear, invariant_linear, sum_partial
-from nemo_aligner.models.shape import LINEARS, LoraShape
+from nemo_aligner.models.shape import EXPERT_LINEARS, LINEARS, LoraShape
+from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.host_transfer import to_device
 
 # Adapters.
@@ -103,7 +105,9 @@ def attach_adapters(model: Any, lora: LoraShape, dropout: LoraDropout | None = N
     """Attach adapters, all zero, to the target linear layers of ``model``'s decoder."""
     for layer in model.decoder.layers:
         for number, name, linear in _numbered(layer):
-            if name in lora.linears:
+            if isinstance(linear, ExpertLinear) and name in lora.linears:
+                linear.adapter = _beside_experts(model.config, linear, lora, dropout)
+            elif name in lora.linears:
                 # Behind its attention the last layer computes only the rows that the head reads.
                 reads_rows = isinstance(layer, LastLayer) and name != LINEARS["linear_qkv"]
                 linear.adapter = LoraAdapter(linear, lora, number, dropout, reads_rows=reads_rows)
@@ -112,14 +116,26 @@ def attach_adapters(model: Any, lora: LoraShape, dropout: LoraDropout | None = N
             layer.register_forward_pre_hook(partial(_enter, dropout), with_kwargs=True)
 
 
-def _numbered(layer: Any) -> Iterator[tuple[int, str, _ParallelLinear]]:
+def _beside_experts(
+    config: Any, linear: ExpertLinear, lora: LoraShape, dropout: LoraDropout | None
+) -> ExpertAdapter:
+    if dropout is not None:
+        raise ConfigError(
+            f"model.lora.dropout: got {dropout.rate:g}, wanted 0 for adapters of experts, or "
+            "attention's model.lora.targets alone"
+        )
+    return ExpertAdapter(config, linear, lora)
+
+
+def _numbered(layer: Any) -> Iterator[tuple[int, str, Any]]:
     """Yield a layer's linear layers, each with its number in the whole model, and its name."""
-    for index, name in enumerate(LINEARS.values()):
-        if hasattr(layer.get_submodule(name.partition(".")[0]), name.partition(".")[2]):
-            yield len(LINEARS) * layer.layer_number + index, name, layer.get_submodule(name)
+    is_mixture = isinstance(layer.mlp, MixtureOfExperts)
+    names = {**LINEARS, **EXPERT_LINEARS} if is_mixture else LINEARS
+    for index, name in enumerate(names.values()):
+        yield len(LINEARS) * layer.layer_number + index, name, layer.get_submodule(name)
 
 
-def _adapted(model: Any) -> Iterator[tuple[int, _ParallelLinear]]:
+def _adapted(model: Any) -> Iterator[tuple[int, Any]]:
     """Yield the linear layers that have an adapter, numbered."""
     for layer in model.decoder.layers:
         for number, _, linear in _numbered(layer):
@@ -139,6 +155,13 @@ def draw_adapters(model: torch.nn.Module, seed: int) -> None:
     for number, linear in _adapted(model):
         weight = linear.adapter.linear_in.weight
         generator = torch.Generator().manual_seed((seed * 2**20 + number) % 2**63)
+        linear.adapter.linear_out.weight.zero_()
+        if isinstance(linear, ExpertLinear):
+            count, inputs = linear.adapter.count, weight.size(-1)
+            whole = torch.empty(count, *weight.shape[1:])
+            whole.normal_(std=inputs**-0.5, generator=generator)
+            weight.copy_(whole[linear.first : linear.first + len(weight)])
+            continue
         whole = torch.empty(weight.size(0), linear.input_size)
         whole.normal_(std=linear.input_size**-0.5, generator=generator)
         if isinstance(linear, RowLinear):
@@ -146,7 +169,6 @@ def draw_adapters(model: torch.nn.Module, seed: int) -> None:
             whole = whole[:, begin : begin + weight.size(1)]
             whole[:, (linear.weight == 0).all(0).cpu()] = 0.0
         weight.copy_(whole)
-        linear.adapter.linear_out.weight.zero_()
 
 
 def train_adapters_alone(model: Any) -> None:
@@ -176,9 +198,10 @@ def fold_adapters(model: torch.nn.Module) -> None:
 def folded(weight: Tensor, low: Tensor, high: Tensor, scale: float) -> Tensor:
     """Compute ``W + scale * B A`` in fp32, returned in the dtype of ``weight [out, in]``.
 
-    ``low [rank, in]`` is A, ``high [out, rank]`` is B.
+    ``low [rank, in]`` is A, ``high [out, rank]`` is B; or of experts, whose number comes first.
     """
-    added = scale * (high.float() @ low.float())
+    low = low.float() if high.dim() < 4 else low.float().unsqueeze(1)
+    added = scale * (high.float() @ low)
     return (weight.float() + added).to(weight.dtype)
 
 

@@ -7,7 +7,7 @@ invariance.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import wraps
 from itertools import zip_longest
 from typing import Any
@@ -21,10 +21,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from nemo_aligner.batch.packed import PackedBatch, ReplyRows
+from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
-from nemo_aligner.contract.turns import reply_start
 from nemo_aligner.distributed.cpu_products import reordered_for_products, try_all_sizes
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.context import sum_of_group
@@ -32,7 +31,6 @@ from nemo_aligner.models.attention.packed import PackedAttention, slow_attention
 from nemo_aligner.models.attention.segments import (
     KeyValuePool,
     PackedSegments,
-    chains_of,
     rotations_of,
 )
 from nemo_aligner.models.backbone import layer_spec, transformer_config, use_transformer_engine
@@ -47,6 +45,7 @@ from nemo_aligner.models.linear import (
     rows_now,
 )
 from nemo_aligner.models.lora import LoraDropout, attach_adapters
+from nemo_aligner.models.replies import mean_of_replies, spoken_losses
 from nemo_aligner.models.rotation import ByLength, Tables, query_scale, rotations
 from nemo_aligner.models.shape import HeadShape, ModelShape
 from nemo_aligner.utils.errors import ConfigError
@@ -104,6 +103,8 @@ class GPTRewardModel(GPTModel):
         self.reads_every_token = reads_every_token
         self.reply_marker = reply_marker
         self._rotations = rotations(shape, self.rotary_pos_emb)
+        self.spoken_marker: tuple[int, ...] | None = None
+        self._vocab_size = shape.vocab_size
         self.rotation_by_length = shape.rotation_by_length
         self._has_one_rotation = shape.one_rotation_until is None
         self._query_scaling = shape.query_scaling
@@ -122,6 +123,14 @@ class GPTRewardModel(GPTModel):
         self._lora_dropout = lora_dropout
         if shape.lora is not None:
             attach_adapters(self, shape.lora, lora_dropout)
+
+    def read_as_language_model(self, marker: tuple[int, ...]) -> None:
+        """Append to each text's outputs the language model's loss on the best reply of its record.
+
+        ``marker`` are the ids before a reply. The output layer is the embedding, which has to be on
+        this rank (see ``replies.spoken_losses``).
+        """
+        self.spoken_marker = marker
 
     def begin_step(self, step: int) -> None:
         """Prepare for the forward passes of a training step, counted from 0."""
@@ -143,10 +152,12 @@ class GPTRewardModel(GPTModel):
         count = len(rows)
         if batch.share is not None:
             rows = batch.share.read_rows
+        # The last layer goes on with these alone.
+        wanted = rows if batch.spoken is None else torch.cat([rows, batch.spoken.index[0]])
         segments = PackedSegments.of(
             batch,
             self._tables(batch),
-            self._rows_of_head(rows),
+            self._rows_of_head(wanted),
             self.key_value_pool,
             self._query_scale(positions),
         )
@@ -173,7 +184,13 @@ class GPTRewardModel(GPTModel):
         outputs = self.rm_head(read)
         if batch.share is not None:
             outputs = sum_of_group(outputs, batch.share.reads, count)
-        return outputs
+        if batch.spoken is None:
+            return outputs
+        targets, lengths = batch.tokens[batch.spoken.index[1]], batch.spoken.lengths
+        said, words = hidden[len(rows) : len(wanted), 0], self.embedding.word_embeddings
+        tp, size = self.pg_collection.tp, self._vocab_size
+        losses = spoken_losses(said, targets, lengths, words, size, tp)
+        return torch.cat([outputs, losses], dim=1)
 
     def _embedded(self, batch: PackedBatch, positions: Tensor) -> Tensor:
         """Embed this rank's tokens, at these ``positions`` -> ``[T, 1, hidden]``."""
@@ -391,42 +408,6 @@ def _draw(size: tuple[int, ...], name: str, generator: torch.Generator) -> Tenso
     # Keeps the variance of its input through the ReLU (He et al. 2015).
     std = (2 / size[1]) ** 0.5 if name == "hidden.weight" else _HEAD_INIT_STD
     return tensor.normal_(std=std, generator=generator)
-
-
-# Pooling over the reply. Each reply is reduced on its own, so its mean does not depend on the pack.
-
-
-def find_reply_rows(batch: PackedBatch, marker: Sequence[int]) -> ReplyRows:
-    """Find the reply tokens of each of a pack's S sequences, as row indices on the host.
-
-    If a sequence begins with cached tokens, the cached part must end before the last marker.
-    """
-    rows, lengths = [], []
-    for own in _sequences(batch):
-        start = reply_start(batch.tokens[own].numpy(), marker)
-        rows.append(own[start:])
-        lengths.append(len(own) - start)
-    return ReplyRows(torch.cat(rows), tuple(lengths))
-
-
-def _sequences(batch: PackedBatch) -> Iterator[Tensor]:
-    """Yield the row indices of each sequence's tokens in the pack, prefix segments included."""
-    bounds = batch.cu_seqlens.tolist()
-    cached = 0 if batch.cached is None else len(batch.cached.lengths)
-    chains = chains_of(batch.prefixes.tolist(), cached)
-    ends = torch.searchsorted(batch.cu_seqlens.long(), batch.scored_tokens, right=True) - 1
-    for segment in ends.tolist():
-        parts = [number - cached for number in chains[segment] if number >= cached]
-        spans = [torch.arange(bounds[part], bounds[part + 1]) for part in (*parts, segment)]
-        yield torch.cat(spans)
-
-
-def mean_of_replies(hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Average ``[M, hidden]`` rows over replies of these lengths -> ``[S, hidden]`` fp32.
-
-    One reduction per reply: a segmented sum would round a reply by what stands beside it.
-    """
-    return torch.stack([reply.float().mean(dim=0) for reply in hidden.split(list(lengths))])
 
 
 # Training: frozen layers, and Megatron's data parallel wrapper.

@@ -219,7 +219,7 @@ class ModelShape:
             query_scaling=read_query_scaling(config),
             no_rope_freq=read_frequency(config, "no_rope_freq"),
             **_read_layer(config),
-            **_read_beside(config),
+            lora=read_lora(config),
             head=read_head_shape(config),
         )
 
@@ -377,18 +377,8 @@ def _read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
         **read_window_pattern(config, window),
         "attn_logit_softcapping": optional_number_of_config(config, "attn_logit_softcapping"),
         "query_pre_attn_scalar": optional_number_of_config(config, "query_pre_attn_scalar"),
+        "experts": read_experts(config),
     }
-
-
-def _read_beside(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read experts and adapters."""
-    experts, lora = read_experts(config), read_lora(config)
-    if experts and lora and not set(lora.targets) <= set(_ATTENTION):
-        raise CheckpointError(
-            f"{_WHERE}.targets: got {', '.join(lora.targets)}, wanted {', '.join(_ATTENTION)} "
-            "alone, as experts have no adapters"
-        )
-    return {"experts": experts, "lora": lora}
 
 
 def _read_zero_groups(config: Mapping[str, Any]) -> int:
@@ -500,7 +490,10 @@ LINEARS = dict(
         strict=True,
     )
 )  # fmt: skip
-_ATTENTION = LORA_TARGETS[:2]
+# The same of a mixture, where each expert has its own.
+EXPERT_LINEARS = {
+    name: path.replace("mlp.", "mlp.experts.") for name, path in LINEARS.items() if "mlp" in path
+}
 _WHERE = f"model_config.yaml: {LORA_KEY}"
 
 
@@ -530,16 +523,19 @@ class LoraShape:
 
     @property
     def linears(self) -> list[str]:
-        """Module names of the targets within a decoder layer."""
-        return [LINEARS[target] for target in self.targets]
+        """Module names of the targets within a decoder layer, of an MLP and of experts."""
+        names = [LINEARS[target] for target in self.targets]
+        return names + [EXPERT_LINEARS[each] for each in self.targets if each in EXPERT_LINEARS]
 
     def tensors(self, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Shapes of A and B, unsharded and by name, for a layer's ``weights``."""
         found: dict[str, tuple[int, ...]] = {}
         for name in self.linears:
-            outputs, inputs = weights[f"{name}.weight"]
-            found[f"{name}.{LORA_A}"] = (self.rank, inputs)
-            found[f"{name}.{LORA_B}"] = (outputs, self.rank)
+            if f"{name}.weight" in weights:
+                *outputs, inputs = weights[f"{name}.weight"]
+                count = outputs[:1] if name in EXPERT_LINEARS.values() else []
+                found[f"{name}.{LORA_A}"] = (*count, self.rank, inputs)
+                found[f"{name}.{LORA_B}"] = (*outputs, self.rank)
         return found
 
     def to_config(self) -> dict[str, Any]:

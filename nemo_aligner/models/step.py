@@ -17,7 +17,8 @@ from torch import Tensor
 from nemo_aligner.batch.packed import PackedBatch, Records
 from nemo_aligner.distributed.collectives import PipelineMessages, current_device
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.reward_model import GPTRewardModel, find_reply_rows
+from nemo_aligner.models.replies import find_reply_rows, find_spoken_rows
+from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.utils.host_transfer import to_device
 
 _MOST_PARTS = 50
@@ -174,11 +175,11 @@ def _run_schedule(
     forward_only: bool,
 ) -> list[Tensor]:
     inside = _unwrapped(model)
-    batches = [_with_replies(batch, inside.reply_marker) for batch in batches]
     if layout.ep > 1:
         batches = _as_many_as_others(batches)
         if not batches:
             return []
+    batches = [_with_rows(batch, inside) for batch in batches]
     padded = [_prepared(batch, inside, layout) for batch in batches]
     run = partial(
         get_forward_backward_func(),
@@ -222,9 +223,13 @@ def _as_many_as_others(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
     return [*batches, *[empty] * (int(most) - len(batches))]
 
 
-def _with_replies(batch: PackedBatch, marker: Sequence[int] | None) -> PackedBatch:
-    """Attach the rows of the replies to a pack, for a head that reads their mean."""
-    return batch if marker is None else replace(batch, replies=find_reply_rows(batch, marker))
+def _with_rows(batch: PackedBatch, model: GPTRewardModel) -> PackedBatch:
+    """Attach the rows of the replies, for a head that reads their mean or for a language model."""
+    if model.reply_marker is not None:
+        batch = replace(batch, replies=find_reply_rows(batch, model.reply_marker))
+    if model.spoken_marker is not None:
+        batch = replace(batch, spoken=find_spoken_rows(batch, model.spoken_marker))
+    return batch
 
 
 def _unwrapped(model: torch.nn.Module) -> GPTRewardModel:

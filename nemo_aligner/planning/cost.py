@@ -87,6 +87,7 @@ class Traffic:
 
     tensor: float
     context: float
+    expert: float
     pipeline: float
     data: float
 
@@ -112,6 +113,7 @@ class StepTime:
     bubble: float
     tensor: float
     context: float
+    expert: float
     pipeline: float
     data: float
     host: float
@@ -122,7 +124,8 @@ class StepTime:
 
     @property
     def sending(self) -> float:
-        return self.tensor + self.context + self.pipeline + self.data + self.host
+        ranks = self.tensor + self.context + self.expert + self.pipeline + self.data
+        return ranks + self.host
 
 
 def even_packs(pairs: int, length: int, budget: int, prefix: int = 0) -> Packs:
@@ -203,13 +206,35 @@ def parameters(shape: ModelShape, plan: Plan, stage: int, *, trainable: bool = F
         return adapters + (head_size(shape, plan) if stage == plan.pp - 1 else 0)
     frozen = plan.freeze_layers if trainable else 0
     split, whole = shape.layer_parameters()
-    layer = split // plan.tp + whole
+    own = _experts_of_layer(shape)
+    layer = (split - own) // plan.tp + own // (plan.tp * plan.ep) + whole
     count = layer * sum(index >= frozen for index in layers) + adapters
     if stage == 0 and not frozen:
         count += embedding_size(shape, plan)
     if stage == plan.pp - 1:
         count += shape.norm_parameters(shape.hidden_size) + head_size(shape, plan)
     return count
+
+
+def _experts_of_layer(shape: ModelShape) -> int:
+    """Parameters of a layer's experts, which expert parallelism splits."""
+    if shape.experts is None:
+        return 0
+    return shape.experts.parameters(shape.hidden_size, 3)[0]
+
+
+def expert_parameters(shape: ModelShape, plan: Plan, stage: int) -> int:
+    """Trained parameters of one rank's experts, whose optimizer is split over fewer ranks."""
+    layers = stage_layers(shape, plan, stage)
+    if shape.lora is not None:
+        return len(layers) * _adapter_size(shape, plan, of_experts=True)
+    own = _experts_of_layer(shape) // (plan.tp * plan.ep)
+    return own * sum(layer >= plan.freeze_layers for layer in layers)
+
+
+def mlp_width(shape: ModelShape) -> int:
+    """Ffn channels that a token goes through."""
+    return shape.ffn_hidden_size if shape.experts is None else shape.experts.active_width
 
 
 def adapter_widths(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
@@ -221,6 +246,7 @@ def adapter_widths(shape: ModelShape, layer: int) -> dict[str, tuple[int, int]]:
     if shape.lora is None:
         return {}
     h, f, q, kv = widths(shape)
+    f = f if shape.experts is None else shape.experts.width
     first = (2 if shape.is_gated else 1) * f
     of_all = {
         "linear_qkv": (h, q + 2 * kv),
@@ -239,11 +265,21 @@ def keeps_input(shape: ModelShape, plan: Plan, layer: int, linear: str) -> bool:
     return layer >= plan.freeze_layers
 
 
-def _adapter_size(shape: ModelShape, plan: Plan) -> int:
+def is_of_experts(shape: ModelShape, linear: str) -> bool:
+    """Return True if each expert has its own such layer."""
+    return shape.experts is not None and linear in ("linear_fc1", "linear_fc2")
+
+
+def _adapter_size(shape: ModelShape, plan: Plan, of_experts: bool = False) -> int:
     """Parameters of a layer's adapters on a rank; of A and B the one on the split side is split."""
     rank = 0 if shape.lora is None else shape.lora.rank
     count = 0
     for name, (inputs, outputs) in adapter_widths(shape, layer=-1).items():
+        if shape.experts is not None and is_of_experts(shape, name):
+            count += shape.experts.count // plan.ep * rank * (inputs + outputs)
+            continue
+        if of_experts:
+            continue
         split, whole = outputs, inputs
         if name in ("linear_proj", "linear_fc2"):
             split, whole = inputs, outputs
@@ -265,10 +301,12 @@ def head_size(shape: ModelShape, plan: Plan) -> int:
 
 def _layer_flops(shape: ModelShape, plan: Plan, *, last: bool) -> tuple[float, float]:
     """Count FLOPs of one pack's forward pass: linear layers, and attention's two products."""
-    h, f, q, kv = widths(shape)
+    h, _, q, kv = widths(shape)
     packs = plan.packs
     rows = packs.sequences if last else packs.tokens
-    mlp = (3 if shape.is_gated else 2) * h * f
+    mlp = (3 if shape.is_gated else 2) * h * mlp_width(shape)
+    if shape.experts is not None:
+        mlp += h * shape.experts.count
     linear = 2.0 * packs.tokens * h * (q + 2 * kv) + 2.0 * rows * (q * h + mlp)
     return linear, 4.0 * packs.tokens * packs.keys * q
 
@@ -279,7 +317,11 @@ def _adapter_flops(shape: ModelShape, plan: Plan, layer: int) -> float:
     of_all, read_by_all = adapter_widths(shape, -1), adapter_widths(shape, layer)
     packs = plan.packs
     return sum(
-        2.0 * (packs.tokens if name in read_by_all else packs.sequences) * rank * sum(sides)
+        2.0
+        * (packs.tokens if name in read_by_all else packs.sequences)
+        * (shape.experts.top_k if shape.experts and is_of_experts(shape, name) else 1)
+        * rank
+        * sum(sides)
         for name, sides in of_all.items()
     )
 
@@ -327,35 +369,49 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     reduce-scatter and an all-gather of half that each, and gathers the inputs of two linear layers
     again for their weights' gradients. Context parallelism all-gathers a layer's keys and values in
     both passes, and reduce-scatters their gradients, ``(c - 1) / c`` of each. A pipeline sends
-    states forward and their gradients back. Data and context parallelism reduce-scatter fp32
-    gradients and all-gather updated weights, ``(d c - 1) / (d c)`` of each.
+    states forward and their gradients back. Expert parallelism sends a token's state to each of its
+    experts, ``(e - 1) / e`` of which are elsewhere, and back; and gradients the same way. Data and
+    context parallelism reduce-scatter fp32 gradients and all-gather updated weights,
+    ``(d c - 1) / (d c)`` of each; those of experts among fewer ranks, ``d c / e``.
     """
     size = ELEMENT_BYTES[plan.precision]
     states = plan.tokens * shape.hidden_size * size
     ring = (plan.tp - 1) / plan.tp * states
     *_, kv = widths(shape)
     keys = (plan.cp - 1) / plan.cp * plan.packs.tokens * 2 * kv * size / plan.tp
-    gathers = 0
+    gathers = exchanges = 0
     reductions = 1.0 if stage == 0 else 0.0  # of the embedding, whose rows are split over t
     for layer in stage_layers(shape, plan, stage):
         # The last layer's MLP has only the rows that the head reads: too few to count.
         forward = 1 if layer == shape.num_layers - 1 else 2
         reductions += forward
         gathers += 1
+        exchanges += 2 * (forward - 1)
         if has_backward(plan, stage, layer):
-            gathers += 3 if is_recomputed(shape, plan, layer) else 2
+            passes = 2 if is_recomputed(shape, plan, layer) else 1
+            gathers += passes + 1
+            exchanges += 2 * (forward - 1) * passes
             has_weights = layer >= plan.freeze_layers and shape.lora is None
             again = 0.5 * 2 if plan.sequence_parallel and has_weights else 0
             reductions += forward * (2 if is_recomputed(shape, plan, layer) else 1) + again
     trained = parameters(shape, plan, stage, trainable=True)
+    own = expert_parameters(shape, plan, stage)
+    rows = 0.0 if shape.experts is None else shape.experts.top_k * states * (1 - 1 / plan.ep)
     adjacent_stages = (stage > 0) + (stage < plan.pp - 1)
     split = plan.tp if plan.sequence_parallel else 1
     return Traffic(
         tensor=plan.packs.count * reductions * 2 * ring,
         context=plan.packs.count * gathers * keys,
+        expert=plan.packs.count * exchanges * rows,
         pipeline=plan.packs.count * adjacent_stages * states / split,
-        data=(plan.replicas - 1) / plan.replicas * trained * (FP32_BYTES + size),
+        data=(_reduced(trained - own, plan.replicas) + _reduced(own, plan.replicas // plan.ep))
+        * (FP32_BYTES + size),
     )
+
+
+def _reduced(parameters: int, ranks: int) -> float:
+    """Numbers that a ring of ``ranks`` has each send to reduce-scatter so many."""
+    return (ranks - 1) / ranks * parameters
 
 
 def step_time(shape: ModelShape, plan: Plan, machine: Machine) -> StepTime:
@@ -379,6 +435,7 @@ def step_time(shape: ModelShape, plan: Plan, machine: Machine) -> StepTime:
     # megatron numbers ranks with tensor parallelism innermost, then context and data parallelism,
     # then stages.
     context = max(each.context for each in sent) / bandwidth(plan.tp * plan.cp)
+    expert = max(each.expert for each in sent) / bandwidth(plan.tp * plan.ep)
     data = max(each.data for each in sent) / bandwidth(plan.tp * plan.replicas)
     pipeline = max(each.pipeline for each in sent) / bandwidth(plan.num_ranks)
     idle = (plan.pp - 1) / plan.packs.count
@@ -387,9 +444,10 @@ def step_time(shape: ModelShape, plan: Plan, machine: Machine) -> StepTime:
     moments = 4 * FP32_BYTES * trained / plan.replicas if plan.cpu_offload else 0.0
     return StepTime(
         compute,
-        bubble=idle * (compute + tensor + context),
+        bubble=idle * (compute + tensor + context + expert),
         tensor=tensor,
         context=context,
+        expert=expert,
         pipeline=pipeline,
         data=max(0.0, data - per_pack),
         host=moments / machine.host,

@@ -19,10 +19,12 @@ from nemo_aligner.planning.cost import (
     Plan,
     adapter_widths,
     embedding_size,
+    expert_parameters,
     has_backward,
     head_size,
     is_recomputed,
     keeps_input,
+    mlp_width,
     parameters,
     stage_layers,
     widths,
@@ -61,12 +63,15 @@ def memory(shape: ModelShape, plan: Plan, stage: int) -> Memory:
     trained = parameters(shape, plan, stage, trainable=True)
     copies = trained - head if size < FP32_BYTES else 0
     moments = 0 if plan.cpu_offload else 2 * trained
+    # Copies of an expert are on fewer ranks than those of the rest.
+    own = expert_parameters(shape, plan, stage)
+    shares = (trained - own + own * plan.ep) / plan.replicas
     # 1F1B: stage s of p has run p - s packs forward when the first one's gradient arrives.
     packs = min(plan.packs.count, plan.pp - stage)
     return Memory(
         weights=size * (parameters(shape, plan, stage) - head) + FP32_BYTES * head,
         gradients=FP32_BYTES * trained,
-        optimizer=FP32_BYTES * (moments + copies) / plan.replicas,
+        optimizer=FP32_BYTES * (moments + copies) / trained * shares if trained else 0.0,
         activations=packs * pack_activations(shape, plan, stage),
         transient=transient(shape, plan, stage),
     )
@@ -137,14 +142,16 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     keeps = partial(keeps_input, shape, plan, layer)
     places = 1 if is_last else 2
     norms = places * shape.pre_layernorms
-    inputs = keeps("linear_qkv") + (not is_last and keeps("linear_fc1"))
+    inputs = keeps("linear_qkv") + (not is_last and keeps("linear_fc1") and _reads_norm(shape))
     heads, inner = shape.num_attention_heads, 2 * q + _key_width(shape, plan)
     is_selective = plan.recompute is Recompute.selective
     if is_selective:
         output = q if keeps("linear_proj") and not is_last else 0
         heads, inner = 0, q + 2 * kv + output + (q if kv < q else 0)
-    if not is_last:
+    if not is_last and shape.experts is None:
         inner += ((2 if shape.is_gated else 1) + keeps("linear_fc2")) * f
+    elif not is_last:
+        inner += (2 + keeps("linear_fc2")) * mlp_width(shape)
     if shape.qk_layernorm:
         # Selective recomputation has the projection in one piece as it is.
         inner += q + kv if is_selective else 2 * q + 2 * kv
@@ -156,7 +163,27 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
         states += places * (h * size + FP32_BYTES) / split
     rank = 0 if shape.lora is None else shape.lora.rank
     low = rank * size * len(adapter_widths(shape, layer))
-    return states + low + (inner * size + heads * FP32_BYTES) / plan.tp
+    routed = 0 if is_last else _routed_bytes(shape, plan, layer)
+    return states + low + routed + (inner * size + heads * FP32_BYTES) / plan.tp
+
+
+def _reads_norm(shape: ModelShape) -> bool:
+    """Return True if a product keeps the normed tokens; experts keep copies of them instead."""
+    return shape.experts is None or shape.experts.shared_width is not None
+
+
+def _routed_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
+    """Bytes per token that a mixture keeps beside its products.
+
+    A copy of the token for each of its k experts, and what each gives it; in fp32 the shares of all
+    experts and the weights of k, and the numbers and the places of k in 8 bytes each. Expert
+    parallelism exchanges as many rows on average; one that is unbalanced needs more on some ranks.
+    """
+    if shape.experts is None:
+        return 0.0
+    k, size = shape.experts.top_k, ELEMENT_BYTES[plan.precision]
+    rows = 1 + keeps_input(shape, plan, layer, "linear_fc1")
+    return k * rows * shape.hidden_size * size + FP32_BYTES * (shape.experts.count + 6 * k)
 
 
 def _key_width(shape: ModelShape, plan: Plan) -> float:
@@ -208,6 +235,11 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
     frozen layer has kept one f less and makes no weight gradient; without a gate the first product
     has one f less.)
     """
+    if shape.experts is not None:
+        needed = _in_experts(shape, plan, layer)
+        if is_recomputed(shape, plan, layer):
+            needed += plan.tokens * _whole_layer_bytes(shape, plan, layer)
+        return needed + plan.tokens * _state(shape, plan)
     wide = 2 if shape.is_gated else 1
     h, f = shape.hidden_size, shape.ffn_hidden_size / plan.tp
     tokens, state = plan.tokens, _state(shape, plan)
@@ -223,6 +255,23 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
         tokens_bytes = _whole_layer_bytes(shape, plan, layer)
         return needed * size + tokens * (tokens_bytes + state)
     return needed * size + tokens * state
+
+
+def _in_experts(shape: ModelShape, plan: Plan, layer: int) -> float:
+    """Bytes on top of what is kept, in the backward pass of a layer's mixture.
+
+    The maximum of four moments: the sum of a token's experts, whose outputs get gradients; the
+    second product, where these outputs are freed; the gate; and the first product. Matrices that
+    are trained have a gradient in each product.
+    """
+    assert shape.experts is not None
+    k, width = shape.experts.top_k, mlp_width(shape) / plan.tp
+    h, size = shape.hidden_size, ELEMENT_BYTES[plan.precision]
+    rows, inner = plan.tokens * k * h, plan.tokens * width
+    own = shape.experts.count // plan.ep * h * shape.experts.width / plan.tp
+    gradient = own if keeps_input(shape, plan, layer, "linear_fc2") and not shape.lora else 0
+    moments = (rows, inner + gradient, 3 * inner - rows, 2 * gradient - inner)
+    return size * (max(moments) + plan.tokens * h)
 
 
 def _in_last_attention(shape: ModelShape, plan: Plan) -> float:

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import gcd
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import DataConfig, LoraConfig, ModelConfig, Recompute
@@ -112,7 +113,10 @@ class Planner:
                 yield from self._plans_of(tp, cp, pp, gpus // (tp * cp * pp))
 
     def _plans_of(self, tp: int, cp: int, pp: int, dp: int) -> Iterator[Plan]:
-        """Yield plans with and without sequence parallelism, if model and batch can be split so."""
+        """Yield plans with any expert parallelism, and with and without sequence parallelism.
+
+        None if model and batch cannot be split so.
+        """
         try:
             self.shape.check_fits(tp, pp)
         except ConfigError:
@@ -120,19 +124,27 @@ class Planner:
         if not 1 <= dp <= self.batch:  # a data parallel rank without a pair is refused
             return
         packs = even_packs(-(-self.batch // dp), self.length, self.budget)
-        for sequence_parallel in (False, True)[: min(tp, 2)]:
+        kinds = product(self._shares_of_experts(dp * cp), (False, True)[: min(tp, 2)])
+        for ep, sequence_parallel in kinds:
             yield Plan(
                 packs,
                 tp=tp,
                 cp=cp,
                 pp=pp,
                 dp=dp,
+                ep=ep,
                 sequence_parallel=sequence_parallel,
                 precision=self.precision,
                 freeze_layers=self.freeze_layers,
                 cpu_offload=self.cpu_offload,
                 equal_heads=self._copies_keys(),
             )
+
+    def _shares_of_experts(self, replicas: int) -> list[int]:
+        """Sizes of groups that experts can be shared out in."""
+        experts = self.shape.experts
+        most = 1 if experts is None else gcd(replicas, experts.count)
+        return [ep for ep in range(1, most + 1) if most % ep == 0]
 
     def _copies_keys(self) -> bool:
         """Predict ``copies_keys`` of ``models/attention`` on Ampere GPUs and newer ones.
@@ -278,10 +290,11 @@ def render_heading(name: str, planner: Planner, request: PlanRequest) -> str:
     """Render the model, the step and the assumed machine."""
     shape = planner.shape
     frozen = f", {planner.freeze_layers} layers frozen" if planner.freeze_layers else ""
+    experts = "" if shape.experts is None else f"{shape.experts}, "
     frozen += "" if shape.lora is None else f", LoRA of {shape.lora}"
     return (
         f"{name}: {shape.num_layers} layers, hidden {shape.hidden_size}, "
-        f"{shape.num_parameters() / 1e9:.2f} billion parameters, "
+        f"{shape.num_parameters() / 1e9:.2f} billion parameters, {experts}"
         f"{planner.precision.value}{frozen}\n"
         f"A step: {planner.batch} pairs of 2 x {planner.length} tokens, in packs of at most "
         f"{planner.budget} tokens\n"
@@ -330,6 +343,7 @@ def settings_of(plan: Plan) -> list[str]:
         f"model.tensor_model_parallel_size={plan.tp}",
         f"model.pipeline_model_parallel_size={plan.pp}",
         *([f"model.context_parallel_size={plan.cp}"] if plan.cp > 1 else []),
+        *([f"model.expert_model_parallel_size={plan.ep}"] if plan.ep > 1 else []),
         f"model.sequence_parallel={str(plan.sequence_parallel).lower()}",
         f"model.activations_checkpoint_granularity={plan.recompute.value}",
     ]

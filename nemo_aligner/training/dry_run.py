@@ -127,6 +127,7 @@ def _plan(
         ),
         tp=layout.tp,
         cp=layout.cp,
+        ep=layout.ep,
         pp=layout.pp,
         dp=layout.dp,
         sequence_parallel=layout.sequence_parallel,

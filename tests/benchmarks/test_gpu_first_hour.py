@@ -51,7 +51,7 @@ def test_the_whole_hour_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
     states = {name: part["state"] for name, part in found.items()}
     assert states == {
         **dict.fromkeys(("machine", "model", "scoring", "mfu", "memory", "offload"), "done"),
-        **dict.fromkeys(("save", "overlap", "invariance"), "done"),
+        **dict.fromkeys(("save", "overlap", "context", "invariance"), "done"),
         **dict.fromkeys(("tests", "training", "vllm"), "not run"),
     }
     assert found["tests"]["why"].startswith("it needs a GPU")
@@ -62,14 +62,15 @@ def test_the_whole_hour_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
     assert changed == [0] * 6
     assert [row["sequence"] for row in rows["mfu"]] == [64, 32]
     assert all(row["s/step"] > 0 and row["planned s/step"] > 0 for row in rows["mfu"])
-    for row in rows["memory"]:
-        assert row["measured/planned"] == pytest.approx(1, rel=0.1)
     on_device, in_host = rows["offload"]
     assert on_device["last loss"] != on_device["first loss"]
     assert in_host["largest |difference|"] == 0
     assert all(row["seconds"] > 0 for row in rows["save"] if row["seconds"] is not None)
     assert rows["save"][1]["planned"] > 0
     assert [row["over"] for row in rows["overlap"]] == ["gloo", "gloo"]
+    assert [row["layout"] for row in rows["context"]] == ["TP=1 PP=1 DP=2", "TP=1 CP=2 PP=1 DP=1"]
+    for row in (*rows["memory"], *rows["context"]):
+        assert row["measured/planned"] == pytest.approx(1, rel=0.1)
     page = (tmp_path / "first_hour.md").read_text()
     assert [line.partition(":")[0] for line in page.splitlines() if line.startswith("## ")] == [
         f"## {name}" for name in found

@@ -82,6 +82,9 @@ CASES = {
     ),
     # A loss that comes near 0 has no relative error to speak of.
     "odin": Case(("model.objective=odin", "model.objective_kwargs.length_coefficient=0.2")),
+    "language": Case(
+        ("model.objective=regularized_by_language", "model.objective_kwargs.coefficient=0.5")
+    ),
     "heads": Case(("model.objective=head_ensemble", *MLP_HEAD, "model.optim.head_lr_mult=3")),
     "bins": Case(
         (*REGRESSION, "model.objective=ordinal_bins", *MLP_HEAD), ("ratings",), evaluated="ratings"

@@ -81,9 +81,9 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
     """By one launch, each where it has code of its own; in fp16 pp2's first stage is frozen."""
     at = {
         "tp2": ("ranking", "onednn", "plackett_luce", "bins", "formats", "zero_groups"),
-        "tp2_sp": ("onednn", "odin"),
+        "tp2_sp": ("onednn", "language"),
         "pp2": ("pairs_and_ratings", "fp16", "against_length"),
-        "dp2": ("onednn", "learned_ties", "quantiles", "against_length", "odin", "heads"),
+        "dp2": ("onednn", "learned_ties", "quantiles", "odin", "heads", "language"),
         "cp2": ("recompute", "learned_ties", "quantiles", "frozen", "odin", "against_length"),
     }
     mixed = one_process / "pairs_and_ratings"
@@ -117,6 +117,23 @@ def test_layout_of_four_ranks_trains_like_one_process(
     for name, cases in at.items():
         check_cases(tmp_path / name, one_process, cases, inputs, layout)
     assert "resumed from" in (tmp_path / "pp2_dp2/frozen.said").read_text()
+
+
+def test_run_on_shared_texts_goes_on_in_one_process(
+    inputs: Path, tmp_path: Path, layout: ParallelLayout
+) -> None:
+    """And its model is exported, which scores texts by transformers, too."""
+    case, folder, whole = CASES["frozen"], tmp_path / "frozen", tmp_path / "whole"
+
+    def job(path: Path, name: str, steps: int) -> jobs.Job:
+        given = layouts.settings(inputs, case, name, path)
+        return jobs.Job("train", [*given, f"trainer.rm.max_steps={steps}"])
+
+    jobs.run([job(folder, "cp2", layouts.PART)], processes=2)
+    goes_on, _ = jobs.run([job(folder, "one", STEPS), job(whole, "one", STEPS)])
+    assert "resumed from" in goes_on.stdout
+    check_same(folder, whole, case, inputs, layout)
+    export(archive(folder), tmp_path / "hf", layout)
 
 
 def test_recomputing_trains_alike(inputs: Path, one_process: Path, layout: ParallelLayout) -> None:

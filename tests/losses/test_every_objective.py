@@ -11,6 +11,7 @@ import torch
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.losses.base import Objective, count_outputs
 from nemo_aligner.losses.ensemble import HeadEnsemble, bootstrap_counts
+from nemo_aligner.losses.language_model import RegularizedByLanguage
 from nemo_aligner.losses.listwise import PlackettLuce
 from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, RaoKupper
 from nemo_aligner.losses.ranking_and_regression import RankingAndRegression
@@ -50,6 +51,7 @@ FAR_APART = [-1000.0, 0.0, 50.0, 1000.0, 50.0]
         RankingAndRegression(NAMES, weights=(1.0, -0.5), regression_weight=0.25),
         BinaryCrossEntropy(NAMES),
         HeadEnsemble(heads=3),
+        RegularizedByLanguage(),
     ],
     ids=lambda objective: type(objective).__name__,
 )

@@ -140,6 +140,18 @@ def test_metrics_of_steps() -> None:
     # found; before the fourth's first error a label is missing.
     assert found["first_error_accuracy"] == pytest.approx(1 / 3)
     assert found["first_error_f1"] == 0.0
+    assert [name for name in found if name.startswith("step_position/")] == [
+        f"step_position/{place}/{name}"
+        for place in (1, 2, 3)  # the only fourth step has no label
+        for name in ("labels", "label", "probability", "accuracy")
+    ]
+    second = [found[f"step_position/2/{name}"] for name in ("labels", "label", "accuracy")]
+    assert second == [3, 1.0, pytest.approx(2 / 3)]
+    odds = torch.tensor([2.0, -0.5, 1.0], dtype=torch.float64)
+    assert found["step_position/2/probability"] == pytest.approx(float(odds.sigmoid().mean()))
+    long = report_of(MaskedMse(("right",)), [*[0.0] * 9, 0.25, 0.75], stepped([[1.0] * 11]))
+    tenth = [long[f"step_position/10/{name}"] for name in ("labels", "probability", "accuracy")]
+    assert tenth == [2, 0.5, 0.5]
     rewards[5] = 0.5
     found = report_of(BinaryCrossEntropy(("right",)), rewards, stepped(labels))
     assert found["first_error_f1"] == pytest.approx(2 * 0.5 * 1 / 1.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,13 @@ from torch import Tensor
 from nemo_aligner.batch.packed import PackedBatch, Records
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import LORA_TARGETS
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.experts import describe_load, routers, take_load
+from nemo_aligner.models.experts import ExpertAdapter, describe_load, routers, take_load
+from nemo_aligner.models.lora import fold_adapters
 from nemo_aligner.models.reward_model import set_routers
+from nemo_aligner.models.shape import LoraShape
+from nemo_aligner.models.step import infer
 from tests import families
 
 PACK = PackedBatch.pack(families.SEQUENCES, Records.of(range(3), [2] * 3))
@@ -89,3 +94,23 @@ def test_expert_of_equal_ones_is_the_first(model: Any) -> None:
     router.weight.data.copy_(same)
     assert chosen.tolist() == [list(range(TOP_K))] * 5
     torch.testing.assert_close(weights, torch.full((5, TOP_K), 1 / TOP_K))
+
+
+def test_adapters_of_experts_score_as_the_weights_that_they_are_folded_into(
+    layout: ParallelLayout, tmp_path: Path
+) -> None:
+    path = families.write_base_nemo(tmp_path / "base.nemo", "qwen2_moe")
+    lora = LoraShape(4, 8.0, LORA_TARGETS)
+    kinds = {"num_attributes": 1, "precision": Precision.fp32, "lora": lora}
+    model: Any = load_pretrained(path, layout, **kinds).model
+    plain = infer(model, [PACK], layout)
+    adapted = [each for each in model.modules() if isinstance(each, ExpertAdapter)]
+    assert len(adapted) == 2 * 4
+    with torch.no_grad():
+        for each in adapted:
+            assert each.linear_in.weight.std() > 0
+            each.linear_out.weight.normal_(std=0.1)
+    found = infer(model, [PACK], layout)
+    assert (found - plain).abs().max() > 0.01
+    fold_adapters(model)
+    torch.testing.assert_close(infer(model, [PACK], layout), found, rtol=1e-4, atol=1e-5)

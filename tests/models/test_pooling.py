@@ -17,13 +17,14 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
     save_reward_model,
 )
 from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import HeadConfig, ModelConfig, ScoredPosition
 from nemo_aligner.contract.contract import check_plain_reading
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.turns import make_reply_marker, reply_start
-from nemo_aligner.models.reward_model import find_reply_rows, mean_of_replies
+from nemo_aligner.models.replies import find_reply_rows, mean_of_replies
 from nemo_aligner.models.step import infer_values
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
-from nemo_aligner.utils.errors import CheckpointError
+from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests import tiny
 from tests.checkpoint.hf.exporting import export
 from tests.once import Once
@@ -144,3 +145,14 @@ def test_mean_of_the_reply_is_the_same_in_packs_of_any_size(archive: Path, layou
         for budget in (loaded.contract.seq_length, 8192)
     ]
     np.testing.assert_allclose(found[0], found[1], atol=1e-6)
+
+
+def test_ranks_that_share_a_text_cannot_read_the_mean_of_its_reply(
+    archive: Path, layout: Any
+) -> None:
+    """Neither in training nor, of a finished model, in scoring."""
+    refused = r"model\.context_parallel_size: got 2, wanted 1"
+    with pytest.raises(ConfigError, match=refused):
+        ModelConfig(context_parallel_size=2, head=HeadConfig(reads=ScoredPosition.reply_mean))
+    with pytest.raises(ConfigError, match=refused):
+        load_scorer(archive, dataclasses.replace(layout, cp=2))

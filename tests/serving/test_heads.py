@@ -27,6 +27,7 @@ SERVED = (
     "one output and a bias",
     "two layers of several attributes",
     "quantiles",
+    "several heads",
     "bins with a bias",
     "the mean of a reply",
 )

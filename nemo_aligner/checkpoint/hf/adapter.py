@@ -15,7 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.card import model_card
-from nemo_aligner.checkpoint.hf.check import compare, cut, encode_texts, our_logits
+from nemo_aligner.checkpoint.hf.check import (
+    architecture_of,
+    compare,
+    cut,
+    encode_texts,
+    has_class,
+    our_logits,
+)
 from nemo_aligner.checkpoint.hf.convert import RewardArchive
 from nemo_aligner.checkpoint.hf.export import (
     HF_MODEL,
@@ -37,7 +44,7 @@ from nemo_aligner.contract.contract import ScoringContract, check_plain_reading
 from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.lora import folded
-from nemo_aligner.models.shape import LoraShape, ModelShape, check_is_linear
+from nemo_aligner.models.shape import EXPERT_LINEARS, LoraShape, ModelShape, check_is_linear
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError
 
@@ -83,11 +90,16 @@ def _export_adapter(
     archive = RewardArchive.of(folder)
     if archive.lora is None:
         raise CheckpointError(f"{folder.source}: it has no LoRA, so it has no adapter to write")
+    shape = ModelShape.from_config(folder.config)
+    if shape.experts is not None and set(archive.lora.targets) & EXPERT_LINEARS.keys():
+        raise CheckpointError(
+            f"{folder.source}: it has LoRA on experts, which no adapter of peft has for single "
+            "experts; export it without --adapter-of"
+        )
     say(f"scoring texts with {folder.source} ...")
     loaded = reward_model_of(folder, layout, Precision.fp32)
     contract = ScoringContract.from_dict(folder.contract or {})
     check_plain_reading(contract, str(folder.source), HF_MODEL)
-    shape = ModelShape.from_config(folder.config)
     check_is_linear(shape.head, str(folder.source), "an adapter of peft")
     head, exported = head_of(archive, contract, ExportOptions(merge=options.merge))
     texts = encode_texts(contract, loaded.tokenizer)
@@ -106,7 +118,9 @@ def _export_adapter(
     write_json(staging / CONTRACT_NAME, exported.to_dict())
     write_tokenizer(staging, loaded.tokenizer, exported, pad_token)
     written = (output.name, exported, pad_token, folder.source, options.base_license)
-    card = model_card(*written, contract.dtype, options.base)
+    model_type = archive.family.to_hf(archive.config)["model_type"]
+    is_whole = has_class(architecture_of(model_type), model_type)
+    card = model_card(*written, contract.dtype, options.base, is_loaded_whole=is_whole)
     (staging / "README.md").write_text(card, encoding="utf-8")
     lines = [
         f"{output}: adapter of {options.base}: LoRA of {archive.lora}, and the head of "
@@ -156,15 +170,27 @@ def _tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
+def _class_for(base: str) -> Any:
+    """transformers' class of a reward model on ``base``, or what it would be if there were one."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
+    from transformers import MODEL_MAPPING, AutoConfig
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    config = type(AutoConfig.from_pretrained(base, local_files_only=True))
+    if config in CLASSES:
+        return CLASSES[config]
+    decoder: Any = MODEL_MAPPING[config]
+    bases = GenericForSequenceClassification, decoder.__base__
+    return type("RewardModel", bases, {})
+
+
 def _adapted(base: str, folder: Path, scale: float, pad_id: int) -> Any:
     """Load the base model with the adapter in ``folder``, in fp32."""
-    from transformers import AutoModelForSequenceClassification
-
     tensors = load_file(folder / _WEIGHTS_NAME)
     head = tensors.pop(_PREFIX + HF_HEAD)
     try:
         with quiet_about_heads(), bounded_torch_load():  # its weights may be pickles
-            model = AutoModelForSequenceClassification.from_pretrained(
+            model = _class_for(base).from_pretrained(
                 base, dtype=torch.float32, local_files_only=True, num_labels=head.size(0)
             )
     except Exception as error:  # third-party code on files that may be wrong

@@ -71,12 +71,24 @@ files = [load_file(path) for path in Path("{name}").glob("*.safetensors")]
 head = {{key: file[key] for file in files for key in file if key.startswith("{layer}.")}}
 """
 
-_ADAPTED = """import torch
+_PEFT = """import torch
 from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+"""
 
+# Where transformers has no class for a reward model of the base, this is what it would be.
+_MADE_CLASS = """import torch
+from peft import PeftModel
+from transformers import MODEL_MAPPING, AutoConfig, AutoTokenizer
+from transformers.modeling_layers import GenericForSequenceClassification
+
+decoder = MODEL_MAPPING[type(AutoConfig.from_pretrained("{base}"))]
+RewardModel = type("RewardModel", (GenericForSequenceClassification, decoder.__base__), {{}})
+"""
+
+_ADAPTED = """
 tokenizer = AutoTokenizer.from_pretrained("{name}")
-model = AutoModelForSequenceClassification.from_pretrained(
+model = {auto}.from_pretrained(
     "{base}", num_labels={count}, dtype=torch.float32
 )
 model.config.pad_token_id = tokenizer.pad_token_id
@@ -208,13 +220,15 @@ def model_card(
 def _snippet(
     name: str, contract: ScoringContract, base: str | None, form: str, *, is_loaded_whole: bool
 ) -> str:
-    code = (_LOADED if base is None else _ADAPTED) + _SCORED
-    if not is_loaded_whole:
-        code = _WITH_BODY + _SCORED_BY_BODY
+    code = _LOADED + _SCORED if is_loaded_whole else _WITH_BODY + _SCORED_BY_BODY
+    if base is not None:
+        code = (_PEFT if is_loaded_whole else _MADE_CLASS) + _ADAPTED + _SCORED
     return code.format(
         name=name,
         base=base,
-        auto="AutoModelForSequenceClassification",
+        auto="AutoModelForSequenceClassification"
+        if is_loaded_whole or base is None
+        else "RewardModel",
         texts=_CONVERSATION if contract.template else f"texts = [{_raw('a text', contract)}]",
         **_read(contract, form),
     )

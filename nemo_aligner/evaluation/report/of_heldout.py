@@ -34,6 +34,7 @@ from nemo_aligner.evaluation.robustness import (
 )
 from nemo_aligner.evaluation.tasks.base import TaskRow
 from nemo_aligner.metrics import ranking
+from nemo_aligner.metrics.table import by_position
 from nemo_aligner.utils.console import show_number
 
 _MOST_SOURCES = 30
@@ -130,13 +131,34 @@ def reliability(sets: Sequence[Heldout]) -> PageSection:
         for key, each in pairs
     ]
     bins = [(key, ranking.reliability(each)) for key, each in pairs]
+    tables = [PageTable(["", "ECE", "Brier score", "temperature"], rows)] if rows else []
+    tables += [table for each in sets for table in _of_steps(each)]
     return PageSection(
         "calibration",
         "Calibration",
         drawings=[reliability_diagram("reliability", bins)] if bins else [],
-        tables=[PageTable(["", "ECE", "Brier score", "temperature"], rows)] if rows else [],
+        tables=tables,
         nothing=_NO_PAIRS,
     )
+
+
+_OF_STEPS = ("step_accuracy", "first_error_accuracy", "first_error_f1")
+
+
+def _of_steps(each: Heldout) -> Iterator[PageTable]:
+    """Yield how the steps of a set are judged, and how probable right is at each position."""
+    found = [each.metric(name) for name in _OF_STEPS]
+    if found[0] is None:
+        return
+    name = each.key.name
+    shown = ["" if value is None else f"{value:.3f}" for value in found]
+    yield PageTable(["", *_OF_STEPS], [["all steps", *shown]], f"Turns and steps: {name}")
+    rows = [
+        [str(place), f"{count:.0f}", *(f"{share:.3f}" for share in shares)]
+        for place, (count, *shares) in by_position(each.metric)
+    ]
+    header = ["step", "labels", "mean label", "mean probability of right", "accuracy"]
+    yield PageTable(header, rows, f"Calibration by the position of a step: {name}")
 
 
 def reward_and_length(sets: Sequence[Heldout]) -> PageSection:

@@ -27,7 +27,10 @@ from nemo_aligner.utils.console import show_bytes, show_number
 VALIDATION = "validation-"
 # Metrics to judge a model by; the first available counts.
 MAIN_METRICS = ("accuracy", "pearson_mean", "loss")
-_CURVES = ("loss", "accuracy", "pearson_mean", "reward_margin", "ece", "spearman_mean")
+_CURVES = (
+    "loss", "accuracy", "pearson_mean", "reward_margin", "ece", "spearman_mean", "step_accuracy",
+    "first_error_accuracy", "first_error_f1",
+)  # fmt: skip
 _OF_STEPS = ("lr", "grad_norm", "loss_scale")
 _SPEED = ("train/tokens_per_second", "timing/train_step")
 _ALSO = ("memory", "power", "mfu")

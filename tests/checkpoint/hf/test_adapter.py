@@ -81,7 +81,7 @@ def test_adapter_on_the_base_model_is_the_whole_export(
         torch.testing.assert_close(whole[name], weight + added, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", ["phi3_untied", "glm"])
+@pytest.mark.parametrize("case", ["phi3_untied", "glm", "granite"])
 def test_adapter_of_fused_and_reordered_weights_is_checked(
     case: str, make: Any, hf: Path, layout: Any, tmp_path: Path
 ) -> None:
@@ -90,8 +90,12 @@ def test_adapter_of_fused_and_reordered_weights_is_checked(
     said = export_adapter(archive, tmp_path / "out", layout, AdapterOptions(str(hf)))
     assert "checked: 7 texts" in said
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    fused = ["qkv_proj"] if case == "phi3_untied" else ["k_proj", "q_proj", "v_proj"]
-    assert config["target_modules"] == sorted(["gate_up_proj", *fused])
+    parts = {"phi3_untied": ["qkv_proj"]}.get(case, ["k_proj", "q_proj", "v_proj"])
+    # A Granite is not fused. transformers has no class for it, so the card makes one.
+    parts += ["gate_proj", "up_proj"] if case == "granite" else ["gate_up_proj"]
+    assert config["target_modules"] == sorted(parts)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert ("GenericForSequenceClassification" in card) == (case == "granite")
 
 
 def test_adapter_of_a_named_base_has_a_card_and_is_said_to_be_unchecked(

@@ -245,6 +245,15 @@ def test_page_of_ratings_has_figures_and_mistakes_of_its_own(tmp_path: Path) -> 
     assert "helpful: reward 0.400, label 4.000" in page.text
     assert "the length of the reply alone, in characters" in page.text
     assert "script" not in page.tags
+    figures = {"labels": 7, "label": 0.25, "probability": 0.375, "accuracy": 0.625}
+    metrics = {f"step_position/2/{name}": value for name, value in figures.items()}
+    metrics |= {"step_accuracy": 0.75, "first_error_accuracy": 0.5, "first_error_f1": None}
+    path.with_suffix(".json").write_text(json.dumps({"metrics": metrics, "counts": {"kept": 30}}))
+    page = Page(write_page([path], tmp_path / "p.html").read_text(encoding="utf-8"))
+    assert "Calibration by the position of a step: rated" in page.text
+    cells = [each for each in page.texts if each.strip()]
+    assert cells[cells.index("all steps") :][:3] == ["all steps", "0.750", "0.500"]
+    assert cells[cells.index("0.250") - 2 :][:5] == ["2", "7", "0.250", "0.375", "0.625"]
 
 
 def test_page_shows_a_mistake_whose_prompt_has_parts_and_calls(tmp_path: Path) -> None:

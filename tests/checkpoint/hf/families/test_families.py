@@ -23,6 +23,7 @@ from nemo_aligner.checkpoint.hf.families.base import (
 )
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA2
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2
+from nemo_aligner.checkpoint.nemo.open import open_nemo
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError
@@ -153,6 +154,23 @@ def test_family_config_that_cannot_be_carried_is_refused() -> None:
             config = {**nemo_config(case), **changes}
             with refused((case, changes), pattern):
                 family_of(config).to_hf(config)
+
+
+def test_family_of_experts_reads_those_that_are_stored_as_one(tmp_path: Path) -> None:
+    """As transformers 5 writes them if it is told to; a Mixtral's router then has another name."""
+    families.write_hf_checkpoint(tmp_path / "single", "mixtral")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "single")
+    whole.save_pretrained(tmp_path / "fused", save_original_format=False)
+    tiny.write_tokenizer(tmp_path / "fused")
+    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(
+        tmp_path / "fused/model.safetensors"
+    )
+    for name in ("single", "fused"):
+        convert(tmp_path / name, tmp_path / f"{name}.nemo")
+    with open_nemo(tmp_path / "single.nemo") as single, open_nemo(tmp_path / "fused.nemo") as fused:
+        stored = single.store.tensors
+        assert fused.store.tensors == stored
+        assert all(torch.equal(single.store.read(k), fused.store.read(k)) for k in stored)
 
 
 def test_family_config_of_old_keys_reads_the_same() -> None:

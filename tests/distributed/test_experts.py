@@ -1,0 +1,56 @@
+"""A run of a mixture of experts at several layouts, one after the other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import families, tiny
+
+# The rate depends on the step alone, wherever a run is to end.
+SETTINGS = (
+    "model.optim.sched.name=constant",
+    "model.train_router=true",
+    "trainer.rm.save_interval=2",
+    "trainer.rm.val_check_interval=2",
+)
+LAYOUTS: list[tuple[int, tuple[str, ...]]] = [
+    (2, ("model.expert_model_parallel_size=2",)),
+    (2, ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true")),
+    (2, ("model.expert_model_parallel_size=2", "model.context_parallel_size=2")),
+]
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_mixture_goes_on_at_other_layouts_as_in_one_process(lora: int, tmp_path: Path) -> None:
+    """With experts shared out, then split, then shared by the ranks of a context group."""
+    base = families.write_base_nemo(tmp_path / "base.nemo", "qwen2_moe")
+    pairs = tiny.write_pairs(tmp_path / "pairs.jsonl", 24)
+    settings = SETTINGS[:1] + SETTINGS[2:] if lora else SETTINGS
+    layouts = [LAYOUTS[0], LAYOUTS[2]] if lora else LAYOUTS
+
+    def train(folder: Path, steps: int, processes: int, *more: str) -> None:
+        arguments = (*tiny.training(base, folder, pairs, pairs), *settings, *more)
+        rank, last = f"model.lora.rank={lora}", f"trainer.rm.max_steps={steps}"
+        tiny.run_verb("train", *arguments, rank, last, processes=processes)
+
+    train(tmp_path / "one", 2 * len(layouts), 1)
+    for number, (processes, sizes) in enumerate(layouts, 1):
+        train(tmp_path / "other", 2 * number, processes, *sizes)
+    one, other = (tiny.logged(tmp_path / name) for name in ("one", "other"))
+    # Tokens that fill a pack up, for ranks that split it, have experts, too.
+    near = {"train/loss": 2e-5, "train/grad_norm": 2e-5, "train/expert_load_mean_max": 0.01}
+    for name, rel in near.items():
+        assert other[name] == pytest.approx(one[name], rel=rel), name
+    assert len(one["train/loss"]) == 2 * len(layouts)
+
+    tiny.run_verb(
+        "export",
+        f"--input={tmp_path / 'other/checkpoints/megatron_gpt.nemo'}",
+        f"--output={tmp_path / 'out'}",
+        "--base-license=apache-2.0",
+    )
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["architectures"] == ["Qwen2MoeForSequenceClassification"]
