@@ -73,7 +73,8 @@ def render_keys(schema: type) -> str:
         if section != last:
             lines += ["", f"{section}:" if section else "settings without a section:"]
             last = section
-        lines.append(f"  {name}={key.default}  ({key.kind})")
+        head = f"  {name}={key.default}  ({key.kind})"
+        lines += textwrap.wrap(head, _WIDTH, subsequent_indent=" " * 6, break_long_words=False)
         lines += textwrap.wrap(key.about, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines[1:])
 
