@@ -37,6 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP=2": {"pp": 2},
     "CP=2": {"cp": 2},
     "EP=2": {"ep": 2},
+    "CP=2, EP=2": {"cp": 2, "ep": 2},
 }
 # What is there of experts.
 MIXTURES = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"]

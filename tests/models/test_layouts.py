@@ -48,7 +48,8 @@ def test_family_at_every_layout_scores_and_trains_alike(case: str, there: Any, a
     in_bf16 = layouts.rewards(path, alone, Precision.bf16)
     assert wanted["after"] != pytest.approx(wanted["before"], abs=1e-3)
     names = [name for name in LAYOUTS if case in found["families"][name]]
-    assert len(names) == len(LAYOUTS) - (case not in layouts.MIXTURES)
+    is_mixture = case in layouts.MIXTURES
+    assert len(names) == len(LAYOUTS) - 2 * (not is_mixture)
     for name in names:
         got = found["families"][name][case]
         assert got["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5), name
@@ -57,7 +58,9 @@ def test_family_at_every_layout_scores_and_trains_alike(case: str, there: Any, a
             size = max(map(abs, wanted[then]))
             # Adam divides a gradient by its own size, and so its rounding, which is the
             # processor's: 1.2e-5 was seen.
-            near = 1e-5 if when == "before" else 2e-5
+            # A token near a tie of two experts may then go to the other: 3.5e-4 was seen at CP=2.
+            afterwards = 1e-3 if is_mixture and "CP" in name else 2e-5
+            near = 1e-5 if when == "before" else afterwards
             assert got[when] == pytest.approx(wanted[then], abs=near * size), (name, when)
         near = 0.0 if name == "PP=2" else 0.05 * max(map(abs, in_bf16))
         assert got["bf16"] == pytest.approx(in_bf16, abs=near, rel=0), name
@@ -67,7 +70,7 @@ def test_critic_at_every_layout_values_a_token_as_the_text_that_ends_with_it(
     there: Any, alone: Any
 ) -> None:
     folder, found = there
-    at_all = {name: found[name] for name in LAYOUTS if name != "EP=2"} | {
+    at_all = {name: found[name] for name in LAYOUTS if "EP" not in name} | {
         "one": layouts.critic(folder / "rm.nemo", alone)
     }
     for name, got in at_all.items():
