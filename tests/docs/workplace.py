@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.evaluation.tasks import find_task
-from tests import tiny
+from tests import families, tiny
 from tests.checkpoint.hf.gguf.writing import write_gguf
 from tests.config.nemo_aligner_files import write_file
 from tests.launching import ROOT
@@ -53,6 +53,7 @@ def build_workplace(folder: Path) -> None:
         write_gguf(folder / name, source)
     for name in ("smollm2.nemo", "results/quickstart/base.nemo"):
         _copy(base, folder / name)
+    families.write_base_nemo(folder / "qwen3-30b-a3b.nemo", "qwen3_moe")
     tiny.write_hf_reward_model(folder / "Skywork/Skywork-Reward-V2-Qwen3-0.6B")
     tiny.write_tokenizer(folder / "FOLDER")
     tiny.write_reward_nemo(folder / "first.nemo")
