@@ -471,7 +471,7 @@ PARTS = (
     Part(
         "overlap",
         "gradients reduced while others are computed",
-        120,
+        90,
         _on_ranks("overlap"),
         read_rows,
         _lacks_two,
@@ -479,7 +479,7 @@ PARTS = (
     Part(
         "context",
         "texts that ranks share",
-        150,
+        90,
         _on_ranks("context"),
         read_rows,
         _lacks_two,
