@@ -43,10 +43,10 @@ _SAME_AS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _WHY_NOT = {
     "gemma3n": "its decoder has embeddings in every layer",
-    "llama4": "its decoder is a mixture of experts",
+    "llama4": "the layout of its experts is not read",
     "mllama": "layers of its decoder attend to images",
     "paligemma": "its decoder sees a prompt in both directions",
-    "qwen3_vl_moe": "its decoder is a mixture of experts",
+    "qwen3_vl_moe": "the layout of its experts is not read",
 }
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
 _DECODER = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(.+)")

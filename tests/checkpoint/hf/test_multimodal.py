@@ -188,7 +188,3 @@ def test_multimodal_config_that_is_not_known_is_refused() -> None:
             assert is_multimodal(config)
             with refused(config, pattern):
                 decoder_config(config, [])
-        with refused("mixture", "got 'qwen3_moe', a mixture of experts"):
-            inside = {**tiny.SHAPE, "model_type": "qwen3_moe"}
-            found = decoder_config({"model_type": "internvl", "text_config": inside}, [])
-            find_family(found["model_type"])
