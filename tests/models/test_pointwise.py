@@ -56,7 +56,8 @@ def test_yarn_is_that_of_megatron_core(layout: ParallelLayout) -> None:
         model = build_reward_model(
             ModelShape.from_config(config), layout, num_attributes=1, precision=Precision.fp32
         )
-        ((cos, sin),) = model._tables(torch.arange(40))
+        (rotation,) = model._rotations
+        cos, sin = rotation.tables(torch.arange(40), torch.float32, None)
         theirs = YarnRotaryEmbedding(
             64,
             rotary_base=5000.0,
