@@ -38,9 +38,12 @@ from tests.serving.servers import running
 NOTHING = {"fp32": 0, "bf16": 0}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def folder(once: Once) -> Path:
-    """Of one tiny reward model, for short texts and for long ones."""
+    """Of one tiny reward model, for short texts and for long ones.
+
+    Before ``layout``, whichever test comes first: its writer has a process group of its own.
+    """
 
     def write(folder: Path) -> None:
         for longest in (LONGEST, VERY_LONG):
