@@ -174,13 +174,13 @@ def _random_pairs(count: int, length: int, prefix: int, vocabulary: int) -> Any:
     sequences[:, 1, :prefix] = sequences[:, 0, :prefix]
     # So that the prefix is no longer than that.
     sequences[:, 0, prefix], sequences[:, 1, prefix] = 1, 2
+    lengths = torch.full((2 * count,), length - prefix)
     return TokenizedDataset(
         kind=RecordKind.comparison,
         name="train",
         sequences=TokenSequences.of(list(sequences.flatten(0, 1).numpy())),
-        records=Records.of(range(count), [2] * count),
+        records=Records.of(range(count), [2] * count, reply_lengths=lengths),
         origins=[Origin("random", line + 1) for line in range(count)],
-        reply_lengths=torch.full((2 * count,), length - prefix),
         sources=[""] * count,
         reports=[],
         prefixes=torch.full((count,), prefix),

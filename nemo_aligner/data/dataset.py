@@ -77,7 +77,6 @@ class TokenizedDataset:
         sequences: S of them, in record order; fewer where ``steps`` says so.
         records: the rewards that each record owns, and its labels.
         origins: file and line of every record.
-        reply_lengths: ``[S]`` int32 tokens of every reply, before any cut.
         sources: where every record says it is from; "" where it says nothing.
         reports: one for each file.
         prefixes: ``[N]`` int32 tokens that all sequences of a record begin with; 0 for a lone one.
@@ -90,7 +89,6 @@ class TokenizedDataset:
     sequences: TokenSequences
     records: Records
     origins: Sequence[Origin]
-    reply_lengths: Tensor
     sources: Sequence[str]
     reports: Sequence[FileReport]
     prefixes: Tensor
@@ -166,6 +164,12 @@ class TokenizedDataset:
         end_digest(digest, labels, ranks, records.bounds.numpy(), reads)
         return digest.hexdigest()
 
+    @property
+    def reply_lengths(self) -> Tensor:
+        """``[S]`` int32 tokens of every reply, before any cut."""
+        assert self.records.reply_lengths is not None  # the indexes of files have them
+        return self.records.reply_lengths
+
     def first(self, count: int) -> TokenizedDataset:
         """The first ``count`` records, without the reports of files."""
         return replace(self.select(range(min(count, len(self)))), reports=[])
@@ -181,8 +185,8 @@ class TokenizedDataset:
 
     def select(self, indices: Sequence[int]) -> TokenizedDataset:
         """The records at ``indices``, numbered anew in that order, with the reports of all."""
-        rows, chosen = self.records.rows(indices), self.records.select(indices)
-        texts, steps = rows, self.steps
+        texts, chosen = self.records.rows(indices), self.records.select(indices)
+        steps = self.steps
         if steps is not None:
             parts = [torch.arange(*self._rows(index)) for index in indices]
             texts = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
@@ -194,7 +198,6 @@ class TokenizedDataset:
             records=replace(chosen, ids=torch.arange(len(chosen))),
             known_digest=None,
             origins=[self.origins[index] for index in indices],
-            reply_lengths=self.reply_lengths[rows],
             sources=[self.sources[index] for index in indices],
             prefixes=self.prefixes[torch.as_tensor(indices, dtype=torch.int64)],
         )
@@ -246,15 +249,12 @@ def join_indexes(indexes: Sequence[FileIndex], name: str) -> TokenizedDataset:
         raise DataError("\n".join(str(nothing_left(each.path, each.counts)) for each in reports))
     facts = indexes[0].facts
     steps = _join_steps(indexes) if facts.has_steps else None
-    records = _join_records(indexes, steps)
-    assert records.reply_lengths is not None
     return TokenizedDataset(
         steps=steps,
         kind=facts.summary.kind,
         name=name,
         sequences=TokenSequences([(index.tokens, index.offsets) for index in indexes]),
-        records=records,
-        reply_lengths=records.reply_lengths,
+        records=_join_records(indexes, steps),
         origins=Origins([(index.facts.summary.path, index.lines) for index in indexes]),
         sources=Sources([(list(each.facts.summary.sources), each.sources) for each in indexes]),
         reports=reports,

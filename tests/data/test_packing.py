@@ -46,9 +46,13 @@ def dataset(lengths: list[int], kind: RecordKind = RecordKind.comparison) -> Tok
         kind=kind,
         name="train",
         sequences=TokenSequences.of([[index] * length for index, length in enumerate(lengths)]),
-        records=Records.of(range(count), [per_record] * count, labels),
+        records=Records.of(
+            range(count),
+            [per_record] * count,
+            labels,
+            reply_lengths=torch.ones(len(lengths), dtype=torch.int64),
+        ),
         origins=[Origin("a.jsonl", index + 1) for index in range(count)],
-        reply_lengths=torch.ones(count * per_record, dtype=torch.int64),
         sources=[""] * count,
         reports=[],
         # Both sides are different numbers.

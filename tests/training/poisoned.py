@@ -47,7 +47,6 @@ def dataset(poisoned_indices: tuple[int, ...] = ()) -> TokenizedDataset:
         sequences=TokenSequences.of(sequences),
         records=Records.of(range(RECORDS), [2] * RECORDS, reply_lengths=lengths),
         origins=origins,
-        reply_lengths=lengths,
         sources=[""] * RECORDS,
         reports=[],
         prefixes=torch.zeros(RECORDS, dtype=torch.int64),
