@@ -10,8 +10,9 @@ from typing import Any
 
 from nemo_aligner.data.records import write_lines
 
-# Numbers of one digit: a small model learns to add them within minutes, of two it does not.
 _FEWEST, _MOST = 3, 6
+# Of one digit: a small model learns to add these within minutes; numbers of two it does not.
+_LARGEST = 9
 # How far a wrong result is off.
 _OFF = (-10, -2, -1, 1, 2, 10)
 
@@ -39,7 +40,7 @@ def _chains(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
     """Chains of different questions, every second one with an error."""
     seen: set[str] = set()
     while len(seen) < count:
-        numbers = [rng.randint(1, 9) for _ in range(rng.randint(_FEWEST, _MOST) + 1)]
+        numbers = [rng.randint(1, _LARGEST) for _ in range(rng.randint(_FEWEST, _MOST) + 1)]
         question = f"What is {' + '.join(map(str, numbers))}?"
         if question in seen:
             continue

@@ -204,14 +204,19 @@ def _margin(record: Comparison, rewards: np.ndarray) -> float:
     """Better minus worse reward of two replies; NaN of ties and of more replies."""
     if len(rewards) != 2 or record.is_tied:
         return float("nan")
-    better, worse = rewards[np.argsort(record.ranks)]
+    better, worse = rewards[list(_order(record))]
     return float(better - worse)
+
+
+def _order(record: Comparison) -> tuple[int, int]:
+    """Which of a pair's texts is the chosen one, and which the rejected."""
+    return (0, 1) if record.ranks[0] < record.ranks[1] else (1, 0)
 
 
 def _ordered(record: Comparison) -> tuple[Text, Text]:
     """Chosen and rejected text of a pair."""
-    first, second = record.texts
-    return (first, second) if record.ranks[0] < record.ranks[1] else (second, first)
+    better, worse = _order(record)
+    return record.texts[better], record.texts[worse]
 
 
 def _written(lines: Sequence[str], judged: _Judged, how: Filter) -> list[str]:
