@@ -296,7 +296,7 @@ Find the pairs of a file whose labels are probably wrong, by models that did not
 
 Splits the file by prompt into folds, trains a model on all but one with the settings of `train`,
 and judges that one. Writes kept.jsonl and, with their probabilities, doubted.jsonl, and prints the
-most doubtful pairs. The same command goes on where it was stopped.
+most doubtful pairs. If it is stopped, the same command resumes it.
 """
 
 
@@ -313,7 +313,7 @@ def filter_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--confidence", type=fraction, default=0.8, metavar="PROBABILITY",
-        help="of a wrong label, from which on a pair is doubted (default: %(default)s)",
+        help="doubt a pair whose label is wrong with at least this (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--weigh", action="store_true",
