@@ -18,7 +18,6 @@ from nemo_aligner.checkpoint.hf.card import model_card
 from nemo_aligner.checkpoint.hf.check import (
     architecture_of,
     compare,
-    cut,
     encode_texts,
     has_class,
     our_logits,
@@ -103,10 +102,9 @@ def _export_adapter(
     check_is_linear(shape.head, str(folder.source), "an adapter of peft")
     head, exported = head_of(archive, contract, ExportOptions(merge=options.merge))
     texts = encode_texts(contract, loaded.tokenizer)
-    token_lists = [cut(ids, contract.seq_length) for _, ids in texts]
-    logits = our_logits(loaded.model, token_lists, layout)
+    logits = our_logits(loaded.model, texts, layout)
     logits = as_exported(logits, contract, head, merge=options.merge)
-    pad_token, pad_id = choose_pad(loaded.tokenizer, {ids[-1] for _, ids in texts})
+    pad_token, pad_id = choose_pad(loaded.tokenizer, {each.token_ids[-1] for each in texts})
     if pad_id >= archive.config["vocab_size"]:
         raise CheckpointError(
             f"{folder.source}: its tokenizer has no pad token, and an adapter cannot add one to "

@@ -1,10 +1,15 @@
-"""Check of a written Hugging Face folder against the reward model it was made from."""
+"""Check of a written Hugging Face folder against the reward model it was made from.
+
+Token ids, and the places at which steps are read, are made as the model card's program makes them,
+by transformers' tokenizer and chat template alone.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +20,7 @@ from torch import Tensor
 from nemo_aligner.checkpoint.decoder_tensors import LAYERS
 from nemo_aligner.checkpoint.hf.families.base import HF_HEAD
 from nemo_aligner.checkpoint.hf.heads import (
+    SCORE_WITH_BIAS,
     TOKEN_SUFFIX,
     find_head,
     forget_lengths,
@@ -26,20 +32,18 @@ from nemo_aligner.checkpoint.hf.heads import (
 from nemo_aligner.checkpoint.hf.source import REWARD_SUFFIX, open_source
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.steps import ANSWERS, MARKS, OPEN_ENDED, TURNS
 from nemo_aligner.contract.tokenizer import Tokenizer
-from nemo_aligner.data.packing import pack_sequences
+from nemo_aligner.data.packing import SequenceReads, pack_sequences
 from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.step import gather_rewards, infer
 from nemo_aligner.utils.errors import CheckpointError, DataError
 
-HF_BIAS = "score.bias"
 TOLERANCE = 1e-4
 _RELATIVE_TOLERANCE = 1e-5  # for rewards so large that fp32 is no more precise
 _LONGEST = 512
-# End of the name of a class whose head has two layers, as vLLM's Qwen2ForRewardModel.
-TWO_LAYERS_SUFFIX = "ForRewardModel"
 
 
 def _turns(*contents: str) -> Text:
@@ -60,33 +64,295 @@ TEXTS: tuple[Text, ...] = (
 )
 
 
-def encode_texts(contract: ScoringContract, tokenizer: Tokenizer) -> list[tuple[Text, list[int]]]:
-    """Select the texts that the contract accepts, with their token ids at full length."""
-    texts = []
-    for text in TEXTS:
-        try:
-            texts.append((text, contract.tokenize(tokenizer, [text])[0]))
-        except DataError:
-            continue  # there is no chat template, or it refuses this conversation
+# Steps of a reply, or what is said in turn.
+_REPLIES = (
+    ("4",),
+    ("2+2=4, and", "4+3=7;", "so it is 7!"),
+    ("Zuerst: ça va 🙂", "你好", "print('hello')\t# 1 < 2 & 3 > 2", "no"),
+)
+
+
+@dataclass(frozen=True)
+class CheckedText:
+    """A text with its token ids by the contract, and how it is scored.
+
+    Attributes:
+        text: a conversation, or what stands in a raw text.
+        token_ids: at full length.
+        scored: their end, short enough for a check; with steps all of them.
+        reads: places in ``scored`` at which steps are read; without steps the last.
+        steps: of the reply, or what is said in turn; none for a text that is read as a whole.
+    """
+
+    text: Text
+    token_ids: list[int]
+    scored: list[int]
+    reads: tuple[int, ...]
+    steps: tuple[str, ...] = ()
+
+
+def encode_texts(contract: ScoringContract, tokenizer: Tokenizer) -> list[CheckedText]:
+    """Select the texts that the contract accepts; those with steps, if it reads steps.
+
+    Raises:
+        CheckpointError: it accepts none.
+    """
+    encode = _encode_steps if contract.has_steps else _encode_whole
+    texts = list(encode(contract, tokenizer))
     if not texts:
         raise CheckpointError("the scoring contract accepts none of the texts to be checked")
     return texts
 
 
-def cut(token_ids: Sequence[int], seq_length: int) -> list[int]:
-    """Cut a text to its end, so that a check stays short."""
-    return list(token_ids[-min(seq_length, _LONGEST) :])
+def _encode_whole(contract: ScoringContract, tokenizer: Tokenizer) -> Iterator[CheckedText]:
+    for text in TEXTS:
+        try:
+            (ids,) = contract.tokenize(tokenizer, [text])
+        except DataError:
+            continue  # there is no chat template, or it refuses this conversation
+        scored = ids[-min(contract.seq_length, _LONGEST) :]
+        yield CheckedText(text, ids, scored, (len(scored) - 1,))
+
+
+def _encode_steps(contract: ScoringContract, tokenizer: Tokenizer) -> Iterator[CheckedText]:
+    for steps in _REPLIES:
+        for text in _written(contract, steps):
+            try:
+                found = contract.encode(tokenizer, text)
+            except DataError:
+                continue
+            if found.reads is not None and len(found.reads) == len(steps) and not found.truncated:
+                yield CheckedText(text, found.token_ids, found.token_ids, found.reads, steps)
+
+
+def _written(contract: ScoringContract, steps: Sequence[str]) -> list[Text]:
+    """A conversation and a raw text with these steps; none if the separator is within one."""
+    question = {"role": "user", "content": "2+2+3?"}
+    if contract.scored_position == TURNS:
+        replies = ({"role": "assistant", "content": step} for step in steps)
+        turns: list[Text] = [[message for reply in replies for message in (question, reply)]]
+        return turns + ["".join(steps)] * (len(steps) == 1)
+    separator = contract.step_separator or ""
+    if any(separator in step for step in steps):
+        return []
+    reply = separator.join(steps) + separator * (contract.scored_position == MARKS)
+    asked: Text = [question, {"role": "assistant", "content": reply}]
+    return [asked] if contract.scored_position == ANSWERS else [asked, reply]
 
 
 def our_logits(
-    model: GPTRewardModel, token_lists: Sequence[list[int]], layout: ParallelLayout
+    model: GPTRewardModel, texts: Sequence[CheckedText], layout: ParallelLayout
 ) -> Tensor:
-    """Compute the head's outputs ``[N, A]`` float32, without the contract's label means."""
+    """Compute the head's outputs ``[S, A]`` float32 of all texts, a row for each text or step.
+
+    They lack the contract's label means.
+    """
+    token_lists = [each.scored for each in texts]
+    reads = SequenceReads.number([each.reads for each in texts]) if texts[0].steps else None
     budget = sum(map(len, token_lists))  # the weights are read once
-    packs = pack_sequences(token_lists, budget, None, model.rotation_by_length)
-    attributes = model.rm_head.weight.size(0)
-    shape = (len(token_lists), attributes)
+    packs = pack_sequences(token_lists, budget, reads, model.rotation_by_length)
+    shape = (sum(len(each.reads) for each in texts), model.rm_head.weight.size(0))
     return gather_rewards(infer(model, packs, layout), packs, shape, layout)
+
+
+def check_folder(
+    folder: Path, contract: ScoringContract, texts: Sequence[CheckedText], logits: Tensor
+) -> float:
+    """Load ``folder`` with transformers and compare; returns the largest difference of a logit.
+
+    Args:
+        logits: ``[S, A]``, by ``our_logits`` and as exported.
+
+    Raises:
+        CheckpointError: transformers cannot load it, makes other token ids, or its logits in fp32
+            differ by more than 1e-4 plus 1e-5 of their size, alone or padded beside a longer text.
+    """
+    return compare(*_load_written(folder), contract, texts, logits)
+
+
+def _load_written(folder: Path) -> tuple[Any, Any]:
+    """Load the tokenizer and the model of ``folder`` with transformers, to compute in fp32.
+
+    Raises:
+        CheckpointError: it cannot, or the pad token is not that of ``config.json``.
+    """
+    try:
+        tokenizer, model = _load(folder)
+    except Exception as error:  # third-party code on files that may be wrong
+        raise CheckpointError(f"transformers cannot load what was written: {error}") from error
+    pad_id = json.loads((folder / "config.json").read_text(encoding="utf-8"))["pad_token_id"]
+    if tokenizer.pad_token_id != pad_id:
+        raise CheckpointError(f"pad token: got id {tokenizer.pad_token_id}, wanted {pad_id}")
+    return tokenizer, model
+
+
+def _load(folder: Path) -> tuple[Any, Any]:
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+        AutoTokenizer,
+    )
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    found = open_source(folder)
+    stored = {name for name in found.tensors if is_of_head(name)}
+    has_bias = reads_steps(found)
+    is_linear = stored == ({HF_HEAD, SCORE_WITH_BIAS} if has_bias else {HF_HEAD})
+    architecture, model_type = str(found.config["architectures"][0]), found.config["model_type"]
+    if not (is_linear and has_class(architecture, model_type)):
+        head = find_head(found)
+        assert head is not None  # it was just written
+        model = load_with_head(str(folder), found, head, "auto").to(current_device()).eval()
+        compute_in_fp32(model)
+        return tokenizer, model
+    # In the dtype of the files, which are then mapped instead of copied.
+    auto = AutoModelForTokenClassification if has_bias else AutoModelForSequenceClassification
+    model, report = auto.from_pretrained(
+        folder, dtype="auto", local_files_only=True, output_loading_info=True
+    )
+    lost = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
+    if lost:
+        raise CheckpointError(f"tensors do not match: {', '.join(map(str, lost))}")
+    model = model.to(current_device()).eval()
+    # The files have the head in fp32; transformers has cast it to the body's dtype.
+    model.score.weight.data = found.tensors[HF_HEAD].read().to(model.device)
+    if has_bias:
+        model.score.bias.data = found.tensors[SCORE_WITH_BIAS].read().to(model.device)
+    compute_in_fp32(model)
+    return tokenizer, model
+
+
+def compare(
+    tokenizer: Any,
+    model: Any,
+    contract: ScoringContract,
+    texts: Sequence[CheckedText],
+    logits: Tensor,
+) -> float:
+    """Compare a tokenizer and a model that were loaded from a folder; see ``check_folder``."""
+    for each in texts:
+        _check_ids(tokenizer, contract, each)
+    alone = [_their_logits(model, tokenizer, [each])[0] for each in texts]
+    padded = list(alone)
+    # Where a batch is rotated by its longest text, only a text alone has a reward of its own.
+    numbers = [] if rotary_by_length(model) else range(len(texts))
+    by_length = sorted(numbers, key=lambda row: len(texts[row].scored))
+    for shorter, longer in pairwise(by_length):
+        padded[shorter] = _their_logits(model, tokenizer, [texts[shorter], texts[longer]])[0]
+    rows = [each.text for each in texts for _ in each.reads]
+    both = {"alone": torch.cat(alone), "padded": torch.cat(padded)}
+    for how, got in both.items():
+        _check_logits(how, got, logits, rows)
+    return float(max((got - logits).abs().max() for got in both.values()))
+
+
+def _check_ids(tokenizer: Any, contract: ScoringContract, checked: CheckedText) -> None:
+    text, wanted = checked.text, checked.token_ids
+    if not checked.steps:
+        ids = _their_ids(tokenizer, contract, text)
+        if ids != wanted:
+            raise CheckpointError(
+                f"transformers tokenizes {text!r} as {ids}, wanted the scoring contract's {wanted}"
+            )
+        return
+    ids, reads = _their_steps(tokenizer, contract, checked)
+    if (ids, reads) != (wanted, checked.reads):
+        raise CheckpointError(
+            f"transformers reads {text!r} as the ids {ids} at {reads}, wanted the scoring "
+            f"contract's {wanted} at {checked.reads}"
+        )
+
+
+def _their_ids(tokenizer: Any, contract: ScoringContract, text: Text) -> list[int]:
+    """Tokenize a text as the model card says."""
+    if not isinstance(text, str):
+        text = tokenizer.apply_chat_template(text, tokenize=False)
+        return tokenizer(text, add_special_tokens=False).input_ids
+    return _complete(tokenizer(text, add_special_tokens=False).input_ids, contract)
+
+
+def _complete(ids: list[Any], contract: ScoringContract, *, ends: bool = True) -> list[int]:
+    """Add to the ids of a raw text what the contract has around it; behind it only if it ends."""
+    if contract.add_bos and ids[:1] != [contract.bos_id]:
+        ids = [contract.bos_id, *ids]
+    if ends and contract.add_eos and ids[-1:] != [contract.eos_id]:
+        ids = [*ids, contract.eos_id]
+    if ends and contract.reward_token_id is not None and ids[-1:] != [contract.reward_token_id]:
+        ids = [*ids, contract.reward_token_id]
+    return ids
+
+
+def _their_steps(
+    tokenizer: Any, contract: ScoringContract, checked: CheckedText
+) -> tuple[list[int], tuple[int, ...]]:
+    """Token ids and the places that are read, as the model card says."""
+    position, text, steps = contract.scored_position, checked.text, checked.steps
+    separator = contract.step_separator or ""
+    if position == TURNS and isinstance(text, list):
+        pieces, before = [], ""
+        for turns in range(2, len(text) + 1, 2):
+            written = tokenizer.apply_chat_template(text[:turns], tokenize=False)
+            pieces.append(written.removeprefix(before))
+            before = written
+    elif position == ANSWERS and isinstance(text, list):
+        pieces, before = [], ""
+        asked: list[dict[str, str]] = []
+        for step in (f"{text[0]['content']} {steps[0]}", *steps[1:]):
+            asked += [{"role": "user", "content": step}, {"role": "assistant", "content": "+"}]
+            written = tokenizer.apply_chat_template(asked, tokenize=False)
+            begun = written[: written.rindex("+")]
+            pieces.append(begun.removeprefix(before))
+            before = begun
+    else:
+        pieces = [steps[0], *(separator + step for step in steps[1:])]
+        if position == MARKS:
+            pieces = [piece for step in steps for piece in (step, separator)]
+        if not isinstance(text, str):
+            written = tokenizer.apply_chat_template(text, tokenize=False)
+            before, _, after = written.rpartition("".join(pieces))
+            pieces[0] = before + pieces[0]
+            pieces[-1] += "" if position == MARKS else after
+    ids: list[int] = []
+    reads = []
+    for piece in pieces:
+        ids += tokenizer(piece, add_special_tokens=False).input_ids
+        reads.append(len(ids) - 1)
+    reads = reads[1::2] if position == MARKS else reads
+    if isinstance(text, str):
+        whole = _complete(ids, contract, ends=position not in OPEN_ENDED)
+        begun = len(_complete(ids, contract, ends=False)) - len(ids)
+        ids, reads = whole, [*(place + begun for place in reads[:-1]), len(whole) - 1]
+    return ids, tuple(reads)
+
+
+def _their_logits(model: Any, tokenizer: Any, texts: Sequence[CheckedText]) -> list[Tensor]:
+    """Each text's ``[S, A]``."""
+    forget_lengths(model)
+    has_steps = bool(texts[0].steps)
+    # A class that reads one token finds it on either side; places of steps count from the left.
+    side = {"padding_side": "right"} if has_steps else {}
+    lists = {"input_ids": [each.scored for each in texts]}
+    batch = tokenizer.pad(lists, **side, return_tensors="pt").to(model.device)
+    with torch.no_grad():
+        output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    logits = output.logits.float().cpu()
+    if not has_steps:
+        return list(logits.split(1))
+    return [own[list(each.reads)] for own, each in zip(logits, texts, strict=True)]
+
+
+def _check_logits(how: str, got: Tensor, logits: Tensor, texts: Sequence[Text]) -> None:
+    difference = (got - logits).abs()
+    # Written so that NaN fails.
+    wrong = ~(difference <= TOLERANCE + _RELATIVE_TOLERANCE * logits.abs())
+    if wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        raise CheckpointError(
+            f"transformers scores {texts[row]!r} {how} as {got[row, column]:.6g}, "
+            f"wanted {logits[row, column]:.6g} within {TOLERANCE}"
+        )
 
 
 def architecture_of(model_type: str) -> str:
@@ -117,157 +383,6 @@ def has_class(architecture: str, model_type: str) -> bool:
     return (
         architecture.endswith(REWARD_SUFFIX) and config in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     )
-
-
-def check_folder(
-    folder: Path, contract: ScoringContract, texts: Sequence[tuple[Text, list[int]]], logits: Tensor
-) -> float:
-    """Load ``folder`` with transformers and compare; returns the largest difference of a logit.
-
-    Args:
-        logits: ``[N, A]``, for every text's token ids after ``cut``.
-
-    Raises:
-        CheckpointError: transformers cannot load it, makes other token ids, or its logits in fp32
-            differ by more than 1e-4 plus 1e-5 of their size, alone or padded beside a longer text.
-    """
-    return compare(*load_written(folder), contract, texts, logits)
-
-
-def load_written(folder: Path) -> tuple[Any, Any]:
-    """Load the tokenizer and the model of ``folder`` with transformers, to compute in fp32.
-
-    Raises:
-        CheckpointError: it cannot, or the pad token is not that of ``config.json``.
-    """
-    try:
-        tokenizer, model = _load(folder)
-    except Exception as error:  # third-party code on files that may be wrong
-        raise CheckpointError(f"transformers cannot load what was written: {error}") from error
-    pad_id = json.loads((folder / "config.json").read_text(encoding="utf-8"))["pad_token_id"]
-    if tokenizer.pad_token_id != pad_id:
-        raise CheckpointError(f"pad token: got id {tokenizer.pad_token_id}, wanted {pad_id}")
-    return tokenizer, model
-
-
-def compare(
-    tokenizer: Any,
-    model: Any,
-    contract: ScoringContract,
-    texts: Sequence[tuple[Text, list[int]]],
-    logits: Tensor,
-) -> float:
-    """Compare a tokenizer and a model that were loaded from a folder; see ``check_folder``."""
-    _check_ids(tokenizer, contract, texts)
-    token_lists = [cut(ids, contract.seq_length) for _, ids in texts]
-    alone = torch.cat([_their_logits(model, tokenizer, [ids]) for ids in token_lists])
-    padded = alone.clone()
-    # Where a batch is rotated by its longest text, only a text alone has a reward of its own.
-    rows = [] if rotary_by_length(model) else range(len(texts))
-    by_length = sorted(rows, key=lambda row: len(token_lists[row]))
-    for shorter, longer in pairwise(by_length):
-        batch = [token_lists[shorter], token_lists[longer]]
-        padded[shorter] = _their_logits(model, tokenizer, batch)[0]
-    return differ_most(alone, padded, logits, [text for text, _ in texts])
-
-
-def differ_most(alone: Tensor, padded: Tensor, logits: Tensor, texts: Sequence[Text]) -> float:
-    """Largest difference of transformers' logits, ``[N, A]``, from ours.
-
-    Raises:
-        CheckpointError: one is out of tolerance, with its text.
-    """
-    for how, got in (("alone", alone), ("padded", padded)):
-        _check_logits(how, got, logits, texts)
-    return float(torch.stack([alone - logits, padded - logits]).abs().max())
-
-
-def _load(folder: Path) -> tuple[Any, Any]:
-    from transformers import (
-        AutoModelForSequenceClassification,
-        AutoModelForTokenClassification,
-        AutoTokenizer,
-    )
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    found = open_source(folder)
-    stored = {name for name in found.tensors if is_of_head(name)}
-    has_bias = reads_steps(found)
-    is_linear = stored == ({HF_HEAD, HF_BIAS} if has_bias else {HF_HEAD})
-    architecture, model_type = str(found.config["architectures"][0]), found.config["model_type"]
-    if not (is_linear and has_class(architecture, model_type)):
-        head = find_head(found)
-        assert head is not None  # it was just written
-        model = load_with_head(str(folder), found, head, "auto").to(current_device()).eval()
-        compute_in_fp32(model)
-        return tokenizer, model
-    # In the dtype of the files, which are then mapped instead of copied.
-    auto = AutoModelForTokenClassification if has_bias else AutoModelForSequenceClassification
-    model, report = auto.from_pretrained(
-        folder, dtype="auto", local_files_only=True, output_loading_info=True
-    )
-    lost = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
-    if lost:
-        raise CheckpointError(f"tensors do not match: {', '.join(map(str, lost))}")
-    model = model.to(current_device()).eval()
-    # The files have the head in fp32; transformers has cast it to the body's dtype.
-    model.score.weight.data = found.tensors[HF_HEAD].read().to(model.device)
-    if has_bias:
-        model.score.bias.data = found.tensors[HF_BIAS].read().to(model.device)
-    compute_in_fp32(model)
-    return tokenizer, model
-
-
-def _check_ids(
-    tokenizer: Any, contract: ScoringContract, texts: Sequence[tuple[Text, list[int]]]
-) -> None:
-    for text, wanted in texts:
-        ids = _their_ids(tokenizer, contract, text)
-        if ids != wanted:
-            raise CheckpointError(
-                f"transformers tokenizes {text!r} as {ids}, wanted the scoring contract's {wanted}"
-            )
-
-
-def _check_logits(how: str, got: Tensor, logits: Tensor, texts: Sequence[Text]) -> None:
-    difference = (got - logits).abs()
-    # Written so that NaN fails.
-    wrong = ~(difference <= TOLERANCE + _RELATIVE_TOLERANCE * logits.abs())
-    if wrong.any():
-        row, column = wrong.nonzero()[0].tolist()
-        raise CheckpointError(
-            f"transformers scores {texts[row]!r} {how} as {got[row, column]:.6g}, "
-            f"wanted {logits[row, column]:.6g} within {TOLERANCE}"
-        )
-
-
-def _their_ids(tokenizer: Any, contract: ScoringContract, text: Text) -> list[int]:
-    """Tokenize a text as the model card says."""
-    if not isinstance(text, str):
-        text = tokenizer.apply_chat_template(text, tokenize=False)
-        return tokenizer(text, add_special_tokens=False).input_ids
-    return complete(tokenizer(text, add_special_tokens=False).input_ids, contract)
-
-
-def complete(ids: list[Any], contract: ScoringContract, *, ends: bool = True) -> list[int]:
-    """Add to the ids of a raw text what the contract has around it; behind it only if it ends."""
-    if contract.add_bos and ids[:1] != [contract.bos_id]:
-        ids = [contract.bos_id, *ids]
-    if ends and contract.add_eos and ids[-1:] != [contract.eos_id]:
-        ids = [*ids, contract.eos_id]
-    if ends and contract.reward_token_id is not None and ids[-1:] != [contract.reward_token_id]:
-        ids = [*ids, contract.reward_token_id]
-    return ids
-
-
-def _their_logits(model: Any, tokenizer: Any, token_lists: list[list[int]]) -> Tensor:
-    forget_lengths(model)
-    batch = tokenizer.pad({"input_ids": token_lists}, return_tensors="pt").to(model.device)
-    with torch.no_grad():
-        output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    return output.logits.float().cpu()
 
 
 # Models larger than memory: weights of a layer are loaded only while it runs.

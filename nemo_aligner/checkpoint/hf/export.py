@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,20 +25,12 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.card import model_card
 from nemo_aligner.checkpoint.hf.check import (
-    TWO_LAYERS_SUFFIX,
     architecture_of,
     check_folder,
-    cut,
     encode_texts,
     has_class,
     our_logits,
     read_as_it_runs,
-)
-from nemo_aligner.checkpoint.hf.check_steps import (
-    StepsChecked,
-    check_step_folder,
-    encode_steps,
-    our_step_logits,
 )
 from nemo_aligner.checkpoint.hf.convert import (
     RewardArchive,
@@ -73,13 +65,11 @@ from nemo_aligner.contract.contract import (
     ScoringContract,
     check_last_token,
 )
-from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.readout import HEADS
 from nemo_aligner.contract.steps import MARKS
 from nemo_aligner.contract.templates import with_kwargs_inside
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import CheckpointError
 
@@ -177,14 +167,14 @@ def _export(
     archive = RewardArchive.of(folder)
     head, exported = head_of(archive, contract, options)
     stored = format_of(options.dtype or archive.embedding_dtype)
-    check = _Check.of(contract, tokenizer)
+    texts = encode_texts(contract, tokenizer)
     read_as_it_runs(loaded.model, partial(archive.read_as_exported, dtype=options.dtype))
     with waiting_for("scoring texts"):
-        logits = check.score(loaded.model, layout)
+        logits = our_logits(loaded.model, texts, layout)
     del loaded
     gc.collect()  # the modules form reference cycles
     logits = as_exported(logits, contract, head, merge=options.merge)
-    pad_token, pad_id = choose_pad(tokenizer, check.last_ids)
+    pad_token, pad_id = choose_pad(tokenizer, {each.token_ids[-1] for each in texts})
     model_type = archive.family.to_hf(archive.config)["model_type"]
     architecture = _class_of(model_type, head, contract)
     config = hf_config(
@@ -210,7 +200,7 @@ def _export(
     (staging / "README.md").write_text(card, encoding="utf-8")
     say("scoring the same texts with transformers ...")
     with waiting_for("scoring with transformers"):
-        largest_difference = check.compare(staging, exported, logits)
+        largest_difference = check_folder(staging, exported, texts, logits)
     return ExportSummary(
         output=output,
         architecture=architecture,
@@ -218,7 +208,7 @@ def _export(
         shards=shards,
         contract=exported,
         pad_token=pad_token,
-        texts=len(check.last_ids),
+        texts=len(texts),
         largest_difference=largest_difference,
         query_groups=archive.num_query_groups,
         zero_groups=archive.num_query_groups - archive.config["num_query_groups"],
@@ -226,9 +216,10 @@ def _export(
     )
 
 
-# Ends of a class's name, by the form of its head; the value head stands beside a language model.
+# Ends of a class's name, by the form of its head: two layers as in vLLM's Qwen2ForRewardModel; the
+# value head stands beside a language model.
 _LANGUAGE_MODEL = "ForCausalLM"
-_SUFFIXES = {TWO_LAYERS.last: TWO_LAYERS_SUFFIX, VALUE_LAYER.last: _LANGUAGE_MODEL}
+_SUFFIXES = {TWO_LAYERS.last: "ForRewardModel", VALUE_LAYER.last: _LANGUAGE_MODEL}
 _STEP_SUFFIXES = {SCORE_WITH_BIAS: TOKEN_SUFFIX, TWO_LAYERS.last: STEP_SUFFIX}
 # For errors: whose model it is to be.
 HF_MODEL = "a reward model of Hugging Face"
@@ -262,39 +253,6 @@ def as_exported(logits: Tensor, contract: ScoringContract, head: HeadOut, *, mer
     if head.shift is not None:
         logits = logits + head.shift
     return F.pad(logits, (1, 0)) if head.is_pair else logits
-
-
-@dataclass(frozen=True)
-class _Check:
-    """Texts to score before and after writing: with steps, or each with its token ids."""
-
-    contract: ScoringContract
-    stepped: Sequence[StepsChecked]
-    whole: Sequence[tuple[Text, list[int]]]
-
-    @classmethod
-    def of(cls, contract: ScoringContract, tokenizer: Tokenizer) -> _Check:
-        if contract.has_steps:
-            return cls(contract, encode_steps(contract, tokenizer), ())
-        return cls(contract, (), encode_texts(contract, tokenizer))
-
-    @property
-    def last_ids(self) -> list[int]:
-        """The last token of each text."""
-        return [each.token_ids[-1] for each in self.stepped] + [ids[-1] for _, ids in self.whole]
-
-    def score(self, model: GPTRewardModel, layout: ParallelLayout) -> Tensor:
-        """The head's outputs, a row for each text or step."""
-        if self.stepped:
-            return our_step_logits(model, self.stepped, layout)
-        token_lists = [cut(ids, self.contract.seq_length) for _, ids in self.whole]
-        return our_logits(model, token_lists, layout)
-
-    def compare(self, folder: Path, exported: ScoringContract, logits: Tensor) -> float:
-        """As ``check_folder``."""
-        if self.stepped:
-            return check_step_folder(folder, exported, self.stepped, logits)
-        return check_folder(folder, exported, self.whole, logits)
 
 
 def _class_of(model_type: str, head: HeadOut, contract: ScoringContract) -> str:

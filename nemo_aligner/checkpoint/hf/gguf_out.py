@@ -273,11 +273,11 @@ class _Writer:
                 raise CheckpointError(f"{name}: the file reads otherwise than the archive")
         save_gguf_tokenizer(self.scratch / _FILE, read.fields, self.scratch / "read")
         tokenizer = load_tokenizer(self.scratch / "read")
-        for text, ids in encode_texts(self.contract, self.tokenizer):
-            (again,) = self.contract.tokenize(tokenizer, [text])
-            if again != ids:
+        for each in encode_texts(self.contract, self.tokenizer):
+            (again,) = self.contract.tokenize(tokenizer, [each.text])
+            if again != each.token_ids:
                 raise CheckpointError(
-                    f"the file's tokenizer writes {text!r} as {again}, wanted {ids}"
+                    f"the file's tokenizer writes {each.text!r} as {again}, wanted {each.token_ids}"
                 )
 
     def _told(self, kind: str, rerank: str) -> list[str]:

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_aligner.checkpoint.hf.families.arcee import ARCEE
-from nemo_aligner.checkpoint.hf.families.base import NAME_KEY, GgufFormat, ModelFamily, beside_llama
+from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily, beside_llama
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nemo_aligner.checkpoint.hf.families.glm import GLM, GLM4, HELIUM
-from nemo_aligner.checkpoint.hf.families.granite import GRANITE
-from nemo_aligner.checkpoint.hf.families.internlm import INTERNLM2
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA, MINISTRAL, MINISTRAL3, MISTRAL, SMOLLM3
+from nemo_aligner.checkpoint.hf.families.llama import (
+    ARCEE,
+    GRANITE,
+    INTERNLM2,
+    LLAMA,
+    MINISTRAL,
+    MINISTRAL3,
+    MISTRAL,
+    SMOLLM3,
+)
 from nemo_aligner.checkpoint.hf.families.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
 from nemo_aligner.checkpoint.hf.families.olmo import EXAONE4, OLMO2, OLMO3
 from nemo_aligner.checkpoint.hf.families.phi import PHI3
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2, QWEN3, SEED_OSS
-from nemo_aligner.checkpoint.hf.families.settings import Config
+from nemo_aligner.checkpoint.hf.families.settings import NAME_KEY, Config
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 

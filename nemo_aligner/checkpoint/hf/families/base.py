@@ -214,6 +214,8 @@ def query_key_norms(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
 
 
 QUERY_KEY_NORMS = query_key_norms(norm_rule)
+# Over all heads together.
+ACROSS_HEADS_NORMS = tuple(replace(rule, is_by_group=True) for rule in QUERY_KEY_NORMS)
 
 
 def model_rules_with(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
@@ -222,19 +224,21 @@ def model_rules_with(norm: Callable[[str, str], Rule]) -> tuple[Rule, ...]:
 
 
 def layer_rules_with(
-    norm: Callable[[str, str], Rule], mlp: tuple[Rule, ...] = (GATED, DOWN)
+    norm: Callable[[str, str], Rule] = norm_rule,
+    mlp: tuple[Rule, ...] = (GATED, DOWN),
+    attention: tuple[Rule, ...] = (QKV, PROJECTION),
+    mlp_norm: str = MLP_NORM,
 ) -> tuple[Rule, ...]:
     """Rules of a layer with a norm before attention and one before the MLP, named as in Llama."""
     return (
         norm(ATTENTION_NORM, "input_layernorm.weight"),
-        QKV,
-        PROJECTION,
-        norm(MLP_NORM, "post_attention_layernorm.weight"),
+        *attention,
+        norm(mlp_norm, "post_attention_layernorm.weight"),
         *mlp,
     )
 
 
-MODEL, LAYER = model_rules_with(norm_rule), layer_rules_with(norm_rule)
+MODEL, LAYER = model_rules_with(norm_rule), layer_rules_with()
 
 
 # Megatron's order of queries, keys and values, and added query groups of zeros.
@@ -373,8 +377,6 @@ PLAIN: Mapping[str, Any] = {
     "experts": None,
 }
 ANY = object()
-# Key of a NeMo config that names the family where the decoder alone does not determine it.
-NAME_KEY = "hf_model_type"
 ANY_WINDOW: Mapping[str, Any] = dict.fromkeys(
     ("window_size", "window_pattern", "window_attn_skip_freq"), ANY
 )
@@ -382,7 +384,7 @@ ANY_WINDOW: Mapping[str, Any] = dict.fromkeys(
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """A family: its config, its tensors and its GGUF files.
+    """A family: its config, its tensors and its GGUF files; tensors are Llama's by default.
 
     Attributes:
         name: ``model_type`` in ``config.json``.
@@ -404,13 +406,13 @@ class ModelFamily:
     name: str
     to_nemo: Callable[[Config], dict[str, Any]]
     to_hf: Callable[[Config], dict[str, Any]]
-    model: tuple[Rule, ...]
-    layer: tuple[Rule, ...]
-    untied: Rule
+    model: tuple[Rule, ...] = MODEL
+    layer: tuple[Rule, ...] = LAYER
+    untied: Rule = OUTPUT
     made_of: Mapping[str, Any] = field(default_factory=dict)
     gguf: GgufFormat | None = None
     layer_prefix: str = "model.layers."
-    unused: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
     def rules(self, config: Config) -> list[tuple[Rule, int | None]]:
         """List every rule with its layer's index and full Hugging Face names, in model order.

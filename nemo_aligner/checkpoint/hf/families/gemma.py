@@ -21,12 +21,12 @@ from nemo_aligner.checkpoint.hf.families.base import (
     PROJECTION,
     QKV,
     GgufFormat,
+    ModelFamily,
     layer_rules_with,
     model_rules_with,
     norm_rule,
     query_key_norms,
 )
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA
 from nemo_aligner.checkpoint.hf.families.settings import (
     FULL,
     SLIDING,
@@ -36,9 +36,9 @@ from nemo_aligner.checkpoint.hf.families.settings import (
     decoder_to_hf,
     decoder_to_nemo,
     every_nth_layer,
-    layer_types,
     rope_to_nemo,
     rotations_by_layer,
+    window_to_hf,
     window_to_nemo,
 )
 from nemo_aligner.models.shape import ModelShape
@@ -46,21 +46,16 @@ from nemo_aligner.models.shape import ModelShape
 # Gemma: GEGLU, scaled embeddings, and norms that store gamma - 1.
 
 gemma_norm = partial(norm_rule, hf_is_zero_centered=True)
-
-
-def gemma_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
-    """Translate the settings that all Gemmas share."""
-    read = HfSettings(config)
-    return decoder_to_nemo(
-        config,
-        kv_channels=read.count("head_dim", 256),
-        activation="geglu",
-        apply_embedding_scaling=True,
-        # Kept as gamma - 1: adding 1 would round a bf16 weight once more.
-        layernorm_zero_centered_gamma=True,
-        share_embeddings_and_output_weights=read.flag("tie_word_embeddings", True),
-        **family,
-    )
+gemma_to_nemo = partial(
+    decoder_to_nemo,
+    act=(),  # of several keys, which differ by generation
+    head_dim=256,
+    tied=True,
+    activation="geglu",
+    apply_embedding_scaling=True,
+    # Kept as gamma - 1: adding 1 would round a bf16 weight once more.
+    layernorm_zero_centered_gamma=True,
+)
 
 
 def _to_nemo(config: Config) -> dict[str, Any]:
@@ -71,21 +66,16 @@ def _to_nemo(config: Config) -> dict[str, Any]:
     return gemma_to_nemo(config)
 
 
-def _to_hf(config: Config) -> dict[str, Any]:
-    return decoder_to_hf(
-        config,
-        "gemma",
+GEMMA = ModelFamily(
+    name="gemma",
+    to_nemo=_to_nemo,
+    to_hf=partial(
+        decoder_to_hf,
+        model_type="gemma",
         hidden_act="gelu_pytorch_tanh",
         hidden_activation=None,
         attention_bias=False,
-    )
-
-
-GEMMA = replace(
-    LLAMA,
-    name="gemma",
-    to_nemo=_to_nemo,
-    to_hf=_to_hf,
+    ),
     model=model_rules_with(gemma_norm),
     layer=layer_rules_with(gemma_norm),
     made_of={"activation": "geglu", "apply_embedding_scaling": True},
@@ -121,8 +111,7 @@ def _gemma2_to_hf(config: Config) -> dict[str, Any]:
         # transformers accepts only an int.
         query_pre_attn_scalar=int(scalar) if scalar.is_integer() else scalar,
         attn_logit_softcapping=shape.attn_logit_softcapping,
-        sliding_window=shape.window_size,
-        layer_types=layer_types(config),
+        **window_to_hf(config),
     )
 
 
@@ -234,10 +223,7 @@ GEMMA3 = replace(
     name="gemma3_text",
     to_nemo=_gemma3_to_nemo,
     to_hf=_gemma3_to_hf,
-    layer=(
-        *GEMMA2.layer,
-        *query_key_norms(gemma_norm),
-    ),
+    layer=(*GEMMA2.layer, *query_key_norms(gemma_norm)),
     made_of={
         **GEMMA2.made_of,
         "attn_logit_softcapping": None,

@@ -6,25 +6,22 @@ those of all experts as one; ``source.py`` takes them apart.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from nemo_aligner.checkpoint.hf.families.base import (
+    ACROSS_HEADS_NORMS,
     ANY,
     ANY_WINDOW,
-    ATTENTION_NORM,
     EXPERT,
     EXPERTS_NORM,
-    PROJECTION,
-    QKV,
     QKV_BIAS,
     QUERY_KEY_NORMS,
+    ModelFamily,
     Rule,
     experts_rules,
-    norm_rule,
+    layer_rules_with,
 )
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA
-from nemo_aligner.checkpoint.hf.families.qwen import qwen_to_nemo, qwen_window_to_hf
+from nemo_aligner.checkpoint.hf.families.qwen import qwen_to_hf, qwen_to_nemo
 from nemo_aligner.checkpoint.hf.families.settings import (
     Config,
     HfSettings,
@@ -39,20 +36,25 @@ from nemo_aligner.utils.errors import CheckpointError
 
 
 def _to_nemo(
-    config: Config, width: tuple[str, int | None], experts: int, top_k: int, **family: bool
+    config: Config,
+    width: tuple[str, int | None],
+    experts: int,
+    top_k: int,
+    renormalized: bool | None = None,
 ) -> dict[str, Any]:
     """NeMo's keys for the experts; numbers are transformers' defaults.
 
     Args:
         width: key of an expert's ffn channels.
+        renormalized: whether the chosen experts' weights sum to 1; None is by the config.
     """
     read = HfSettings(config)
-    read.only("hidden_act", "silu", "swish")
     read.only("decoder_sparse_step", 1, None)
     read.only("mlp_only_layers", [], None)
     # transformers 5 writes the second for some that had the first.
     count = read.count("num_experts", read.count("num_local_experts", experts))
-    renormalized = family.get("renormalized", read.flag("norm_topk_prob", False))
+    if renormalized is None:
+        renormalized = read.flag("norm_topk_prob", False)
     return {
         expert_shape.COUNT: count,
         expert_shape.TOP_K: read.count("num_experts_per_tok", top_k, most=count),
@@ -82,15 +84,9 @@ def _experts_of(config: Config) -> ExpertShape:
 def _layer(moe: str, *others: Rule, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     """Rules of a layer as Llama's, with experts under the name ``moe``."""
     names = [f"{moe}.experts.{EXPERT}.{each}.weight" for each in (gate, up, down)]
-    return (
-        norm_rule(ATTENTION_NORM, "input_layernorm.weight"),
-        QKV,
-        PROJECTION,
-        norm_rule(EXPERTS_NORM, "post_attention_layernorm.weight"),
-        Rule("mlp.router.weight", (f"{moe}.gate.weight",)),
-        *experts_rules("experts", *names),
-        *others,
-    )
+    router = Rule("mlp.router.weight", (f"{moe}.gate.weight",))
+    experts = (router, *experts_rules("experts", *names))
+    return (*layer_rules_with(mlp=experts, mlp_norm=EXPERTS_NORM), *others)
 
 
 _OF_QWEN = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -112,12 +108,12 @@ def _have_shared_gate(experts: ExpertShape | None) -> bool:
 
 
 def _mixtral_to_nemo(config: Config) -> dict[str, Any]:
-    size = HfSettings(config).window() if config.get("sliding_window") else None
     return decoder_to_nemo(
-        {**config, "rms_norm_eps": config.get("rms_norm_eps") or 1e-5},
+        config,
+        epsilon=1e-5,
         base=1e6,
         **_to_nemo(config, ("intermediate_size", None), 8, 2, renormalized=True),
-        **({} if size is None else window_everywhere(size)),
+        **window_everywhere(HfSettings(config).window(missing=None)),
     )
 
 
@@ -137,14 +133,12 @@ def _mixtral_to_hf(config: Config) -> dict[str, Any]:
     )
 
 
-MIXTRAL = replace(
-    LLAMA,
+MIXTRAL = ModelFamily(
     name="mixtral",
     to_nemo=_mixtral_to_nemo,
     to_hf=_mixtral_to_hf,
     layer=_layer("block_sparse_moe", gate="w1", up="w3", down="w2"),
     made_of={"window_size": ANY, "experts": _are_renormalized},
-    gguf=None,
 )
 
 
@@ -164,10 +158,9 @@ def _qwen2_moe_to_nemo(config: Config) -> dict[str, Any]:
 
 
 def _qwen2_moe_to_hf(config: Config) -> dict[str, Any]:
-    return decoder_to_hf(
+    return qwen_to_hf(
         config,
         "qwen2_moe",
-        **qwen_window_to_hf(config),
         **_to_hf(config, "moe_intermediate_size"),
         **{_SHARED: _experts_of(config).shared_width},
         qkv_bias=ModelShape.from_config(config).qkv_bias,
@@ -178,8 +171,7 @@ def _qwen2_moe_to_hf(config: Config) -> dict[str, Any]:
 
 _shared = (f"mlp.shared_expert.{each}.weight" for each in _OF_QWEN.values())
 
-QWEN2_MOE = replace(
-    LLAMA,
+QWEN2_MOE = ModelFamily(
     name="qwen2_moe",
     to_nemo=_qwen2_moe_to_nemo,
     to_hf=_qwen2_moe_to_hf,
@@ -191,7 +183,6 @@ QWEN2_MOE = replace(
         **_OF_QWEN,
     ),
     made_of={"qkv_bias": ANY, **ANY_WINDOW, "experts": _have_shared_gate},
-    gguf=None,
 )
 
 
@@ -216,14 +207,12 @@ def _qwen3_moe_to_hf(config: Config) -> dict[str, Any]:
     )
 
 
-QWEN3_MOE = replace(
-    LLAMA,
+QWEN3_MOE = ModelFamily(
     name="qwen3_moe",
     to_nemo=_qwen3_moe_to_nemo,
     to_hf=_qwen3_moe_to_hf,
     layer=_layer("mlp", *QUERY_KEY_NORMS, **_OF_QWEN),
     made_of={"qk_layernorm": True, "experts": _are_plain},
-    gguf=None,
 )
 
 
@@ -233,7 +222,8 @@ QWEN3_MOE = replace(
 def _olmoe_to_nemo(config: Config) -> dict[str, Any]:
     HfSettings(config).only("clip_qkv", None)
     return decoder_to_nemo(
-        {**config, "rms_norm_eps": config.get("rms_norm_eps") or 1e-5},
+        config,
+        epsilon=1e-5,
         qk_layernorm=True,
         qk_layernorm_across_heads=True,
         **_to_nemo(config, ("intermediate_size", None), 64, 8),
@@ -246,12 +236,10 @@ def _olmoe_to_hf(config: Config) -> dict[str, Any]:
     )
 
 
-OLMOE = replace(
-    LLAMA,
+OLMOE = ModelFamily(
     name="olmoe",
     to_nemo=_olmoe_to_nemo,
     to_hf=_olmoe_to_hf,
-    layer=_layer("mlp", *(replace(rule, is_by_group=True) for rule in QUERY_KEY_NORMS), **_OF_QWEN),
+    layer=_layer("mlp", *ACROSS_HEADS_NORMS, **_OF_QWEN),
     made_of={"qk_layernorm": True, "qk_layernorm_across_heads": True, "experts": _are_plain},
-    gguf=None,
 )

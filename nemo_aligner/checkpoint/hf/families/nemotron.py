@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from nemo_aligner.checkpoint.hf.families.base import (
     ANY,
     ATTENTION_NAMES,
-    ATTENTION_NORM,
     DOWN,
     EMBEDDING,
     FINAL_NORM,
     MLP_NAMES,
-    MLP_NORM,
     MLP_NORM_NAMES,
-    PROJECTION,
-    QKV,
     UNGATED,
     GgufFormat,
+    ModelFamily,
     Rule,
+    layer_rules_with,
 )
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA
 from nemo_aligner.checkpoint.hf.families.settings import (
     Config,
     HfSettings,
@@ -32,13 +28,12 @@ from nemo_aligner.models.shape import ModelShape
 
 
 def _to_nemo(config: Config) -> dict[str, Any]:
-    read = HfSettings(config)
-    read.only("hidden_act", "relu2")
     return decoder_to_nemo(
         config,
+        act=("relu2",),
         rotated=0.5,
         normalization="layernorm1p",
-        layernorm_epsilon=read.number("norm_eps", 1e-5),
+        layernorm_epsilon=HfSettings(config).number("norm_eps", 1e-5),
         activation="squared-relu",
     )
 
@@ -58,17 +53,12 @@ def _to_hf(config: Config) -> dict[str, Any]:
     return decoder
 
 
-_GGUF = GgufFormat(
-    "nemotron",
-    layer={**ATTENTION_NAMES, **MLP_NORM_NAMES, **MLP_NAMES},
-    epsilon=("attention.layer_norm_epsilon", "norm_eps"),
-    norm_offset=1,
-    is_partly_rotated=True,
-)
+def _norm_rule(megatron: str, hf: str) -> Rule:
+    """Rule for a weight that both sides store as LayerNorm1P's gamma - 1."""
+    return Rule(megatron, (hf,))
 
-# Both sides store LayerNorm1P's gamma - 1.
-NEMOTRON = replace(
-    LLAMA,
+
+NEMOTRON = ModelFamily(
     name="nemotron",
     to_nemo=_to_nemo,
     to_hf=_to_hf,
@@ -78,19 +68,20 @@ NEMOTRON = replace(
         Rule("decoder.final_layernorm.bias", ("model.norm.bias",)),
     ),
     layer=(
-        Rule(ATTENTION_NORM, ("input_layernorm.weight",)),
+        *layer_rules_with(_norm_rule, mlp=(UNGATED, DOWN)),
         Rule("self_attention.linear_qkv.layer_norm_bias", ("input_layernorm.bias",)),
-        QKV,
-        PROJECTION,
-        Rule(MLP_NORM, ("post_attention_layernorm.weight",)),
         Rule("mlp.linear_fc1.layer_norm_bias", ("post_attention_layernorm.bias",)),
-        UNGATED,
-        DOWN,
     ),
     made_of={
         "activation": "squared-relu",
         "normalization": "layernorm1p",
         "rotary_percentage": ANY,
     },
-    gguf=_GGUF,
+    gguf=GgufFormat(
+        "nemotron",
+        layer={**ATTENTION_NAMES, **MLP_NORM_NAMES, **MLP_NAMES},
+        epsilon=("attention.layer_norm_epsilon", "norm_eps"),
+        norm_offset=1,
+        is_partly_rotated=True,
+    ),
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from nemo_aligner.checkpoint.hf.families.base import (
+    ACROSS_HEADS_NORMS,
     ANY,
     ANY_WINDOW,
     DOWN,
@@ -15,9 +17,9 @@ from nemo_aligner.checkpoint.hf.families.base import (
     PROJECTION,
     QKV,
     QUERY_KEY_NORMS,
+    ModelFamily,
     norm_rule,
 )
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA
 from nemo_aligner.checkpoint.hf.families.settings import (
     FULL,
     SLIDING,
@@ -30,23 +32,25 @@ from nemo_aligner.checkpoint.hf.families.settings import (
     layer_types,
     rope_to_nemo,
     rotations_by_layer,
+    window_to_hf,
     window_to_nemo,
 )
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError
 
+_NORMS_BEHIND = {"pre_layernorms": False, "post_layernorms": True, "qk_layernorm": True}
+_BLOCKS = (
+    QKV,
+    PROJECTION,
+    norm_rule(POST_ATTENTION_NORM, "post_attention_layernorm.weight"),
+    GATED,
+    DOWN,
+    norm_rule(POST_MLP_NORM, "post_feedforward_layernorm.weight"),
+)
+
 
 def _behind_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
-    read = HfSettings(config)
-    read.only("hidden_act", "silu", "swish")
-    return decoder_to_nemo(
-        config,
-        pre_layernorms=False,
-        post_layernorms=True,
-        qk_layernorm=True,
-        layernorm_epsilon=read.number("rms_norm_eps", 1e-5),
-        **family,
-    )
+    return decoder_to_nemo(config, epsilon=1e-5, **_NORMS_BEHIND, **family)
 
 
 # OLMo 2: the norms of queries and keys are over all heads together.
@@ -57,28 +61,12 @@ def _olmo2_to_nemo(config: Config) -> dict[str, Any]:
     return _behind_to_nemo(config, qk_layernorm_across_heads=True)
 
 
-def _olmo2_to_hf(config: Config) -> dict[str, Any]:
-    return decoder_to_hf(config, "olmo2", attention_bias=False)
-
-
-_BLOCKS = (
-    QKV,
-    PROJECTION,
-    norm_rule(POST_ATTENTION_NORM, "post_attention_layernorm.weight"),
-    GATED,
-    DOWN,
-    norm_rule(POST_MLP_NORM, "post_feedforward_layernorm.weight"),
-)
-_NORMS_BEHIND = {"pre_layernorms": False, "post_layernorms": True, "qk_layernorm": True}
-
-OLMO2 = replace(
-    LLAMA,
+OLMO2 = ModelFamily(
     name="olmo2",
     to_nemo=_olmo2_to_nemo,
-    to_hf=_olmo2_to_hf,
-    layer=(*_BLOCKS, *(replace(rule, is_by_group=True) for rule in QUERY_KEY_NORMS)),
+    to_hf=partial(decoder_to_hf, model_type="olmo2", attention_bias=False),
+    layer=(*_BLOCKS, *ACROSS_HEADS_NORMS),
     made_of={**_NORMS_BEHIND, "qk_layernorm_across_heads": True},
-    gguf=None,
 )
 
 
@@ -104,15 +92,14 @@ def _olmo3_to_nemo(config: Config) -> dict[str, Any]:
 
 def _olmo3_to_hf(config: Config) -> dict[str, Any]:
     shape = ModelShape.from_config(config)
-    olmo2 = _olmo2_to_hf(config)
+    olmo2 = OLMO2.to_hf(config)
     base = shape.rotary_base_local or shape.rotary_base
     of_sliding = {"rope_type": "default", "rope_theta": base}
     return {
         **olmo2,
         "model_type": "olmo3",
         "rope_parameters": {FULL: olmo2["rope_parameters"], SLIDING: of_sliding},
-        "sliding_window": shape.window_size,
-        "layer_types": layer_types(config),
+        **window_to_hf(config),
     }
 
 
@@ -143,18 +130,16 @@ def _exaone4_to_nemo(config: Config) -> dict[str, Any]:
 
 def _exaone4_to_hf(config: Config) -> dict[str, Any]:
     shape = ModelShape.from_config(config)
-    kinds = layer_types(config)
-    for layer, kind in enumerate(kinds, 1):
+    for layer, kind in enumerate(layer_types(config), 1):
         if shape.rotates(layer) != (shape.window_size is None or kind == SLIDING):
             raise CheckpointError(
                 f"model_config.yaml: no_rope_freq: got {config.get('no_rope_freq')!r}, wanted the "
                 "layers without a window of an EXAONE 4 that has windows"
             )
-    return decoder_to_hf(config, "exaone4", sliding_window=shape.window_size, layer_types=kinds)
+    return decoder_to_hf(config, "exaone4", **window_to_hf(config))
 
 
-EXAONE4 = replace(
-    OLMO2,
+EXAONE4 = ModelFamily(
     name="exaone4",
     to_nemo=_exaone4_to_nemo,
     to_hf=_exaone4_to_hf,

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from nemo_aligner.checkpoint.hf.families.base import (
     ANY,
-    ATTENTION_NORM,
     DOWN,
     FUSED_GATED,
-    MLP_NORM,
-    NAME_KEY,
     PROJECTION,
+    ModelFamily,
     fused_qkv_rule,
-    norm_rule,
+    layer_rules_with,
 )
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA
 from nemo_aligner.checkpoint.hf.families.settings import (
     Config,
     HfSettings,
@@ -33,22 +29,19 @@ _OLDER_NAMES = ("su", "yarn")
 
 def _to_nemo(config: Config) -> dict[str, Any]:
     read = HfSettings(config)
-    read.only("hidden_act", "silu", "swish")
-    window = {}
-    if config.get("sliding_window") is not None:
-        size = read.count("sliding_window")
-        # A larger one changes nothing.
-        window = window_everywhere(size) if size < read.count("max_position_embeddings") else {}
+    size = read.window(missing=None)
+    if size is not None and size >= read.count("max_position_embeddings"):
+        size = None  # it changes nothing
     rope = config.get("rope_scaling") or config.get("rope_parameters")
     if isinstance(rope, Mapping) and (rope.get("rope_type") or rope.get("type")) in _OLDER_NAMES:
         config = {**config, "rope_scaling": {**rope, "rope_type": "longrope"}}
-    nemo = decoder_to_nemo(
+    return decoder_to_nemo(
         {"original_max_position_embeddings": 4096, **config},
+        name="phi3",
+        epsilon=1e-5,
         rotated=1.0,
-        layernorm_epsilon=read.number("rms_norm_eps", 1e-5),
-        **window,
+        **window_everywhere(size),
     )
-    return {**nemo, NAME_KEY: "phi3"}
 
 
 def _to_hf(config: Config) -> dict[str, Any]:
@@ -66,19 +59,16 @@ def _to_hf(config: Config) -> dict[str, Any]:
     )
 
 
-PHI3 = replace(
-    LLAMA,
+PHI3 = ModelFamily(
     name="phi3",
     to_nemo=_to_nemo,
     to_hf=_to_hf,
-    layer=(
-        norm_rule(ATTENTION_NORM, "input_layernorm.weight"),
-        fused_qkv_rule("self_attention.linear_qkv.weight", "self_attn.qkv_proj.weight"),
-        PROJECTION,
-        norm_rule(MLP_NORM, "post_attention_layernorm.weight"),
-        FUSED_GATED,
-        DOWN,
+    layer=layer_rules_with(
+        attention=(
+            fused_qkv_rule("self_attention.linear_qkv.weight", "self_attn.qkv_proj.weight"),
+            PROJECTION,
+        ),
+        mlp=(FUSED_GATED, DOWN),
     ),
     made_of={"window_size": ANY, "rotary_percentage": ANY},
-    gguf=None,
 )

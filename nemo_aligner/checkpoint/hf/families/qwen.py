@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from nemo_aligner.checkpoint.hf.families.base import (
@@ -12,12 +12,11 @@ from nemo_aligner.checkpoint.hf.families.base import (
     GATED_MLP_NAMES,
     LAYER,
     MLP_NORM_NAMES,
-    NAME_KEY,
     QKV_BIAS,
     QUERY_KEY_NORMS,
     GgufFormat,
+    ModelFamily,
 )
-from nemo_aligner.checkpoint.hf.families.llama import LLAMA
 from nemo_aligner.checkpoint.hf.families.settings import (
     FULL,
     SLIDING,
@@ -25,7 +24,7 @@ from nemo_aligner.checkpoint.hf.families.settings import (
     HfSettings,
     decoder_to_hf,
     decoder_to_nemo,
-    layer_types,
+    window_to_hf,
     window_to_nemo,
 )
 from nemo_aligner.models.shape import ModelShape
@@ -36,7 +35,6 @@ from nemo_aligner.models.shape import ModelShape
 def qwen_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
     """Translate a Qwen's config: a window, if it is used, in the layers past the first ones."""
     read = HfSettings(config)
-    read.only("hidden_act", "silu", "swish")
     layers, size = read.layers(), None
     kinds = [FULL] * layers
     if read.flag("use_sliding_window", False):
@@ -47,31 +45,23 @@ def qwen_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
     return decoder_to_nemo(config, **family, **window_to_nemo(config, size, kinds))
 
 
-def qwen_window_to_hf(config: Config) -> dict[str, Any]:
-    """Keys of ``config.json`` that say which layers have a window."""
-    window = ModelShape.from_config(config).window_size
-    kinds = layer_types(config)
-    return {
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
-        "max_window_layers": kinds.count(FULL),
-        "layer_types": kinds,
-    }
+def qwen_to_hf(config: Config, model_type: str, **family: Any) -> dict[str, Any]:
+    """Translate back, with the keys that say which layers have a window."""
+    window = window_to_hf(config)
+    return decoder_to_hf(
+        config,
+        model_type,
+        use_sliding_window=window["sliding_window"] is not None,
+        max_window_layers=window["layer_types"].count(FULL),
+        **window,
+        **family,
+    )
 
 
-def _to_nemo(config: Config) -> dict[str, Any]:
-    return qwen_to_nemo(config, qkv_bias=True)
-
-
-def _to_hf(config: Config) -> dict[str, Any]:
-    return decoder_to_hf(config, "qwen2", **qwen_window_to_hf(config))
-
-
-QWEN2 = replace(
-    LLAMA,
+QWEN2 = ModelFamily(
     name="qwen2",
-    to_nemo=_to_nemo,
-    to_hf=_to_hf,
+    to_nemo=partial(qwen_to_nemo, qkv_bias=True),
+    to_hf=partial(qwen_to_hf, model_type="qwen2"),
     layer=(*LAYER, QKV_BIAS),
     made_of={"qkv_bias": True, **ANY_WINDOW},
     gguf=GgufFormat("qwen2"),
@@ -82,15 +72,8 @@ QWEN2 = replace(
 
 
 def _seed_to_nemo(config: Config) -> dict[str, Any]:
-    read = HfSettings(config)
-    read.only("hidden_act", "silu", "swish")
-    read.only("attention_out_bias", False)
-    nemo = decoder_to_nemo(
-        {**config, "attention_bias": None},
-        kv_channels=read.count("head_dim", 128),
-        qkv_bias=read.flag("attention_bias", True),
-    )
-    return {**nemo, NAME_KEY: "seed_oss"}
+    HfSettings(config).only("attention_out_bias", False)
+    return decoder_to_nemo(config, name="seed_oss", head_dim=128, attention_bias=True)
 
 
 def _seed_to_hf(config: Config) -> dict[str, Any]:
@@ -99,27 +82,16 @@ def _seed_to_hf(config: Config) -> dict[str, Any]:
     return decoder_to_hf(config, "seed_oss", **biases)
 
 
-SEED_OSS = replace(
-    QWEN2,
+SEED_OSS = ModelFamily(
     name="seed_oss",
     to_nemo=_seed_to_nemo,
     to_hf=_seed_to_hf,
+    layer=QWEN2.layer,
     made_of={"qkv_bias": ANY},
-    gguf=None,
 )
 
 
 # Qwen3: Llama with norms of queries and keys.
-
-
-def _qwen3_to_nemo(config: Config) -> dict[str, Any]:
-    channels = HfSettings(config).count("head_dim", 128)
-    return qwen_to_nemo(config, qk_layernorm=True, kv_channels=channels)
-
-
-def _qwen3_to_hf(config: Config) -> dict[str, Any]:
-    return decoder_to_hf(config, "qwen3", attention_bias=False, **qwen_window_to_hf(config))
-
 
 _GGUF_NAMES = {
     **ATTENTION_NAMES,
@@ -129,11 +101,10 @@ _GGUF_NAMES = {
     "attn_k_norm": "self_attn.k_norm",
 }
 
-QWEN3 = replace(
-    LLAMA,
+QWEN3 = ModelFamily(
     name="qwen3",
-    to_nemo=_qwen3_to_nemo,
-    to_hf=_qwen3_to_hf,
+    to_nemo=partial(qwen_to_nemo, head_dim=128, qk_layernorm=True),
+    to_hf=partial(qwen_to_hf, model_type="qwen3", attention_bias=False),
     layer=(*LAYER, *QUERY_KEY_NORMS),
     made_of={"qk_layernorm": True, **ANY_WINDOW},
     gguf=GgufFormat("qwen3", layer=_GGUF_NAMES, has_classifier=True),

@@ -9,24 +9,47 @@ from nemo_aligner.config.common import LEAST_NUMBER, MOST, MOST_NUMBER, read_cou
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, shown
 
-# Settings that all families have. A key missing from ``config.json`` has transformers' default.
+# Key of a NeMo config that names the family where the decoder alone does not determine it.
+NAME_KEY = "hf_model_type"
+
+# Settings that all families have.
 
 
 def decoder_to_nemo(
-    config: Config, rotated: float | None = None, base: float = 10000.0, **family: Any
+    config: Config,
+    *,
+    name: str | None = None,
+    act: tuple[str, ...] = ("silu", "swish"),
+    epsilon: float = 1e-6,
+    base: float = 10000.0,
+    rotated: float | None = None,
+    head_dim: int | None = None,
+    attention_bias: bool | None = None,
+    tied: bool = False,
+    **family: Any,
 ) -> dict[str, Any]:
     """Translate a ``config.json`` to a NeMo config; ``family`` adds the family's own settings.
 
+    Numbers and flags are what transformers' class has where the config lacks the key.
+
     Args:
-        rotated: share of a head's channels that are rotated unless the config says otherwise; None
-            for a family that rotates all.
-        base: of the rotation unless the config says otherwise.
+        name: of the family, for one whose decoders are another's, too.
+        act: values of ``hidden_act`` that are read; none if another key names the activation.
+        epsilon: of the norms.
+        base: of the rotation.
+        rotated: share of a head's channels that are rotated; None for a family that rotates all.
+        head_dim: channels of a head; None is its part of the hidden size.
+        attention_bias: biases of queries, keys and values; None for a family without the choice.
+        tied: the output layer is the embedding table.
 
     Raises:
         CheckpointError: it names a key whose value is not supported.
     """
     read = HfSettings(config)
-    read.only("attention_bias", False, None)
+    if act:
+        read.only("hidden_act", *act)
+    if attention_bias is None:
+        read.only("attention_bias", False, None)
     read.only("mlp_bias", False, None)
     read.only("quantization_config", None)
     read.only("is_causal", True, None)
@@ -38,23 +61,23 @@ def decoder_to_nemo(
         "ffn_hidden_size": read.count("intermediate_size"),
         "num_attention_heads": heads,
         "num_query_groups": read.count("num_key_value_heads", heads),
-        "kv_channels": read.count("head_dim", hidden // heads),
+        "kv_channels": read.count("head_dim", head_dim or hidden // heads),
         "encoder_seq_length": read.count("max_position_embeddings"),
         "max_position_embeddings": read.count("max_position_embeddings"),
         "normalization": "rmsnorm",
-        "layernorm_epsilon": read.number("rms_norm_eps", 1e-6),
+        "layernorm_epsilon": read.number("rms_norm_eps", epsilon),
         "activation": "fast-swiglu",
         "bias": False,
-        "qkv_bias": False,
+        "qkv_bias": attention_bias is not None and read.flag("attention_bias", attention_bias),
         "qk_layernorm": False,
         **rope_to_nemo(config, rotated, base),
         "vocab_size": read.count("vocab_size"),
         "make_vocab_size_divisible_by": 128,
-        "share_embeddings_and_output_weights": read.flag("tie_word_embeddings", False),
+        "share_embeddings_and_output_weights": read.flag("tie_word_embeddings", tied),
         **family,
     }
     ModelShape.from_config(nemo)  # raises now for what a load would refuse
-    return nemo
+    return nemo if name is None else {**nemo, NAME_KEY: name}
 
 
 def decoder_to_hf(config: Config, model_type: str, **family: Any) -> dict[str, Any]:
@@ -127,10 +150,10 @@ class HfSettings:
         """Read ``num_hidden_layers``."""
         return self.count("num_hidden_layers", most=_MOST_LAYERS)
 
-    def window(self) -> int | None:
-        """Read ``sliding_window``: null is none, and a missing key is 4096."""
-        is_null = self.config.get("sliding_window", 4096) is None
-        return None if is_null else self.count("sliding_window", 4096)
+    def window(self, missing: int | None = 4096) -> int | None:
+        """Read ``sliding_window``: null is none, and ``missing`` stands for a missing key."""
+        is_null = self.config.get("sliding_window", missing) is None
+        return None if is_null else self.count("sliding_window", missing)
 
     def only(self, key: str, *allowed: Any) -> None:
         """Refuse any value but ``allowed``, of which the first is the default."""
@@ -145,6 +168,18 @@ class HfSettings:
 # Rotary embedding.
 
 
+# By kind, NeMo's keys and those of ``rope_parameters``.
+_FACTORS: dict[str, dict[str, str]] = {
+    "default": {},
+    "linear": {"seq_len_interpolation_factor": "factor"},
+    "dynamic": {"dynamic_rope_factor": "factor"},
+    "llama3": {
+        "scale_factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "old_context_len": "original_max_position_embeddings",
+    },
+}
 _ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
@@ -184,23 +219,11 @@ def rope_to_nemo(
         "rotary_percentage": scaling.number("partial_rotary_factor", rotated or 1.0),
         "scale_positional_embedding": kind == "llama3",
     }
-    if kind == "linear":
-        return {**rotary, "seq_len_interpolation_factor": scaling.number("factor")}
-    if kind == "dynamic":
-        return {**rotary, "dynamic_rope_factor": scaling.number("factor")}
     if kind == "yarn":
         return {**rotary, **_yarn_to_nemo(scaling, config)}
     if kind == "longrope":
         return {**rotary, **_longrope_to_nemo(scaling, config)}
-    if kind == "llama3":
-        return {
-            **rotary,
-            "scale_factor": scaling.number("factor"),
-            "low_freq_factor": scaling.number("low_freq_factor"),
-            "high_freq_factor": scaling.number("high_freq_factor"),
-            "old_context_len": scaling.number("original_max_position_embeddings"),
-        }
-    return rotary
+    return {**rotary, **{ours: scaling.number(name) for ours, name in _FACTORS[kind].items()}}
 
 
 _YARN = {
@@ -300,16 +323,11 @@ def rope_to_hf(config: Config, shape: ModelShape) -> dict[str, Any]:
             "no name for both"
         )
     rope: dict[str, Any] = {"rope_theta": shape.rotary_base, "rope_type": "default"}
-    linear, dynamic, llama3, yarn = (
-        shape.seq_len_interpolation_factor,
-        shape.dynamic_rope_factor,
-        shape.rope_scaling,
-        shape.yarn,
-    )
-    if linear is not None:
-        rope |= {"rope_type": "linear", "factor": linear}
-    if dynamic is not None:
-        rope |= {"rope_type": "dynamic", "factor": dynamic}
+    if shape.seq_len_interpolation_factor is not None:
+        rope |= {"rope_type": "linear", "factor": shape.seq_len_interpolation_factor}
+    if shape.dynamic_rope_factor is not None:
+        rope |= {"rope_type": "dynamic", "factor": shape.dynamic_rope_factor}
+    llama3, yarn = shape.rope_scaling, shape.yarn
     if llama3 is not None:
         rope |= {
             "rope_type": "llama3",
@@ -382,9 +400,9 @@ def every_nth_layer(layers: int, without: int) -> list[str]:
     return [SLIDING if layer % without else FULL for layer in range(1, layers + 1)]
 
 
-def window_everywhere(size: int) -> dict[str, Any]:
-    """NeMo's keys for a window in every layer."""
-    return {"window_size": size, "window_pattern": "all"}
+def window_everywhere(size: int | None) -> dict[str, Any]:
+    """NeMo's keys for a window in every layer; none for None."""
+    return {} if size is None else {"window_size": size, "window_pattern": "all"}
 
 
 def alternating_layers(layers: int) -> list[str]:
@@ -397,3 +415,9 @@ def layer_types(config: Config) -> list[str]:
     shape = ModelShape.from_config(config)
     windows = [shape.window_of(layer + 1) for layer in range(shape.num_layers)]
     return [FULL if window is None else SLIDING for window in windows]
+
+
+def window_to_hf(config: Config) -> dict[str, Any]:
+    """Keys of ``config.json`` for the window of a NeMo config, and the layers that have it."""
+    size = ModelShape.from_config(config).window_size
+    return {"sliding_window": size, "layer_types": layer_types(config)}
