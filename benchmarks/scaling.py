@@ -188,7 +188,7 @@ def _base_job(arguments: argparse.Namespace, device: str) -> dict[str, Any]:
 
     size = {key: getattr(arguments, key) or usual[device] for key, usual in SIZES.items()}
     if arguments.config is not None:
-        from nemo_aligner.checkpoint.nemo.open import open_nemo
+        from nemo_aligner.checkpoint.nemo.archive import open_nemo
 
         with open_nemo(arguments.config, with_weights=False) as folder:
             model = folder.config

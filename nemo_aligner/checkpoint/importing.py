@@ -28,8 +28,9 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     attribute_names,
 )
 from nemo_aligner.checkpoint.hf.source import tokenizer_folder
+from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside, write_nemo
+from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.nemo.load_weights import in_memory, model_shape, unread_decoder
-from nemo_aligner.checkpoint.nemo.open import NemoFolder, open_nemo, scratch_beside, write_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices, save_lazy
 from nemo_aligner.config.common import Overlong, Precision, RewardModelType
 from nemo_aligner.config.dtypes import NumberFormat, format_of

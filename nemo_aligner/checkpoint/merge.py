@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import HEAD, HEAD_PREFIX, OUTPUT_LAYER, PREFIX
+from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside, write_nemo
+from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.nemo.load_weights import head_names, model_shape, unread_decoder
-from nemo_aligner.checkpoint.nemo.open import NemoFolder, open_nemo, scratch_beside, write_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor, save_lazy
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import describe_differences

@@ -24,8 +24,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from nemo_aligner.checkpoint.nemo.open import sync_to_disk
+from nemo_aligner.checkpoint.nemo.archive import sync_to_disk
 from nemo_aligner.checkpoint.run_folder import RUN_STATE_NAME, STATE_NAME, STEP_NAME
+from nemo_aligner.checkpoint.weights import load_weights
 from nemo_aligner.checkpoint.weights.save import (
     PendingSave,
     ShardedModel,
@@ -35,7 +36,6 @@ from nemo_aligner.checkpoint.weights.save import (
     sharded_weights,
     start_saving,
 )
-from nemo_aligner.checkpoint.weights.store import load_weights
 from nemo_aligner.config.load import flatten
 from nemo_aligner.config.training import MonitorMode
 from nemo_aligner.distributed.collectives import on_main

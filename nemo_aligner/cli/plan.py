@@ -54,7 +54,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _read_shape(path: Path) -> tuple[ModelShape, str]:
-    from nemo_aligner.checkpoint.nemo.open import read_model_config
+    from nemo_aligner.checkpoint.nemo.archive import read_model_config
 
     return ModelShape.from_config(read_model_config(path)), str(path)
 

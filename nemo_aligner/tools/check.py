@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.cuda import device_count
 
-from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
 from nemo_aligner.config.common import Precision, RecordKind
 from nemo_aligner.contract.contract import NoTemplateError, OverlongError, ScoringContract

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.distributed import get_world_size
 
-from nemo_aligner.checkpoint.nemo.open import open_nemo, read_model_config
+from nemo_aligner.checkpoint.nemo.archive import open_nemo, read_model_config
 from nemo_aligner.checkpoint.nemo.reward_model import (
     load_pretrained,
     load_reward_model,

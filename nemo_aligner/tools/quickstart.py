@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 
 from nemo_aligner.checkpoint.hf.convert import unpack_gguf
-from nemo_aligner.checkpoint.nemo.open import read_model_config
+from nemo_aligner.checkpoint.nemo.archive import read_model_config
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME, REPORT_NAME
 from nemo_aligner.data.texts import write_first_replies
 from nemo_aligner.serving.run import served

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.checkpoint.hf.families.settings import is_tied
-from nemo_aligner.checkpoint.nemo.open import read_model_config
+from nemo_aligner.checkpoint.nemo.archive import read_model_config
 from nemo_aligner.checkpoint.nemo.reward_model import (
     PretrainedModel,
     check_initial_head,

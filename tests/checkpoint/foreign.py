@@ -61,7 +61,7 @@ def tensors_of(path: Path) -> Tensors:
     """An archive's tensors, whole, without the prefix; norms are made to differ from 1."""
     from megatron.core import dist_checkpointing
 
-    from nemo_aligner.checkpoint.nemo.open import open_nemo
+    from nemo_aligner.checkpoint.nemo.archive import open_nemo
 
     with open_nemo(path) as folder:
         plain = dist_checkpointing.load_plain_tensors(str(folder.weights))
@@ -297,7 +297,7 @@ def put_common_among_shards(folder: Path, common: Any) -> None:
     """Have a checkpoint hold ``common`` beside its tensors as since megatron-core 0.17."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-    from nemo_aligner.checkpoint.weights.torch_dist import read_metadata
+    from nemo_aligner.checkpoint.safe_load import read_metadata
 
     piece, key = folder / "__9_0.distcp", "common_state/shard_0_1"
     stored = io.BytesIO()

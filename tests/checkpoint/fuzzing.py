@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, load_reward_model
 from nemo_aligner.config.common import Precision
 from nemo_aligner.utils.errors import AlignerError

@@ -19,7 +19,7 @@ from torch import Tensor
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.checkpoint.decoder_tensors import attribute_names
 from nemo_aligner.checkpoint.importing import import_checkpoint as import_nemo
-from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests import tiny

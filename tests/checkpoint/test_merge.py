@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING
 from nemo_aligner.checkpoint.merge import extrapolate, merge_checkpoints
-from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
 from nemo_aligner.cli.checkpoint import merge_parser, run_merge
 from nemo_aligner.config.common import Precision

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.safe_load import read_yaml
 from nemo_aligner.contract.tokenizer import load_tokenizer
 from nemo_aligner.utils.errors import CheckpointError, DataError

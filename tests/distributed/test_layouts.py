@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
 from nemo_aligner.contract.contract import check_plain_reading
 from nemo_aligner.distributed.layout import ParallelLayout

@@ -18,8 +18,8 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
     load_pretrained,
     load_reward_model,
 )
+from nemo_aligner.checkpoint.weights import load_weights
 from nemo_aligner.checkpoint.weights.save import save_weights
-from nemo_aligner.checkpoint.weights.store import load_weights
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import OptimConfig, Recompute, SchedulerConfig
 from nemo_aligner.distributed.collectives import on_main

@@ -13,7 +13,7 @@ import torch
 
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.checkpoint.merge import merge_checkpoints
-from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import (
     load_pretrained,
     load_reward_model,

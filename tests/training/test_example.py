@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_aligner.checkpoint.nemo.open import open_nemo
-from nemo_aligner.checkpoint.weights.store import open_weights
-from nemo_aligner.checkpoint.weights.tensor_store import is_optimizer_state
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
+from nemo_aligner.checkpoint.weights import open_weights
+from nemo_aligner.checkpoint.weights.store import is_optimizer_state
 from nemo_aligner.models.shape import is_of_adapter
 from tests import tiny
 from tests.config.nemo_aligner_files import write_file

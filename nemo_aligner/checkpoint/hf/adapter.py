@@ -35,9 +35,10 @@ from nemo_aligner.checkpoint.hf.export import (
 )
 from nemo_aligner.checkpoint.hf.families.base import HF_HEAD
 from nemo_aligner.checkpoint.hf.heads import quiet_about_heads
-from nemo_aligner.checkpoint.nemo.open import CONTRACT_NAME, NemoFolder, open_nemo
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
+from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.reward_model import reward_model_of
-from nemo_aligner.checkpoint.weights.safe_pickle import bounded_torch_load
+from nemo_aligner.checkpoint.safe_load import bounded_torch_load
 from nemo_aligner.config.common import Precision
 from nemo_aligner.contract.contract import ScoringContract, check_plain_reading
 from nemo_aligner.distributed.collectives import current_device

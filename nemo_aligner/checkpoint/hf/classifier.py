@@ -31,8 +31,8 @@ from nemo_aligner.checkpoint.hf.heads import (
     rotary_by_length,
 )
 from nemo_aligner.checkpoint.hf.source import Source, open_source
-from nemo_aligner.checkpoint.nemo.open import CONTRACT_NAME
-from nemo_aligner.checkpoint.weights.safe_pickle import bounded_torch_load
+from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME
+from nemo_aligner.checkpoint.safe_load import bounded_torch_load
 from nemo_aligner.config.common import Precision, RewardModelType
 from nemo_aligner.config.dtypes import torch_dtype
 from nemo_aligner.config.model import (

@@ -49,10 +49,11 @@ from nemo_aligner.checkpoint.hf.source import (
     open_source,
     with_single_experts,
 )
+from nemo_aligner.checkpoint.nemo.archive import scratch_beside, write_nemo
+from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.nemo.load_weights import head_names
-from nemo_aligner.checkpoint.nemo.open import NemoFolder, scratch_beside, write_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices, save_lazy
-from nemo_aligner.checkpoint.weights.tensor_store import TensorStore
+from nemo_aligner.checkpoint.weights.store import TensorStore
 from nemo_aligner.config.dtypes import format_of
 from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.contract.contract import ScoringContract

@@ -51,13 +51,8 @@ from nemo_aligner.checkpoint.hf.heads import (
     HeadOut,
 )
 from nemo_aligner.checkpoint.hf.source import HEAD_NAME, REWARD_SUFFIX
-from nemo_aligner.checkpoint.nemo.open import (
-    CONTRACT_NAME,
-    NemoFolder,
-    open_nemo,
-    scratch_beside,
-    sync_to_disk,
-)
+from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside, sync_to_disk
+from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.reward_model import reward_model_without_weights
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import format_of

@@ -32,7 +32,8 @@ from nemo_aligner.checkpoint.hf.gguf import (
     save_gguf_tokenizer,
 )
 from nemo_aligner.checkpoint.hf.source import hf_shapes
-from nemo_aligner.checkpoint.nemo.open import NemoFolder, open_nemo, scratch_beside, sync_to_disk
+from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside, sync_to_disk
+from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.nemo.reward_model import contract_of, model_shape
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import format_of, torch_dtype

@@ -1,26 +1,148 @@
-"""Unpacking of untrusted tar archives (plain or gzipped), and their checksums.
+"""NeMo archives: unpacked safely, opened once per host, and written whole.
 
-Archives of this package end with ``checksums.json``, the sha256 of every other member, compared
-while unpacking. Archives of others have none.
+``.nemo`` files are tar archives, plain or gzipped. Those of this package end with
+``checksums.json``, the sha256 of every other member, compared while unpacking; archives of others
+have none. ``open_nemo`` takes every checkpoint of NeMo or Megatron, also as a folder.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import json
 import os
 import re
 import shutil
+import socket
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
-from nemo_aligner.checkpoint.safe_load import read_json
-from nemo_aligner.utils.errors import CheckpointError
+import torch.distributed as dist
+import yaml
+
+from nemo_aligner.checkpoint.nemo.folder import (
+    CONFIG_NAME,
+    CONTRACT_NAME,
+    TOKENIZER_NAME,
+    WEIGHTS_NAME,
+    NemoFolder,
+    folder_of,
+    refuse_hugging_face,
+)
+from nemo_aligner.checkpoint.safe_load import MAX_TEXT_BYTES, read_json
+from nemo_aligner.distributed.collectives import barrier, gather_objects
+from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
+
+# Opening: unpacked once per host, and checked before any use.
+
+
+@contextmanager
+def open_nemo(
+    path: str | Path,
+    *,
+    with_weights: bool = True,
+    tokenizer: str | Path | None = None,
+    config: str | Path | None = None,
+) -> Iterator[NemoFolder]:
+    """Open a checkpoint of NeMo or Megatron for reading.
+
+    Where torch.distributed is initialised every rank must call it. One rank of each host unpacks
+    an archive into the temporary directory, and removes it when all have left the block (or when
+    its process ends, if one of several fails). It also reads all weights once, so that damage is
+    found before any is used.
+
+    Args:
+        with_weights: without, little is unpacked, and ``NemoFolder.weights`` must not be used.
+        tokenizer: folder that replaces the checkpoint's own tokenizer.
+        config: file that replaces the checkpoint's own settings.
+
+    Raises:
+        CheckpointError: no such archive, an unsafe member, a missing part, or damaged data.
+    """
+    path = Path(path)
+    given = [None if part is None else Path(part) for part in (tokenizer, config)]
+
+    def opened(root: Path) -> NemoFolder:
+        folder = folder_of(root, path, *given)
+        _ = folder.config, with_weights and folder.weights
+        return folder
+
+    prepared, root = _once_per_host(path, lambda: _prepare(path, with_weights, opened))
+    has_peers = dist.is_initialized() and dist.get_world_size() > 1
+    try:
+        yield opened(root) if prepared is None else prepared[1]
+    except BaseException:
+        if not has_peers:  # a failing rank's peers may still be reading
+            _remove(root, path)
+        raise
+    if has_peers:
+        barrier()
+    _remove(root, path)
+
+
+# The folder that a checkpoint was unpacked to, and the checkpoint, which was checked.
+_Prepared: TypeAlias = tuple[Path, NemoFolder]
+
+
+def _remove(root: Path, path: Path) -> None:
+    """Remove a folder that this process unpacked; a folder that was given stays."""
+    if root != path:
+        remove_temporary(root)
+
+
+def _prepare(path: Path, with_weights: bool, opened: Callable[[Path], NemoFolder]) -> _Prepared:
+    """Unpack an archive, or take the folder itself, and check its contents."""
+
+    def wanted(name: PurePosixPath) -> bool:
+        return with_weights or WEIGHTS_NAME not in name.parts
+
+    if path.is_file():
+        refuse_hugging_face(path, path)
+    root = path if path.is_dir() else unpack(path, wanted)
+    try:
+        if root == path:
+            verify_folder(root, wanted)
+        folder = opened(root)
+        if with_weights and not has_checksums(root):
+            folder.store.check_data(read=True)
+    except BaseException:
+        _remove(root, path)
+        raise
+    return root, folder
+
+
+def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepared | None, Path]:
+    """Call ``prepare`` on one rank of each host; returns its result there, the folder on all."""
+    if not dist.is_initialized():
+        prepared = prepare()
+        return prepared, prepared[0]
+    hosts = gather_objects(socket.gethostname())
+    owner = hosts.index(hosts[dist.get_rank()])
+    is_owner = owner == dist.get_rank()
+    mine, problem = _outcome(prepare) if is_owner else (None, None)
+    outcomes: list[Any] = gather_objects((None if mine is None else mine[0], problem))
+    for _, found in outcomes:
+        if found is not None:
+            if mine is not None:
+                _remove(mine[0], path)
+            raise CheckpointError(found)
+    return mine, Path(outcomes[owner][0])
+
+
+def _outcome(prepare: Callable[[], _Prepared]) -> tuple[_Prepared | None, str | None]:
+    try:
+        return prepare(), None
+    except CheckpointError as error:
+        return None, str(error)
+
+
+# Unpacking.
 
 CHECKSUMS_NAME = "checksums.json"
 MAX_BYTES_VARIABLE = "NEMO_ALIGNER_MAX_ARCHIVE_BYTES"
@@ -217,3 +339,139 @@ def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Pat
     if left:
         raise tarfile.ReadError(f"member {member.name!r} ends {left} bytes early")
     return digest.hexdigest()
+
+
+# Writing.
+
+
+@contextmanager
+def scratch_beside(output: Path) -> Iterator[Path]:
+    """Temporary folder on the disk of ``output``, which must not exist yet.
+
+    Raises:
+        CheckpointError: ``output`` exists, or its folder is not writable.
+    """
+    if output.exists():
+        raise CheckpointError(f"{output}: it exists, wanted the name of a new one")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        scratch = make_temporary(f".{output.name}.", output.parent)
+    except OSError as error:
+        raise CheckpointError(f"{output}: cannot be written: {error}") from error
+    try:
+        yield scratch
+    finally:
+        remove_temporary(scratch)
+
+
+def write_nemo(
+    path: str | Path,
+    config: dict[str, Any],
+    weights: Path,
+    tokenizer: Path,
+    contract: dict[str, Any] | None = None,
+) -> None:
+    """Write an archive that appears whole or not at all; one process calls it.
+
+    The config's ``tokenizer.type`` is set to ``nemo:tokenizer``, NeMo's way to point into the
+    archive. The last member, ``checksums.json``, has the sha256 of every other.
+
+    Args:
+        weights: folder of a distributed checkpoint.
+        tokenizer: folder of a tokenizer.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer_config = {"library": "huggingface", "type": f"nemo:{TOKENIZER_NAME}"}
+    config = {**config, "tokenizer": tokenizer_config}
+    partial = path.with_name(f".{path.name}.partial")  # a killed write's is overwritten
+    try:
+        with partial.open("wb") as stream:
+            with _SummingTar(fileobj=stream, mode="w", dereference=True) as archive:
+                archive.add_text(CONFIG_NAME, yaml.safe_dump(config, sort_keys=False))
+                if contract is not None:
+                    archive.add_text(CONTRACT_NAME, json.dumps(contract, indent=2, allow_nan=False))
+                archive.add(tokenizer, f"./{TOKENIZER_NAME}", filter=_anonymous)
+                archive.add(weights, f"./{WEIGHTS_NAME}", filter=_anonymous)
+                archive.add_text(CHECKSUMS_NAME, json.dumps(archive.sums, indent=2))
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, path)
+        sync_to_disk(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+class _SummingTar(tarfile.TarFile):
+    """Tar writer that records the sha256 of each member by name."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.sums: dict[str, str] = {}
+
+    def add_text(self, name: str, text: str) -> None:
+        data = text.encode()
+        if len(data) > MAX_TEXT_BYTES:  # the reader would refuse it
+            raise CheckpointError(f"{name}: {len(data)} bytes, wanted at most {MAX_TEXT_BYTES}")
+        member = tarfile.TarInfo(f"./{name}")
+        member.size = len(data)
+        self.addfile(member, BytesIO(data))
+
+    def addfile(self, member: tarfile.TarInfo, fileobj: Any = None) -> None:
+        if fileobj is None:
+            super().addfile(member)
+            return
+        summed = _Summed(fileobj)
+        super().addfile(member, summed)  # type: ignore[arg-type]
+        self.sums[PurePosixPath(member.name).as_posix()] = summed.digest.hexdigest()
+
+
+class _Summed:
+    """File that hashes what is read from it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+
+    def read(self, size: int) -> bytes:
+        block = self._file.read(size)
+        self.digest.update(block)
+        return block
+
+
+def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    return member
+
+
+def sync_to_disk(path: Path) -> None:
+    """Fsync a file, or a folder's directory entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_model_config(path: Path) -> Mapping[str, Any]:
+    """Read a model's config from a YAML file, a .nemo archive, or the folder it unpacks to.
+
+    Raises:
+        ConfigError: it does not exist, or is no YAML mapping.
+        CheckpointError: an archive or a folder cannot be read.
+    """
+    if not path.exists():
+        raise ConfigError(f"config: got {path}, which does not exist")
+    if path.suffix == ".nemo" or path.is_dir():
+        with open_nemo(path, with_weights=False) as folder:
+            return folder.config
+    import yaml
+
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config: {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"config: {path}: got {type(config).__name__}, wanted a mapping")
+    return config

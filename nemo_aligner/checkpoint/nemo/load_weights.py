@@ -19,9 +19,9 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     layer_tensors,
     model_tensors,
 )
-from nemo_aligner.checkpoint.nemo.open import NemoFolder
+from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.weights.save import LazyTensor
-from nemo_aligner.checkpoint.weights.tensor_store import StoredTensors
+from nemo_aligner.checkpoint.weights.store import StoredTensors
 from nemo_aligner.models.lora import folded
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.shape import (

@@ -17,13 +17,14 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     OF_OBJECTIVE,
     PREFIX,
 )
+from nemo_aligner.checkpoint.nemo.archive import open_nemo, write_nemo
+from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.nemo.load_weights import (
     head_names,
     load_backbone,
     model_shape,
     read_head,
 )
-from nemo_aligner.checkpoint.nemo.open import NemoFolder, open_nemo, write_nemo
 from nemo_aligner.checkpoint.weights.save import copy_tensors, save_weights
 from nemo_aligner.config.common import Precision, RewardModelType
 from nemo_aligner.config.model import (

@@ -1,3 +1,57 @@
 """Weights of a checkpoint: reading every stored format, safely, and saving."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
 import nemo_aligner.distributed  # noqa: F401 - before the first import of megatron-core
+from nemo_aligner.checkpoint.safe_load import read_json
+from nemo_aligner.checkpoint.weights.store import (
+    TORCH_DIST,
+    ShardedStateDict,
+    TensorStore,
+    TorchDistStore,
+    raise_everywhere,
+    read_common,
+)
+from nemo_aligner.checkpoint.weights.zarr import ZarrStore
+from nemo_aligner.utils.errors import CheckpointError
+
+_STORES: dict[str, type[TorchDistStore] | type[ZarrStore]] = {
+    TORCH_DIST: TorchDistStore,
+    "zarr": ZarrStore,
+}
+
+
+def open_weights(folder: Path) -> TensorStore:
+    """Open the weights in ``folder``; their index is read once, here.
+
+    Raises:
+        CheckpointError: it is of another format, or its index is missing or unsafe.
+    """
+    path = folder / "metadata.json"
+    backend = read_json(path, str(path)).get("sharded_backend")
+    if not isinstance(backend, str) or backend not in _STORES:
+        raise CheckpointError(f"{path}: got the format {backend!r}, wanted {TORCH_DIST!r}")
+    return _STORES[backend](folder)
+
+
+def load_weights(sharded_state_dict: ShardedStateDict, folder: Path) -> dict[str, Any]:
+    """Load a sharded state dict from ``folder``, with the plain data beside it (``common.pt``).
+
+    Collective; see ``TensorStore.load``.
+
+    Raises:
+        CheckpointError: on every rank, if any rank misses a tensor, finds another shape, or finds
+            something that would run code; or if the data is damaged.
+    """
+    store, common = raise_everywhere(lambda: _open_with_common(folder))
+    return store.load(sharded_state_dict, common)
+
+
+def _open_with_common(folder: Path) -> tuple[TensorStore, dict[str, Any]]:
+    store = open_weights(folder)
+    if not isinstance(store, TorchDistStore):
+        raise CheckpointError(f"{folder}: got another format, wanted {TORCH_DIST!r}")
+    return store, read_common(folder)

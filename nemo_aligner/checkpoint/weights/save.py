@@ -26,16 +26,24 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from nemo_aligner.checkpoint.decoder_tensors import HEAD_PREFIX
-from nemo_aligner.checkpoint.weights.safe_pickle import rank_collectives, torch_tensors
-from nemo_aligner.checkpoint.weights.tensor_store import ShardedStateDict, without_objects
-from nemo_aligner.checkpoint.weights.torch_dist import TORCH_DIST, write_common
+from nemo_aligner.checkpoint.weights.store import (
+    TORCH_DIST,
+    ShardedStateDict,
+    without_objects,
+    write_common,
+)
 from nemo_aligner.distributed.collectives import gather_objects, on_main
 from nemo_aligner.models.shape import is_of_adapter
 from nemo_aligner.utils.errors import CheckpointError
@@ -68,7 +76,8 @@ class PendingSave:
     ) -> None:
         self._folder = folder
         self._arrived = arrived
-        self._ranks = rank_collectives()
+        # Planning collectives of torch's own save; an error on one rank is raised on each.
+        self._ranks = _DistWrapper(None, use_dist=True, coordinator_rank=0)
         # No staging copy: that is for tensors on a GPU, and would wait for its kernels.
         self._writer = torch_checkpoint.FileSystemWriter(folder, per_thread_copy_ahead=0)
         self._planner = planner or InPlaceSavePlanner(**PLANNING)
@@ -76,7 +85,7 @@ class PendingSave:
         with _as_checkpoint_error(folder):
             sharded, common = save_preprocess(without_objects(sharded_state_dict))
             on_main(lambda: write_common(common, folder))
-            tensors = torch_tensors(sharded)
+            tensors = _torch_tensors(sharded)
             plan = self._ranks.reduce_scatter("plan", lambda: self._plan(tensors), self._plan_all)
         self._written = in_background(partial(self._write, self._planner.finish_plan(plan)))
 
@@ -112,6 +121,17 @@ class PendingSave:
         assert self._metadata is not None
         self._writer.finish(self._metadata, written)
         save_config(CheckpointingConfig(TORCH_DIST, 1), str(self._folder))
+
+
+def _torch_tensors(sharded_state_dict: ShardedStateDict) -> dict[str, Any]:
+    """Flatten a sharded state dict to this rank's tensors by stored key, for torch's planner.
+
+    megatron-core does this inside its own save, which would also start writer processes.
+    """
+    grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(
+        sharded_state_dict, keep_only_main_replica=True
+    )
+    return mcore_to_pyt_state_dict(grouped)
 
 
 def start_saving(

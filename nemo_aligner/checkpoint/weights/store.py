@@ -1,170 +1,487 @@
-"""Opening of a checkpoint's weights: torch_dist, or zarr as NeMo 1.21 to 1.23 wrote it."""
+"""TensorStore: a checkpoint's weights on disk; and torch_dist, the format that is written.
+
+Each rank opens a checkpoint once and reads its index then, never again. Nothing in it is trusted:
+the index is checked, and shards have to be whole.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import product
+import re
+import sys
+import zipfile
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BufferedReader, BytesIO, RawIOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import torch
-from torch import Tensor
-
-from nemo_aligner.checkpoint.safe_load import read_json
-from nemo_aligner.checkpoint.weights.tensor_store import (
-    ShardedStateDict,
-    TensorStore,
-    is_optimizer_state,
-    raise_everywhere,
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_inplace,
+    extract_matching_values,
+    merge,
+    nested_values,
 )
-from nemo_aligner.checkpoint.weights.torch_dist import TORCH_DIST, TorchDistStore, read_common
-from nemo_aligner.config.dtypes import zarr_dtypes
-from nemo_aligner.utils.errors import CheckpointError, shown
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    apply_factory_merges,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from torch import Size, Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from nemo_aligner.checkpoint.safe_load import (
+    INDEX_NAME,
+    Outline,
+    load_plain,
+    outline_of,
+    read_metadata,
+    torch_archive,
+)
+from nemo_aligner.distributed.collectives import gather_objects
+from nemo_aligner.utils.errors import CheckpointError, short
+
+ShardedStateDict = dict[str, Any]
+# Global shape and dtype by name.
+StoredTensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+T = TypeVar("T")
+_SHOWN_KEYS = 5
 
 
-def open_weights(folder: Path) -> TensorStore:
-    """Open the weights in ``folder``; their index is read once, here.
+class TensorStore(ABC):
+    """Weights in ``folder``; ``tensors`` has the global shape and dtype of each by name."""
+
+    def __init__(self, folder: Path, tensors: StoredTensors) -> None:
+        self.folder = folder
+        self.tensors = tensors
+
+    @abstractmethod
+    def check_data(self, *, read: bool) -> None:
+        """Find missing weights, and with ``read`` damaged ones, by reading all of them once.
+
+        Raises:
+            CheckpointError: a shard is missing, of another size, or damaged.
+        """
+
+    @abstractmethod
+    def read_into(self, target: Tensor, key: str, offsets: Sequence[int]) -> int:
+        """Fill ``target`` from the tensor ``key`` at ``offsets``; returns the count of elements.
+
+        ``target`` has the rank of the stored tensor, and may extend past its end.
+
+        Raises:
+            CheckpointError: the data cannot be read.
+        """
+
+    def read(self, key: str, layer: int | None = None) -> Tensor:
+        """Read the tensor ``key`` to the CPU; with ``layer``, one layer of a stacked tensor.
+
+        Raises:
+            CheckpointError: there is none, or the data is damaged.
+        """
+        if key not in self.tensors:
+            raise CheckpointError(f"{self.folder}: the tensor {key} is missing")
+        shape, dtype = self.tensors[key]
+        offsets, sizes = [0] * len(shape), list(shape)
+        if layer is not None:
+            offsets[0], sizes[0] = layer, 1
+        target = torch.empty(sizes, dtype=dtype)
+        self._read_whole(target, key, offsets)
+        return target if layer is None else target[0]
+
+    def load(
+        self, sharded_state_dict: ShardedStateDict, common: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Fill ``sharded_state_dict`` and return it as a plain state dict; collective.
+
+        Tensors keep their dtype and device. ``ShardedObject`` entries are left out.
+
+        Args:
+            common: plain data stored beside the tensors, merged into the result.
+
+        Raises:
+            CheckpointError: on every rank, if any rank misses a tensor, finds another shape, or
+                cannot read one.
+        """
+        request, of_this_run, factories = load_preprocess(without_objects(sharded_state_dict))
+        tensors, _ = extract_sharded_base(request)
+        raise_everywhere(lambda: self._check(tensors))
+        filled = raise_everywhere(lambda: dict_list_map_inplace(self._filled, tensors))
+        try:
+            state = merge(merge(common or {}, of_this_run), filled)
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder}: beside the tensors: {error}") from error
+        return apply_factory_merges(state, factories)
+
+    def _filled(self, entry: ShardedTensor) -> Tensor:
+        if entry.data is None:
+            entry.init_data("cpu")
+        data = entry.data.detach()
+        target = data[(None,) * entry.prepend_axis_num]
+        if entry.allow_shape_mismatch:
+            target.zero_()  # rows of a padded vocabulary that are not stored
+            self.read_into(target, entry.key, entry.global_offset)
+        else:
+            self._read_whole(target, entry.key, entry.global_offset)
+        return data
+
+    def _read_whole(self, target: Tensor, key: str, offsets: Sequence[int]) -> None:
+        if self.read_into(target, key, offsets) != target.numel():
+            raise CheckpointError(f"{self.folder}: {key}: got a part of it, wanted the whole")
+
+    def _check(self, request: ShardedStateDict) -> None:
+        stored = self.tensors
+        wanted = [value for value in nested_values(request) if isinstance(value, ShardedTensor)]
+        missing = sorted({tensor.key for tensor in wanted if tensor.key not in stored})
+        if missing:
+            raise CheckpointError(
+                f"{self.folder}: {len(missing)} tensors are missing: {_some(missing)}; "
+                f"it holds {len(stored)}: {_some(sorted(stored))}"
+            )
+        for tensor in wanted:
+            got, shape = stored[tensor.key][0], tuple(tensor.global_shape)
+            first = int(tensor.allow_shape_mismatch)  # a padded vocabulary may differ in rows
+            if len(got) != len(shape) or got[first:] != shape[first:]:
+                raise CheckpointError(
+                    f"{self.folder}: {tensor.key}: got shape {list(got)}, wanted {list(shape)}"
+                )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN_KEYS} more" if len(names) > _SHOWN_KEYS else ""
+    return ", ".join(names[:_SHOWN_KEYS]) + more
+
+
+def raise_everywhere(function: Callable[[], T]) -> T:
+    """Run ``function`` on every rank, and return its result on this one; collective.
 
     Raises:
-        CheckpointError: it is of another format, or its index is missing or unsafe.
+        CheckpointError: on every rank, if any raised one: that of the first such rank.
     """
-    path = folder / "metadata.json"
-    backend = read_json(path, str(path)).get("sharded_backend")
-    if not isinstance(backend, str) or backend not in _STORES:
-        raise CheckpointError(f"{path}: got the format {backend!r}, wanted {TORCH_DIST!r}")
-    return _STORES[backend](folder)
+    result, problem = None, None
+    try:
+        result = function()
+    except CheckpointError as error:
+        problem = str(error)
+    for found in gather_objects(problem):
+        if found is not None:
+            raise CheckpointError(found)
+    return result  # type: ignore[return-value]
 
 
-def load_weights(sharded_state_dict: ShardedStateDict, folder: Path) -> dict[str, Any]:
-    """Load a sharded state dict from ``folder``, with the plain data beside it (``common.pt``).
+def without_objects(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+    """Drop opaque objects (TransformerEngine's ``_extra_state``): they are pickles."""
+    _, kept = extract_matching_values(
+        sharded_state_dict, lambda value: isinstance(value, ShardedObject)
+    )
+    return kept
 
-    Collective; see ``TensorStore.load``.
 
-    Raises:
-        CheckpointError: on every rank, if any rank misses a tensor, finds another shape, or finds
-            something that would run code; or if the data is damaged.
+def is_optimizer_state(name: str) -> bool:
+    """Tell by Megatron's naming if a stored tensor belongs to an optimizer."""
+    return re.match(r"(chained_\d+\.)?optimizer\.", name) is not None
+
+
+# torch_dist: shards of all tensors in a few files, and an index.
+
+TORCH_DIST = "torch_dist"
+
+
+class TorchDistStore(TensorStore):
+    """Weights as megatron-core and torch.distributed.checkpoint write them.
+
+    A rank reads the shards that overlap its own tensors. megatron-core's load would read the index
+    again, with ``pickle.load``.
     """
-    store, common = raise_everywhere(lambda: _open_with_common(folder))
-    return store.load(sharded_state_dict, common)
-
-
-def _open_with_common(folder: Path) -> tuple[TensorStore, dict[str, Any]]:
-    store = open_weights(folder)
-    if not isinstance(store, TorchDistStore):
-        raise CheckpointError(f"{folder}: got another format, wanted {TORCH_DIST!r}")
-    return store, read_common(folder)
-
-
-# zarr: an array for each tensor, stacked and named as in torch_dist. megatron-core 0.16 no longer
-# reads it; the ``zarr`` package does (extra ``[zarr]``).
-
-ZARR = "zarr"
-_HEADER = ".zarray"
-_DTYPES = zarr_dtypes()
-
-
-class ZarrStore(TensorStore):
-    """Weights in zarr arrays, as megatron-core up to 0.15 could write them."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError if a header asks for more than plain numbers."""
-        self._headers = dict(_arrays(folder))
+        """Raises CheckpointError if the index is missing or unsafe."""
+        self._metadata = read_metadata(folder)
+        self._entries = {
+            name: entry
+            for name, entry in self._metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
         super().__init__(
             folder,
             {
-                path.name: (tuple(header["shape"]), _DTYPES[header["dtype"]])
-                for path, header in self._headers.items()
+                name: (tuple(entry.size), entry.properties.dtype)
+                for name, entry in self._entries.items()
             },
         )
 
     def check_data(self, *, read: bool) -> None:
-        """Refuse a folder that lacks a chunk of an array, where zarr would read zeros.
-
-        Reading finds nothing more: the chunks have no checksums.
-
-        Raises:
-            CheckpointError: it names the array; or zarr is not installed.
-        """
-        _import_zarr(self.folder)
-        for path, header in self._headers.items():
-            _check_chunks(path, header)
+        check_shards(self.folder, self._metadata, read=read)
 
     def read_into(self, target: Tensor, key: str, offsets: Sequence[int]) -> int:
-        bounds = zip(offsets, target.size(), strict=True)
-        slices = tuple(slice(start, start + length) for start, length in bounds)
-        values = _read(self.folder / key, slices)
-        target[tuple(slice(length) for length in values.size())].copy_(values)
-        return values.numel()
-
-
-def _check_chunks(path: Path, header: dict[str, Any]) -> None:
-    steps = header["chunks"]
-    counts = [-(-size // step) for size, step in zip(header["shape"], steps, strict=True)]
-    if math.prod(counts) >= len(list(path.iterdir())):  # the header is one file more
-        raise CheckpointError(f"{path}: it lacks some of its {math.prod(counts)} chunks")
-    chunk_bytes = math.prod(steps) * _DTYPES[header["dtype"]].itemsize
-    for numbers in product(*map(range, counts)):
-        chunk = path / ".".join(map(str, numbers))
-        if not chunk.is_file():
-            raise CheckpointError(f"{chunk}: no such file, wanted a chunk of {path.name}")
-        if chunk.stat().st_size != chunk_bytes:
+        wanted = ChunkStorageMetadata(Size(offsets), target.size())
+        try:
+            items = create_read_items_for_chunk_list(key, self._entries[key], [wanted])
+            for item in items:
+                self._read_item(item, target)
+        except Exception as error:  # damaged data may raise anything
             raise CheckpointError(
-                f"{chunk}: got {chunk.stat().st_size} bytes, wanted {chunk_bytes}"
-            )
+                f"{self.folder}: {key}: cannot be read: {short(error)}"
+            ) from error
+        return sum(item.lengths.numel() for item in items)
+
+    def _read_item(self, item: ReadItem, target: Tensor) -> None:
+        info = (self._metadata.storage_data or {})[item.storage_index]
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError("it is stored in another form than torch's own")
+        stored = self._entries[item.storage_index.fqn].chunks[item.storage_index.index or 0]
+        bounds = zip(item.dest_offsets, item.lengths, strict=True)
+        box = target[tuple(slice(start, start + length) for start, length in bounds)]
+        with (self.folder / info.relative_path).open("rb") as file:
+            shard = BufferedReader(FileSlice(file, info.offset, info.offset + info.length))
+            read_shard(shard, item.storage_offsets, stored.sizes, box)
 
 
-def _arrays(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    for header in sorted(folder.glob(f"*/{_HEADER}")):
-        if not is_optimizer_state(header.parent.name):
-            yield header.parent, _read_header(header)
+# Shards: whole, in bounds, undamaged.
+
+_BLOCK_BYTES = 2**24
+_STORAGES = {
+    f"torch.{name}Storage": dtype
+    for name, dtype in (
+        ("Double", torch.float64), ("Float", torch.float32), ("Half", torch.float16),
+        ("BFloat16", torch.bfloat16), ("Long", torch.int64), ("Int", torch.int32),
+        ("Short", torch.int16), ("Char", torch.int8), ("Byte", torch.uint8), ("Bool", torch.bool),
+    )
+}  # fmt: skip
 
 
-def _read_header(path: Path) -> dict[str, Any]:
-    """Read the header of an array as megatron-core wrote it.
+def check_shards(folder: Path, metadata: Metadata, *, read: bool) -> None:
+    """Find missing or damaged shards before any tensor is used.
 
-    Other types and filters of zarr may be pickles, and compressed data may expand to any size.
+    The index must lay each tensor out without gaps, within its files. ``read`` also checks contents
+    by the CRC-32 of each shard, which is a zip file of torch's. Optimizer state is skipped, because
+    it is not read.
+
+    Raises:
+        CheckpointError: a shard is missing, cut off, of another size, or damaged.
     """
-    header = read_json(path, str(path))
-    sizes = header.get("shape"), header.get("chunks")
+    shards = defaultdict(list)
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata) and not is_optimizer_state(name):
+            try:
+                for info, least in _shards(metadata, name, entry):
+                    shards[info.relative_path].append((info, least, name))
+            except (KeyError, ValueError) as error:
+                raise CheckpointError(f"{folder}: .metadata: {name}: {error}") from error
+    for file, found in shards.items():
+        _check_file(folder / file, found, read)
+
+
+def _shards(
+    metadata: Metadata, name: str, entry: TensorStorageMetadata
+) -> Iterator[tuple[Any, int]]:
+    """Yield where each shard of a tensor is stored, and the least bytes that it takes."""
+    size, item = tuple(entry.size), entry.properties.dtype.itemsize
+    volumes = []
+    for chunk in entry.chunks:
+        bounds = zip(chunk.offsets, chunk.sizes, size, strict=True)
+        if any(start + length > whole for start, length, whole in bounds):
+            raise ValueError(f"a shard of shape {tuple(chunk.sizes)} lies outside {size}")
+        volumes.append(math.prod(chunk.sizes))
+        info = (metadata.storage_data or {})[MetadataIndex(name, chunk.offsets)]
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError("it is stored in another form than torch's own")
+        yield info, volumes[-1] * item
+    starts = {tuple(chunk.offsets) for chunk in entry.chunks}
+    if len(starts) < len(volumes) or sum(volumes) != math.prod(size):
+        raise ValueError(f"its shards do not make up its shape {size}")
+
+
+def _check_file(path: Path, shards: list[tuple[Any, int, str]], read: bool) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file, wanted the data of {shards[0][2]}")
+    end = 0
+    with path.open("rb") as file:
+        for info, least, name in sorted(shards, key=lambda shard: shard[0].offset):
+            where = f"{path}: {name}"
+            if info.offset < end or least > info.length:
+                raise CheckpointError(
+                    f"{where}: got {info.length} bytes at {info.offset}, wanted at least {least} "
+                    f"from {end} on"
+                )
+            end = info.offset + info.length
+            if end > path.stat().st_size:
+                raise CheckpointError(
+                    f"{where}: the file ends at {path.stat().st_size}, wanted {end} bytes"
+                )
+            if read:
+                _check_shard(FileSlice(file, info.offset, end), where)
+
+
+def _check_shard(stored: FileSlice, where: str) -> None:
+    try:
+        with zipfile.ZipFile(BufferedReader(stored)) as shard:
+            if any(member.compress_type for member in shard.infolist()):
+                raise ValueError("it is compressed, wanted torch's own form")
+            damaged = shard.testzip()
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError) as error:
+        raise CheckpointError(f"{where}: damaged: {error}") from error
+    if damaged is not None:
+        raise CheckpointError(f"{where}: damaged: {damaged} has another CRC-32")
+
+
+def read_shard(
+    stored: BinaryIO, offsets: Sequence[int], shape: Sequence[int], target: Tensor
+) -> None:
+    """Copy a box of a shard into ``target``, reading only the rows of the box.
+
+    Args:
+        stored: the shard, as ``torch.save`` wrote it.
+        offsets: of the box in the shard.
+        shape: of the whole shard, by the index.
+        target: of the box's shape, any dtype and any device.
+
+    Raises:
+        Exception: of many kinds, if the shard is damaged, has another shape, or would cost more to
+            read than it should.
+    """
+    place = _place_of(stored, tuple(shape))
+    if place is None:
+        whole = load_plain(stored)
+        if not isinstance(whole, Tensor) or whole.shape != torch.Size(shape):
+            raise ValueError(f"got another shard than the index says, wanted {list(shape)}")
+        target.copy_(whole[_slices(offsets, target.shape)])
+        return
+    start, dtype = place
+    while target.dim() > 1 and target.size(0) == 1:  # one of stacked layers: narrow to its rows
+        start += offsets[0] * math.prod(shape[1:]) * dtype.itemsize
+        shape, offsets, target = shape[1:], offsets[1:], target[0]
+    if target.dim() == 0:
+        shape, offsets, target = (1,), (0,), target.view(1)
+    row, inside = math.prod(shape[1:]) * dtype.itemsize, _slices(offsets[1:], target.shape[1:])
+    stored.seek(start + offsets[0] * row)
+    for rows in target.split(max(1, _BLOCK_BYTES // max(1, row))) if target.numel() else ():
+        content = bytearray(rows.size(0) * row)
+        if stored.readinto(content) != len(content):  # type: ignore[attr-defined]
+            raise ValueError("the file ends within it")
+        block = torch.frombuffer(content, dtype=dtype).view(rows.size(0), *shape[1:])
+        rows.copy_(block[(slice(None), *inside)])
+
+
+def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    bounds = zip(offsets, lengths, strict=True)
+    return tuple(slice(start, start + length) for start, length in bounds)
+
+
+def _place_of(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.dtype] | None:
+    """Find the offset of a shard's data if it is contiguous, and its dtype.
+
+    None for what torch must assemble: other byte orders, strides, or rare dtypes.
+    """
+    found = outline_of(stored)
+    if not isinstance(found, Outline) or found.name != "torch._utils._rebuild_tensor_v2()":
+        return None
+    storage, first, size, stride, *_ = found.parts
+    _, of_type, key, *_ = storage.parts[0]
+    dtype = _STORAGES.get(getattr(of_type, "name", ""))
+    archive, name = torch_archive(stored), f"data/{key}"
+    row_by_row = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     if (
-        header.get("zarr_format") != 2
-        or header.get("dtype") not in tuple(_DTYPES)
-        or header.get("filters")
-        or header.get("compressor")
-        or header.get("dimension_separator", ".") != "."
-        or not all(
-            isinstance(size, list) and all(type(each) is int and 0 < each < 2**40 for each in size)
-            for size in sizes
-        )
-        or len(header["shape"]) != len(header["chunks"])
+        dtype is None
+        or (size, stride) != (shape, row_by_row)
+        or not archive.has_record("byteorder")
+        or archive.get_record("byteorder") != sys.byteorder.encode()
     ):
-        raise CheckpointError(f"{path}: got {shown(header)}, wanted a plain array of floats")
-    return header
+        return None
+    if type(first) is not int or first < 0:
+        raise ValueError("it begins before its own numbers")
+    if (first + math.prod(shape)) * dtype.itemsize > archive.get_record_size(name):
+        raise ValueError(f"it has fewer numbers than {list(shape)} takes")
+    return archive.get_record_offset(name) + first * dtype.itemsize, dtype
 
 
-def _read(path: Path, slices: tuple[slice, ...]) -> Tensor:
+class FileSlice(RawIOBase):
+    """Bytes ``start`` to ``end`` of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, end: int) -> None:
+        self._file, self._start, self._size = file, start, end - start
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._position = max(0, offset + (0, self._position, self._size)[whence])
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._position)
+        block = self._file.read(min(len(buffer), max(0, self._size - self._position)))
+        buffer[: len(block)] = block
+        self._position += len(block)
+        return len(block)
+
+
+# Plain data beside the tensors: in ``common.pt``, as NeMo, megatron-core up to 0.16 and this
+# package write it. Since 0.17 megatron-core itself stores it among the tensors' shards.
+
+COMMON_NAME = "common.pt"
+# megatron-core's key for an object in a single shard: a list of one.
+_AMONG_SHARDS = "common_state/shard_0_1"
+
+
+def write_common(common: dict[str, Any], folder: Path) -> None:
+    """Write ``common`` beside the tensors. Raises OSError if that fails."""
+    torch.save(common, folder / COMMON_NAME)
+
+
+def read_common(folder: Path) -> dict[str, Any]:
+    """Read the plain data that ``folder`` holds beside tensors.
+
+    megatron-core's list of safe classes counts as plain, ``argparse.Namespace`` among them.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or would run code.
+    """
+    common = folder / COMMON_NAME
+    if not common.exists() and (folder / INDEX_NAME).is_file():
+        return _among_shards(folder)
     try:
-        values = _import_zarr(path.parent).open_array(str(path), mode="r")[slices]
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    if values.dtype.name == "bfloat16":
-        return torch.from_numpy(values.view("int16")).view(torch.bfloat16)
-    return torch.from_numpy(values)
+        with common.open("rb") as stored:
+            return _plain(stored, common)
+    except OSError as error:
+        raise CheckpointError(f"{common}: refused or unreadable: {short(error)}") from error
 
 
-def _import_zarr(folder: Path) -> Any:
-    try:
-        import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
-        import zarr
-    except ImportError as error:
+def _among_shards(folder: Path) -> dict[str, Any]:
+    where = (read_metadata(folder).storage_data or {}).get(MetadataIndex(_AMONG_SHARDS))
+    if where is None:
         raise CheckpointError(
-            f"{folder}: weights in zarr need the packages zarr and ml_dtypes (extra [zarr])"
-        ) from error
-    return zarr
+            f"{folder}: got neither {COMMON_NAME} nor {_AMONG_SHARDS} in {INDEX_NAME}, "
+            "wanted the plain data beside the tensors"
+        )
+    path = folder / where.relative_path
+    try:
+        with path.open("rb") as file:
+            file.seek(where.offset)
+            stored = file.read(where.length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {_AMONG_SHARDS}: cannot be read: {error}") from error
+    found = _plain(BytesIO(stored), f"{path}: {_AMONG_SHARDS}")
+    return found[0] if type(found) is list and len(found) == 1 else found
 
 
-_STORES: dict[str, type[TorchDistStore] | type[ZarrStore]] = {
-    TORCH_DIST: TorchDistStore,
-    ZARR: ZarrStore,
-}
+def _plain(stored: BinaryIO, name: Path | str) -> Any:
+    try:
+        return load_plain(stored)
+    except Exception as error:
+        raise CheckpointError(f"{name}: refused or unreadable: {short(error)}") from error

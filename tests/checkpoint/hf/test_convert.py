@@ -26,10 +26,10 @@ from nemo_aligner.checkpoint.hf import source as hf_source
 from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.checkpoint.hf.convert import unpack_gguf
-from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
+from nemo_aligner.checkpoint.weights import load_weights
 from nemo_aligner.checkpoint.weights.save import _ReadingPlanner
-from nemo_aligner.checkpoint.weights.store import load_weights
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError
 from tests import tiny

@@ -21,7 +21,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 import nemo_aligner as na
 from nemo_aligner.api.reward_model import release_models
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
-from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.utils.errors import CheckpointError
 from tests import families, tiny
 from tests.checkpoint.hf.exporting import (

@@ -12,7 +12,7 @@ import yaml
 
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.importing import import_checkpoint as import_nemo
-from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint import foreign
 from tests.checkpoint.foreign import ITERATION, megatron_lm

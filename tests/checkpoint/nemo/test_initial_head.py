@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import (
     check_initial_head,
     init_head_from,

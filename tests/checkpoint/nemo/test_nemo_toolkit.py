@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.checkpoint.nemo.open import open_nemo, write_nemo
+from nemo_aligner.checkpoint.nemo.archive import open_nemo, write_nemo
 from tests.environments import kept_environment, make_environment
 
 REQUIREMENTS = ("nemo_toolkit[core]==3.0.0", "lightning==2.4.0")

@@ -17,7 +17,7 @@ from tests.test_temporary import is_empty_soon
 READ = """
 import os, pathlib, sys, time
 from nemo_aligner.utils.processes import report
-from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.utils.errors import DataError
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.collectives import barrier

@@ -43,6 +43,6 @@ def check_loaded(state: dict[str, Any]) -> None:
 
 
 def load(folder: Path, wanted: dict[str, Any] | None = None) -> dict[str, Any]:
-    from nemo_aligner.checkpoint.weights.store import load_weights
+    from nemo_aligner.checkpoint.weights import load_weights
 
     return load_weights(request(fill=-1.0) if wanted is None else wanted, folder)

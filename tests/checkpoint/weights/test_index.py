@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
-from nemo_aligner.checkpoint.weights.store import open_weights
-from nemo_aligner.checkpoint.weights.torch_dist import read_metadata
+from nemo_aligner.checkpoint.safe_load import read_metadata
+from nemo_aligner.checkpoint.weights import open_weights
 from tests.checkpoint.fuzzing import files_of
 from tests.checkpoint.loading import Bomb, edit, refuse
 from tests.checkpoint.refusals import check_damages, overwrite, refusals

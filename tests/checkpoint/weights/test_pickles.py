@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
-from nemo_aligner.checkpoint.weights.safe_pickle import bounded_torch_load
-from nemo_aligner.checkpoint.weights.store import open_weights
-from nemo_aligner.checkpoint.weights.torch_dist import read_common, read_metadata
+from nemo_aligner.checkpoint.safe_load import bounded_torch_load, read_metadata
+from nemo_aligner.checkpoint.weights import open_weights
+from nemo_aligner.checkpoint.weights.store import read_common
 from nemo_aligner.utils.errors import CheckpointError
 from tests import tiny
 from tests.checkpoint.loading import Bomb
@@ -163,7 +163,7 @@ def test_pickles_of_plain_data_and_tensors_are_read(saved: Path, tmp_path: Path)
 )
 def test_piece_laid_out_in_any_way_is_read(tensor: torch.Tensor, saved: Path) -> None:
     """Row by row, from within a larger storage, with strides, of a dtype without a storage type."""
-    from nemo_aligner.checkpoint.weights.torch_dist import read_shard
+    from nemo_aligner.checkpoint.weights.store import read_shard
 
     path = saved / "shard"
     torch.save(tensor, path)

@@ -14,6 +14,7 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint import FileSystemWriter
 
 from nemo_aligner.checkpoint.importing import import_checkpoint as import_nemo
+from nemo_aligner.checkpoint.weights import open_weights
 from nemo_aligner.checkpoint.weights.save import (
     copy_tensors,
     frozen_digest,
@@ -23,7 +24,6 @@ from nemo_aligner.checkpoint.weights.save import (
     start_saving,
     zero_copy_slice,
 )
-from nemo_aligner.checkpoint.weights.store import open_weights
 from nemo_aligner.models.shape import HeadShape, is_of_adapter
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint import foreign

@@ -39,7 +39,7 @@ def archives(once: Once) -> dict[str, Path]:
 
 
 def shape_of(archive: Path) -> ModelShape:
-    from nemo_aligner.checkpoint.nemo.open import open_nemo
+    from nemo_aligner.checkpoint.nemo.archive import open_nemo
 
     with open_nemo(archive, with_weights=False) as folder:
         return ModelShape.from_config(folder.config)

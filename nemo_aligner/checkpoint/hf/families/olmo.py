@@ -38,7 +38,11 @@ from nemo_aligner.checkpoint.hf.families.settings import (
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError
 
-_NORMS_BEHIND = {"pre_layernorms": False, "post_layernorms": True, "qk_layernorm": True}
+_NORMS_BEHIND: dict[str, Any] = {
+    "pre_layernorms": False,
+    "post_layernorms": True,
+    "qk_layernorm": True,
+}
 _BLOCKS = (
     QKV,
     PROJECTION,

@@ -23,7 +23,7 @@ from nemo_aligner.checkpoint.hf.families.base import (
 )
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA2
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2
-from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError

@@ -25,7 +25,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.checkpoint.hf.gguf import GgufCheckpoint, llama3_divisors
 from nemo_aligner.checkpoint.hf.source import open_source
-from nemo_aligner.checkpoint.nemo.open import open_nemo
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.contract.tokenizer import load_tokenizer
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.utils.errors import CheckpointError

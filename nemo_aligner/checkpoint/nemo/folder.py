@@ -1,58 +1,33 @@
-"""Checkpoints of NeMo and Megatron: opening any of them, and writing ``.nemo`` archives.
+"""Checkpoint folders of NeMo and Megatron, whoever wrote them: settings, weights and tokenizer.
 
-``open_nemo`` opens archives of this package; NeMo 1.x and NeMo-Aligner archives (tar or tar.gz, or
-unpacked; weights as torch_dist or zarr); NeMo 2 folders (``weights/`` and ``context/``); folders of
-Megatron-LM and Megatron-Bridge (``iter_0000100/``, or the one above). Each gives a ``NemoFolder``;
-see docs/checkpoints.md.
+Of archives of this package, of NeMo 1 and NeMo-Aligner, of NeMo 2, Megatron-Bridge and Megatron-LM;
+see docs/checkpoints.md. Each is a ``NemoFolder``, with settings by the keys of NeMo 1's
+``model_config.yaml``.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import re
-import socket
-import tarfile
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from io import BytesIO
-from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, TypeAlias
-
-import torch.distributed as dist
-import yaml
+from pathlib import Path
+from typing import Any
 
 from nemo_aligner.checkpoint.decoder_tensors import PREFIX
-from nemo_aligner.checkpoint.nemo.archive import (
-    CHECKSUMS_NAME,
-    has_checksums,
-    unpack,
-    verify_folder,
-)
-from nemo_aligner.checkpoint.nemo.megatron_config import (
-    check_nemo1,
-    from_arguments,
-    from_transformer_config,
-)
 from nemo_aligner.checkpoint.run_folder import refuse_run
-from nemo_aligner.checkpoint.safe_load import MAX_TEXT_BYTES, read_json, read_text, read_yaml
-from nemo_aligner.checkpoint.weights.store import open_weights
-from nemo_aligner.checkpoint.weights.tensor_store import (
+from nemo_aligner.checkpoint.safe_load import INDEX_NAME, read_json, read_text, read_yaml
+from nemo_aligner.checkpoint.weights import open_weights
+from nemo_aligner.checkpoint.weights.store import (
+    COMMON_NAME,
     StoredTensors,
     TensorStore,
     is_optimizer_state,
+    read_common,
 )
-from nemo_aligner.checkpoint.weights.torch_dist import COMMON_NAME, INDEX_NAME, read_common
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
-from nemo_aligner.distributed.collectives import barrier, gather_objects
-from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
-from nemo_aligner.utils.processes import make_temporary, remove_temporary
-
-# An opened checkpoint: its settings, weights and tokenizer.
+from nemo_aligner.utils.errors import CheckpointError, shown
 
 CONFIG_NAME = "model_config.yaml"
 WEIGHTS_NAME = "model_weights"
@@ -344,240 +319,180 @@ def _tracked(root: Path) -> str:
     return step if step == "release" else f"iter_{int(step):07d}"
 
 
-# Opening: unpacked once per host, and checked before any use.
+# Settings of NeMo 2, Megatron-Bridge and Megatron-LM, translated to those of NeMo 1.
+#
+# Checked against public sources: NeMo's LlamaConfig classes and its YAML writer, a run_config.yaml
+# that Megatron-Bridge printed, megatron-core 0.16's TransformerConfig, and Megatron-LM's
+# core_transformer_config_from_args.
+
+Config = Mapping[str, Any]
+
+_NORMS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
+# (gated, name of the activation function) -> NeMo's name for both. NeMo's openai_gelu and
+# megatron-core's fast_gelu are the tanh approximation, as in Gemma; torch's gelu is exact.
+_ACTIVATIONS = {
+    (True, "silu"): "fast-swiglu",
+    (True, "openai_gelu"): "geglu",
+    (True, "fast_gelu"): "geglu",
+    (False, "squared_relu"): "squared-relu",
+}
+# Settings that change what a model computes, and the values supported for each.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "activation_func_clamp_value": (None,),
+    "apply_residual_connection_post_layernorm": (False, None),
+    "attention_output_gate": (False, None),
+    "enable_hyper_connections": (False, None),
+    "experimental_attention_variant": (None,),
+    "fp32_residual_connection": (False, None),
+    "glu_linear_offset": (0.0, None),
+    "head_wise_attn_gate": (False, None),
+    "heterogeneous_block_specs": (False, None),
+    "is_hybrid_model": (False, None),
+    "linear_attention_freq": (None,),
+    "mtp_num_layers": (None, 0),
+    "multi_latent_attention": (False, None),
+    "num_experts": (None, 0),
+    "num_moe_experts": (None, 0),
+    "qk_l2_norm": (False, None),
+    "rotary_base_per_layer": (None,),
+    "rotary_interleaved": (False, None),
+    "softmax_scale": (None,),
+    "softmax_type": ("vanilla", None),
+    "use_mup": (False, None),
+}
+# Archives of this package have mixtures, whose tensors have other shapes than Megatron's.
+_OF_ARCHIVES = ("num_moe_experts",)
+# Gemma 2's settings. NeMo applies the window in the layers where Google's model has none, so it is
+# not read. final_logit_softcapping is not listed, because it changes no hidden state.
+_NEUTRAL_IN_ATTENTION: dict[str, tuple[Any, ...]] = {
+    "attn_logit_softcapping": (None, 0),
+    "query_pre_attn_scalar": (None,),
+}
+# What is read beside NeMo 1's other settings, but not in its section for those of megatron-core.
+_NOT_IN_SECTION: dict[str, tuple[Any, ...]] = {
+    "no_rope_freq": (None,),
+    "window_attn_skip_freq": (None,),
+}
+_CUSTOMIZATION = "mcore_customization_config"
+_SAME = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "kv_channels", "layernorm_epsilon", "make_vocab_size_divisible_by", "position_embedding_type",
+    "rotary_base", "seq_len_interpolation_factor", "layernorm_zero_centered_gamma",
+    "share_embeddings_and_output_weights", "window_size", "vocab_size", "padded_vocab_size",
+    "window_attn_skip_freq", "no_rope_freq", "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale",
+    "yarn_mscale_all_dim", "yarn_correction_range_round_to_int",
+)  # fmt: skip
+_ROPE_KEYS = ("scale_factor", "low_freq_factor", "high_freq_factor", "old_context_len")
 
 
-@contextmanager
-def open_nemo(
-    path: str | Path,
-    *,
-    with_weights: bool = True,
-    tokenizer: str | Path | None = None,
-    config: str | Path | None = None,
-) -> Iterator[NemoFolder]:
-    """Open a checkpoint of NeMo or Megatron for reading.
+def from_transformer_config(model: Config, where: str) -> dict[str, Any]:
+    """Translate fields of megatron-core's ``TransformerConfig`` and ``GPTModel``.
 
-    Where torch.distributed is initialised every rank must call it. One rank of each host unpacks
-    an archive into the temporary directory, and removes it when all have left the block (or when
-    its process ends, if one of several fails). It also reads all weights once, so that damage is
-    found before any is used.
-
-    Args:
-        with_weights: without, little is unpacked, and ``NemoFolder.weights`` must not be used.
-        tokenizer: folder that replaces the checkpoint's own tokenizer.
-        config: file that replaces the checkpoint's own settings.
-
-    Raises:
-        CheckpointError: no such archive, an unsafe member, a missing part, or damaged data.
-    """
-    path = Path(path)
-    given = [None if part is None else Path(part) for part in (tokenizer, config)]
-
-    def opened(root: Path) -> NemoFolder:
-        folder = folder_of(root, path, *given)
-        _ = folder.config, with_weights and folder.weights
-        return folder
-
-    prepared, root = _once_per_host(path, lambda: _prepare(path, with_weights, opened))
-    has_peers = dist.is_initialized() and dist.get_world_size() > 1
-    try:
-        yield opened(root) if prepared is None else prepared[1]
-    except BaseException:
-        if not has_peers:  # a failing rank's peers may still be reading
-            _remove(root, path)
-        raise
-    if has_peers:
-        barrier()
-    _remove(root, path)
-
-
-# The folder that a checkpoint was unpacked to, and the checkpoint, which was checked.
-_Prepared: TypeAlias = tuple[Path, NemoFolder]
-
-
-def _remove(root: Path, path: Path) -> None:
-    """Remove a folder that this process unpacked; a folder that was given stays."""
-    if root != path:
-        remove_temporary(root)
-
-
-def _prepare(path: Path, with_weights: bool, opened: Callable[[Path], NemoFolder]) -> _Prepared:
-    """Unpack an archive, or take the folder itself, and check its contents."""
-
-    def wanted(name: PurePosixPath) -> bool:
-        return with_weights or WEIGHTS_NAME not in name.parts
-
-    if path.is_file():
-        refuse_hugging_face(path, path)
-    root = path if path.is_dir() else unpack(path, wanted)
-    try:
-        if root == path:
-            verify_folder(root, wanted)
-        folder = opened(root)
-        if with_weights and not has_checksums(root):
-            folder.store.check_data(read=True)
-    except BaseException:
-        _remove(root, path)
-        raise
-    return root, folder
-
-
-def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepared | None, Path]:
-    """Call ``prepare`` on one rank of each host; returns its result there, the folder on all."""
-    if not dist.is_initialized():
-        prepared = prepare()
-        return prepared, prepared[0]
-    hosts = gather_objects(socket.gethostname())
-    owner = hosts.index(hosts[dist.get_rank()])
-    is_owner = owner == dist.get_rank()
-    mine, problem = _outcome(prepare) if is_owner else (None, None)
-    outcomes: list[Any] = gather_objects((None if mine is None else mine[0], problem))
-    for _, found in outcomes:
-        if found is not None:
-            if mine is not None:
-                _remove(mine[0], path)
-            raise CheckpointError(found)
-    return mine, Path(outcomes[owner][0])
-
-
-def _outcome(prepare: Callable[[], _Prepared]) -> tuple[_Prepared | None, str | None]:
-    try:
-        return prepare(), None
-    except CheckpointError as error:
-        return None, str(error)
-
-
-# Writing.
-
-
-@contextmanager
-def scratch_beside(output: Path) -> Iterator[Path]:
-    """Temporary folder on the disk of ``output``, which must not exist yet.
+    A class or function is a mapping with ``_target_``, whose last name is compared.
 
     Raises:
-        CheckpointError: ``output`` exists, or its folder is not writable.
+        CheckpointError: a setting is missing, or has an unsupported value.
     """
-    if output.exists():
-        raise CheckpointError(f"{output}: it exists, wanted the name of a new one")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        scratch = make_temporary(f".{output.name}.", output.parent)
-    except OSError as error:
-        raise CheckpointError(f"{output}: cannot be written: {error}") from error
-    try:
-        yield scratch
-    finally:
-        remove_temporary(scratch)
+    by_class = _gemma(model, where)
+    _check_neutral({**_NEUTRAL, **_NEUTRAL_IN_ATTENTION}, model, where)
+    gated, function = bool(model.get("gated_linear_unit")), _name(model.get("activation_func"))
+    config = {
+        "position_embedding_type": "learned_absolute",  # GPTModel's default
+        **{key: model[key] for key in _SAME if model.get(key) is not None},
+        "encoder_seq_length": model.get("seq_length"),
+        "max_position_embeddings": model.get("max_position_embeddings", model.get("seq_length")),
+        "normalization": _one_of(_NORMS, model.get("normalization"), "normalization", where),
+        "activation": _one_of(_ACTIVATIONS, (gated, function), "activation_func", where),
+        "bias": bool(model.get("add_bias_linear", True)),
+        "qkv_bias": bool(model.get("add_qkv_bias", False)),
+        "qk_layernorm": bool(model.get("qk_layernorm", False)),
+        "rotary_percentage": model.get("rotary_percent", 1.0),
+        "openai_gelu": function in ("openai_gelu", "fast_gelu"),
+    }
+    if config["normalization"] == "layernorm" and config.get("layernorm_zero_centered_gamma"):
+        config["normalization"] = "layernorm1p"
+        del config["layernorm_zero_centered_gamma"]
+    return {**config, **_rope(model), **by_class}
 
 
-def write_nemo(
-    path: str | Path,
-    config: dict[str, Any],
-    weights: Path,
-    tokenizer: Path,
-    contract: dict[str, Any] | None = None,
-) -> None:
-    """Write an archive that appears whole or not at all; one process calls it.
-
-    The config's ``tokenizer.type`` is set to ``nemo:tokenizer``, NeMo's way to point into the
-    archive. The last member, ``checksums.json``, has the sha256 of every other.
-
-    Args:
-        weights: folder of a distributed checkpoint.
-        tokenizer: folder of a tokenizer.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer_config = {"library": "huggingface", "type": f"nemo:{TOKENIZER_NAME}"}
-    config = {**config, "tokenizer": tokenizer_config}
-    partial = path.with_name(f".{path.name}.partial")  # a killed write's is overwritten
-    try:
-        with partial.open("wb") as stream:
-            with _SummingTar(fileobj=stream, mode="w", dereference=True) as archive:
-                archive.add_text(CONFIG_NAME, yaml.safe_dump(config, sort_keys=False))
-                if contract is not None:
-                    archive.add_text(CONTRACT_NAME, json.dumps(contract, indent=2, allow_nan=False))
-                archive.add(tokenizer, f"./{TOKENIZER_NAME}", filter=_anonymous)
-                archive.add(weights, f"./{WEIGHTS_NAME}", filter=_anonymous)
-                archive.add_text(CHECKSUMS_NAME, json.dumps(archive.sums, indent=2))
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, path)
-        sync_to_disk(path.parent)
-    finally:
-        partial.unlink(missing_ok=True)
+def from_arguments(arguments: Config, where: str) -> dict[str, Any]:
+    """Translate the arguments of Megatron-LM's training script, from ``common.pt``."""
+    model = dict(arguments)
+    model["layernorm_epsilon"] = arguments.get("norm_epsilon", arguments.get("layernorm_epsilon"))
+    model["layernorm_zero_centered_gamma"] = bool(arguments.get("apply_layernorm_1p"))
+    model["share_embeddings_and_output_weights"] = not arguments.get(
+        "untie_embeddings_and_output_weights", False
+    )
+    model["gated_linear_unit"] = bool(arguments.get("swiglu"))
+    model["activation_func"] = "silu" if arguments.get("swiglu") else "gelu"
+    if arguments.get("squared_relu"):
+        model["activation_func"] = "squared_relu"
+    if not arguments.get("group_query_attention"):
+        model["num_query_groups"] = None
+    model["seq_len_interpolation_factor"] = arguments.get("rotary_seq_len_interpolation_factor")
+    model["rope_scaling"] = arguments.get("use_rope_scaling")
+    if arguments.get("quick_geglu") or arguments.get("openai_gelu"):
+        raise CheckpointError(f"{where}: args: quick_geglu and openai_gelu are not supported")
+    return from_transformer_config(model, f"{where}: args")
 
 
-class _SummingTar(tarfile.TarFile):
-    """Tar writer that records the sha256 of each member by name."""
+def check_nemo1(config: Config, where: str) -> None:
+    """Refuse settings that NeMo 1 passes on to megatron-core and that this package ignores.
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.sums: dict[str, str] = {}
-
-    def add_text(self, name: str, text: str) -> None:
-        data = text.encode()
-        if len(data) > MAX_TEXT_BYTES:  # the reader would refuse it
-            raise CheckpointError(f"{name}: {len(data)} bytes, wanted at most {MAX_TEXT_BYTES}")
-        member = tarfile.TarInfo(f"./{name}")
-        member.size = len(data)
-        self.addfile(member, BytesIO(data))
-
-    def addfile(self, member: tarfile.TarInfo, fileobj: Any = None) -> None:
-        if fileobj is None:
-            super().addfile(member)
-            return
-        summed = _Summed(fileobj)
-        super().addfile(member, summed)  # type: ignore[arg-type]
-        self.sums[PurePosixPath(member.name).as_posix()] = summed.digest.hexdigest()
-
-
-class _Summed:
-    """File that hashes what is read from it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.digest = hashlib.sha256()
-
-    def read(self, size: int) -> bytes:
-        block = self._file.read(size)
-        self.digest.update(block)
-        return block
-
-
-def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    member.uid = member.gid = 0
-    member.uname = member.gname = ""
-    return member
-
-
-def sync_to_disk(path: Path) -> None:
-    """Fsync a file, or a folder's directory entries."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def read_model_config(path: Path) -> Mapping[str, Any]:
-    """Read a model's config from a YAML file, a .nemo archive, or the folder it unpacks to.
+    NeMo 1 sets every field of ``TransformerConfig`` that its settings name, then those of the
+    section ``mcore_customization_config``.
 
     Raises:
-        ConfigError: it does not exist, or is no YAML mapping.
-        CheckpointError: an archive or a folder cannot be read.
+        CheckpointError: a setting has an unsupported value.
     """
-    if not path.exists():
-        raise ConfigError(f"config: got {path}, which does not exist")
-    if path.suffix == ".nemo" or path.is_dir():
-        with open_nemo(path, with_weights=False) as folder:
-            return folder.config
-    import yaml
+    read = {key: values for key, values in _NEUTRAL.items() if key not in _OF_ARCHIVES}
+    _check_neutral(read, config, where)
+    section = config.get(_CUSTOMIZATION) or {}
+    where = f"{where}: {_CUSTOMIZATION}"
+    if not isinstance(section, Mapping):
+        raise CheckpointError(f"{where}: got {section!r}, wanted a mapping")
+    _check_neutral({**_NEUTRAL, **_NEUTRAL_IN_ATTENTION, **_NOT_IN_SECTION}, section, where)
 
+
+def _check_neutral(neutral: Mapping[str, tuple[Any, ...]], model: Config, where: str) -> None:
+    for key, values in neutral.items():
+        if key in model and model[key] not in values:
+            raise CheckpointError(f"{where}: {key}: got {shown(model[key])}, wanted {values[0]!r}")
+
+
+def _name(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        value = value.get("_target_")
+    return value.rpartition(".")[2] if isinstance(value, str) else value
+
+
+def _one_of(names: Mapping[Any, str], value: Any, key: str, where: str) -> str:
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config: {path}: {' '.join(str(error).split())}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"config: {path}: got {type(config).__name__}, wanted a mapping")
-    return config
+        return names[value]
+    except (KeyError, TypeError):
+        wanted = ", ".join(map(str, names))
+        raise CheckpointError(
+            f"{where}: {key}: got {shown(value)}, wanted one of {wanted}"
+        ) from None
+
+
+def _rope(model: Config) -> dict[str, Any]:
+    """Translate Llama 3's rope scaling: NeMo's and Bridge's four fields, or megatron-core's two."""
+    if model.get("scale_factor") is not None:
+        given = {key: model[key] for key in _ROPE_KEYS if model.get(key) is not None}
+        return {"scale_positional_embedding": True, **given}
+    if model.get("rope_scaling"):
+        factor = model.get("rope_scaling_factor", 8.0)
+        return {"scale_positional_embedding": True, "scale_factor": factor}
+    return {"scale_positional_embedding": False}
+
+
+def _gemma(model: Config, where: str) -> dict[str, Any]:
+    """Settings that NeMo and Bridge imply by a Gemma's class rather than by a field."""
+    kind = str(_name(model.get("_target_")) or "")
+    if "Gemma" not in kind:
+        return {}
+    if not kind.startswith(("GemmaConfig", "CodeGemma", "GemmaModelProvider")):
+        raise CheckpointError(f"{where}: _target_: got {shown(kind)}, which is not supported")
+    return {"apply_embedding_scaling": True}

@@ -1,0 +1,124 @@
+"""Weights in zarr, as NeMo 1.21 to 1.23 wrote them: an array for each tensor.
+
+They are stacked and named as in torch_dist. megatron-core 0.16 no longer reads the format; the
+``zarr`` package does (extra ``[zarr]``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.checkpoint.safe_load import read_json
+from nemo_aligner.checkpoint.weights.store import TensorStore, is_optimizer_state
+from nemo_aligner.config.dtypes import zarr_dtypes
+from nemo_aligner.utils.errors import CheckpointError, shown
+
+_HEADER = ".zarray"
+_DTYPES = zarr_dtypes()
+
+
+class ZarrStore(TensorStore):
+    """Weights in zarr arrays, as megatron-core up to 0.15 could write them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError if a header asks for more than plain numbers."""
+        self._headers = dict(_arrays(folder))
+        super().__init__(
+            folder,
+            {
+                path.name: (tuple(header["shape"]), _DTYPES[header["dtype"]])
+                for path, header in self._headers.items()
+            },
+        )
+
+    def check_data(self, *, read: bool) -> None:
+        """Refuse a folder that lacks a chunk of an array, where zarr would read zeros.
+
+        Reading finds nothing more: the chunks have no checksums.
+
+        Raises:
+            CheckpointError: it names the array; or zarr is not installed.
+        """
+        _import_zarr(self.folder)
+        for path, header in self._headers.items():
+            _check_chunks(path, header)
+
+    def read_into(self, target: Tensor, key: str, offsets: Sequence[int]) -> int:
+        bounds = zip(offsets, target.size(), strict=True)
+        slices = tuple(slice(start, start + length) for start, length in bounds)
+        values = _read(self.folder / key, slices)
+        target[tuple(slice(length) for length in values.size())].copy_(values)
+        return values.numel()
+
+
+def _check_chunks(path: Path, header: dict[str, Any]) -> None:
+    steps = header["chunks"]
+    counts = [-(-size // step) for size, step in zip(header["shape"], steps, strict=True)]
+    if math.prod(counts) >= len(list(path.iterdir())):  # the header is one file more
+        raise CheckpointError(f"{path}: it lacks some of its {math.prod(counts)} chunks")
+    chunk_bytes = math.prod(steps) * _DTYPES[header["dtype"]].itemsize
+    for numbers in product(*map(range, counts)):
+        chunk = path / ".".join(map(str, numbers))
+        if not chunk.is_file():
+            raise CheckpointError(f"{chunk}: no such file, wanted a chunk of {path.name}")
+        if chunk.stat().st_size != chunk_bytes:
+            raise CheckpointError(
+                f"{chunk}: got {chunk.stat().st_size} bytes, wanted {chunk_bytes}"
+            )
+
+
+def _arrays(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for header in sorted(folder.glob(f"*/{_HEADER}")):
+        if not is_optimizer_state(header.parent.name):
+            yield header.parent, _read_header(header)
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    """Read the header of an array as megatron-core wrote it.
+
+    Other types and filters of zarr may be pickles, and compressed data may expand to any size.
+    """
+    header = read_json(path, str(path))
+    sizes = header.get("shape"), header.get("chunks")
+    if (
+        header.get("zarr_format") != 2
+        or header.get("dtype") not in tuple(_DTYPES)
+        or header.get("filters")
+        or header.get("compressor")
+        or header.get("dimension_separator", ".") != "."
+        or not all(
+            isinstance(size, list) and all(type(each) is int and 0 < each < 2**40 for each in size)
+            for size in sizes
+        )
+        or len(header["shape"]) != len(header["chunks"])
+    ):
+        raise CheckpointError(f"{path}: got {shown(header)}, wanted a plain array of floats")
+    return header
+
+
+def _read(path: Path, slices: tuple[slice, ...]) -> Tensor:
+    try:
+        values = _import_zarr(path.parent).open_array(str(path), mode="r")[slices]
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if values.dtype.name == "bfloat16":
+        return torch.from_numpy(values.view("int16")).view(torch.bfloat16)
+    return torch.from_numpy(values)
+
+
+def _import_zarr(folder: Path) -> Any:
+    try:
+        import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
+        import zarr
+    except ImportError as error:
+        raise CheckpointError(
+            f"{folder}: weights in zarr need the packages zarr and ml_dtypes (extra [zarr])"
+        ) from error
+    return zarr
