@@ -86,11 +86,7 @@ def _norm(shape: ModelShape, name: str, width: int | None = None) -> Shapes:
 
 
 def attribute_names(given: Sequence[str], count: int) -> tuple[str, ...]:
-    """Check the names given for ``count`` outputs, and strip them.
-
-    Raises:
-        ConfigError: they are too few or too many, or one is empty or duplicate.
-    """
+    """Check the names given for ``count`` outputs, and strip them."""
     names = tuple(name.strip() for name in given)
     if len(names) != count or len(set(names)) != count or not all(names):
         raise ConfigError(f"attributes: got {list(names)}, wanted {count} different names")

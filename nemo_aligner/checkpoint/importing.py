@@ -171,9 +171,6 @@ def fold_head(
     """Fold NeMo-Aligner's head, of ``weight [A, hidden]`` and ``bias [A]``, into a linear map.
 
     That is a weight ``[A, hidden]`` and offsets ``[A]``, both fp32.
-
-    Raises:
-        CheckpointError: the head reads every token or their mean, or has unfit settings.
     """
     for key in ("output_sequence", "use_avg_pool"):
         if config.get(key):

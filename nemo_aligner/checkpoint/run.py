@@ -262,11 +262,7 @@ class RunCheckpoints:
         self._deletion = in_background(partial(_delete, doomed))
 
     def load(self, saved: Saved, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
-        """Restore weights and optimizer, whatever layout saved them.
-
-        Raises:
-            CheckpointError: the state does not fit the model, or is not safe to read.
-        """
+        """Restore weights and optimizer, whatever layout saved them."""
         weights = sharded_weights(model)
         request = {
             "model": weights,
@@ -277,11 +273,7 @@ class RunCheckpoints:
         optimizer.load_state_dict(state["optimizer"], saved.state.step)
 
     def load_model(self, saved: Saved, model: ShardedModel) -> None:
-        """Restore the weights only.
-
-        Raises:
-            CheckpointError: the weights do not fit the model, or are not safe to read.
-        """
+        """Restore the weights only."""
         request = {"model": sharded_weights(model)}
         put_weights(model, load_weights(request, saved.path / STATE_NAME)["model"], saved.path)
 

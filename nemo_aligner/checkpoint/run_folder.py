@@ -26,9 +26,6 @@ def refuse_run(folder: Path, source: Path) -> None:
 
     Args:
         source: name of the folder in errors.
-
-    Raises:
-        CheckpointError: it is one.
     """
     what, checkpoints = _find_run(folder)
     if checkpoints is None:

@@ -92,11 +92,7 @@ class CheckedText:
 
 
 def encode_texts(contract: ScoringContract, tokenizer: Tokenizer) -> list[CheckedText]:
-    """Select the texts that the contract accepts; those with steps, if it reads steps.
-
-    Raises:
-        CheckpointError: it accepts none.
-    """
+    """Select the texts that the contract accepts; those with steps, if it reads steps."""
     encode = _encode_steps if contract.has_steps else _encode_whole
     texts = list(encode(contract, tokenizer))
     if not texts:
@@ -171,11 +167,7 @@ def check_folder(
 
 
 def _load_written(folder: Path) -> tuple[Any, Any]:
-    """Load the tokenizer and the model of ``folder`` with transformers, to compute in fp32.
-
-    Raises:
-        CheckpointError: it cannot, or the pad token is not that of ``config.json``.
-    """
+    """Load the tokenizer and the model of ``folder`` with transformers, to compute in fp32."""
     try:
         tokenizer, model = _load(folder)
     except Exception as error:  # third-party code on files that may be wrong

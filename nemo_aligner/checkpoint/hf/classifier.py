@@ -328,10 +328,6 @@ def labels_of(
 
     Args:
         attributes: names to use instead of those of ``id2label``.
-
-    Raises:
-        CheckpointError: its outputs are not rewards, or have no fitting names.
-        ConfigError: the given names do not fit.
     """
     if head is None:
         return None
@@ -439,11 +435,7 @@ class ContractOptions(NamedTuple):
 
 
 def refuse_options(found: Source, labels: list[str] | None, given: ContractOptions) -> None:
-    """Refuse options of a contract where there is none to make by them.
-
-    Raises:
-        CheckpointError: there are options, but no contract to make by them.
-    """
+    """Refuse options of a contract where there is none to make by them."""
     makes_contract = labels is not None and found.contract is None
     if not makes_contract and any(each is not None for each in given):
         why = "a base model has none" if labels is None else f"it brings its own, {CONTRACT_NAME}"
@@ -464,11 +456,6 @@ def contract_of(
     Args:
         labels: as ``labels_of`` gives them.
         longest: tokens of the model's longest text.
-
-    Raises:
-        CheckpointError: its own contract is of another model, or the tokenizer lacks what a new one
-            needs.
-        ConfigError: the template is not found, or unfit.
     """
     if labels is None:
         return None

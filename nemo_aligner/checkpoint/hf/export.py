@@ -223,11 +223,7 @@ HF_MODEL = "a reward model of Hugging Face"
 def head_of(
     archive: RewardArchive, contract: ScoringContract, options: ExportOptions
 ) -> tuple[HeadOut, ScoringContract]:
-    """The head to write, and the contract that goes with it.
-
-    Raises:
-        CheckpointError: the head does not fit into the form that is asked for.
-    """
+    """The head to write, and the contract that goes with it."""
     stored = read_head(archive, contract, merge=options.merge)
     exported = exported_contract(contract, merge=options.merge, dtype=options.dtype)
     are_rewards = exported.readout is None
@@ -324,11 +320,7 @@ _PAD_LIKE = (r"pad", r"endoftext", r"reserved|unused")
 
 @contextmanager
 def folder_when_whole(output: Path) -> Iterator[Path]:
-    """Folder that is renamed to ``output`` if the block succeeds.
-
-    Raises:
-        CheckpointError: ``output`` exists, or cannot be made.
-    """
+    """Folder that is renamed to ``output`` if the block succeeds."""
     with scratch_beside(output) as scratch:
         staging = scratch / "folder"
         staging.mkdir()

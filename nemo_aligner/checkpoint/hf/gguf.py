@@ -213,11 +213,7 @@ _MOST_ENTRIES, _MOST_ITEMS, _MOST_AXES = 2**16, 2**23, 8
 
 
 def check_header(path: Path) -> None:
-    """Check that the fields and tensor entries of a header lie within the file.
-
-    Raises:
-        CheckpointError: it says where they do not.
-    """
+    """Check that the fields and tensor entries of a header lie within the file."""
     with path.open("rb") as file:
         if file.read(4) != _MAGIC:
             raise CheckpointError("not a GGUF file")
@@ -303,11 +299,7 @@ _CUTS = (None, "gpt-2", "qwen2", "deepseek-r1-qwen", "megrez", _SMOLLM, *_WHOLE_
 
 
 def save_gguf_tokenizer(path: Path, fields: Fields, folder: Path) -> None:
-    """Write the tokenizer of the file ``path``, whose ``fields`` were read, in Hugging Face's form.
-
-    Raises:
-        CheckpointError: transformers is too old for it, or cannot make the tokenizer.
-    """
+    """Write the tokenizer of the file ``path``, of these ``fields``, in Hugging Face's form."""
     import transformers
 
     version = transformers.__version__
@@ -355,11 +347,7 @@ def _as_jinja(rerank: str) -> str:
 
 
 def _check_cut(fields: Fields) -> None:
-    """Refuse a pre-tokenizer that transformers would silently replace by GPT-2's.
-
-    Raises:
-        CheckpointError: it is not known.
-    """
+    """Refuse a pre-tokenizer that transformers would silently replace by GPT-2's."""
     cut = fields.get(_PRE)
     if fields.get(_MODEL) == "gpt2" and cut not in _CUTS:
         known = ", ".join(name for name in _CUTS if name)
@@ -450,9 +438,6 @@ def read_config(
 
     Args:
         rope_divisors: ``rope_freqs.weight``, ``[rotated channels / 2]``.
-
-    Raises:
-        CheckpointError: a field is missing, unknown, or has an unsupported value.
     """
     read = GgufFields(fields, gguf.architecture)
     _refuse_others(read, gguf)

@@ -257,11 +257,7 @@ class _Writer:
             yield name, stored
 
     def _check(self) -> None:
-        """Compare the file, as a conversion reads it, with the archive.
-
-        Raises:
-            CheckpointError: a setting, a tensor, or the ids of a text are others.
-        """
+        """Compare the file, as a conversion reads it, with the archive."""
         read = GgufCheckpoint(self.scratch / _FILE)
         family = self.archive.family
         got, wanted = family.to_hf(family.to_nemo(read.config)), family.to_hf(self.archive.config)
@@ -309,11 +305,7 @@ _SPLITS = {
 
 
 def cut_of(content: Mapping[str, Any]) -> str:
-    """``tokenizer.ggml.pre`` of a ``tokenizer.json``.
-
-    Raises:
-        CheckpointError: it is no byte-level BPE that llama.cpp and this package's reader know.
-    """
+    """``tokenizer.ggml.pre`` of a ``tokenizer.json``."""
     model, normalizer = content["model"], content.get("normalizer") or {}
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         raise CheckpointError(

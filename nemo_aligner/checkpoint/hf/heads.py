@@ -110,11 +110,7 @@ class FoundHead:
 
     @classmethod
     def of(cls, layout: HeadLayout, found: Source) -> FoundHead:
-        """The head of ``found`` in this layout, of which ``found`` has the last layer.
-
-        Raises:
-            CheckpointError: the layer before it is missing, or it has too many outputs.
-        """
+        """The head of ``found`` in this layout, of which ``found`` has the last layer."""
         names = {ours: name for ours, name in layout.names().items() if name in found.tensors}
         last = names["weight"]
         if layout.hidden is not None and "hidden.weight" not in names:
@@ -130,11 +126,7 @@ class FoundHead:
 
     @classmethod
     def of_rows(cls, rows: Sequence[str | int], found: Source) -> FoundHead:
-        """Rows of the output layer of ``found``, by their tokens or numbers.
-
-        Raises:
-            CheckpointError: there is no output layer, or it is not the logits that are read.
-        """
+        """Rows of the output layer of ``found``, by their tokens or numbers."""
         family = find_family(found.config.get("model_type"))
         for key, usual in _LOGITS_BEYOND_ROWS.items():
             value = found.config.get(key, 30.0 if (family.name, key) == _CAPPED else usual)
@@ -151,12 +143,7 @@ class FoundHead:
         return cls({"weight": name}, 1, None, f"rows of {name}", found.tensors, tuple(rows))
 
     def with_rows_of(self, tokenizer: Tokenizer) -> FoundHead:
-        """The same head with numbers of rows instead of tokens.
-
-        Raises:
-            DataError: a text is no token, or is written as another one.
-            CheckpointError: there is no such row.
-        """
+        """The same head with numbers of rows instead of tokens."""
         if not self.rows:
             return self
         name = self.names["weight"]
@@ -398,9 +385,6 @@ class HeadOut:
         Args:
             means: label means ``[A]``.
             are_rewards: its outputs are rewards, of which a bias may be left out as a constant.
-
-        Raises:
-            CheckpointError: the head does not fit into the form.
         """
         own = TWO_LAYERS.last if "hidden.weight" in head else LINEAR.last
         form = own if form is None else form
@@ -538,9 +522,6 @@ def load_with_head(name: str, found: Source, head: FoundHead, dtype: torch.dtype
 
     Args:
         head: one whose rows have numbers, if it has any.
-
-    Raises:
-        CheckpointError: weights of the decoder are missing.
     """
     from transformers import AutoModel
 

@@ -89,11 +89,7 @@ def open_source(source: str | Path) -> Source:
 
 
 def tokenizer_folder(source: str | Path) -> Path:
-    """Find the folder ``source``, or download the tokenizer of that model of the hub.
-
-    Raises:
-        CheckpointError: there is none, or the hub cannot be reached.
-    """
+    """Find the folder ``source``, or download the tokenizer of that model of the hub."""
     folder = _local(source, _TOKENIZER)
     if not (folder / "tokenizer.json").is_file():
         raise CheckpointError(
@@ -329,9 +325,6 @@ def decoder_config(config: Mapping[str, Any], names: Iterable[str]) -> dict[str,
 
     Args:
         names: the decoder's tensors, by ``decoder_name``.
-
-    Raises:
-        CheckpointError: the whole is not known to run its decoder like any other one.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _DECODERS:

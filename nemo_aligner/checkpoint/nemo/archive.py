@@ -192,11 +192,7 @@ def no_such_archive(path: Path) -> str:
 
 
 def verify_folder(root: Path, wanted: Callable[[PurePosixPath], bool]) -> None:
-    """Compare the ``wanted`` files of an unpacked archive with its checksums, if it has any.
-
-    Raises:
-        CheckpointError: a checksum does not match.
-    """
+    """Compare the ``wanted`` files of an unpacked archive with its checksums, if it has any."""
     if not (root / CHECKSUMS_NAME).is_file():
         return
     names = (file.relative_to(root) for file in root.rglob("*") if file.is_file())
@@ -346,11 +342,7 @@ def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Pat
 
 @contextmanager
 def scratch_beside(output: Path) -> Iterator[Path]:
-    """Temporary folder on the disk of ``output``, which must not exist yet.
-
-    Raises:
-        CheckpointError: ``output`` exists, or its folder is not writable.
-    """
+    """Temporary folder on the disk of ``output``, which must not exist yet."""
     if output.exists():
         raise CheckpointError(f"{output}: it exists, wanted the name of a new one")
     try:

@@ -257,11 +257,7 @@ def _existing(folder: Path, source: Path) -> Path:
 def folder_of(
     root: Path, source: Path, tokenizer: Path | None = None, config: Path | None = None
 ) -> NemoFolder:
-    """Find the checkpoint in a folder, whoever wrote it; ``source`` names it in errors.
-
-    Raises:
-        CheckpointError: there is none of NeMo or Megatron.
-    """
+    """Find the checkpoint in a folder, whoever wrote it; ``source`` names it in errors."""
     kind, inner = _kind_of(root, source)
     return kind(inner, source, tokenizer, config)
 
@@ -288,9 +284,6 @@ def refuse_hugging_face(path: Path, source: Path) -> None:
     """Raise for a Hugging Face folder or a GGUF file, and name the verb that converts it.
 
     ``source`` names it in errors.
-
-    Raises:
-        CheckpointError: it is one.
     """
     is_gguf = path.suffix == ".gguf" and path.is_file()
     if is_gguf or (path / _HF_CONFIG).is_file():
@@ -390,9 +383,6 @@ def from_transformer_config(model: Config, where: str) -> dict[str, Any]:
     """Translate fields of megatron-core's ``TransformerConfig`` and ``GPTModel``.
 
     A class or function is a mapping with ``_target_``, whose last name is compared.
-
-    Raises:
-        CheckpointError: a setting is missing, or has an unsupported value.
     """
     by_class = _gemma(model, where)
     _check_neutral({**_NEUTRAL, **_NEUTRAL_IN_ATTENTION}, model, where)
@@ -442,9 +432,6 @@ def check_nemo1(config: Config, where: str) -> None:
 
     NeMo 1 sets every field of ``TransformerConfig`` that its settings name, then those of the
     section ``mcore_customization_config``.
-
-    Raises:
-        CheckpointError: a setting has an unsupported value.
     """
     read = {key: values for key, values in _NEUTRAL.items() if key not in _OF_ARCHIVES}
     _check_neutral(read, config, where)

@@ -41,9 +41,6 @@ def model_shape(folder: NemoFolder, config: Mapping[str, Any] | None = None) -> 
     """Read the model's shape, and check the stored weights against it.
 
     Nothing of the model's size is allocated before. ``config`` replaces the folder's own.
-
-    Raises:
-        CheckpointError: a setting is missing, no number, or contradicts the weights' shapes.
     """
     config = folder.config if config is None else config
     try:
@@ -118,9 +115,6 @@ def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
     """Load all of ``model`` but its head; it has the ``model_shape`` of ``folder``.
 
     Adapters that the checkpoint lacks stay as they are. Every rank calls it.
-
-    Raises:
-        CheckpointError: a tensor cannot be read.
     """
     request = model.sharded_state_dict(
         prefix=folder.prefix, metadata={"non_homogeneous_layers": is_per_layer(folder.tensors)}

@@ -250,11 +250,7 @@ def _make_staging(staging: Path, tokenizer: Tokenizer) -> None:
 
 
 def contract_of(folder: NemoFolder, tokenizer: Tokenizer | None = None) -> ScoringContract | None:
-    """Read an open archive's contract; None for a base model. ``tokenizer`` tries its template.
-
-    Raises:
-        CheckpointError: it is no valid contract, or its template does not terminate.
-    """
+    """Read an open archive's contract; None for a base model. ``tokenizer`` tries its template."""
     if folder.contract is None:
         return None
     try:

@@ -25,11 +25,7 @@ _STORES: dict[str, type[TorchDistStore] | type[ZarrStore]] = {
 
 
 def open_weights(folder: Path) -> TensorStore:
-    """Open the weights in ``folder``; their index is read once, here.
-
-    Raises:
-        CheckpointError: it is of another format, or its index is missing or unsafe.
-    """
+    """Open the weights in ``folder``; their index is read once, here."""
     path = folder / "metadata.json"
     backend = read_json(path, str(path)).get("sharded_backend")
     if not isinstance(backend, str) or backend not in _STORES:

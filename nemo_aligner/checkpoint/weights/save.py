@@ -290,9 +290,6 @@ def save_lazy(
 
     One process calls it, with torch.distributed initialised. torch's writer keeps the last tensor
     of every key, so that peak memory is ``tensors`` and two layers.
-
-    Raises:
-        CheckpointError: the folder cannot be written to, or a tensor not be read.
     """
     request: dict[str, Any] = {}
     unread = {}
@@ -339,11 +336,7 @@ def sharded_weights(model: ShardedModel) -> dict[str, Any]:
 
 
 def put_weights(model: ShardedModel, state: Mapping[str, Any], path: Path) -> None:
-    """Load into the model what was read for ``sharded_weights``.
-
-    Raises:
-        CheckpointError: tensors are missing or unexpected; it names the checkpoint.
-    """
+    """Load into the model what was read for ``sharded_weights``."""
     plain = {key.removeprefix(_PREFIX): value for key, value in state.items()}
     missing, unexpected = model.load_state_dict(plain, strict=False)
     is_partial = any(map(is_of_adapter, plain))

@@ -68,28 +68,17 @@ class TensorStore(ABC):
 
     @abstractmethod
     def check_data(self, *, read: bool) -> None:
-        """Find missing weights, and with ``read`` damaged ones, by reading all of them once.
-
-        Raises:
-            CheckpointError: a shard is missing, of another size, or damaged.
-        """
+        """Find missing weights, and with ``read`` damaged ones, by reading all of them once."""
 
     @abstractmethod
     def read_into(self, target: Tensor, key: str, offsets: Sequence[int]) -> int:
         """Fill ``target`` from the tensor ``key`` at ``offsets``; returns the count of elements.
 
         ``target`` has the rank of the stored tensor, and may extend past its end.
-
-        Raises:
-            CheckpointError: the data cannot be read.
         """
 
     def read(self, key: str, layer: int | None = None) -> Tensor:
-        """Read the tensor ``key`` to the CPU; with ``layer``, one layer of a stacked tensor.
-
-        Raises:
-            CheckpointError: there is none, or the data is damaged.
-        """
+        """Read the tensor ``key`` to the CPU; with ``layer``, one layer of a stacked tensor."""
         if key not in self.tensors:
             raise CheckpointError(f"{self.folder}: the tensor {key} is missing")
         shape, dtype = self.tensors[key]
@@ -267,9 +256,6 @@ def check_shards(folder: Path, metadata: Metadata, *, read: bool) -> None:
     The index must lay each tensor out without gaps, within its files. ``read`` also checks contents
     by the CRC-32 of each shard, which is a zip file of torch's. Optimizer state is skipped, because
     it is not read.
-
-    Raises:
-        CheckpointError: a shard is missing, cut off, of another size, or damaged.
     """
     shards = defaultdict(list)
     for name, entry in metadata.state_dict_metadata.items():
@@ -448,9 +434,6 @@ def read_common(folder: Path) -> dict[str, Any]:
     """Read the plain data that ``folder`` holds beside tensors.
 
     megatron-core's list of safe classes counts as plain, ``argparse.Namespace`` among them.
-
-    Raises:
-        CheckpointError: it is missing or damaged, or would run code.
     """
     common = folder / COMMON_NAME
     if not common.exists() and (folder / INDEX_NAME).is_file():

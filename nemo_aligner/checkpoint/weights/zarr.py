@@ -42,9 +42,6 @@ class ZarrStore(TensorStore):
         """Refuse a folder that lacks a chunk of an array, where zarr would read zeros.
 
         Reading finds nothing more: the chunks have no checksums.
-
-        Raises:
-            CheckpointError: it names the array; or zarr is not installed.
         """
         _import_zarr(self.folder)
         for path, header in self._headers.items():

@@ -80,11 +80,7 @@ def register_family(family: ModelFamily) -> None:
 
 
 def find_family(model_type: Any) -> ModelFamily:
-    """Find the family with this ``model_type`` in ``config.json``.
-
-    Raises:
-        CheckpointError: it is not known.
-    """
+    """Find the family with this ``model_type`` in ``config.json``."""
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
         known = ", ".join(_FAMILIES)
         raise CheckpointError(f"model_type: got {shown(model_type)}, wanted one of: {known}")
@@ -92,11 +88,7 @@ def find_family(model_type: Any) -> ModelFamily:
 
 
 def find_gguf_family(architecture: Any) -> tuple[ModelFamily, GgufFormat]:
-    """Find the family of GGUF files with this ``general.architecture``.
-
-    Raises:
-        CheckpointError: it is not known.
-    """
+    """Find the family of GGUF files with this ``general.architecture``."""
     found = {each.gguf.architecture: (each, each.gguf) for each in _FAMILIES.values() if each.gguf}
     if not isinstance(architecture, str) or architecture not in found:
         raise CheckpointError(

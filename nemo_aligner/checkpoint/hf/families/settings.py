@@ -41,9 +41,6 @@ def decoder_to_nemo(
         head_dim: channels of a head; None is its part of the hidden size.
         attention_bias: biases of queries, keys and values; None for a family without the choice.
         tied: the output layer is the embedding table.
-
-    Raises:
-        CheckpointError: it names a key whose value is not supported.
     """
     read = HfSettings(config)
     if act:
@@ -81,11 +78,7 @@ def decoder_to_nemo(
 
 
 def decoder_to_hf(config: Config, model_type: str, **family: Any) -> dict[str, Any]:
-    """Translate a NeMo config to the decoder's part of a ``config.json``; ``family`` overrides.
-
-    Raises:
-        CheckpointError: Hugging Face cannot express its rotary embedding.
-    """
+    """Translate a NeMo config to the decoder's part of a ``config.json``; ``family`` overrides."""
     shape = ModelShape.from_config(config)
     return {
         "model_type": model_type,
@@ -195,9 +188,6 @@ def rope_to_nemo(
         rotated: see ``decoder_to_nemo``.
         base: of the rotation, unless the config says otherwise.
         kinds: that the family has.
-
-    Raises:
-        CheckpointError: the rotary embedding is not supported.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
@@ -285,9 +275,6 @@ def rotations_by_layer(config: Config, local_base: str) -> tuple[dict[str, Any],
 
     Returns:
         ``rope_parameters`` of the layers without a window, and of those with one.
-
-    Raises:
-        CheckpointError: they are no keys and values for both kinds of layers.
     """
     given = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
@@ -305,11 +292,7 @@ def rotations_by_layer(config: Config, local_base: str) -> tuple[dict[str, Any],
 
 
 def rope_to_hf(config: Config, shape: ModelShape) -> dict[str, Any]:
-    """Translate to the keys of ``config.json`` for transformers 4 and 5.
-
-    Raises:
-        CheckpointError: Hugging Face cannot express its rotary embedding.
-    """
+    """Translate to the keys of ``config.json`` for transformers 4 and 5."""
     found = {
         "seq_len_interpolation_factor": shape.seq_len_interpolation_factor,
         "scale_positional_embedding": shape.rope_scaling and True,
@@ -365,10 +348,6 @@ def window_to_nemo(config: Config, size: int | None, kinds: list[str]) -> dict[s
 
     Args:
         kinds: default of ``layer_types``, one entry for each layer.
-
-    Raises:
-        CheckpointError: ``layer_types`` is no list of both kinds of layers, or there is no window
-            for them.
     """
     count, kinds = len(kinds), config.get("layer_types") or kinds
     has_window = size is not None and isinstance(kinds, list)
