@@ -19,12 +19,12 @@ from nemo_aligner.checkpoint.hf.families.llama import (
     MINISTRAL,
     MINISTRAL3,
     MISTRAL,
+    PHI3,
     SMOLLM3,
 )
 from nemo_aligner.checkpoint.hf.families.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from nemo_aligner.checkpoint.hf.families.nemotron import NEMOTRON
 from nemo_aligner.checkpoint.hf.families.olmo import EXAONE4, OLMO2, OLMO3
-from nemo_aligner.checkpoint.hf.families.phi import PHI3
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2, QWEN3, SEED_OSS
 from nemo_aligner.checkpoint.hf.families.settings import NAME_KEY, Config
 from nemo_aligner.models.shape import ModelShape

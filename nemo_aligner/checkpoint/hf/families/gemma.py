@@ -7,47 +7,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from nemo_aligner.checkpoint.hf.families.base import (
-    ANY,
-    ANY_WINDOW,
-    ATTENTION_NAMES,
-    ATTENTION_NORM,
-    DOWN,
-    GATED,
-    GATED_MLP_NAMES,
-    MLP_NORM,
-    POST_ATTENTION_NORM,
-    POST_MLP_NORM,
-    PROJECTION,
-    QKV,
-    GgufFormat,
-    ModelFamily,
-    layer_rules_with,
-    model_rules_with,
-    norm_rule,
-    query_key_norms,
-)
-from nemo_aligner.checkpoint.hf.families.settings import (
-    FULL,
-    SLIDING,
-    Config,
-    HfSettings,
-    alternating_layers,
-    decoder_to_hf,
-    decoder_to_nemo,
-    every_nth_layer,
-    rope_to_nemo,
-    rotations_by_layer,
-    window_to_hf,
-    window_to_nemo,
-)
+from nemo_aligner.checkpoint.hf.families import base, settings
+from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily
+from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 from nemo_aligner.models.shape import ModelShape
 
 # Gemma: GEGLU, scaled embeddings, and norms that store gamma - 1.
 
-gemma_norm = partial(norm_rule, hf_is_zero_centered=True)
+gemma_norm = partial(base.norm_rule, hf_is_zero_centered=True)
 gemma_to_nemo = partial(
-    decoder_to_nemo,
+    settings.decoder_to_nemo,
     act=(),  # of several keys, which differ by generation
     head_dim=256,
     tied=True,
@@ -70,14 +39,14 @@ GEMMA = ModelFamily(
     name="gemma",
     to_nemo=_to_nemo,
     to_hf=partial(
-        decoder_to_hf,
+        settings.decoder_to_hf,
         model_type="gemma",
         hidden_act="gelu_pytorch_tanh",
         hidden_activation=None,
         attention_bias=False,
     ),
-    model=model_rules_with(gemma_norm),
-    layer=layer_rules_with(gemma_norm),
+    model=base.model_rules_with(gemma_norm),
+    layer=base.layer_rules_with(gemma_norm),
     made_of={"activation": "geglu", "apply_embedding_scaling": True},
     gguf=GgufFormat("gemma", norm_offset=1),
 )
@@ -95,14 +64,14 @@ def _gemma2_to_nemo(config: Config) -> dict[str, Any]:
         post_layernorms=True,
         attn_logit_softcapping=None if is_uncapped else read.number("attn_logit_softcapping", 50.0),
         query_pre_attn_scalar=read.number("query_pre_attn_scalar", 256),
-        **window_to_nemo(config, size, alternating_layers(read.layers())),
+        **settings.window_to_nemo(config, size, settings.alternating_layers(read.layers())),
     )
 
 
 def _gemma2_to_hf(config: Config) -> dict[str, Any]:
     shape = ModelShape.from_config(config)
     scalar = shape.query_pre_attn_scalar or float(shape.kv_channels)
-    return decoder_to_hf(
+    return settings.decoder_to_hf(
         config,
         "gemma2",
         hidden_act="gelu_pytorch_tanh",
@@ -111,7 +80,7 @@ def _gemma2_to_hf(config: Config) -> dict[str, Any]:
         # transformers accepts only an int.
         query_pre_attn_scalar=int(scalar) if scalar.is_integer() else scalar,
         attn_logit_softcapping=shape.attn_logit_softcapping,
-        **window_to_hf(config),
+        **settings.window_to_hf(config),
     )
 
 
@@ -125,11 +94,11 @@ def _gguf_scale(config: Mapping[str, Any]) -> dict[str, Any]:
 _GGUF = GgufFormat(
     "gemma2",
     layer={
-        **ATTENTION_NAMES,
+        **base.ATTENTION_NAMES,
         "post_attention_norm": "post_attention_layernorm",
         "ffn_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
-        **GATED_MLP_NAMES,
+        **base.GATED_MLP_NAMES,
     },
     optional={
         "attention.sliding_window": "sliding_window",
@@ -145,21 +114,21 @@ GEMMA2 = replace(
     to_nemo=_gemma2_to_nemo,
     to_hf=_gemma2_to_hf,
     layer=(
-        gemma_norm(ATTENTION_NORM, "input_layernorm.weight"),
-        QKV,
-        PROJECTION,
-        gemma_norm(POST_ATTENTION_NORM, "post_attention_layernorm.weight"),
-        gemma_norm(MLP_NORM, "pre_feedforward_layernorm.weight"),
-        GATED,
-        DOWN,
-        gemma_norm(POST_MLP_NORM, "post_feedforward_layernorm.weight"),
+        gemma_norm(base.ATTENTION_NORM, "input_layernorm.weight"),
+        base.QKV,
+        base.PROJECTION,
+        gemma_norm(base.POST_ATTENTION_NORM, "post_attention_layernorm.weight"),
+        gemma_norm(base.MLP_NORM, "pre_feedforward_layernorm.weight"),
+        base.GATED,
+        base.DOWN,
+        gemma_norm(base.POST_MLP_NORM, "post_feedforward_layernorm.weight"),
     ),
     made_of={
         **GEMMA.made_of,
-        **ANY_WINDOW,
+        **base.ANY_WINDOW,
         "post_layernorms": True,
-        "attn_logit_softcapping": ANY,
-        "query_pre_attn_scalar": ANY,
+        "attn_logit_softcapping": base.ANY,
+        "query_pre_attn_scalar": base.ANY,
     },
     gguf=_GGUF,
 )
@@ -187,14 +156,16 @@ def _gemma3_to_nemo(config: Config) -> dict[str, Any]:
     read.only("hidden_activation", "gelu_pytorch_tanh")
     read.only("attn_logit_softcapping", None)
     size, layers = read.window(), read.layers()
-    kinds = every_nth_layer(layers, read.count("sliding_window_pattern", 6))
-    window = window_to_nemo(config, size, kinds)
-    of_global, of_local = rotations_by_layer(config, "rope_local_base_freq")
-    local = rope_to_nemo({"rope_parameters": of_local}, None, _LOCAL_BASE, ("default",))
+    kinds = settings.every_nth_layer(layers, read.count("sliding_window_pattern", 6))
+    window = settings.window_to_nemo(config, size, kinds)
+    of_global, of_local = settings.rotations_by_layer(config, "rope_local_base_freq")
+    local = settings.rope_to_nemo({"rope_parameters": of_local}, None, _LOCAL_BASE, ("default",))
     rest = {key: value for key, value in config.items() if not key.startswith("rope_")}
     return gemma_to_nemo(
         rest,
-        **rope_to_nemo({"rope_parameters": of_global}, None, _GLOBAL_BASE, ("default", "linear")),
+        **settings.rope_to_nemo(
+            {"rope_parameters": of_global}, None, _GLOBAL_BASE, ("default", "linear")
+        ),
         post_layernorms=True,
         qk_layernorm=True,
         query_pre_attn_scalar=read.number("query_pre_attn_scalar", 256),
@@ -214,7 +185,7 @@ def _gemma3_to_hf(config: Config) -> dict[str, Any]:
         **gemma2,
         "model_type": "gemma3_text",
         "rope_local_base_freq": local,
-        "rope_parameters": {FULL: of_global, SLIDING: of_local},
+        "rope_parameters": {settings.FULL: of_global, settings.SLIDING: of_local},
     }
 
 
@@ -223,12 +194,12 @@ GEMMA3 = replace(
     name="gemma3_text",
     to_nemo=_gemma3_to_nemo,
     to_hf=_gemma3_to_hf,
-    layer=(*GEMMA2.layer, *query_key_norms(gemma_norm)),
+    layer=(*GEMMA2.layer, *base.query_key_norms(gemma_norm)),
     made_of={
         **GEMMA2.made_of,
         "attn_logit_softcapping": None,
         "qk_layernorm": True,
-        "rotary_base_local": ANY,
+        "rotary_base_local": base.ANY,
     },
     gguf=None,
 )

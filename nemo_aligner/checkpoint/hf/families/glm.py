@@ -7,54 +7,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from nemo_aligner.checkpoint.hf.families.base import (
-    ANY,
-    DOWN,
-    FUSED_GATED,
-    POST_ATTENTION_NORM,
-    POST_MLP_NORM,
-    PROJECTION,
-    QKV,
-    QKV_BIAS,
-    ModelFamily,
-    interleaved,
-    layer_rules_with,
-    norm_rule,
-)
-from nemo_aligner.checkpoint.hf.families.settings import (
-    Config,
-    decoder_to_hf,
-    decoder_to_nemo,
-)
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.checkpoint.hf.families import base, settings
+from nemo_aligner.checkpoint.hf.families.base import ModelFamily
 
 # GLM-4: half of a head's channels are rotated, and the two halves of the MLP are one tensor.
 
 _glm_to_nemo = partial(
-    decoder_to_nemo, epsilon=1.5625e-7, rotated=0.5, head_dim=128, attention_bias=True
+    settings.decoder_to_nemo, epsilon=1.5625e-7, rotated=0.5, head_dim=128, attention_bias=True
 )
-
-
-def _glm_to_hf(config: Config, model_type: str) -> dict[str, Any]:
-    shape = ModelShape.from_config(config)
-    return decoder_to_hf(
-        config,
-        model_type,
-        partial_rotary_factor=shape.rotary_percentage,
-        attention_bias=shape.qkv_bias,
-    )
-
+_glm_to_hf = partial(
+    settings.decoder_to_hf,
+    of_shape={"partial_rotary_factor": "rotary_percentage", "attention_bias": "qkv_bias"},
+)
 
 GLM = ModelFamily(
     name="glm",
     to_nemo=partial(_glm_to_nemo, name="glm"),
     to_hf=partial(_glm_to_hf, model_type="glm"),
-    layer=layer_rules_with(
-        attention=(interleaved(QKV), interleaved(QKV_BIAS), PROJECTION), mlp=(FUSED_GATED, DOWN)
+    layer=base.layer_rules_with(
+        attention=(base.interleaved(base.QKV), base.interleaved(base.QKV_BIAS), base.PROJECTION),
+        mlp=(base.FUSED_GATED, base.DOWN),
     ),
-    made_of={"qkv_bias": ANY, "rotary_percentage": ANY},
+    made_of={"qkv_bias": base.ANY, "rotary_percentage": base.ANY},
 )
 
 # GLM-4-0414: what is added to the residual stream is normed, too.
@@ -65,8 +40,8 @@ GLM4 = replace(
     to_hf=partial(_glm_to_hf, model_type="glm4"),
     layer=(
         *GLM.layer,
-        norm_rule(POST_ATTENTION_NORM, "post_self_attn_layernorm.weight"),
-        norm_rule(POST_MLP_NORM, "post_mlp_layernorm.weight"),
+        base.norm_rule(base.POST_ATTENTION_NORM, "post_self_attn_layernorm.weight"),
+        base.norm_rule(base.POST_MLP_NORM, "post_mlp_layernorm.weight"),
     ),
     made_of={**GLM.made_of, "post_layernorms": True},
 )
@@ -74,7 +49,11 @@ GLM4 = replace(
 # Helium: all channels are rotated, and nothing is fused.
 HELIUM = ModelFamily(
     name="helium",
-    to_nemo=partial(decoder_to_nemo, name="helium", epsilon=1e-8, base=100000.0, head_dim=128),
-    to_hf=partial(decoder_to_hf, model_type="helium", attention_bias=False, mlp_bias=False),
-    layer=layer_rules_with(attention=(interleaved(QKV), PROJECTION)),
+    to_nemo=partial(
+        settings.decoder_to_nemo, name="helium", epsilon=1e-8, base=100000.0, head_dim=128
+    ),
+    to_hf=partial(
+        settings.decoder_to_hf, model_type="helium", attention_bias=False, mlp_bias=False
+    ),
+    layer=base.layer_rules_with(attention=(base.interleaved(base.QKV), base.PROJECTION)),
 )

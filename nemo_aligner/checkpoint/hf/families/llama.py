@@ -1,6 +1,7 @@
-"""Llama, and decoders that differ from it by settings or names.
+"""Llama, and decoders that differ from it by settings, or by the names of their tensors.
 
-SmolLM (which is a Llama), Mistral, Ministral and Ministral 3, SmolLM3, Granite, Arcee, InternLM2.
+SmolLM (which is a Llama), Mistral, Ministral and Ministral 3, SmolLM3, Granite, Arcee, Phi-3 and
+InternLM2.
 """
 
 from __future__ import annotations
@@ -10,33 +11,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from nemo_aligner.checkpoint.hf.families.base import (
-    ANY,
-    ANY_WINDOW,
-    ATTENTION_NORM,
-    DOWN,
-    FINAL_NORM,
-    MLP_NORM,
-    UNGATED,
-    GgufFormat,
-    ModelFamily,
-    Rule,
-    layer_rules_with,
-    norm_rule,
-    stacked_rule,
-)
-from nemo_aligner.checkpoint.hf.families.settings import (
-    FULL,
-    SLIDING,
-    Config,
-    HfSettings,
-    decoder_to_hf,
-    decoder_to_nemo,
-    frequency,
-    window_everywhere,
-    window_to_hf,
-    window_to_nemo,
-)
+from nemo_aligner.checkpoint.hf.families import base, settings
+from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily, Rule
+from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, shown
 
@@ -45,13 +22,13 @@ from nemo_aligner.utils.errors import CheckpointError, shown
 
 def _to_nemo(config: Config) -> dict[str, Any]:
     HfSettings(config).only("sliding_window", None)
-    return decoder_to_nemo(config)
+    return settings.decoder_to_nemo(config)
 
 
 LLAMA = ModelFamily(
     name="llama",
     to_nemo=_to_nemo,
-    to_hf=partial(decoder_to_hf, model_type="llama", attention_bias=False, mlp_bias=False),
+    to_hf=partial(settings.decoder_to_hf, model_type="llama", attention_bias=False, mlp_bias=False),
     # Mistral's GGUF files have this name, too, and do not mention its window.
     gguf=GgufFormat("llama", is_permuted=True),
 )
@@ -63,19 +40,16 @@ LLAMA = ModelFamily(
 def _mistral_to_nemo(config: Config) -> dict[str, Any]:
     read = HfSettings(config)
     read.only("layer_types", None)
-    return decoder_to_nemo(config, **window_everywhere(read.window()))
-
-
-def _mistral_to_hf(config: Config) -> dict[str, Any]:
-    window = ModelShape.from_config(config).window_size
-    return decoder_to_hf(config, "mistral", sliding_window=window)
+    return settings.decoder_to_nemo(config, **settings.window_everywhere(read.window()))
 
 
 MISTRAL = ModelFamily(
     name="mistral",
     to_nemo=_mistral_to_nemo,
-    to_hf=_mistral_to_hf,
-    made_of={"window_size": ANY},
+    to_hf=partial(
+        settings.decoder_to_hf, model_type="mistral", of_shape={"sliding_window": "window_size"}
+    ),
+    made_of={"window_size": base.ANY},
 )
 
 
@@ -85,19 +59,19 @@ MISTRAL = ModelFamily(
 def _ministral_to_nemo(config: Config) -> dict[str, Any]:
     read = HfSettings(config)
     size = read.window()
-    kinds = [FULL if size is None else SLIDING] * read.layers()
-    return decoder_to_nemo(config, **window_to_nemo(config, size, kinds))
+    kinds = [settings.FULL if size is None else settings.SLIDING] * read.layers()
+    return settings.decoder_to_nemo(config, **settings.window_to_nemo(config, size, kinds))
 
 
 def _ministral_to_hf(config: Config) -> dict[str, Any]:
-    return decoder_to_hf(config, "ministral", **window_to_hf(config))
+    return settings.decoder_to_hf(config, "ministral", **settings.window_to_hf(config))
 
 
 MINISTRAL = ModelFamily(
     name="ministral",
     to_nemo=_ministral_to_nemo,
     to_hf=_ministral_to_hf,
-    made_of=ANY_WINDOW,
+    made_of=base.ANY_WINDOW,
 )
 
 
@@ -125,7 +99,7 @@ def _ministral3_to_nemo(config: Config) -> dict[str, Any]:
     if not isinstance(rope, Mapping):
         raise CheckpointError(f"rope_parameters: got {shown(rope)}, wanted keys and values")
     scaling = HfSettings(rope)
-    return decoder_to_nemo(
+    return settings.decoder_to_nemo(
         {**config, "rope_parameters": rope, "rope_scaling": None},
         head_dim=128,
         epsilon=1e-5,
@@ -133,14 +107,14 @@ def _ministral3_to_nemo(config: Config) -> dict[str, Any]:
         llama_4_original_max_position_embeddings=scaling.count(
             _LENGTH, read.count("max_position_embeddings")
         ),
-        **window_everywhere(read.window(missing=None)),
+        **settings.window_everywhere(read.window(missing=None)),
     )
 
 
 def _ministral3_to_hf(config: Config) -> dict[str, Any]:
     shape = ModelShape.from_config(config)
     assert shape.query_scaling is not None
-    decoder = decoder_to_hf(config, "ministral3", sliding_window=shape.window_size)
+    decoder = settings.decoder_to_hf(config, "ministral3", sliding_window=shape.window_size)
     scaling = {_BETA: shape.query_scaling.beta, _LENGTH: shape.query_scaling.old_context_len}
     rope = {**decoder["rope_parameters"], **scaling}
     return {**decoder, "rope_parameters": rope, "rope_scaling": rope}
@@ -150,7 +124,7 @@ MINISTRAL3 = ModelFamily(
     name="ministral3",
     to_nemo=_ministral3_to_nemo,
     to_hf=_ministral3_to_hf,
-    made_of={"query_scaling": ANY, "window_size": ANY},
+    made_of={"query_scaling": base.ANY, "window_size": base.ANY},
 )
 
 
@@ -177,20 +151,20 @@ def _smollm3_to_nemo(config: Config) -> dict[str, Any]:
     size = read.window(missing=None)
     if not read.flag("use_sliding_window", False):
         size = None
-    kinds = [SLIDING if mark and size is not None else FULL for mark in without]
-    return decoder_to_nemo(
+    kinds = [settings.SLIDING if mark and size is not None else settings.FULL for mark in without]
+    return settings.decoder_to_nemo(
         config,
         base=2000000.0,
         tied=True,
-        no_rope_freq=frequency(without, 1) if any(without) else None,
-        **window_to_nemo(config, size, kinds),
+        no_rope_freq=settings.frequency(without, 1) if any(without) else None,
+        **settings.window_to_nemo(config, size, kinds),
     )
 
 
 def _smollm3_to_hf(config: Config) -> dict[str, Any]:
     shape = ModelShape.from_config(config)
     layers = range(1, shape.num_layers + 1)
-    return decoder_to_hf(
+    return settings.decoder_to_hf(
         config,
         "smollm3",
         attention_bias=False,
@@ -199,7 +173,7 @@ def _smollm3_to_hf(config: Config) -> dict[str, Any]:
         pad_token_id=None,
         no_rope_layers=[int(shape.rotates(layer)) for layer in layers],
         use_sliding_window=shape.window_size is not None,
-        **window_to_hf(config),
+        **settings.window_to_hf(config),
     )
 
 
@@ -207,7 +181,7 @@ SMOLLM3 = ModelFamily(
     name="smollm3",
     to_nemo=_smollm3_to_nemo,
     to_hf=_smollm3_to_hf,
-    made_of={"no_rope_freq": ANY, **ANY_WINDOW},
+    made_of={"no_rope_freq": base.ANY, **base.ANY_WINDOW},
 )
 
 
@@ -217,7 +191,7 @@ SMOLLM3 = ModelFamily(
 def _granite_to_nemo(config: Config) -> dict[str, Any]:
     read = HfSettings(config)
     # logits_scaling is not read: it divides the logits of words, which no reward head has.
-    return decoder_to_nemo(
+    return settings.decoder_to_nemo(
         config,
         embedding_multiplier=read.number("embedding_multiplier", 1.0),
         residual_multiplier=read.number("residual_multiplier", 1.0),
@@ -228,7 +202,7 @@ def _granite_to_nemo(config: Config) -> dict[str, Any]:
 def _granite_to_hf(config: Config) -> dict[str, Any]:
     shape = ModelShape.from_config(config)
     scale = shape.softmax_scale
-    return decoder_to_hf(
+    return settings.decoder_to_hf(
         config,
         "granite",
         embedding_multiplier=shape.embedding_multiplier,
@@ -245,7 +219,7 @@ GRANITE = ModelFamily(
     to_nemo=_granite_to_nemo,
     to_hf=_granite_to_hf,
     made_of=dict.fromkeys(
-        ("embedding_multiplier", "residual_multiplier", "query_pre_attn_scalar"), ANY
+        ("embedding_multiplier", "residual_multiplier", "query_pre_attn_scalar"), base.ANY
     ),
 )
 
@@ -254,12 +228,71 @@ GRANITE = ModelFamily(
 
 ARCEE = ModelFamily(
     name="arcee",
-    to_nemo=partial(decoder_to_nemo, act=("relu2",), epsilon=1e-5, activation="squared-relu"),
-    to_hf=partial(
-        decoder_to_hf, model_type="arcee", hidden_act="relu2", attention_bias=False, mlp_bias=False
+    to_nemo=partial(
+        settings.decoder_to_nemo, act=("relu2",), epsilon=1e-5, activation="squared-relu"
     ),
-    layer=layer_rules_with(mlp=(UNGATED, DOWN)),
+    to_hf=partial(
+        settings.decoder_to_hf,
+        model_type="arcee",
+        hidden_act="relu2",
+        attention_bias=False,
+        mlp_bias=False,
+    ),
+    layer=base.layer_rules_with(mlp=(base.UNGATED, base.DOWN)),
     made_of={"activation": "squared-relu"},
+)
+
+
+# Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama with fused weights, some of it with a window.
+
+# Of LongRoPE, in the first releases.
+_OLDER_NAMES = ("su", "yarn")
+
+
+def _phi3_to_nemo(config: Config) -> dict[str, Any]:
+    read = HfSettings(config)
+    size = read.window(missing=None)
+    if size is not None and size >= read.count("max_position_embeddings"):
+        size = None  # it changes nothing
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    if isinstance(rope, Mapping) and (rope.get("rope_type") or rope.get("type")) in _OLDER_NAMES:
+        config = {**config, "rope_scaling": {**rope, "rope_type": "longrope"}}
+    return settings.decoder_to_nemo(
+        {"original_max_position_embeddings": 4096, **config},
+        name="phi3",
+        epsilon=1e-5,
+        rotated=1.0,
+        **settings.window_everywhere(size),
+    )
+
+
+def _phi3_to_hf(config: Config) -> dict[str, Any]:
+    shape = ModelShape.from_config(config)
+    # It overrides the one in rope_parameters.
+    of_rope = shape.longrope and {
+        "original_max_position_embeddings": shape.longrope.old_context_len
+    }
+    return settings.decoder_to_hf(
+        config,
+        "phi3",
+        **(of_rope or {}),
+        partial_rotary_factor=shape.rotary_percentage,
+        sliding_window=shape.window_size,
+    )
+
+
+PHI3 = ModelFamily(
+    name="phi3",
+    to_nemo=_phi3_to_nemo,
+    to_hf=_phi3_to_hf,
+    layer=base.layer_rules_with(
+        attention=(
+            base.fused_qkv_rule("self_attention.linear_qkv.weight", "self_attn.qkv_proj.weight"),
+            base.PROJECTION,
+        ),
+        mlp=(base.FUSED_GATED, base.DOWN),
+    ),
+    made_of={"window_size": base.ANY, "rotary_percentage": base.ANY},
 )
 
 
@@ -272,7 +305,7 @@ ARCEE = ModelFamily(
 def _internlm2_to_nemo(config: Config) -> dict[str, Any]:
     # Absent, it is true in their class.
     HfSettings({"bias": True, **config}).only("bias", False)
-    return decoder_to_nemo(config)
+    return settings.decoder_to_nemo(config)
 
 
 INTERNLM2 = replace(
@@ -281,14 +314,16 @@ INTERNLM2 = replace(
     to_nemo=_internlm2_to_nemo,
     model=(
         Rule("embedding.word_embeddings.weight", ("model.tok_embeddings.weight",)),
-        norm_rule(FINAL_NORM, "model.norm.weight"),
+        base.norm_rule(base.FINAL_NORM, "model.norm.weight"),
     ),
     layer=(
-        norm_rule(ATTENTION_NORM, "attention_norm.weight"),
+        base.norm_rule(base.ATTENTION_NORM, "attention_norm.weight"),
         Rule("self_attention.linear_qkv.weight", ("attention.wqkv.weight",)),
         Rule("self_attention.linear_proj.weight", ("attention.wo.weight",)),
-        norm_rule(MLP_NORM, "ffn_norm.weight"),
-        stacked_rule("mlp.linear_fc1.weight", "feed_forward.w1.weight", "feed_forward.w3.weight"),
+        base.norm_rule(base.MLP_NORM, "ffn_norm.weight"),
+        base.stacked_rule(
+            "mlp.linear_fc1.weight", "feed_forward.w1.weight", "feed_forward.w3.weight"
+        ),
         Rule("mlp.linear_fc2.weight", ("feed_forward.w2.weight",)),
     ),
     untied=Rule("output_layer.weight", ("output.weight",)),

@@ -8,27 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_aligner.checkpoint.hf.families.base import (
-    ACROSS_HEADS_NORMS,
-    ANY,
-    ANY_WINDOW,
-    EXPERT,
-    EXPERTS_NORM,
-    QKV_BIAS,
-    QUERY_KEY_NORMS,
-    ModelFamily,
-    Rule,
-    experts_rules,
-    layer_rules_with,
-)
+from nemo_aligner.checkpoint.hf.families import base, settings
+from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule
 from nemo_aligner.checkpoint.hf.families.qwen import qwen_to_hf, qwen_to_nemo
-from nemo_aligner.checkpoint.hf.families.settings import (
-    Config,
-    HfSettings,
-    decoder_to_hf,
-    decoder_to_nemo,
-    window_everywhere,
-)
+from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 from nemo_aligner.models import expert_shape
 from nemo_aligner.models.expert_shape import ExpertShape
 from nemo_aligner.models.shape import ModelShape
@@ -83,10 +66,10 @@ def _experts_of(config: Config) -> ExpertShape:
 
 def _layer(moe: str, *others: Rule, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     """Rules of a layer as Llama's, with experts under the name ``moe``."""
-    names = [f"{moe}.experts.{EXPERT}.{each}.weight" for each in (gate, up, down)]
+    names = [f"{moe}.experts.{base.EXPERT}.{each}.weight" for each in (gate, up, down)]
     router = Rule("mlp.router.weight", (f"{moe}.gate.weight",))
-    experts = (router, *experts_rules("experts", *names))
-    return (*layer_rules_with(mlp=experts, mlp_norm=EXPERTS_NORM), *others)
+    experts = (router, *base.experts_rules("experts", *names))
+    return (*base.layer_rules_with(mlp=experts, mlp_norm=base.EXPERTS_NORM), *others)
 
 
 _OF_QWEN = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -108,12 +91,12 @@ def _have_shared_gate(experts: ExpertShape | None) -> bool:
 
 
 def _mixtral_to_nemo(config: Config) -> dict[str, Any]:
-    return decoder_to_nemo(
+    return settings.decoder_to_nemo(
         config,
         epsilon=1e-5,
         base=1e6,
         **_to_nemo(config, ("intermediate_size", None), 8, 2, renormalized=True),
-        **window_everywhere(HfSettings(config).window(missing=None)),
+        **settings.window_everywhere(HfSettings(config).window(missing=None)),
     )
 
 
@@ -124,7 +107,7 @@ def _mixtral_to_hf(config: Config) -> dict[str, Any]:
             f"model_config.yaml: {expert_shape.WIDTH}: got {experts.width}, wanted "
             f"ffn_hidden_size ({shape.ffn_hidden_size}), as a Mixtral has one number for both"
         )
-    return decoder_to_hf(
+    return settings.decoder_to_hf(
         config,
         "mixtral",
         sliding_window=shape.window_size,
@@ -138,7 +121,7 @@ MIXTRAL = ModelFamily(
     to_nemo=_mixtral_to_nemo,
     to_hf=_mixtral_to_hf,
     layer=_layer("block_sparse_moe", gate="w1", up="w3", down="w2"),
-    made_of={"window_size": ANY, "experts": _are_renormalized},
+    made_of={"window_size": base.ANY, "experts": _are_renormalized},
 )
 
 
@@ -177,12 +160,12 @@ QWEN2_MOE = ModelFamily(
     to_hf=_qwen2_moe_to_hf,
     layer=_layer(
         "mlp",
-        QKV_BIAS,
+        base.QKV_BIAS,
         Rule("mlp.router.shared_gate", ("mlp.shared_expert_gate.weight",)),
-        *experts_rules("shared_experts", *_shared),
+        *base.experts_rules("shared_experts", *_shared),
         **_OF_QWEN,
     ),
-    made_of={"qkv_bias": ANY, **ANY_WINDOW, "experts": _have_shared_gate},
+    made_of={"qkv_bias": base.ANY, **base.ANY_WINDOW, "experts": _have_shared_gate},
 )
 
 
@@ -193,11 +176,11 @@ def _qwen3_moe_to_nemo(config: Config) -> dict[str, Any]:
     read = HfSettings(config)
     read.only("use_sliding_window", False, None)
     experts = _to_nemo(config, ("moe_intermediate_size", 768), 128, 8)
-    return decoder_to_nemo(config, qk_layernorm=True, **experts)
+    return settings.decoder_to_nemo(config, qk_layernorm=True, **experts)
 
 
 def _qwen3_moe_to_hf(config: Config) -> dict[str, Any]:
-    return decoder_to_hf(
+    return settings.decoder_to_hf(
         config,
         "qwen3_moe",
         **_to_hf(config, "moe_intermediate_size"),
@@ -211,7 +194,7 @@ QWEN3_MOE = ModelFamily(
     name="qwen3_moe",
     to_nemo=_qwen3_moe_to_nemo,
     to_hf=_qwen3_moe_to_hf,
-    layer=_layer("mlp", *QUERY_KEY_NORMS, **_OF_QWEN),
+    layer=_layer("mlp", *base.QUERY_KEY_NORMS, **_OF_QWEN),
     made_of={"qk_layernorm": True, "experts": _are_plain},
 )
 
@@ -221,7 +204,7 @@ QWEN3_MOE = ModelFamily(
 
 def _olmoe_to_nemo(config: Config) -> dict[str, Any]:
     HfSettings(config).only("clip_qkv", None)
-    return decoder_to_nemo(
+    return settings.decoder_to_nemo(
         config,
         epsilon=1e-5,
         qk_layernorm=True,
@@ -231,7 +214,7 @@ def _olmoe_to_nemo(config: Config) -> dict[str, Any]:
 
 
 def _olmoe_to_hf(config: Config) -> dict[str, Any]:
-    return decoder_to_hf(
+    return settings.decoder_to_hf(
         config, "olmoe", **_to_hf(config, "intermediate_size"), attention_bias=False
     )
 
@@ -240,6 +223,6 @@ OLMOE = ModelFamily(
     name="olmoe",
     to_nemo=_olmoe_to_nemo,
     to_hf=_olmoe_to_hf,
-    layer=_layer("mlp", *ACROSS_HEADS_NORMS, **_OF_QWEN),
+    layer=_layer("mlp", *base.ACROSS_HEADS_NORMS, **_OF_QWEN),
     made_of={"qk_layernorm": True, "qk_layernorm_across_heads": True, "experts": _are_plain},
 )

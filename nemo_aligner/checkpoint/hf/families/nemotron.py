@@ -4,31 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_aligner.checkpoint.hf.families.base import (
-    ANY,
-    ATTENTION_NAMES,
-    DOWN,
-    EMBEDDING,
-    FINAL_NORM,
-    MLP_NAMES,
-    MLP_NORM_NAMES,
-    UNGATED,
-    GgufFormat,
-    ModelFamily,
-    Rule,
-    layer_rules_with,
-)
-from nemo_aligner.checkpoint.hf.families.settings import (
-    Config,
-    HfSettings,
-    decoder_to_hf,
-    decoder_to_nemo,
-)
+from nemo_aligner.checkpoint.hf.families import base, settings
+from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily, Rule
+from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 from nemo_aligner.models.shape import ModelShape
 
 
 def _to_nemo(config: Config) -> dict[str, Any]:
-    return decoder_to_nemo(
+    return settings.decoder_to_nemo(
         config,
         act=("relu2",),
         rotated=0.5,
@@ -40,7 +23,7 @@ def _to_nemo(config: Config) -> dict[str, Any]:
 
 def _to_hf(config: Config) -> dict[str, Any]:
     shape = ModelShape.from_config(config)
-    decoder = decoder_to_hf(
+    decoder = settings.decoder_to_hf(
         config,
         "nemotron",
         hidden_act="relu2",
@@ -63,23 +46,23 @@ NEMOTRON = ModelFamily(
     to_nemo=_to_nemo,
     to_hf=_to_hf,
     model=(
-        EMBEDDING,
-        Rule(FINAL_NORM, ("model.norm.weight",)),
+        base.EMBEDDING,
+        Rule(base.FINAL_NORM, ("model.norm.weight",)),
         Rule("decoder.final_layernorm.bias", ("model.norm.bias",)),
     ),
     layer=(
-        *layer_rules_with(_norm_rule, mlp=(UNGATED, DOWN)),
+        *base.layer_rules_with(_norm_rule, mlp=(base.UNGATED, base.DOWN)),
         Rule("self_attention.linear_qkv.layer_norm_bias", ("input_layernorm.bias",)),
         Rule("mlp.linear_fc1.layer_norm_bias", ("post_attention_layernorm.bias",)),
     ),
     made_of={
         "activation": "squared-relu",
         "normalization": "layernorm1p",
-        "rotary_percentage": ANY,
+        "rotary_percentage": base.ANY,
     },
     gguf=GgufFormat(
         "nemotron",
-        layer={**ATTENTION_NAMES, **MLP_NORM_NAMES, **MLP_NAMES},
+        layer={**base.ATTENTION_NAMES, **base.MLP_NORM_NAMES, **base.MLP_NAMES},
         epsilon=("attention.layer_norm_epsilon", "norm_eps"),
         norm_offset=1,
         is_partly_rotated=True,

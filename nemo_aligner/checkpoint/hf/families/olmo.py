@@ -6,35 +6,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from nemo_aligner.checkpoint.hf.families.base import (
-    ACROSS_HEADS_NORMS,
-    ANY,
-    ANY_WINDOW,
-    DOWN,
-    GATED,
-    POST_ATTENTION_NORM,
-    POST_MLP_NORM,
-    PROJECTION,
-    QKV,
-    QUERY_KEY_NORMS,
-    ModelFamily,
-    norm_rule,
-)
-from nemo_aligner.checkpoint.hf.families.settings import (
-    FULL,
-    SLIDING,
-    Config,
-    HfSettings,
-    decoder_to_hf,
-    decoder_to_nemo,
-    every_nth_layer,
-    frequency,
-    layer_types,
-    rope_to_nemo,
-    rotations_by_layer,
-    window_to_hf,
-    window_to_nemo,
-)
+from nemo_aligner.checkpoint.hf.families import base, settings
+from nemo_aligner.checkpoint.hf.families.base import ModelFamily
+from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError
 
@@ -44,17 +18,17 @@ _NORMS_BEHIND: dict[str, Any] = {
     "qk_layernorm": True,
 }
 _BLOCKS = (
-    QKV,
-    PROJECTION,
-    norm_rule(POST_ATTENTION_NORM, "post_attention_layernorm.weight"),
-    GATED,
-    DOWN,
-    norm_rule(POST_MLP_NORM, "post_feedforward_layernorm.weight"),
+    base.QKV,
+    base.PROJECTION,
+    base.norm_rule(base.POST_ATTENTION_NORM, "post_attention_layernorm.weight"),
+    base.GATED,
+    base.DOWN,
+    base.norm_rule(base.POST_MLP_NORM, "post_feedforward_layernorm.weight"),
 )
 
 
 def _behind_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
-    return decoder_to_nemo(config, epsilon=1e-5, **_NORMS_BEHIND, **family)
+    return settings.decoder_to_nemo(config, epsilon=1e-5, **_NORMS_BEHIND, **family)
 
 
 # OLMo 2: the norms of queries and keys are over all heads together.
@@ -68,8 +42,8 @@ def _olmo2_to_nemo(config: Config) -> dict[str, Any]:
 OLMO2 = ModelFamily(
     name="olmo2",
     to_nemo=_olmo2_to_nemo,
-    to_hf=partial(decoder_to_hf, model_type="olmo2", attention_bias=False),
-    layer=(*_BLOCKS, *ACROSS_HEADS_NORMS),
+    to_hf=partial(settings.decoder_to_hf, model_type="olmo2", attention_bias=False),
+    layer=(*_BLOCKS, *base.ACROSS_HEADS_NORMS),
     made_of={**_NORMS_BEHIND, "qk_layernorm_across_heads": True},
 )
 
@@ -81,13 +55,15 @@ _BASE = 500000.0
 
 def _olmo3_to_nemo(config: Config) -> dict[str, Any]:
     read = HfSettings(config)
-    window = window_to_nemo(config, read.window(), every_nth_layer(read.layers(), 4))
-    of_full, of_sliding = rotations_by_layer(config, "rope_theta")
-    local = rope_to_nemo({"rope_parameters": of_sliding}, None, _BASE, ("default",))
+    window = settings.window_to_nemo(
+        config, read.window(), settings.every_nth_layer(read.layers(), 4)
+    )
+    of_full, of_sliding = settings.rotations_by_layer(config, "rope_theta")
+    local = settings.rope_to_nemo({"rope_parameters": of_sliding}, None, _BASE, ("default",))
     rest = {key: value for key, value in config.items() if not key.startswith("rope_")}
     return _behind_to_nemo(
         rest,
-        **rope_to_nemo({**rest, "rope_parameters": of_full}, None, _BASE),
+        **settings.rope_to_nemo({**rest, "rope_parameters": of_full}, None, _BASE),
         qk_layernorm_across_heads=True,
         rotary_base_local=local["rotary_base"] if window else None,
         **window,
@@ -102,8 +78,8 @@ def _olmo3_to_hf(config: Config) -> dict[str, Any]:
     return {
         **olmo2,
         "model_type": "olmo3",
-        "rope_parameters": {FULL: olmo2["rope_parameters"], SLIDING: of_sliding},
-        **window_to_hf(config),
+        "rope_parameters": {settings.FULL: olmo2["rope_parameters"], settings.SLIDING: of_sliding},
+        **settings.window_to_hf(config),
     }
 
 
@@ -112,7 +88,7 @@ OLMO3 = replace(
     name="olmo3",
     to_nemo=_olmo3_to_nemo,
     to_hf=_olmo3_to_hf,
-    made_of={**OLMO2.made_of, **ANY_WINDOW, "rotary_base_local": ANY},
+    made_of={**OLMO2.made_of, **base.ANY_WINDOW, "rotary_base_local": base.ANY},
 )
 
 
@@ -121,32 +97,36 @@ OLMO3 = replace(
 
 def _exaone4_to_nemo(config: Config) -> dict[str, Any]:
     read = HfSettings(config)
-    size, kinds = read.window(), [FULL] * read.layers()
+    size, kinds = read.window(), [settings.FULL] * read.layers()
     if size is not None:
-        kinds = config.get("layer_types") or every_nth_layer(
+        kinds = config.get("layer_types") or settings.every_nth_layer(
             len(kinds), read.count("sliding_window_pattern", 4)
         )
-    window = window_to_nemo({**config, "layer_types": kinds}, size, kinds)
-    without = [int(kind == FULL) for kind in kinds]
-    rotating = {"no_rope_freq": frequency(without, 1)} if size is not None and any(without) else {}
+    window = settings.window_to_nemo({**config, "layer_types": kinds}, size, kinds)
+    without = [int(kind == settings.FULL) for kind in kinds]
+    rotating = (
+        {"no_rope_freq": settings.frequency(without, 1)}
+        if size is not None and any(without)
+        else {}
+    )
     return _behind_to_nemo(config, **window, **rotating)
 
 
 def _exaone4_to_hf(config: Config) -> dict[str, Any]:
     shape = ModelShape.from_config(config)
-    for layer, kind in enumerate(layer_types(config), 1):
-        if shape.rotates(layer) != (shape.window_size is None or kind == SLIDING):
+    for layer, kind in enumerate(settings.layer_types(config), 1):
+        if shape.rotates(layer) != (shape.window_size is None or kind == settings.SLIDING):
             raise CheckpointError(
                 f"model_config.yaml: no_rope_freq: got {config.get('no_rope_freq')!r}, wanted the "
                 "layers without a window of an EXAONE 4 that has windows"
             )
-    return decoder_to_hf(config, "exaone4", **window_to_hf(config))
+    return settings.decoder_to_hf(config, "exaone4", **settings.window_to_hf(config))
 
 
 EXAONE4 = ModelFamily(
     name="exaone4",
     to_nemo=_exaone4_to_nemo,
     to_hf=_exaone4_to_hf,
-    layer=(*_BLOCKS, *QUERY_KEY_NORMS),
-    made_of={**_NORMS_BEHIND, **ANY_WINDOW, "no_rope_freq": ANY},
+    layer=(*_BLOCKS, *base.QUERY_KEY_NORMS),
+    made_of={**_NORMS_BEHIND, **base.ANY_WINDOW, "no_rope_freq": base.ANY},
 )

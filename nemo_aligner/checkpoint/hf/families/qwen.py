@@ -5,29 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from nemo_aligner.checkpoint.hf.families.base import (
-    ANY,
-    ANY_WINDOW,
-    ATTENTION_NAMES,
-    GATED_MLP_NAMES,
-    LAYER,
-    MLP_NORM_NAMES,
-    QKV_BIAS,
-    QUERY_KEY_NORMS,
-    GgufFormat,
-    ModelFamily,
-)
-from nemo_aligner.checkpoint.hf.families.settings import (
-    FULL,
-    SLIDING,
-    Config,
-    HfSettings,
-    decoder_to_hf,
-    decoder_to_nemo,
-    window_to_hf,
-    window_to_nemo,
-)
-from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.checkpoint.hf.families import base, settings
+from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily
+from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 
 # Qwen2 and Qwen2.5: Llama with biases of queries, keys and values.
 
@@ -36,23 +16,25 @@ def qwen_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
     """Translate a Qwen's config: a window, if it is used, in the layers past the first ones."""
     read = HfSettings(config)
     layers, size = read.layers(), None
-    kinds = [FULL] * layers
+    kinds = [settings.FULL] * layers
     if read.flag("use_sliding_window", False):
         size = read.window()
     if size is not None:
         without = read.count("max_window_layers", 28, least=0)
-        kinds = [FULL if layer < without else SLIDING for layer in range(layers)]
-    return decoder_to_nemo(config, **family, **window_to_nemo(config, size, kinds))
+        kinds = [settings.FULL if layer < without else settings.SLIDING for layer in range(layers)]
+    return settings.decoder_to_nemo(
+        config, **family, **settings.window_to_nemo(config, size, kinds)
+    )
 
 
 def qwen_to_hf(config: Config, model_type: str, **family: Any) -> dict[str, Any]:
     """Translate back, with the keys that say which layers have a window."""
-    window = window_to_hf(config)
-    return decoder_to_hf(
+    window = settings.window_to_hf(config)
+    return settings.decoder_to_hf(
         config,
         model_type,
         use_sliding_window=window["sliding_window"] is not None,
-        max_window_layers=window["layer_types"].count(FULL),
+        max_window_layers=window["layer_types"].count(settings.FULL),
         **window,
         **family,
     )
@@ -62,8 +44,8 @@ QWEN2 = ModelFamily(
     name="qwen2",
     to_nemo=partial(qwen_to_nemo, qkv_bias=True),
     to_hf=partial(qwen_to_hf, model_type="qwen2"),
-    layer=(*LAYER, QKV_BIAS),
-    made_of={"qkv_bias": True, **ANY_WINDOW},
+    layer=(*base.LAYER, base.QKV_BIAS),
+    made_of={"qkv_bias": True, **base.ANY_WINDOW},
     gguf=GgufFormat("qwen2"),
 )
 
@@ -73,30 +55,30 @@ QWEN2 = ModelFamily(
 
 def _seed_to_nemo(config: Config) -> dict[str, Any]:
     HfSettings(config).only("attention_out_bias", False)
-    return decoder_to_nemo(config, name="seed_oss", head_dim=128, attention_bias=True)
-
-
-def _seed_to_hf(config: Config) -> dict[str, Any]:
-    has_bias = ModelShape.from_config(config).qkv_bias
-    biases = {"attention_bias": has_bias, "attention_out_bias": False, "mlp_bias": False}
-    return decoder_to_hf(config, "seed_oss", **biases)
+    return settings.decoder_to_nemo(config, name="seed_oss", head_dim=128, attention_bias=True)
 
 
 SEED_OSS = ModelFamily(
     name="seed_oss",
     to_nemo=_seed_to_nemo,
-    to_hf=_seed_to_hf,
+    to_hf=partial(
+        settings.decoder_to_hf,
+        model_type="seed_oss",
+        of_shape={"attention_bias": "qkv_bias"},
+        attention_out_bias=False,
+        mlp_bias=False,
+    ),
     layer=QWEN2.layer,
-    made_of={"qkv_bias": ANY},
+    made_of={"qkv_bias": base.ANY},
 )
 
 
 # Qwen3: Llama with norms of queries and keys.
 
 _GGUF_NAMES = {
-    **ATTENTION_NAMES,
-    **MLP_NORM_NAMES,
-    **GATED_MLP_NAMES,
+    **base.ATTENTION_NAMES,
+    **base.MLP_NORM_NAMES,
+    **base.GATED_MLP_NAMES,
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
 }
@@ -105,7 +87,7 @@ QWEN3 = ModelFamily(
     name="qwen3",
     to_nemo=partial(qwen_to_nemo, head_dim=128, qk_layernorm=True),
     to_hf=partial(qwen_to_hf, model_type="qwen3", attention_bias=False),
-    layer=(*LAYER, *QUERY_KEY_NORMS),
-    made_of={"qk_layernorm": True, **ANY_WINDOW},
+    layer=(*base.LAYER, *base.QUERY_KEY_NORMS),
+    made_of={"qk_layernorm": True, **base.ANY_WINDOW},
     gguf=GgufFormat("qwen3", layer=_GGUF_NAMES, has_classifier=True),
 )

@@ -77,8 +77,14 @@ def decoder_to_nemo(
     return nemo if name is None else {**nemo, NAME_KEY: name}
 
 
-def decoder_to_hf(config: Config, model_type: str, **family: Any) -> dict[str, Any]:
-    """Translate a NeMo config to the decoder's part of a ``config.json``; ``family`` overrides."""
+def decoder_to_hf(
+    config: Config, model_type: str, of_shape: Mapping[str, str] | None = None, **family: Any
+) -> dict[str, Any]:
+    """Translate a NeMo config to the decoder's part of a ``config.json``; ``family`` overrides.
+
+    Args:
+        of_shape: keys that the family has beside them, and their fields of ``ModelShape``.
+    """
     shape = ModelShape.from_config(config)
     return {
         "model_type": model_type,
@@ -94,6 +100,7 @@ def decoder_to_hf(config: Config, model_type: str, **family: Any) -> dict[str, A
         **rope_to_hf(config, shape),
         "vocab_size": shape.vocab_size,
         "tie_word_embeddings": is_tied(config),
+        **{key: getattr(shape, name) for key, name in (of_shape or {}).items()},
         **family,
     }
 
