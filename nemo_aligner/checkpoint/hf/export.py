@@ -17,8 +17,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -32,11 +30,6 @@ from nemo_aligner.checkpoint.hf.check import (
     our_logits,
     read_as_it_runs,
 )
-from nemo_aligner.checkpoint.hf.convert import (
-    RewardArchive,
-    exported_contract,
-    read_head,
-)
 from nemo_aligner.checkpoint.hf.families.base import ModelFamily
 from nemo_aligner.checkpoint.hf.heads import (
     LINEAR,
@@ -48,7 +41,13 @@ from nemo_aligner.checkpoint.hf.heads import (
     TOKEN_SUFFIX,
     TWO_LAYERS,
     VALUE_LAYER,
+)
+from nemo_aligner.checkpoint.hf.reward_archive import (
+    ExportOptions,
     HeadOut,
+    RewardArchive,
+    as_exported,
+    head_of,
 )
 from nemo_aligner.checkpoint.hf.source import HEAD_NAME, REWARD_SUFFIX
 from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside, sync_to_disk
@@ -69,23 +68,6 @@ from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import CheckpointError
 
 # Export as a folder; LoRA is folded into the weights.
-
-
-@dataclass(frozen=True)
-class ExportOptions:
-    """Options of ``export_to_hf``.
-
-    Attributes:
-        dtype: None keeps the stored one.
-        merge: merge the attributes into one reward.
-        head: form of the head (``HeadOut.of``); None is its own.
-    """
-
-    dtype: torch.dtype | None = None
-    merge: bool = False
-    head: str | None = None
-    max_shard_bytes: int = 5 * 10**9
-    base_license: str = "unknown"
 
 
 @dataclass(frozen=True)
@@ -220,32 +202,6 @@ _STEP_SUFFIXES = {SCORE_WITH_BIAS: TOKEN_SUFFIX, TWO_LAYERS.last: STEP_SUFFIX}
 HF_MODEL = "a reward model of Hugging Face"
 
 
-def head_of(
-    archive: RewardArchive, contract: ScoringContract, options: ExportOptions
-) -> tuple[HeadOut, ScoringContract]:
-    """The head to write, and the contract that goes with it."""
-    stored = read_head(archive, contract, merge=options.merge)
-    exported = exported_contract(contract, merge=options.merge, dtype=options.dtype)
-    are_rewards = exported.readout is None
-    put = HeadOut.of_steps if contract.has_steps else HeadOut.of
-    head = put(stored, options.head, exported.label_means, are_rewards=are_rewards)
-    if contract.has_steps and head.form == TWO_LAYERS.last:
-        _check_step_layers(archive, head, exported)
-    return head, exported.with_label_means(head.means)
-
-
-def as_exported(logits: Tensor, contract: ScoringContract, head: HeadOut, *, merge: bool) -> Tensor:
-    """Logits of the exported head, ``[N, A]`` or of bins ``[N, A * K]``, from the archive's."""
-    readout = contract.output_readout
-    if readout is not None and readout.is_linear:
-        logits = readout.plain_rows(logits.T).T
-    if merge:
-        logits = logits @ torch.tensor(contract.attribute_weights)[:, None]
-    if head.shift is not None:
-        logits = logits + head.shift
-    return F.pad(logits, (1, 0)) if head.is_pair else logits
-
-
 def _class_of(model_type: str, head: HeadOut, contract: ScoringContract) -> str:
     """Name of the class that a decoder of this type is with such a head."""
     suffixes = _STEP_SUFFIXES if contract.has_steps else _SUFFIXES
@@ -256,19 +212,6 @@ def _class_of(model_type: str, head: HeadOut, contract: ScoringContract) -> str:
 def _is_whole(head: HeadOut, contract: ScoringContract) -> bool:
     """Tell if all of a head has its place in transformers' class, if there is one."""
     return head.form == (SCORE_WITH_BIAS if contract.has_steps else LINEAR.last)
-
-
-def _check_step_layers(archive: RewardArchive, head: HeadOut, exported: ScoringContract) -> None:
-    """Refuse two layers that do not fit into the only class that reads steps with them."""
-    found = archive.family.to_hf(archive.config)["model_type"]
-    sizes = [head.tensors[f"{layer}.weight"].size(0) for layer in ("score.0", "score.2")]
-    wanted = [archive.config["hidden_size"], 2]
-    if found != "qwen2" or sizes != wanted or len(exported.attributes) > 1:
-        raise CheckpointError(
-            f"head: got two layers of {sizes[0]} units and {sizes[1]} outputs on a {found}, wanted "
-            f"{wanted[0]} units and one reward (or {wanted[1]} bins) on a qwen2: no other model "
-            "with two layers is read at its steps (a head of one matrix is, on any)"
-        )
 
 
 def _notes(contract: ScoringContract, exported: ScoringContract, form: str) -> Iterator[str]:

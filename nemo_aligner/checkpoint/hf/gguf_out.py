@@ -18,12 +18,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.check import encode_texts
-from nemo_aligner.checkpoint.hf.convert import RewardArchive
-from nemo_aligner.checkpoint.hf.export import (
-    ExportOptions,
-    head_of,
-    write_tokenizer,
-)
+from nemo_aligner.checkpoint.hf.export import write_tokenizer
 from nemo_aligner.checkpoint.hf.families.base import HF_HEAD, GgufFormat
 from nemo_aligner.checkpoint.hf.gguf import (
     CLASSIFIER,
@@ -31,6 +26,7 @@ from nemo_aligner.checkpoint.hf.gguf import (
     GgufCheckpoint,
     save_gguf_tokenizer,
 )
+from nemo_aligner.checkpoint.hf.reward_archive import ExportOptions, RewardArchive, head_of
 from nemo_aligner.checkpoint.hf.source import hf_shapes
 from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside, sync_to_disk
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder

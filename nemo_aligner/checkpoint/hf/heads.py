@@ -21,7 +21,6 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import EMBEDDING
 from nemo_aligner.checkpoint.hf.families import find_family
-from nemo_aligner.checkpoint.hf.families.base import HF_HEAD
 from nemo_aligner.checkpoint.hf.families.settings import is_tied
 from nemo_aligner.checkpoint.hf.source import REWARD_SUFFIX, Source
 from nemo_aligner.checkpoint.weights.save import LazyTensor
@@ -77,6 +76,9 @@ TOKEN_SUFFIX, STEP_SUFFIX = "ForTokenClassification", "ForProcessRewardModel"
 # The last is Skywork-o1-Open-PRM's.
 _STEP_READERS = (TOKEN_SUFFIX, STEP_SUFFIX, "ForPrmModel")
 NO_HEAD, OUTPUT_LAYER_HEAD = "none", "lm_head:"
+# Forms that a head of one matrix can be written in; the first is transformers' own.
+SCORE_WITH_BIAS = "score.bias"
+LINEAR_FORMS = (LINEAR.last, SCORE_WITH_BIAS, VALUE_LAYER.last)
 # A tensor without columns may claim any number of rows at no cost.
 _MOST_OUTPUTS = 10_000
 _MOST_DIGITS = 10
@@ -341,128 +343,7 @@ def _architecture(found: Source) -> str:
     return str(architectures[0])
 
 
-# Back out, and as transformers would run it.
-
-
-# Forms that a head of one matrix can be written in; the first is transformers' own.
-SCORE_WITH_BIAS = "score.bias"
-LINEAR_FORMS = (LINEAR.last, SCORE_WITH_BIAS, VALUE_LAYER.last)
-
-
-@dataclass(frozen=True)
-class HeadOut:
-    """A head in Hugging Face's terms.
-
-    Attributes:
-        tensors: fp32, by their names in the folder.
-        form: one of ``FORMS``.
-        means: ``[A]``, the label means that its outputs still lack.
-        shift: ``[A]``, what its outputs are more than the archive's; None: nothing.
-        is_pair: before its only output there is one that is always 0.
-    """
-
-    tensors: dict[str, Tensor]
-    form: str
-    means: list[float]
-    shift: Tensor | None = None
-    is_pair: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        head: Mapping[str, Tensor],
-        form: str | None,
-        means: Sequence[float],
-        *,
-        are_rewards: bool = True,
-    ) -> HeadOut:
-        """Put a head (by our names) into a form; None is its own.
-
-        ``score`` has no place for a bias, as transformers' class has none: it joins the means.
-        ``score.bias`` and ``v_head.summary`` have one, which the means join. The two layers of
-        ``Qwen2ForRewardModel`` have biases, of zeros if need be.
-
-        Args:
-            means: label means ``[A]``.
-            are_rewards: its outputs are rewards, of which a bias may be left out as a constant.
-        """
-        own = TWO_LAYERS.last if "hidden.weight" in head else LINEAR.last
-        form = own if form is None else form
-        _check_form(form, own, head, are_rewards=are_rewards)
-        bias = head.get("bias")
-        if form == LINEAR.last:
-            if bias is None:
-                return cls({HF_HEAD: head["weight"]}, form, list(means))
-            more = torch.tensor(means, dtype=torch.float64) + bias.double()
-            return cls({HF_HEAD: head["weight"]}, form, more.tolist(), -bias)
-        zeros = {
-            name.replace("weight", "bias"): tensor.new_zeros(tensor.size(0))
-            for name, tensor in head.items()
-            if name.endswith("weight")
-        }
-        whole = {**zeros, **head}
-        if form == TWO_LAYERS.last or not are_rewards:
-            names = (TWO_LAYERS if form == TWO_LAYERS.last else LINEAR).names()
-            return cls({names[ours]: each for ours, each in whole.items()}, form, list(means))
-        shift = torch.tensor(means, dtype=torch.float32)
-        whole["bias"] = whole["bias"] + shift
-        names = (VALUE_LAYER if form == VALUE_LAYER.last else LINEAR).names()
-        tensors = {names[ours]: each for ours, each in whole.items()}
-        return cls(tensors, form, [0.0] * len(means), shift)
-
-    @classmethod
-    def of_steps(
-        cls,
-        head: Mapping[str, Tensor],
-        form: str | None,
-        means: Sequence[float],
-        *,
-        are_rewards: bool,
-    ) -> HeadOut:
-        """Put a head that reads steps into its only form, which has biases; see ``of``.
-
-        One reward becomes two outputs, 0 and the reward, as readers of such models take two: the
-        softmax of them is ``1 - sigmoid(reward)`` and ``sigmoid(reward)``.
-        """
-        own = TWO_LAYERS.last if "hidden.weight" in head else SCORE_WITH_BIAS
-        if form not in (None, own):
-            raise CheckpointError(f"head: got {shown(form)} for a head of steps, wanted {own}")
-        rows = head["weight"].size(0)
-        whole = {"bias": torch.zeros(rows), **head}
-        if own == TWO_LAYERS.last:
-            whole.setdefault("hidden.bias", torch.zeros(head["hidden.weight"].size(0)))
-        shift, is_pair = None, are_rewards and rows == 1
-        if are_rewards:
-            shift = torch.tensor(means, dtype=torch.float32)
-            whole["bias"] = whole["bias"] + shift
-            means = [0.0] * rows
-        if is_pair:
-            whole["weight"] = F.pad(whole["weight"], (0, 0, 1, 0))
-            whole["bias"] = F.pad(whole["bias"], (1, 0))
-        names = (TWO_LAYERS if own == TWO_LAYERS.last else LINEAR).names()
-        tensors = {names[ours]: each for ours, each in whole.items()}
-        return cls(tensors, own, list(means), shift, is_pair)
-
-
-def _check_form(form: str, own: str, head: Mapping[str, Tensor], *, are_rewards: bool) -> None:
-    """Refuse a form that a head, which has the form ``own`` by itself, does not fit into."""
-    fitting = [TWO_LAYERS.last] if own == TWO_LAYERS.last else [*LINEAR_FORMS]
-    if form not in fitting:
-        layers = "two layers" if own == TWO_LAYERS.last else "one matrix"
-        raise CheckpointError(
-            f"head: got {shown(form)} for a head of {layers}, wanted {' or '.join(fitting)}"
-        )
-    outputs = head["weight"].size(0)
-    if form == VALUE_LAYER.last and outputs != 1:
-        raise CheckpointError(
-            f"head: got {form} for {outputs} outputs, wanted one: a value head has no more "
-            "(--merge makes one of several attributes)"
-        )
-    if form == LINEAR.last and "bias" in head and not are_rewards:
-        raise CheckpointError(
-            f"head: got {form} for bins with a bias, wanted {SCORE_WITH_BIAS}: transformers' class "
-            "has no bias, and that of a bin is no constant of the reward"
-        )
+# A head beside transformers' decoder.
 
 
 class BodyWithHead(torch.nn.Module):

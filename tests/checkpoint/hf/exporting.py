@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
-from nemo_aligner.checkpoint.hf.export import ExportOptions, export_to_hf
+from nemo_aligner.checkpoint.hf.export import export_to_hf
+from nemo_aligner.checkpoint.hf.reward_archive import ExportOptions
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
 from tests.checkpoint.refusals import Damages, check_damages
 
