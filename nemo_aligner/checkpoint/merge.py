@@ -22,12 +22,13 @@ from nemo_aligner.checkpoint.decoder_tensors import HEAD, HEAD_PREFIX, OUTPUT_LA
 from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside, write_nemo
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.nemo.load_weights import head_names, model_shape, unread_decoder
+from nemo_aligner.checkpoint.nemo.reward_model import contract_of
 from nemo_aligner.checkpoint.weights.save import LazyTensor, save_lazy
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import describe_differences
 from nemo_aligner.distributed.launch import single_process
 from nemo_aligner.models.shape import ModelShape, with_lora
-from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
+from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
 _SUM_TOLERANCE = 1e-6
 # Contract fields whose weighted sum the merged model has.
@@ -120,15 +121,12 @@ def _check_weights(sources: Sequence[str | Path], weights: Sequence[float]) -> N
 
 
 def _opened(folder: NemoFolder, weight: float) -> _Input:
-    if folder.contract is None or HEAD not in folder.tensors:
+    contract = contract_of(folder)
+    if contract is None or HEAD not in folder.tensors:
         raise CheckpointError(
             f"{folder.source}: it is no reward model of this package (no head, or no scoring "
             "contract), so its weights cannot be merged with those of one"
         )
-    try:
-        contract = ScoringContract.from_dict(folder.contract)
-    except (CheckpointError, DataError) as error:
-        raise CheckpointError(f"{folder.source}: {error}") from error
     return _Input(folder, model_shape(folder), contract, weight)
 
 

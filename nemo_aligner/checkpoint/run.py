@@ -34,7 +34,6 @@ from nemo_aligner.checkpoint.weights.save import (
     in_background,
     put_weights,
     sharded_weights,
-    start_saving,
 )
 from nemo_aligner.config.load import flatten
 from nemo_aligner.config.training import MonitorMode
@@ -212,7 +211,7 @@ class RunCheckpoints:
         with _as_checkpoint_error(path):
             on_main(lambda: _make_empty(_unnamed(path)))
         tensors, arrived = self._copy(model, optimizer)
-        pending = start_saving(tensors, _unnamed(path) / STATE_NAME, arrived)
+        pending = PendingSave(tensors, _unnamed(path) / STATE_NAME, arrived)
         self._pending = Saved(path, state), pending
 
     @property

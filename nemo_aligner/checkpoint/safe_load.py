@@ -32,16 +32,16 @@ _MAX_DEPTH = 50
 _MAX_DIGITS = 400
 
 
-def read_yaml(path: Path, where: str) -> dict[str, Any]:
+def read_yaml(path: Path, where: str | None = None) -> dict[str, Any]:
     """Read a YAML file that holds one mapping, with few aliases.
 
     Args:
-        where: name of the file in errors.
+        where: name of the file in errors; None is its path.
 
     Raises:
         CheckpointError: it is missing, too large, no mapping, or has tags that name code.
     """
-    text = read_text(path, where)
+    text, where = read_text(path, where), where or str(path)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None:
@@ -52,18 +52,20 @@ def read_yaml(path: Path, where: str) -> dict[str, Any]:
     return _mapping(content, where)
 
 
-def read_json(path: Path, where: str) -> dict[str, Any]:
+def read_json(path: Path, where: str | None = None) -> dict[str, Any]:
     """Read a JSON file that holds one object; raises as ``read_yaml`` does."""
+    text, where = read_text(path, where), where or str(path)
     try:
-        content = json.loads(read_text(path, where))
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: {_first_line(error)}") from error
     _check_depth(content, where)
     return _mapping(content, where)
 
 
-def read_text(path: Path, where: str) -> str:
+def read_text(path: Path, where: str | None = None) -> str:
     """Read a small UTF-8 file; raises as ``read_yaml`` does."""
+    where = where or str(path)
     if not path.is_file():
         raise CheckpointError(f"{where}: no such file")
     if path.stat().st_size > MAX_TEXT_BYTES:
@@ -121,7 +123,7 @@ def _first_line(error: BaseException) -> str:
 # or printed must be small, counting an object as often as it is referred to.
 
 # The C unpickler does not let a subclass override opcodes.
-PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
+_PythonUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
 
 def torch_archive(stored: BinaryIO) -> Any:
@@ -139,7 +141,7 @@ _PICKLE_NAME = "data.pkl"
 _ZIP_BEGINS = b"PK\x03\x04"
 
 
-def check_small(value: Any, most: int = _MOST_PARTS, what: str = "a key or an argument") -> None:
+def _check_small(value: Any, most: int = _MOST_PARTS, what: str = "a key or an argument") -> None:
     """Raise UnpicklingError if ``value`` has more than ``most`` parts.
 
     A part counts as often as it is referred to; a text or bytes count their length.
@@ -178,13 +180,13 @@ def _of_small_ones(
 ) -> Callable[[Any], None]:
     def checked(unpickler: Any) -> None:
         for value in taken(unpickler.stack):
-            check_small(value)
+            _check_small(value)
         load(unpickler)
 
     return checked
 
 
-def with_small_ones(dispatch: dict[int, Callable[[Any], None]]) -> dict[int, Any]:
+def _with_small_ones(dispatch: dict[int, Callable[[Any], None]]) -> dict[int, Any]:
     """Wrap an unpickler's ``dispatch`` to refuse large keys and arguments before using them."""
     bounded = {
         code[0]: _of_small_ones(dispatch[code[0]], taken)
@@ -224,7 +226,7 @@ _TORCH_CODES = (
 _BYTES_FROM_TEXT = "_codecs.encode()"
 
 
-class _OutlineUnpickler(PythonUnpickler):
+class _OutlineUnpickler(_PythonUnpickler):
     """Reads what torch's weights-only unpickler reads, with outlines for all but plain data."""
 
     def find_class(self, module: str, name: str) -> Outline:
@@ -246,15 +248,15 @@ class _OutlineUnpickler(PythonUnpickler):
 
     def load_build(self) -> None:
         state = self.stack.pop()
-        check_small(state, _MOST_IN_ALL, "the state of an object")
+        _check_small(state, _MOST_IN_ALL, "the state of an object")
         if not isinstance(self.stack[-1], Outline):
             raise pickle.UnpicklingError(f"it builds {type(self.stack[-1]).__name__}")
         self.stack[-1].parts.append(state)
 
-    dispatch = {code[0]: PythonUnpickler.dispatch[code[0]] for code in _TORCH_CODES}  # noqa: RUF012
+    dispatch = {code[0]: _PythonUnpickler.dispatch[code[0]] for code in _TORCH_CODES}  # noqa: RUF012
     dispatch[pickle.REDUCE[0]] = dispatch[pickle.NEWOBJ[0]] = load_call
     dispatch[pickle.BUILD[0]] = load_build
-    dispatch = with_small_ones(dispatch)
+    dispatch = _with_small_ones(dispatch)
 
 
 def _is_text(value: Any) -> bool:
@@ -278,7 +280,7 @@ def outline_of(stored: BinaryIO) -> Any:
         raise zipfile.BadZipFile("it is compressed, wanted torch's own form")
     content = torch_archive(stored).get_record(_PICKLE_NAME)
     found = _OutlineUnpickler(BytesIO(content), encoding="bytes").load()
-    check_small(found, _MOST_IN_ALL, "content")
+    _check_small(found, _MOST_IN_ALL, "content")
     return found
 
 
@@ -353,8 +355,8 @@ def _enum_member(owner: Any, name: Any) -> Any:
     raise pickle.UnpicklingError(f"it asks for attribute {shown(name)} of {shown(owner)}")
 
 
-class _AllowListUnpickler(PythonUnpickler):
-    dispatch = with_small_ones(PythonUnpickler.dispatch)
+class _AllowListUnpickler(_PythonUnpickler):
+    dispatch = _with_small_ones(_PythonUnpickler.dispatch)
     for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX):  # not used by any record
         del dispatch[_code[0]]
 

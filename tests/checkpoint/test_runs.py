@@ -60,7 +60,7 @@ class Written:
 
 @pytest.fixture(autouse=True)
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(run, "start_saving", Written)
+    monkeypatch.setattr(run, "PendingSave", Written)
     with launch():
         yield
 

@@ -311,7 +311,7 @@ def test_resumed_run_has_the_best_checkpoint_and_the_end_of_one_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it was stopped, and as often as a validation that is made up is left."""
-    monkeypatch.setattr(run, "start_saving", Saving)
+    monkeypatch.setattr(run, "PendingSave", Saving)
     alone = judge(tmp_path / "alone", None)
     assert (alone[:2], alone[2] and alone[2].step) == ((True, 8), 4)
     moments = [("step", step) for step in range(1, 9)]

@@ -134,7 +134,7 @@ def convert_hf_to_nemo(
             raise CheckpointError(f"tensor_parallel: got {tensor_parallel}, wanted 1 or more")
         with single_process():
             found = open_source(source)
-            given = ContractOptions(template, seq_length, attributes, step_separator, reads)
+            given = _ContractOptions(template, seq_length, attributes, step_separator, reads)
             return _convert(found, Path(output), dtype, tensor_parallel, head, given)
     except AlignerError as error:
         named = str(error).startswith((str(source), str(output)))
@@ -147,14 +147,14 @@ def _convert(
     dtype: torch.dtype | None,
     tensor_parallel: int,
     choice: str | None,
-    given: ContractOptions,
+    given: _ContractOptions,
 ) -> ConversionSummary:
     family, config, found = _decoder_of(found)
     head = find_head(found, choice)
-    labels = labels_of(found, head, given.attributes)
+    labels = _labels_of(found, head, given.attributes)
     if head is not None and given.asks_for_steps:
         head = head.at_steps()
-    refuse_options(found, labels, given)
+    _refuse_options(found, labels, given)
     rules = model_rules(family, config, labels is not None)
     # The embeddings, whose rows a head may be of, are among the others already.
     wanted = _sizes_of_head(found, head, labels, config["hidden_size"]) | hf_shapes(rules, config)
@@ -171,7 +171,7 @@ def _convert(
         tokenizer = _save_tokenizer(found, scratch / "tokenizer", config["vocab_size"])
         shape = ModelShape.from_config(config)
         how = stored.precision, shape.max_position_embeddings, given, head
-        contract = contract_of(found, labels, tokenizer, *how)
+        contract = _contract_of(found, labels, tokenizer, *how)
         if head is not None and contract is not None:
             shape.rotation_by_length(contract.seq_length)  # raises if it has none
             head = head.with_rows_of(tokenizer).with_outputs(contract.num_outputs)
@@ -212,7 +212,7 @@ def _sizes_of_head(
     """Shapes that a reward head's tensors have to have."""
     if head is None or labels is None:
         return {}
-    return head.sizes(hidden_size, num_outputs(found, head, labels))
+    return head.sizes(hidden_size, _num_outputs(found, head, labels))
 
 
 def _with_zero_groups(config: Mapping[str, Any], zero_groups: int) -> dict[str, Any]:
@@ -280,10 +280,10 @@ def _read_and_join(
 
 # The names of a reward model's outputs, and its scoring contract.
 
-MAX_DEFAULT_SEQ_LENGTH = 4096
+_MAX_DEFAULT_SEQ_LENGTH = 4096
 
 
-def labels_of(
+def _labels_of(
     found: Source, head: FoundHead | None, attributes: Sequence[str] | None
 ) -> list[str] | None:
     """Names of a reward model's outputs, in order; None for a base model.
@@ -314,8 +314,8 @@ def labels_of(
     return list(contract.attributes)
 
 
-def num_outputs(found: Source, head: FoundHead, labels: Sequence[str]) -> int:
-    """Outputs that a head of these ``labels_of`` has to have; any, of a stranger's steps."""
+def _num_outputs(found: Source, head: FoundHead, labels: Sequence[str]) -> int:
+    """Outputs that a head of these ``_labels_of`` has to have; any, of a stranger's steps."""
     if reads_steps(found):
         if found.contract is None:
             return head.outputs
@@ -381,7 +381,7 @@ def _num_labels(found: Source, head: FoundHead) -> int:
     return head.outputs
 
 
-class ContractOptions(NamedTuple):
+class _ContractOptions(NamedTuple):
     """Options of a new contract, as of ``convert_hf_to_nemo``; None where not given."""
 
     template: str | None = None
@@ -396,7 +396,7 @@ class ContractOptions(NamedTuple):
         return self.step_separator is not None or self.reads is not None
 
 
-def refuse_options(found: Source, labels: list[str] | None, given: ContractOptions) -> None:
+def _refuse_options(found: Source, labels: list[str] | None, given: _ContractOptions) -> None:
     """Refuse options of a contract where there is none to make by them."""
     makes_contract = labels is not None and found.contract is None
     if not makes_contract and any(each is not None for each in given):
@@ -404,19 +404,19 @@ def refuse_options(found: Source, labels: list[str] | None, given: ContractOptio
         raise CheckpointError(f"got options for a scoring contract, but {why}")
 
 
-def contract_of(
+def _contract_of(
     found: Source,
     labels: list[str] | None,
     tokenizer: Tokenizer,
     precision: Precision,
     longest: int,
-    given: ContractOptions,
+    given: _ContractOptions,
     head: FoundHead | None,
 ) -> ScoringContract | None:
     """Contract of a reward model: its own if this package exported it, else a new one.
 
     Args:
-        labels: as ``labels_of`` gives them.
+        labels: as ``_labels_of`` gives them.
         longest: tokens of the model's longest text.
     """
     if labels is None:
@@ -458,7 +458,7 @@ def _new_contract(
     tokenizer: Tokenizer,
     precision: Precision,
     longest: int,
-    given: ContractOptions,
+    given: _ContractOptions,
 ) -> ScoringContract:
     has_steps = reads_steps(found) or given.asks_for_steps
     is_ranking = len(labels) == 1 and not has_steps
@@ -474,7 +474,7 @@ def _new_contract(
         regression=RegressionConfig(attributes=labels),
         data=DataConfig(
             template=given.template,
-            seq_length=given.seq_length or min(longest, MAX_DEFAULT_SEQ_LENGTH),
+            seq_length=given.seq_length or min(longest, _MAX_DEFAULT_SEQ_LENGTH),
             step_separator=step_separator,
         ),
         head=HeadConfig(reads=reads),

@@ -381,7 +381,7 @@ ROPE_FREQS = "rope_freqs.weight"
 _MOST_FLOAT = sys.float_info.max
 
 # Fields that every family must have; the others are read one by one.
-_SETTINGS = {
+SETTINGS = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
     "block_count": "num_hidden_layers",
@@ -441,7 +441,7 @@ def read_config(
     """
     read = GgufFields(fields, gguf.architecture)
     _refuse_others(read, gguf)
-    config: dict[str, Any] = {ours: read.count(name) for name, ours in _SETTINGS.items()}
+    config: dict[str, Any] = {ours: read.count(name) for name, ours in SETTINGS.items()}
     epsilon, epsilon_key = gguf.epsilon
     heads = config["num_attention_heads"]
     head_dim = read.count("attention.key_length", config["hidden_size"] // heads)
@@ -481,7 +481,7 @@ def _rotated_channels(
 
 def _refuse_others(read: GgufFields, gguf: GgufFormat) -> None:
     """Refuse unread fields, which might change what the model computes, unless they are off."""
-    known = {*_SETTINGS, *_OWN, *_IGNORED, *gguf.optional}
+    known = {*SETTINGS, *_OWN, *_IGNORED, *gguf.optional}
     for name, value in read.values.items():
         is_plain = value is True if name == "attention.causal" else not value
         if name not in known and not is_plain:

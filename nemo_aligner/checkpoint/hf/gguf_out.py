@@ -23,6 +23,7 @@ from nemo_aligner.checkpoint.hf.families.base import HF_HEAD, GgufFormat
 from nemo_aligner.checkpoint.hf.gguf import (
     CLASSIFIER,
     CONTRACT_FIELD,
+    SETTINGS,
     GgufCheckpoint,
     save_gguf_tokenizer,
 )
@@ -143,11 +144,8 @@ class _Writer:
 
     def _add_settings(self, writer: Any) -> None:
         config = self.archive.family.to_hf(self.archive.config)
-        writer.add_block_count(config["num_hidden_layers"])
-        writer.add_context_length(config["max_position_embeddings"])
-        writer.add_embedding_length(config["hidden_size"])
-        writer.add_feed_forward_length(config["intermediate_size"])
-        writer.add_head_count(config["num_attention_heads"])
+        for name, key in SETTINGS.items():
+            writer.add_uint32(f"{self.gguf.architecture}.{name}", config[key])
         writer.add_head_count_kv(config["num_key_value_heads"])
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])

@@ -135,7 +135,7 @@ def _open_folder(folder: Path) -> Source:
         raise CheckpointError(
             f"{folder}: got no config.json; wanted a checkpoint folder or a .gguf file"
         )
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if config.get("quantization_config") is not None:
         raise CheckpointError(
             f"quantization_config: got {shown(config['quantization_config'])}, which is not "
@@ -155,7 +155,7 @@ def _open_folder(folder: Path) -> Source:
         config,
         tensors,
         partial(_copy_tokenizer, folder),
-        _read_json(contract) if contract.is_file() else None,
+        read_json(contract) if contract.is_file() else None,
     )
     return _text_decoder(found) if is_multimodal(config) else found
 
@@ -166,10 +166,6 @@ def _text_decoder(found: Source) -> Source:
     tensors = {ours: found.tensors[name] for name, ours in named.items() if ours is not None}
     config = decoder_config(found.config, tensors)
     return replace(found, config=config, tensors=tensors, left_out=describe_others(named))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return read_json(path, str(path))
 
 
 def _safetensors(folder: Path) -> dict[str, LazyTensor]:
@@ -190,7 +186,7 @@ def _files_of_index(index: Path) -> dict[str, set[str]]:
 
     Only names in the same folder are taken: an index from the hub must not point at other files.
     """
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: got no weight_map, wanted tensor and file names")
     files: dict[str, set[str]] = {}

@@ -458,8 +458,6 @@ def read_model_config(path: Path) -> Mapping[str, Any]:
     if path.suffix == ".nemo" or path.is_dir():
         with open_nemo(path, with_weights=False) as folder:
             return folder.config
-    import yaml
-
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -306,7 +306,7 @@ def refuse_adapter(folder: Path, source: Path) -> None:
 
 
 def _tracked(root: Path) -> str:
-    step = read_text(root / _TRACKER, str(root / _TRACKER)).strip()
+    step = read_text(root / _TRACKER).strip()
     if step != "release" and not re.fullmatch(r"\d{1,15}", step):
         raise CheckpointError(f"{root / _TRACKER}: got {shown(step)}, wanted a step or 'release'")
     return step if step == "release" else f"iter_{int(step):07d}"

@@ -20,7 +20,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     model_tensors,
 )
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
-from nemo_aligner.checkpoint.weights.save import LazyTensor
+from nemo_aligner.checkpoint.weights.save import LazyTensor, load_into
 from nemo_aligner.checkpoint.weights.store import StoredTensors
 from nemo_aligner.models.lora import folded
 from nemo_aligner.models.reward_model import GPTRewardModel
@@ -126,12 +126,7 @@ def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
     }
     state = folder.store.load({key: request[key] for key in request if key not in unread})
     plain = {key.removeprefix(folder.prefix): value for key, value in state.items()}
-    missing, unexpected = model.load_state_dict(plain, strict=False)
-    # TransformerEngine's opaque _extra_state is never loaded.
-    asked = [key for key in missing if folder.prefix + key not in unread]
-    lost = [key for key in asked if "_extra_state" not in key]
-    if lost or unexpected:
-        raise CheckpointError(f"{folder.source}: not loaded: {', '.join([*lost, *unexpected])}")
+    load_into(model, plain, folder.source, lambda key: folder.prefix + key in unread)
 
 
 def head_names(folder: NemoFolder) -> list[str]:

@@ -27,7 +27,7 @@ _STORES: dict[str, type[TorchDistStore] | type[ZarrStore]] = {
 def open_weights(folder: Path) -> TensorStore:
     """Open the weights in ``folder``; their index is read once, here."""
     path = folder / "metadata.json"
-    backend = read_json(path, str(path)).get("sharded_backend")
+    backend = read_json(path).get("sharded_backend")
     if not isinstance(backend, str) or backend not in _STORES:
         raise CheckpointError(f"{path}: got the format {backend!r}, wanted {TORCH_DIST!r}")
     return _STORES[backend](folder)

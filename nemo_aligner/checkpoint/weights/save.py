@@ -63,17 +63,25 @@ class PendingSave:
     only writes and syncs this rank's file, and ``finish`` agrees on the outcome and writes the
     index.
 
-    The tensors must not change until ``is_written``. The thread calls ``arrived`` before it reads
-    any of them.
+    The tensors must not change until ``is_written``. Opaque objects (TransformerEngine's
+    ``_extra_state``) are left out: they are pickles, which a reader must not load.
     """
 
     def __init__(
         self,
         sharded_state_dict: ShardedStateDict,
         folder: Path,
-        planner: MCoreSavePlanner | None = None,
         arrived: Wait | None = None,
+        planner: MCoreSavePlanner | None = None,
     ) -> None:
+        """Begin to write into ``folder``, which every rank must see; collective.
+
+        ``arrived`` waits for tensors that are still being copied; the thread calls it first.
+
+        Raises:
+            CheckpointError: on every rank, if the folder cannot be written to.
+        """
+        on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
         self._folder = folder
         self._arrived = arrived
         # Planning collectives of torch's own save; an error on one rank is raised on each.
@@ -134,30 +142,11 @@ def _torch_tensors(sharded_state_dict: ShardedStateDict) -> dict[str, Any]:
     return mcore_to_pyt_state_dict(grouped)
 
 
-def start_saving(
-    sharded_state_dict: ShardedStateDict, folder: Path, arrived: Wait | None = None
-) -> PendingSave:
-    """Begin to write the tensors of ``sharded_state_dict`` into ``folder``; collective.
-
-    Opaque objects (TransformerEngine's ``_extra_state``) are left out: they are pickles, which a
-    reader must not load.
-
-    Args:
-        folder: created here; every rank must see it.
-        arrived: waits for tensors that are still being copied.
-
-    Raises:
-        CheckpointError: on every rank, if the folder cannot be written to.
-    """
-    on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
-    return PendingSave(sharded_state_dict, folder, arrived=arrived)
-
-
 def save_weights(
     sharded_state_dict: ShardedStateDict, folder: Path, arrived: Wait | None = None
 ) -> None:
-    """Save and wait until all is written; see ``start_saving``."""
-    start_saving(sharded_state_dict, folder, arrived).finish()
+    """Save and wait until all is written; see ``PendingSave``."""
+    PendingSave(sharded_state_dict, folder, arrived).finish()
 
 
 def copy_tensors(sharded_state_dict: ShardedStateDict, host: list[Tensor]) -> Wait:
@@ -302,8 +291,7 @@ def save_lazy(
                 key, tensor.outline(), (0, number, len(stack)), prepend_axis_num=1
             )
             unread[key, (number, *(0,) * len(tensor.shape))] = tensor
-    folder.mkdir(parents=True, exist_ok=True)
-    PendingSave(request, folder, _ReadingPlanner(unread)).finish()
+    PendingSave(request, folder, planner=_ReadingPlanner(unread)).finish()
 
 
 # A training run's weights: the whole model, or with LoRA only what is trained.
@@ -338,13 +326,28 @@ def sharded_weights(model: ShardedModel) -> dict[str, Any]:
 def put_weights(model: ShardedModel, state: Mapping[str, Any], path: Path) -> None:
     """Load into the model what was read for ``sharded_weights``."""
     plain = {key.removeprefix(_PREFIX): value for key, value in state.items()}
-    missing, unexpected = model.load_state_dict(plain, strict=False)
-    is_partial = any(map(is_of_adapter, plain))
-    wanted = [key for key in missing if not is_partial or is_of_adapter(key) or _is_head(key)]
-    # TransformerEngine's opaque _extra_state is never saved.
-    lost = [key for key in wanted if "_extra_state" not in key]
+    has_adapters = any(map(is_of_adapter, plain))
+
+    def is_frozen(key: str) -> bool:
+        return has_adapters and not (is_of_adapter(key) or _is_head(key))
+
+    load_into(model, plain, path, is_frozen)
+
+
+def load_into(
+    model: ShardedModel,
+    state: Mapping[str, Any],
+    source: Path,
+    may_lack: Callable[[str], bool],
+) -> None:
+    """Load a plain state dict; an error names the tensors that are missing or unexpected.
+
+    TransformerEngine's opaque ``_extra_state`` is never saved, so it is never missed.
+    """
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    lost = [key for key in missing if "_extra_state" not in key and not may_lack(key)]
     if lost or unexpected:
-        raise CheckpointError(f"{path}: not loaded: {', '.join([*lost, *unexpected])}")
+        raise CheckpointError(f"{source}: not loaded: {', '.join([*lost, *unexpected])}")
 
 
 def frozen_digest(model: ShardedModel) -> str:

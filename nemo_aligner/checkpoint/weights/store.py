@@ -230,8 +230,7 @@ class TorchDistStore(TensorStore):
         if getattr(info, "transform_descriptors", None):
             raise ValueError("it is stored in another form than torch's own")
         stored = self._entries[item.storage_index.fqn].chunks[item.storage_index.index or 0]
-        bounds = zip(item.dest_offsets, item.lengths, strict=True)
-        box = target[tuple(slice(start, start + length) for start, length in bounds)]
+        box = target[slices_of(item.dest_offsets, item.lengths)]
         with (self.folder / info.relative_path).open("rb") as file:
             shard = BufferedReader(FileSlice(file, info.offset, info.offset + info.length))
             read_shard(shard, item.storage_offsets, stored.sizes, box)
@@ -342,7 +341,7 @@ def read_shard(
         whole = load_plain(stored)
         if not isinstance(whole, Tensor) or whole.shape != torch.Size(shape):
             raise ValueError(f"got another shard than the index says, wanted {list(shape)}")
-        target.copy_(whole[_slices(offsets, target.shape)])
+        target.copy_(whole[slices_of(offsets, target.shape)])
         return
     start, dtype = place
     while target.dim() > 1 and target.size(0) == 1:  # one of stacked layers: narrow to its rows
@@ -350,7 +349,7 @@ def read_shard(
         shape, offsets, target = shape[1:], offsets[1:], target[0]
     if target.dim() == 0:
         shape, offsets, target = (1,), (0,), target.view(1)
-    row, inside = math.prod(shape[1:]) * dtype.itemsize, _slices(offsets[1:], target.shape[1:])
+    row, inside = math.prod(shape[1:]) * dtype.itemsize, slices_of(offsets[1:], target.shape[1:])
     stored.seek(start + offsets[0] * row)
     for rows in target.split(max(1, _BLOCK_BYTES // max(1, row))) if target.numel() else ():
         content = bytearray(rows.size(0) * row)
@@ -360,7 +359,8 @@ def read_shard(
         rows.copy_(block[(slice(None), *inside)])
 
 
-def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+def slices_of(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    """Index of a box in a tensor."""
     bounds = zip(offsets, lengths, strict=True)
     return tuple(slice(start, start + length) for start, length in bounds)
 

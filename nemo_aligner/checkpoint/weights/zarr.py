@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.safe_load import read_json
-from nemo_aligner.checkpoint.weights.store import TensorStore, is_optimizer_state
+from nemo_aligner.checkpoint.weights.store import TensorStore, is_optimizer_state, slices_of
 from nemo_aligner.config.dtypes import zarr_dtypes
 from nemo_aligner.utils.errors import CheckpointError, shown
 
@@ -48,9 +48,7 @@ class ZarrStore(TensorStore):
             _check_chunks(path, header)
 
     def read_into(self, target: Tensor, key: str, offsets: Sequence[int]) -> int:
-        bounds = zip(offsets, target.size(), strict=True)
-        slices = tuple(slice(start, start + length) for start, length in bounds)
-        values = _read(self.folder / key, slices)
+        values = _read(self.folder / key, slices_of(offsets, target.size()))
         target[tuple(slice(length) for length in values.size())].copy_(values)
         return values.numel()
 
@@ -82,7 +80,7 @@ def _read_header(path: Path) -> dict[str, Any]:
 
     Other types and filters of zarr may be pickles, and compressed data may expand to any size.
     """
-    header = read_json(path, str(path))
+    header = read_json(path)
     sizes = header.get("shape"), header.get("chunks")
     if (
         header.get("zarr_format") != 2

@@ -16,12 +16,12 @@ from torch.distributed.checkpoint import FileSystemWriter
 from nemo_aligner.checkpoint.importing import import_checkpoint as import_nemo
 from nemo_aligner.checkpoint.weights import open_weights
 from nemo_aligner.checkpoint.weights.save import (
+    PendingSave,
     copy_tensors,
     frozen_digest,
     put_weights,
     save_weights,
     sharded_weights,
-    start_saving,
     zero_copy_slice,
 )
 from nemo_aligner.models.shape import HeadShape, is_of_adapter
@@ -124,7 +124,7 @@ def test_save_in_the_background_writes_its_copies(tmp_path: Path) -> None:
     state, host = request(), []
     live = [entry.data for entry in state.values() if entry.data is not None]
     copy_tensors(state, host)
-    pending = start_saving(state, tmp_path / "weights")
+    pending = PendingSave(state, tmp_path / "weights")
     for tensor in live:
         tensor.zero_()
     pending.finish()
@@ -143,7 +143,7 @@ def test_save_that_fails_in_the_background_is_told_at_the_end(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(FileSystemWriter, "write_data", fail)
-    pending = start_saving(request(), tmp_path / "weights")
+    pending = PendingSave(request(), tmp_path / "weights")
     with pytest.raises(CheckpointError, match=r"weights: rank 0: \[Errno 28\] No space left"):
         pending.finish()
     assert pending.is_written
