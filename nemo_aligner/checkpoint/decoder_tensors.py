@@ -36,6 +36,7 @@ def layer_tensors(shape: ModelShape) -> Shapes:
     """Weights of a layer by their names after ``decoder.layers.<number>.``"""
     hidden, channels = shape.hidden_size, shape.kv_channels
     heads = shape.num_attention_heads * channels
+    # Queries of all heads, and a key and a value of each query group.
     rows = heads + 2 * shape.num_query_groups * channels
     tensors: Shapes = {
         "self_attention.linear_qkv.weight": (rows, hidden),
@@ -50,6 +51,7 @@ def layer_tensors(shape: ModelShape) -> Shapes:
         tensors |= _norm(shape, "self_attention.k_layernorm.", key)
     if shape.pre_layernorms:
         tensors |= _norm(shape, "self_attention.linear_qkv.layer_norm_")
+        # Megatron fuses a norm into the linear layer behind it; a router has none to fuse into.
         of_mlp = "mlp.linear_fc1.layer_norm_" if shape.experts is None else "pre_mlp_layernorm."
         tensors |= _norm(shape, of_mlp)
     if shape.post_layernorms:
@@ -74,6 +76,7 @@ def _mlp(shape: ModelShape) -> Shapes:
     sizes = {"experts": (experts.count, experts.width)}
     if experts.shared_width is not None:
         sizes["shared_experts"] = (1, experts.shared_width)
+    # [E, 2, f, h]: gate and projection of each expert are apart, not stacked as in a dense MLP.
     for name, (count, width) in sizes.items():
         tensors[f"mlp.{name}.linear_fc1.weight"] = (count, 2, width, hidden)
         tensors[f"mlp.{name}.linear_fc2.weight"] = (count, hidden, width)

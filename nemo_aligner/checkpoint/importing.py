@@ -95,9 +95,11 @@ def import_checkpoint(
         own_tokenizer = folder.load_tokenizer()
         settings, ignored = _settings(folder, keep_scaling)
         shape = model_shape(folder, settings)
+        # A tokenizer of another model would give ids past the table, or others' rows.
         own_tokenizer.check_fits(shape.vocab_size)
         head = _read_head(folder, shape)
         tensors, layers = unread_decoder(folder, shape)
+        # The base model's output layer, which a reward model carries along and never runs.
         if head is not None:
             tensors.pop(PREFIX + OUTPUT_LAYER, None)
         precision = _precision(folder, {**tensors, **layers})
@@ -175,6 +177,7 @@ def fold_head(
     for key in ("output_sequence", "use_avg_pool"):
         if config.get(key):
             raise CheckpointError(f"{key}: got true, wanted a head that reads the last token alone")
+    # In NeMo-Aligner's order: W h + b, then the weighted sum, then mean and std.
     offsets = weight.new_zeros(len(weight)) if bias is None else bias
     regression = _section(config, "regression")
     if regression.get("merge_attributes"):

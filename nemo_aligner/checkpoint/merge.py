@@ -182,6 +182,7 @@ def _lazy_head(folder: NemoFolder, name: str) -> LazyTensor:
 def _sum(parts: Sequence[LazyTensor], weights: Sequence[float]) -> Tensor:
     total = torch.zeros(parts[-1].shape, dtype=torch.float64)
     for part, weight in zip(parts, weights, strict=True):
+        # float64: with weights of -1 and 2 the parts are larger than their sum.
         total.add_(part.read().double(), alpha=weight)
     return total.to(parts[-1].dtype)
 

@@ -189,6 +189,7 @@ class RunCheckpoints:
         """Tell if a checkpoint with these metrics would be among the best kept."""
         if self._sort_key(metrics) is None:
             return False
+        # A step past all others: it loses every tie, as a checkpoint that is saved now does.
         state = RunState(2**62, 0, metrics={**metrics}, config={**(self._config or {})})
         newcomer = Saved(self.folder, state)
         saved = [*on_main(lambda: _list_saved(self.folder)), newcomer]
@@ -206,6 +207,7 @@ class RunCheckpoints:
         Raises:
             CheckpointError: on every rank, if this checkpoint or the pending one cannot be written.
         """
+        # One save at a time: both would write into the same host memory.
         self.publish()
         path = self.folder / f"step_{state.step:08d}"
         with _as_checkpoint_error(path):
@@ -230,6 +232,7 @@ class RunCheckpoints:
         if self._pending is None:
             return None
         (saved, pending), self._pending = self._pending, None
+        # Collective, and raises on every rank or on none.
         pending.finish()
         with _as_checkpoint_error(saved.path):
             on_main(lambda: _publish(saved))
@@ -256,7 +259,9 @@ class RunCheckpoints:
         if self._deletion is not None:
             self._deletion.result()
         saved = _list_saved(self.folder)
+        # The newest is kept whatever its metric: it is where a run goes on.
         kept = {item.path for item in (*self._ranked(saved)[: self._save_top_k], saved[-1])}
+        # A rename is quick and atomic, and training waits for it; the files go in the background.
         doomed = [_take_name(item.path) for item in saved if item.path not in kept]
         self._deletion = in_background(partial(_delete, doomed))
 
@@ -391,6 +396,7 @@ def _publish(saved: Saved) -> None:
         for name in names:
             sync_to_disk(Path(folder) / name)
         sync_to_disk(Path(folder))
+    # A step that is trained again after a resume from an earlier one.
     if path.exists():
         _delete([_take_name(path)])
     unnamed.rename(path)

@@ -26,6 +26,7 @@ from nemo_aligner.utils.errors import CheckpointError, first_line, short, shown
 
 # Text, YAML and JSON.
 
+# A model's settings have some hundred values, and a scoring contract a template of a few kB.
 MAX_TEXT_BYTES = 2**20
 _MAX_NODES = 100_000
 _MAX_DEPTH = 50
@@ -43,6 +44,7 @@ def read_yaml(path: Path, where: str | None = None) -> dict[str, Any]:
     """
     text, where = read_text(path, where), where or str(path)
     try:
+        # Composed first: safe_load would unfold aliases of aliases to any size.
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None:
             _check_size(node, where)
@@ -59,6 +61,7 @@ def read_json(path: Path, where: str | None = None) -> dict[str, Any]:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: {_first_line(error)}") from error
+    # A value that is nested so deep breaks whoever walks or prints it later.
     _check_depth(content, where)
     return _mapping(content, where)
 
@@ -149,11 +152,13 @@ def _check_small(value: Any, most: int = _MOST_PARTS, what: str = "a key or an a
     waiting, parts = [value], 0
     while waiting:
         one = waiting.pop()
+        # No recursion: an object that is nested deep enough would end the process.
         inside: Any = ()
         if isinstance(one, dict):
             inside = [*one, *one.values()]
         elif isinstance(one, tuple | list | set | frozenset):
             inside = one
+        # Classes and functions are ours or torch's, and their insides no part of the file.
         elif not isinstance(one, type | FunctionType | Enum):
             inside = getattr(one, "__dict__", {}).values()
         parts += 1 + len(inside) + (len(one) if isinstance(one, str | bytes) else 0)
@@ -293,6 +298,7 @@ def load_plain(stored: BinaryIO) -> Any:
         Exception: of many kinds, if the file is damaged, would run code, or would cost more than it
             should.
     """
+    # Parsed twice: the first pass builds nothing and bounds the cost, the second is torch's own.
     outline_of(stored)
     stored.seek(0)
     return torch.load(stored, map_location="cpu", weights_only=True)
@@ -413,6 +419,7 @@ def _check_structure(metadata: Any) -> None:
                 raise TypeError(f"{shown(name)}: got {type(dtype).__name__}, wanted a dtype")
             if any(type(number) is not int or number < 0 for shape in shapes for number in shape):
                 raise ValueError(f"{shown(name)}: a shape has entries that are not integers")
+    # Offsets and sizes are added and compared later, where True or 1.5 would pass for numbers.
     for index, info in (metadata.storage_data or {}).items():
         _check_name(index.fqn)
         numbers = info.offset, info.length
@@ -435,6 +442,7 @@ def _check_locations(path: Path, metadata: Metadata) -> None:
         name = info.relative_path
         if name in ("", ".", "..") or PurePosixPath(name).name != name:
             raise CheckpointError(f"{path}: the data file {shown(name)} is not in its folder")
+        # A link would read any file of this machine into the weights.
         if (path.parent / name).is_symlink():
             raise CheckpointError(
                 f"{path}: the data file {shown(name)} is a link, wanted a plain file"

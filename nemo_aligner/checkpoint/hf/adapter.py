@@ -148,6 +148,7 @@ def _write_tensors(archive: RewardArchive, head: Tensor, path: Path) -> None:
 
 
 def _config(archive: RewardArchive, lora: LoraShape, base: str) -> dict[str, Any]:
+    # peft matches by the end of a module's name, in every layer.
     names = [name.removesuffix(".weight") for name, *_ in archive.adapters()]
     return {
         "peft_type": "LORA",
@@ -196,6 +197,7 @@ def _adapted(base: str, folder: Path, scale: float, pad_id: int) -> Any:
             )
     except Exception as error:  # third-party code on files that may be wrong
         raise CheckpointError(f"transformers does not load {base}: {error}") from error
+    # Set by hand: loading with peft would need it installed here.
     model.score.weight.data = head
     model.config.pad_token_id = pad_id
     names = {name.rpartition(".lora_")[0] for name in tensors}

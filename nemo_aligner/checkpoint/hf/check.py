@@ -187,6 +187,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    # local_files_only: a name in a config must not make the check ask the network.
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     found = open_source(folder)
     stored = {name for name in found.tensors if is_of_head(name)}
@@ -391,6 +392,7 @@ def read_as_it_runs(model: GPTRewardModel, read: Callable[[str, int | None], Ten
     """
     parameters = dict(model.named_parameters())
     of_layer: dict[int | None, list[tuple[torch.nn.Parameter, str]]] = defaultdict(list)
+    # A key for each layer, as the archive's reader takes them.
     entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
     for name, entry in entries.items():
         if name not in parameters:
@@ -408,6 +410,7 @@ def read_as_it_runs(model: GPTRewardModel, read: Callable[[str, int | None], Ten
         for parameter, _ in of_layer[layer]:
             parameter.data = parameter.new_empty(0)
 
+    # Embeddings and final norm stay; only layers take turns.
     fill(None)
     for layer, module in enumerate(model.decoder.layers):
         empty(layer)
@@ -426,6 +429,7 @@ def compute_in_fp32(model: torch.nn.Module) -> None:
             for parameter in module.parameters(recurse=False)
             if parameter.dtype != torch.float32
         }
+        # Widening its rows after the look-up is exact, and spares the largest matrix.
         if type(module) is torch.nn.Embedding:
             module.register_forward_hook(lambda module, inputs, rows: rows.float())
         elif stored:

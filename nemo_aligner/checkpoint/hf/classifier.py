@@ -185,9 +185,11 @@ class HfRewardModel:
 
     def _batches(self, token_lists: Sequence[list[int]]) -> Iterator[list[int]]:
         """Yield rows of similar length, the longest first, so that little is padded."""
+        # transformers finds the last token by the pad token; without one it takes only one text.
         has_no_pad = self.model.config.get_text_config().pad_token_id is None
         is_alone = has_no_pad or bool(rotary_by_length(self.model))
         rows: list[int] = []
+        # The longest first: a batch that does not fit into memory fails at once, not at the end.
         for row in sorted(range(len(token_lists)), key=lambda row: -len(token_lists[row])):
             longest = len(token_lists[rows[0]]) if rows else 0
             if rows and (is_alone or longest * (len(rows) + 1) > self.batch_tokens):
@@ -237,6 +239,7 @@ def load_hf_reward_model(
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # third-party code on files that may be wrong
         raise CheckpointError(f"{name}: {_NOT_LOADED}{one_line(error)}") from error
+    # Llama 3's template writes today's date: a reward would change overnight.
     tokenizer.chat_template = _without_date(tokenizer)
     model = _with_own_head(name, dtype, head) if head else _load(name, dtype)
     model = model.to(current_device()).eval()

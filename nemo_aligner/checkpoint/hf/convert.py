@@ -137,6 +137,7 @@ def convert_hf_to_nemo(
             given = _ContractOptions(template, seq_length, attributes, step_separator, reads)
             return _convert(found, Path(output), dtype, tensor_parallel, head, given)
     except AlignerError as error:
+        # Errors of a folder name the file already; those of a config or a tensor do not.
         named = str(error).startswith((str(source), str(output)))
         raise CheckpointError(str(error) if named else f"{source}: {error}") from error
 
@@ -158,6 +159,7 @@ def _convert(
     rules = model_rules(family, config, labels is not None)
     # The embeddings, whose rows a head may be of, are among the others already.
     wanted = _sizes_of_head(found, head, labels, config["hidden_size"]) | hf_shapes(rules, config)
+    # Whatever is not wanted and not left out on purpose is refused: it might change the model.
     left_out = unread_head_tensors(found, head, choice)
     if head is not None:
         left_out += [name for name in family.untied.hf if name in found.tensors.keys() - wanted]
@@ -173,6 +175,7 @@ def _convert(
         how = stored.precision, shape.max_position_embeddings, given, head
         contract = _contract_of(found, labels, tokenizer, *how)
         if head is not None and contract is not None:
+            # A LongRoPE or dynamic rotation depends on a length, which only the contract has.
             shape.rotation_by_length(contract.seq_length)  # raises if it has none
             head = head.with_rows_of(tokenizer).with_outputs(contract.num_outputs)
             for name, tensor in head.tensors(config["hidden_size"]).items():
@@ -249,12 +252,14 @@ def _plan(
     for rule, layer in rules:
         parts = [stored[name] for name in rule.hf]
 
+        # A default, because a closure would see the last rule of the loop.
         def join(parts: Sequence[Tensor], rule: Rule = rule) -> Tensor:
             data = rule.join(parts, config)
             groups = config["num_query_groups"]
             data = add_zero_groups(rule.group_axis, data, groups, groups + zero_groups)
             return data.to(dtype or data.dtype).contiguous()
 
+        # On the meta device: shape and dtype of the result, without a byte read.
         outline = join([part.outline() for part in parts])
         read = partial(_read_and_join, parts, join)
         tensor = LazyTensor(tuple(outline.shape), outline.dtype, read)
@@ -423,9 +428,11 @@ def _contract_of(
         return None
     if found.contract is not None:
         contract = ScoringContract.from_dict(found.contract)
+        # GGUF keeps no tokenizer.json: ours is made anew, with other bytes and the same ids.
         if found.remakes_tokenizer:
             fingerprint = tokenizer.fingerprint
             contract = replace(contract, tokenizer_fingerprint=fingerprint)
+        # The template is the file's: it might loop for ever.
         contract.check_template_ends(tokenizer)
         _check_own(contract, labels, tokenizer.fingerprint)
         return contract.with_dtype(precision)

@@ -148,6 +148,7 @@ def _export(
     read_as_it_runs(loaded.model, partial(archive.read_as_exported, dtype=options.dtype))
     with waiting_for("scoring texts"):
         logits = our_logits(loaded.model, texts, layout)
+    # Before transformers' copy is loaded, or both would be in memory.
     del loaded
     gc.collect()  # the modules form reference cycles
     logits = as_exported(logits, contract, head, merge=options.merge)
@@ -302,6 +303,7 @@ class ShardWriter:
         if count == 1:
             self._path(1).rename(self._folder / "model.safetensors")
             return count
+        # The number of files is in each name, so they are named last.
         weight_map = {}
         for number, names in enumerate(self._files, start=1):
             file = f"model-{number:05d}-of-{count:05d}.safetensors"
@@ -315,6 +317,7 @@ class ShardWriter:
         self._files.append(list(self._waiting))
         tensors = {name: tensor.contiguous() for name, tensor in self._waiting.items()}
         path = self._path(len(self._files))
+        # For its mode, by the umask.
         path.touch()
         mode = path.stat().st_mode
         try:
@@ -343,6 +346,7 @@ def choose_pad(tokenizer: Tokenizer, last_ids: Collection[int]) -> tuple[str, in
     transformers reads the reward at the last token that is not padding, so no text may end with the
     pad token: not EOS, and none of ``last_ids``.
     """
+    # An unused special token needs no new row in the embeddings.
     taken = {tokenizer.bos_id, tokenizer.eos_id, *last_ids}
     specials = {
         tokenizer.decode([token_id]): token_id for token_id in sorted(tokenizer.special_ids)

@@ -82,6 +82,7 @@ class GgufCheckpoint:
                 "llama.cpp's llama-gguf-split --merge makes it"
             )
         self._family, self._format = find_gguf_family(self.fields.get("general.architecture"))
+        # Llama 3's rope scaling is a tensor in GGUF, not a setting.
         divisors = self._dequantized(ROPE_FREQS) if ROPE_FREQS in self._stored else None
         self.tensors = {
             self._hf_name(name): LazyTensor(
@@ -145,6 +146,7 @@ class GgufCheckpoint:
             values = gguf.dequantize(data.reshape(stored.shape), stored.kind)
         except NotImplementedError as error:
             raise CheckpointError(f"tensor {name}: {error}") from error
+        # torch warns about an array that is read-only.
         return torch.from_numpy(np.require(values, requirements="W"))
 
     def _read(self, name: str) -> Tensor:
@@ -179,6 +181,7 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, _Stored]]:
         raise CheckpointError("GGUF files need the gguf package (extra [gguf])") from error
     try:
         check_header(path)
+        # It trusts the header, so it comes second.
         reader = gguf.GGUFReader(path)
         # Skip the vocabulary: the reader makes an array of every word.
         fields = {
@@ -232,6 +235,7 @@ class _Header:
         if self._number("I") & 0xFFFF == 0:  # a version in the other byte order
             self._order = ">"
         tensors, fields = self._count("tensors"), self._count("fields")
+        # In all, as 65,536 fields of 8 million items each would pass one by one.
         items_left = _MOST_ITEMS
         for _ in range(fields):
             self._skip(self._number("Q"))

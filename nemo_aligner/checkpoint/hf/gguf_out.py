@@ -168,6 +168,7 @@ class _Writer:
         writer.add_tokenizer_pre(cut)
         writer.add_token_list(tokens)
         writer.add_token_types(kinds)
+        # tokenizers up to 0.19 write a merge as one text, later ones as a pair.
         merges = content["model"]["merges"]
         writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
         if self.tokenizer.bos_id is not None:
@@ -216,6 +217,7 @@ class _Writer:
         shapes = hf_shapes(self.archive.rules, self.archive.config)
         for name, shape in shapes.items():
             fits = len(shape) > 1 and kind != gguf.GGMLQuantizationType.F32
+            # numpy has no bf16: 16 bits of any kind are written as int16, and named by raw_dtype.
             dtype = torch.zeros(0, dtype=torch.int16 if fits else torch.float32).numpy().dtype
             size = torch.Size(shape).numel() * dtype.itemsize
             raw = kind if fits else None

@@ -117,6 +117,7 @@ class FoundHead:
         last = names["weight"]
         if layout.hidden is not None and "hidden.weight" not in names:
             raise CheckpointError(f"{last}: got it without {layout.hidden}.weight, wanted both")
+        # From the header alone; no weight has been read or compared yet.
         outputs = _num_rows(found, last)
         if outputs > _MOST_OUTPUTS:
             raise CheckpointError(f"{last}: got {outputs} rows, wanted at most {_MOST_OUTPUTS}")
@@ -204,6 +205,7 @@ class FoundHead:
         if not self.rows:
             return stored.float()
         rows = stored[list(map(int, self.rows))].float()
+        # Of steps: the second output is that of a right step, and rows name that token first.
         if self.outputs == 2:
             return rows.flip(0)
         first, *others = rows
@@ -375,6 +377,7 @@ class BodyWithHead(torch.nn.Module):
         ``[S, T, A]`` if it reads all.
         """
         hidden = self.body(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        # Padding is on the right.
         last = attention_mask.sum(dim=1) - 1
         rows = torch.arange(len(hidden), device=hidden.device)
         read = (hidden if self.reads_all else hidden[rows, last]).float()

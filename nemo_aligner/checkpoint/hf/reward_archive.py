@@ -67,6 +67,7 @@ class RewardArchive:
         """Open it; raises CheckpointError if a tensor has no place in the family's model."""
         shape = ModelShape.from_config(folder.config)
         groups = shape.num_query_groups
+        # Groups of zeros are for tensor parallelism here; an export has the model's own.
         kept = groups - int(folder.config.get("zero_query_groups") or 0)
         config = {
             "share_embeddings_and_output_weights": True,  # NeMo's default
@@ -92,6 +93,7 @@ class RewardArchive:
 
     def split(self, rule: Rule, data: Tensor) -> Sequence[Tensor]:
         """Split a whole Megatron tensor into Hugging Face's, without padding and added groups."""
+        # Rows past the vocabulary are padding.
         if rule.megatron == EMBEDDING:
             data = data[: self.config["vocab_size"]]
         kept = self.config["num_query_groups"]
@@ -150,6 +152,7 @@ class RewardArchive:
         if name.startswith(HEAD_PREFIX):
             return self.store.read(PREFIX + name)
         (rule,) = (rule for rule, at in self.rules if (rule.megatron, at) == (name, layer))
+        # Out and back: so the archive's rewards in the check have the export's rounding.
         parts = self.split(rule, self.read(rule, layer))
         return self.join(rule, [part.to(dtype or part.dtype).float() for part in parts])
 

@@ -130,6 +130,7 @@ def _open_gguf(path: Path) -> Source:
 
 
 def _open_folder(folder: Path) -> Source:
+    # Before the rest: an adapter lacks a config.json, which would be the error otherwise.
     refuse_adapter(folder, folder)
     if not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -177,6 +178,7 @@ def _safetensors(folder: Path) -> dict[str, LazyTensor]:
         missing = sorted(listed - found.keys())
         if missing:
             raise CheckpointError(f"{folder / name}: tensor {short(missing[0])} is missing")
+        # Only what the index lists: files may hold more than one copy.
         tensors.update({key: found[key] for key in listed or found})
     return tensors
 
@@ -447,6 +449,7 @@ def with_single_experts(
 def _apart(whole: LazyTensor, names: Sequence[str]) -> dict[str, LazyTensor]:
     """Single matrices of ``whole [E, rows, in]``, with the names of each expert side by side."""
     read = whole.read_part
+    # How many names an expert has; a rest, or none, means another layout.
     parts, odd = divmod(len(names), whole.shape[0] if len(whole.shape) == 3 else len(names) + 1)
     if read is None or odd or not parts or whole.shape[1] % parts:
         return {}  # the names are then missing, and named

@@ -73,6 +73,7 @@ def open_nemo(
         _ = folder.config, with_weights and folder.weights
         return folder
 
+    # Only the rank that unpacked has the checked folder in hand; the others open it again.
     prepared, root = _once_per_host(path, lambda: _prepare(path, with_weights, opened))
     has_peers = dist.is_initialized() and dist.get_world_size() > 1
     try:
@@ -102,6 +103,7 @@ def _prepare(path: Path, with_weights: bool, opened: Callable[[Path], NemoFolder
     def wanted(name: PurePosixPath) -> bool:
         return with_weights or WEIGHTS_NAME not in name.parts
 
+    # A GGUF file would be an unreadable tar.
     if path.is_file():
         refuse_hugging_face(path, path)
     root = path if path.is_dir() else unpack(path, wanted)
@@ -109,6 +111,7 @@ def _prepare(path: Path, with_weights: bool, opened: Callable[[Path], NemoFolder
         if root == path:
             verify_folder(root, wanted)
         folder = opened(root)
+        # Checksums have covered every byte already; others' shards have a CRC-32 of their own.
         if with_weights and not has_checksums(root):
             folder.store.check_data(read=True)
     except BaseException:
@@ -126,6 +129,7 @@ def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepa
     owner = hosts.index(hosts[dist.get_rank()])
     is_owner = owner == dist.get_rank()
     mine, problem = _outcome(prepare) if is_owner else (None, None)
+    # Every rank hears of a failure, also on another host: none may wait in the next collective.
     outcomes: list[Any] = gather_objects((None if mine is None else mine[0], problem))
     for _, found in outcomes:
         if found is not None:
@@ -296,6 +300,7 @@ def _extract(
             raise CheckpointError(f"{path}: more than {_MAX_MEMBERS} members")
         if not wanted(name):
             continue
+        # The header's size is what is written at most, so the disk is safe before a byte is.
         budget -= member.size
         if budget < 0:
             raise CheckpointError(f"{path}: it does not fit into {root.parent}; set TMPDIR")
@@ -327,6 +332,7 @@ def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Pat
     assert source is not None, "a regular file has content"
     digest = hashlib.sha256()
     left = member.size
+    # "x": an existing file is never opened, nor what a link in its place points to.
     with source, target.open("xb") as file:
         while block := source.read(min(left, _BLOCK)):
             digest.update(block)
@@ -385,9 +391,11 @@ def write_nemo(
                     archive.add_text(CONTRACT_NAME, json.dumps(contract, indent=2, allow_nan=False))
                 archive.add(tokenizer, f"./{TOKENIZER_NAME}", filter=_anonymous)
                 archive.add(weights, f"./{WEIGHTS_NAME}", filter=_anonymous)
+                # Last, because a tar is written in one pass.
                 archive.add_text(CHECKSUMS_NAME, json.dumps(archive.sums, indent=2))
             stream.flush()
             os.fsync(stream.fileno())
+        # A crash before this leaves the old archive, one after it the new.
         os.replace(partial, path)
         sync_to_disk(path.parent)
     finally:

@@ -83,6 +83,7 @@ class NemoFolder:
         NeMo's own configs lack the latter: it is ``override_vocab_size``, or the tokenizer's.
         """
         config = self._stated
+        # Only this package writes it; NeMo's own reads it off the tokenizer.
         if config.get("vocab_size") is not None:
             return config
         config = {**_NEMO_DEFAULTS, **config, "vocab_size": self._vocabulary[0]}
@@ -112,6 +113,7 @@ class NemoFolder:
         folder = self.root / WEIGHTS_NAME
         if folder.is_dir():
             return folder
+        # Named, because "no such folder" would send someone to look for a damaged archive.
         for pattern in _LEGACY_WEIGHTS:
             for found in self.root.glob(pattern):
                 raise CheckpointError(
@@ -165,6 +167,7 @@ class NemoFolder:
         return self._inside(TOKENIZER_NAME)
 
     def _inside(self, name: str) -> Path:
+        # The name is the archive's: nemo:../../etc must not leave it.
         path = (self.root / name).resolve()
         if path.is_relative_to(self.root.resolve()) and path.is_dir():
             return path
@@ -266,9 +269,11 @@ def _kind_of(root: Path, source: Path) -> tuple[type[NemoFolder], Path]:
     """Detect the format of a checkpoint, and its folder within ``root``."""
     if (root / CONFIG_NAME).is_file():
         return NemoFolder, root
+    # Before Megatron's: a run's state is torch_dist, too, but without settings.
     refuse_run(root, source)
     if (root / "context").is_dir():
         return Nemo2Folder, root
+    # The folder above iter_0000100/, which a user is likelier to name.
     if (root / _TRACKER).is_file():
         return MegatronFolder, _existing(root / _tracked(root), source)
     if any((root / name).is_file() for name in (_RUN_CONFIG, COMMON_NAME, INDEX_NAME)):
@@ -394,6 +399,7 @@ def from_transformer_config(model: Config, where: str) -> dict[str, Any]:
         "max_position_embeddings": model.get("max_position_embeddings", model.get("seq_length")),
         "normalization": _one_of(_NORMS, model.get("normalization"), "normalization", where),
         "activation": _one_of(_ACTIVATIONS, (gated, function), "activation_func", where),
+        # megatron-core's defaults, for keys that a writer left out.
         "bias": bool(model.get("add_bias_linear", True)),
         "qkv_bias": bool(model.get("add_qkv_bias", False)),
         "qk_layernorm": bool(model.get("qk_layernorm", False)),
@@ -418,6 +424,7 @@ def from_arguments(arguments: Config, where: str) -> dict[str, Any]:
     model["activation_func"] = "silu" if arguments.get("swiglu") else "gelu"
     if arguments.get("squared_relu"):
         model["activation_func"] = "squared_relu"
+    # --num-query-groups has a default of 1, which counts only beside --group-query-attention.
     if not arguments.get("group_query_attention"):
         model["num_query_groups"] = None
     model["seq_len_interpolation_factor"] = arguments.get("rotary_seq_len_interpolation_factor")

@@ -47,6 +47,7 @@ def model_shape(folder: NemoFolder, config: Mapping[str, Any] | None = None) -> 
         shape = ModelShape.from_config(config)
     except AlignerError as error:
         raise CheckpointError(f"{folder.source}: {error}") from error
+    # The embeddings are padded to a multiple of it, before any weight is read.
     if shape.make_vocab_size_divisible_by > _MOST_PADDING:
         raise CheckpointError(
             f"{folder.source}: make_vocab_size_divisible_by: got "
@@ -75,6 +76,7 @@ def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
                 f"settings want {least}{list(size)}; it holds {len(stored)} tensors named "
                 f"{folder.prefix}*"
             )
+    # A stack's first axis is the number of layers; () is for layers that differ in shape.
     for name, size in of_layer.items():
         layers, got = _of_layers(stored, name)
         if (layers, got) != (shape.num_layers, size):
@@ -84,6 +86,7 @@ def _check_sizes(folder: NemoFolder, shape: ModelShape) -> None:
             )
     numbers = [f"{layer}." for layer in range(shape.num_layers)] if is_per_layer(stored) else [""]
     known = {LAYERS + number + name for number in numbers for name in of_layer}
+    # Every head's names; which one it is, is checked against the contract.
     of_head = {HEAD_PREFIX + name for name in HeadShape(True, 1).tensors(1, 1)}
     unknown = sorted(stored.keys() - known - of_model.keys() - of_head)
     if unknown:
@@ -124,6 +127,7 @@ def load_backbone(model: GPTRewardModel, folder: NemoFolder) -> None:
     unread = {
         key for key in request if key.startswith(of_head) or (is_of_adapter(key) and not has_lora)
     }
+    # The head is set apart: it is fp32, and has no place in a base model.
     state = folder.store.load({key: request[key] for key in request if key not in unread})
     plain = {key.removeprefix(folder.prefix): value for key, value in state.items()}
     load_into(model, plain, folder.source, lambda key: folder.prefix + key in unread)

@@ -132,8 +132,10 @@ def load_pretrained(
             reply_marker=reply_marker,
             lora_dropout=lora_dropout,
         )
+        # Checked before a byte is read: a wrong head is found in a second, not after the body.
         has_head = not new_head and _check_head(folder, shape, num_outputs, _OR_NEW_HEAD)
         _load_into(model, folder, with_head=has_head)
+        # Only now: both need the weights in place.
         if lora is None:
             fold_adapters(model)
         elif read_lora(folder.config) is None:
@@ -225,6 +227,7 @@ def save_reward_model(
     path = Path(path)
     staging = path.with_name(f".{path.name}.staging")
     on_main(lambda: _make_staging(staging, tokenizer))
+    # Stacked by layer, as an archive has them; a run's checkpoint has a key for each layer.
     weights = model.sharded_state_dict(prefix=PREFIX)
     for name in OF_OBJECTIVE:
         weights.pop(PREFIX + name, None)
@@ -311,6 +314,7 @@ def _load_into(model: GPTRewardModel, folder: NemoFolder, *, with_head: bool) ->
 
 def set_head(model: GPTRewardModel, tensors: Mapping[str, Tensor]) -> None:
     """Load the head's ``tensors``, whose shapes fit, on the ranks that have a head."""
+    # The last pipeline stage; the others have no head.
     if model.post_process:
         model.rm_head.load_state_dict(tensors)
 
@@ -387,6 +391,7 @@ def _choose(folder: NemoFolder, contract: ScoringContract, names: Mapping[str, s
         )
     indices = [theirs.attributes.index(name) for name in wanted]
     _check_read_alike(contract, theirs, indices, where)
+    # Bins and quantiles have several rows for an attribute, side by side.
     width = theirs.outputs_per_attribute
     return [index * width + number for index in indices for number in range(width)]
 

@@ -48,6 +48,7 @@ def load_weights(sharded_state_dict: ShardedStateDict, folder: Path) -> dict[str
 
 def _open_with_common(folder: Path) -> tuple[TensorStore, dict[str, Any]]:
     store = open_weights(folder)
+    # A run writes torch_dist alone; zarr has no plain data beside its arrays.
     if not isinstance(store, TorchDistStore):
         raise CheckpointError(f"{folder}: got another format, wanted {TORCH_DIST!r}")
     return store, read_common(folder)

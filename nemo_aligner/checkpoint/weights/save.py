@@ -51,6 +51,7 @@ from nemo_aligner.utils.host_transfer import Wait, copy_beside, host_zeros
 
 # Sharded saves, in megatron-core's format.
 
+# As in megatron-core's own save: keys are flat already, and replicas are dropped beforehand.
 PLANNING = {"dedup_replicated_tensors": False, "flatten_state_dict": False}
 
 
@@ -95,6 +96,7 @@ class PendingSave:
             on_main(lambda: write_common(common, folder))
             tensors = _torch_tensors(sharded)
             plan = self._ranks.reduce_scatter("plan", lambda: self._plan(tensors), self._plan_all)
+        # From here on nothing is collective until finish().
         self._written = in_background(partial(self._write, self._planner.finish_plan(plan)))
 
     @property
@@ -128,6 +130,7 @@ class PendingSave:
     def _write_index(self, written: list[list[WriteResult]]) -> None:
         assert self._metadata is not None
         self._writer.finish(self._metadata, written)
+        # metadata.json, by which a reader tells the format.
         save_config(CheckpointingConfig(TORCH_DIST, 1), str(self._folder))
 
 
@@ -166,6 +169,7 @@ def copy_tensors(sharded_state_dict: ShardedStateDict, host: list[Tensor]) -> Wa
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory))
         and is_main_replica(entry.replica_id)
     ]
+    # The first save pays for the pages; later ones find them in the same order.
     if not host:
         host += host_zeros([entry.data.detach() for entry in written])
     sources = [entry.data.detach() for entry in written]
@@ -224,6 +228,7 @@ def in_background(function: Callable[[], T]) -> Future[T]:
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
     future = executor.submit(function)
+    # Takes no more work, and ends its thread after this one.
     executor.shutdown(wait=False)
     return future
 
@@ -250,6 +255,7 @@ class LazyTensor:
 
 def dtype_of_matrices(tensors: Iterable[LazyTensor]) -> torch.dtype:
     """Promote the dtypes of all matrices; norms and biases do not count."""
+    # Norms are often fp32 beside bf16 matrices, and would make the whole archive fp32.
     dtypes = {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
@@ -284,6 +290,7 @@ def save_lazy(
     unread = {}
     for key, tensor in tensors.items():
         request[key] = ShardedTensor.from_rank_offsets(key, tensor.outline())
+        # The planner asks for a shard by its key and offsets alone.
         unread[key, (0,) * len(tensor.shape)] = tensor
     for key, stack in layers.items():
         for number, tensor in enumerate(stack):
@@ -361,12 +368,14 @@ def frozen_digest(model: ShardedModel) -> str:
     for name, entry in entries.items():
         is_tensor = isinstance(entry, ShardedTensor | ShardedTensorFactory)
         is_trained = is_of_adapter(name) or _is_head(name)
+        # One replica of each shard is summed, so the layout cannot matter.
         if is_tensor and not is_trained and is_main_replica(entry.replica_id):
             total += zlib.crc32(entry.key.encode()) * _sum_of_bits(entry.data.detach())
     return f"{sum(gather_objects(total)) % 2**64:016x}"
 
 
 def _sum_of_bits(values: Tensor) -> int:
+    # As integers, so that the sum is exact in any order.
     integers = {2: torch.int16, 4: torch.int32}[values.element_size()]
     return int(values.view(integers).sum(dtype=torch.int64))
 

@@ -103,6 +103,7 @@ class TensorStore(ABC):
             CheckpointError: on every rank, if any rank misses a tensor, finds another shape, or
                 cannot read one.
         """
+        # A factory stands for a tensor that is stored as several: SwiGLU's two halves, joined last.
         request, of_this_run, factories = load_preprocess(without_objects(sharded_state_dict))
         tensors, _ = extract_sharded_base(request)
         raise_everywhere(lambda: self._check(tensors))
@@ -117,6 +118,7 @@ class TensorStore(ABC):
         if entry.data is None:
             entry.init_data("cpu")
         data = entry.data.detach()
+        # Layers are stacked under one key: a layer is stored with an axis more than it has here.
         target = data[(None,) * entry.prepend_axis_num]
         if entry.allow_shape_mismatch:
             target.zero_()  # rows of a padded vocabulary that are not stored
@@ -184,6 +186,7 @@ def is_optimizer_state(name: str) -> bool:
 
 # torch_dist: shards of all tensors in a few files, and an index.
 
+# Value of sharded_backend in metadata.json.
 TORCH_DIST = "torch_dist"
 
 
@@ -295,6 +298,7 @@ def _check_file(path: Path, shards: list[tuple[Any, int, str]], read: bool) -> N
     with path.open("rb") as file:
         for info, least, name in sorted(shards, key=lambda shard: shard[0].offset):
             where = f"{path}: {name}"
+            # Shards that overlap could name the same bytes a thousand times.
             if info.offset < end or least > info.length:
                 raise CheckpointError(
                     f"{where}: got {info.length} bytes at {info.offset}, wanted at least {least} "
@@ -312,6 +316,7 @@ def _check_file(path: Path, shards: list[tuple[Any, int, str]], read: bool) -> N
 def _check_shard(stored: FileSlice, where: str) -> None:
     try:
         with zipfile.ZipFile(BufferedReader(stored)) as shard:
+            # testzip() would unpack it all, whatever its size.
             if any(member.compress_type for member in shard.infolist()):
                 raise ValueError("it is compressed, wanted torch's own form")
             damaged = shard.testzip()
@@ -344,6 +349,7 @@ def read_shard(
         target.copy_(whole[slices_of(offsets, target.shape)])
         return
     start, dtype = place
+    # Without this, a layer of a stack would be read with the rows of all others.
     while target.dim() > 1 and target.size(0) == 1:  # one of stacked layers: narrow to its rows
         start += offsets[0] * math.prod(shape[1:]) * dtype.itemsize
         shape, offsets, target = shape[1:], offsets[1:], target[0]
@@ -352,6 +358,7 @@ def read_shard(
     row, inside = math.prod(shape[1:]) * dtype.itemsize, slices_of(offsets[1:], target.shape[1:])
     stored.seek(start + offsets[0] * row)
     for rows in target.split(max(1, _BLOCK_BYTES // max(1, row))) if target.numel() else ():
+        # In blocks: a target on a GPU needs no copy of the whole shard in host memory.
         content = bytearray(rows.size(0) * row)
         if stored.readinto(content) != len(content):  # type: ignore[attr-defined]
             raise ValueError("the file ends within it")
@@ -374,6 +381,7 @@ def _place_of(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.dtyp
     if not isinstance(found, Outline) or found.name != "torch._utils._rebuild_tensor_v2()":
         return None
     storage, first, size, stride, *_ = found.parts
+    # A persistent id of torch.save: "storage", its class, its key in the zip, a device, its size.
     _, of_type, key, *_ = storage.parts[0]
     dtype = _STORAGES.get(getattr(of_type, "name", ""))
     archive, name = torch_archive(stored), f"data/{key}"

@@ -56,6 +56,7 @@ class ZarrStore(TensorStore):
 def _check_chunks(path: Path, header: dict[str, Any]) -> None:
     steps = header["chunks"]
     counts = [-(-size // step) for size, step in zip(header["shape"], steps, strict=True)]
+    # Counted first: a header may claim more chunks than can be named one by one.
     if math.prod(counts) >= len(list(path.iterdir())):  # the header is one file more
         raise CheckpointError(f"{path}: it lacks some of its {math.prod(counts)} chunks")
     chunk_bytes = math.prod(steps) * _DTYPES[header["dtype"]].itemsize
@@ -104,6 +105,7 @@ def _read(path: Path, slices: tuple[slice, ...]) -> Tensor:
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     if values.dtype.name == "bfloat16":
+        # torch takes no array of ml_dtypes' bfloat16.
         return torch.from_numpy(values.view("int16")).view(torch.bfloat16)
     return torch.from_numpy(values)
 

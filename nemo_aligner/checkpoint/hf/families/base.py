@@ -91,6 +91,7 @@ def experts_rule(megatron: str, *hf: str) -> Rule:
     """
 
     def join(tensors: Sequence[Tensor], config: Config) -> Tensor:
+        # Names go expert by expert, and gate before projection within one.
         matrices = torch.stack(list(tensors))
         return matrices if len(hf) == 1 else matrices.unflatten(0, (-1, len(hf)))
 
@@ -264,6 +265,7 @@ def pack_qkv(query: Tensor, key: Tensor, value: Tensor, heads: int, groups: int)
 def unpack_qkv(packed: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """Invert ``pack_qkv``."""
     rest = packed.shape[1:]
+    # Channels of a head, for a weight as for a bias.
     size = packed.shape[0] // (heads + 2 * groups)
     grouped = packed.reshape(groups, -1, *rest)
     query, key, value = grouped.split([heads // groups * size, size, size], dim=1)
@@ -425,6 +427,7 @@ class ModelFamily:
                 (self._in_layer(rule, layer, config), layer)
                 for layer in range(config["num_layers"])
                 for rule in self.layer
+                # A family may have biases or not; its rules list them always.
                 if rule.megatron != QKV_BIAS.megatron or config["qkv_bias"]
             ),
             *(() if is_tied(config) else ((self.untied, None),)),

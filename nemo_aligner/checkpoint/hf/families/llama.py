@@ -269,13 +269,13 @@ def _phi3_to_nemo(config: Config) -> dict[str, Any]:
 def _phi3_to_hf(config: Config) -> dict[str, Any]:
     shape = ModelShape.from_config(config)
     # It overrides the one in rope_parameters.
-    of_rope = shape.longrope and {
-        "original_max_position_embeddings": shape.longrope.old_context_len
-    }
+    of_rope: dict[str, Any] = {}
+    if shape.longrope is not None:
+        of_rope["original_max_position_embeddings"] = shape.longrope.old_context_len
     return settings.decoder_to_hf(
         config,
         "phi3",
-        **(of_rope or {}),
+        **of_rope,
         partial_rotary_factor=shape.rotary_percentage,
         sliding_window=shape.window_size,
     )

@@ -208,6 +208,7 @@ def rope_to_nemo(
     beside = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     inside = {key: value for key, value in rope.items() if value is not None}
     scaling = HfSettings({**beside, **inside})
+    # A share below 1 would be read and not applied.
     if rotated is None:
         scaling.only("partial_rotary_factor", None, 1.0)
     rotary = {
@@ -306,6 +307,7 @@ def rope_to_hf(config: Config, shape: ModelShape) -> dict[str, Any]:
         "dynamic_rope_factor": shape.dynamic_rope_factor,
         "position_embedding_type": (shape.yarn and "yarn") or (shape.longrope and "longrope"),
     }
+    # NeMo can combine them: each is a setting of its own there.
     several = [f"{key}={value}" for key, value in found.items() if value is not None]
     if len(several) > 1:
         raise CheckpointError(
