@@ -172,7 +172,7 @@ def critic(watch: Watch, settings: list[str]) -> Found:
 
 
 def steps(watch: Watch, sizes: Found, shape: Found, **options: Any) -> Found:
-    """Two steps, a forward pass, an inference and a state to save, of each rank of a layout."""
+    """Two steps, a forward pass, an inference if scored, and a state to save, of each rank."""
     wanted = LayoutSizes(**sizes)
     found: Found = {"collectives": [], "ranks": []}
     for rank in range(wanted.num_ranks):
@@ -193,6 +193,7 @@ def one_rank(
     recompute: str = "none",
     freeze_layers: int = 0,
     prefix: int = 0,
+    scored: bool = True,
 ) -> Found:
     shape = ModelShape.from_config(config)
     kinds = {"precision": Precision(precision), "recompute": Recompute(recompute)}
@@ -224,7 +225,8 @@ def one_rank(
         found["planned"] = pack_activations(shape, plan, 0)
         found["kept"] = kept_bytes(watch, wrapped, batch.to(CUDA))
     optimizer.finish_update()
-    infer(wrapped, batches, layout)
+    if scored:
+        infer(wrapped, batches, layout)
     RunCheckpoints("unused").reserve(model, optimizer)
     return found
 
