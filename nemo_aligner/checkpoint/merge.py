@@ -21,7 +21,12 @@ from torch import Tensor
 from nemo_aligner.checkpoint.decoder_tensors import HEAD, HEAD_PREFIX, OUTPUT_LAYER, PREFIX
 from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside, write_nemo
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
-from nemo_aligner.checkpoint.nemo.load_weights import head_names, model_shape, unread_decoder
+from nemo_aligner.checkpoint.nemo.load_weights import (
+    head_names,
+    model_shape,
+    unread,
+    unread_decoder,
+)
 from nemo_aligner.checkpoint.nemo.reward_model import contract_of
 from nemo_aligner.checkpoint.weights.save import LazyTensor, save_lazy
 from nemo_aligner.contract.contract import ScoringContract
@@ -165,18 +170,14 @@ def _merged(
     outside = [key for key in opened[0][0] if key != PREFIX + OUTPUT_LAYER]
     tensors = {key: summed([own[key] for own, _ in opened]) for key in outside}
     for name in head_names(inputs[-1].folder):
-        parts = [_lazy_head(each.folder, HEAD_PREFIX + name) for each in inputs]
-        tensors[PREFIX + HEAD_PREFIX + name] = summed(parts)
+        tensors[PREFIX + HEAD_PREFIX + name] = summed(
+            [unread(each.folder, HEAD_PREFIX + name) for each in inputs]
+        )
     layers = {
         key: [summed(parts) for parts in zip(*(own[key] for _, own in opened), strict=True)]
         for key in opened[0][1]
     }
     return tensors, layers
-
-
-def _lazy_head(folder: NemoFolder, name: str) -> LazyTensor:
-    size, dtype = folder.tensors[name]
-    return LazyTensor(size, dtype, lambda: folder.store.read(folder.prefix + name))
 
 
 def _sum(parts: Sequence[LazyTensor], weights: Sequence[float]) -> Tensor:

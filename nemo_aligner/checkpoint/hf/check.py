@@ -433,15 +433,10 @@ def compute_in_fp32(model: torch.nn.Module) -> None:
         if type(module) is torch.nn.Embedding:
             module.register_forward_hook(lambda module, inputs, rows: rows.float())
         elif stored:
-            module.register_forward_pre_hook(lambda *unused, stored=stored: _widen(stored))
-            module.register_forward_hook(lambda *unused, stored=stored: _restore(stored))
+            module.register_forward_pre_hook(lambda *unused, stored=stored: _put(stored, True))
+            module.register_forward_hook(lambda *unused, stored=stored: _put(stored, False))
 
 
-def _widen(stored: Mapping[torch.nn.Parameter, Tensor]) -> None:
+def _put(stored: Mapping[torch.nn.Parameter, Tensor], is_running: bool) -> None:
     for parameter, data in stored.items():
-        parameter.data = data.float()
-
-
-def _restore(stored: Mapping[torch.nn.Parameter, Tensor]) -> None:
-    for parameter, data in stored.items():
-        parameter.data = data
+        parameter.data = data.float() if is_running else data

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import shutil
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import HEAD_PREFIX, PREFIX, attribute_names
 from nemo_aligner.checkpoint.hf.families import find_family
-from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule, add_zero_groups
+from nemo_aligner.checkpoint.hf.families.base import Rule, add_zero_groups
 from nemo_aligner.checkpoint.hf.heads import (
     REWARD_TOKEN_KEY,
     FoundHead,
@@ -150,7 +149,10 @@ def _convert(
     choice: str | None,
     given: _ContractOptions,
 ) -> ConversionSummary:
-    family, config, found = _decoder_of(found)
+    family = find_family(found.config.get("model_type"))
+    config = family.to_nemo(found.config)
+    single = with_single_experts(family, family.rules(config), found.tensors)
+    found = replace(found, tensors=single)
     head = find_head(found, choice)
     labels = _labels_of(found, head, given.attributes)
     if head is not None and given.asks_for_steps:
@@ -199,14 +201,6 @@ def _convert(
         output=output,
         left_out=found.left_out,
     )
-
-
-def _decoder_of(found: Source) -> tuple[ModelFamily, dict[str, Any], Source]:
-    """The family of a checkpoint, its NeMo config, and it with one tensor for each matrix."""
-    family = find_family(found.config.get("model_type"))
-    config = family.to_nemo(found.config)
-    tensors = with_single_experts(family, family.rules(config), found.tensors)
-    return family, config, replace(found, tensors=tensors)
 
 
 def _sizes_of_head(
@@ -259,9 +253,11 @@ def _plan(
             data = add_zero_groups(rule.group_axis, data, groups, groups + zero_groups)
             return data.to(dtype or data.dtype).contiguous()
 
+        def read(parts: Sequence[LazyTensor] = parts, join: Any = join) -> Tensor:
+            return join([part.read() for part in parts])
+
         # On the meta device: shape and dtype of the result, without a byte read.
         outline = join([part.outline() for part in parts])
-        read = partial(_read_and_join, parts, join)
         tensor = LazyTensor(tuple(outline.shape), outline.dtype, read)
         key = megatron_key(rule, layer)
         if layer is None:
@@ -275,12 +271,6 @@ def _all(
     tensors: Mapping[str, LazyTensor], layers: Mapping[str, Sequence[LazyTensor]]
 ) -> list[LazyTensor]:
     return [*tensors.values(), *(tensor for stack in layers.values() for tensor in stack)]
-
-
-def _read_and_join(
-    parts: Sequence[LazyTensor], join: Callable[[Sequence[Tensor]], Tensor]
-) -> Tensor:
-    return join([part.read() for part in parts])
 
 
 # The names of a reward model's outputs, and its scoring contract.

@@ -127,8 +127,12 @@ def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepa
         return prepared, prepared[0]
     hosts = gather_objects(socket.gethostname())
     owner = hosts.index(hosts[dist.get_rank()])
-    is_owner = owner == dist.get_rank()
-    mine, problem = _outcome(prepare) if is_owner else (None, None)
+    mine, problem = None, None
+    if owner == dist.get_rank():
+        try:
+            mine = prepare()
+        except CheckpointError as error:
+            problem = str(error)
     # Every rank hears of a failure, also on another host: none may wait in the next collective.
     outcomes: list[Any] = gather_objects((None if mine is None else mine[0], problem))
     for _, found in outcomes:
@@ -137,13 +141,6 @@ def _once_per_host(path: Path, prepare: Callable[[], _Prepared]) -> tuple[_Prepa
                 _remove(mine[0], path)
             raise CheckpointError(found)
     return mine, Path(outcomes[owner][0])
-
-
-def _outcome(prepare: Callable[[], _Prepared]) -> tuple[_Prepared | None, str | None]:
-    try:
-        return prepare(), None
-    except CheckpointError as error:
-        return None, str(error)
 
 
 # Unpacking.

@@ -171,11 +171,9 @@ def unread_decoder(
         return LazyTensor((rows, *size[1:]), dtype, lambda: store.read(folder.prefix + name)[:rows])
 
     def inside(name: str, layer: int) -> LazyTensor:
-        key = f"{LAYERS}{layer}.{name}" if is_numbered else LAYERS + name
-        size, dtype = stored[key]
-        index = None if is_numbered else layer
-        size = size if is_numbered else size[1:]
-        return LazyTensor(size, dtype, lambda: store.read(folder.prefix + key, index))
+        if is_numbered:
+            return unread(folder, f"{LAYERS}{layer}.{name}")
+        return unread(folder, LAYERS + name, layer)
 
     def whole(name: str, layer: int) -> LazyTensor:
         weight, linear = inside(name, layer), name.removesuffix(".weight")
@@ -190,6 +188,13 @@ def unread_decoder(
         PREFIX + LAYERS + name: [whole(name, layer) for layer in range(shape.num_layers)]
         for name in layer_tensors(replace(shape, lora=None))
     }
+
+
+def unread(folder: NemoFolder, name: str, layer: int | None = None) -> LazyTensor:
+    """Lazy tensor of an opened checkpoint; with ``layer``, one layer of a stacked tensor."""
+    size, dtype = folder.tensors[name]
+    size = size if layer is None else size[1:]
+    return LazyTensor(size, dtype, lambda: folder.store.read(folder.prefix + name, layer))
 
 
 def in_memory(tensor: Tensor) -> LazyTensor:

@@ -191,7 +191,11 @@ def reward_model_without_weights(
             f"{folder.source}: it has no scoring contract, so nothing says how a text becomes a "
             "score; wanted a reward model written by training"
         )
-    _check_tokenizer(tokenizer, contract, folder.source)
+    if tokenizer.fingerprint != contract.tokenizer_fingerprint:
+        raise CheckpointError(
+            f"{folder.source}: tokenizer: got fingerprint {tokenizer.fingerprint}, "
+            f"the scoring contract wants {contract.tokenizer_fingerprint}"
+        )
     num_outputs = contract.num_outputs
     shape = model_shape(folder)
     shape.rotation_by_length(contract.seq_length)  # raises if it has none
@@ -296,14 +300,6 @@ def _check_head(folder: NemoFolder, shape: ModelShape, num_outputs: int, advice:
                 f"wanted {list(size)}{advice}"
             )
     return True
-
-
-def _check_tokenizer(tokenizer: Tokenizer, contract: ScoringContract, path: str | Path) -> None:
-    if tokenizer.fingerprint != contract.tokenizer_fingerprint:
-        raise CheckpointError(
-            f"{path}: tokenizer: got fingerprint {tokenizer.fingerprint}, "
-            f"the scoring contract wants {contract.tokenizer_fingerprint}"
-        )
 
 
 def _load_into(model: GPTRewardModel, folder: NemoFolder, *, with_head: bool) -> None:

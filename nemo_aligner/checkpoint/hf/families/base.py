@@ -316,10 +316,6 @@ GATED_MLP_NAMES = {**MLP_NAMES, "ffn_gate": "mlp.gate_proj"}
 MLP_NORM_NAMES = {"ffn_norm": "post_attention_layernorm"}
 
 
-def _nothing(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class GgufFormat:
     """A family's form in GGUF files.
@@ -346,7 +342,7 @@ class GgufFormat:
     model: Mapping[str, str] = field(default_factory=lambda: MODEL_NAMES)
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     optional: Mapping[str, str] = field(default_factory=dict)
-    derived: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
+    derived: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
     is_permuted: bool = False
     norm_offset: int = 0
     is_partly_rotated: bool = False
