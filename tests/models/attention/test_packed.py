@@ -78,7 +78,7 @@ def plain(tables: list[Tensor], tokens: list[int], scores: Scores) -> Tensor:
 def attend_as_the_kernel(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
-    """What a kernel for whole packs asks of a GPU: of gathered keys, a mask that counts from their end."""
+    """What a kernel of whole packs is asked: gathered keys, a mask that counts from their end."""
     assert segments.kv_index is not None
     key, value = (
         x[segments.kv_index].repeat_interleave(HEADS // GROUPS, dim=1) for x in (key, value)
