@@ -359,8 +359,7 @@ def demo_parser() -> Parser:
 
 def run_demo(options: argparse.Namespace) -> int:
     """Write the two files, and print what is in them."""
-    from nemo_aligner.data.demo import write_demo
-    from nemo_aligner.data.demo_steps import write_step_demo
+    from nemo_aligner.data.demo import write_demo, write_step_demo
 
     write = write_demo if options.kind == "pairs" else write_step_demo
     print(write(options.output, options.pairs, options.heldout, options.seed))

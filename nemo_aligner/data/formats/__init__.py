@@ -1,4 +1,4 @@
-"""The public data formats, one file each; found by sniffing the first record, or by name.
+"""The public data formats, a file for each kind; found by sniffing the first record, or by name.
 
 =====================  ==========  ==============================================================
 name                   kind        one record
@@ -61,19 +61,31 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.messages import with_tools
 from nemo_aligner.data.files import AnyLine, BadLine, Line
 from nemo_aligner.data.formats.base import Format, PairKeys, WantedLabels, read_source
-from nemo_aligner.data.formats.helpsteer import HELPSTEER2_PREFERENCE, HELPSTEER3
-from nemo_aligner.data.formats.hh import HH
 from nemo_aligner.data.formats.pairs import (
     CHAT_PAIRS,
     COMPARISON_TEXT,
+    HH,
     MAYBE_PROMPTS,
+    OPENAI_PREFERENCE,
     TEXT_PAIRS,
     pairs_by,
 )
-from nemo_aligner.data.formats.preference import NEMO_RL_PREFERENCE, OPENAI_PREFERENCE
-from nemo_aligner.data.formats.ratings import RATED_CHAT, RATED_TEXT
-from nemo_aligner.data.formats.steps import LABELLED_TURNS, MATH_SHEPHERD, PRM800K, STEPWISE
-from nemo_aligner.data.formats.ultrafeedback import PANDALM, QA_FEEDBACK, ULTRAFEEDBACK
+from nemo_aligner.data.formats.rankings import (
+    HELPSTEER2_PREFERENCE,
+    HELPSTEER3,
+    NEMO_RL_PREFERENCE,
+    PANDALM,
+    QA_FEEDBACK,
+    ULTRAFEEDBACK,
+)
+from nemo_aligner.data.formats.ratings import (
+    LABELLED_TURNS,
+    MATH_SHEPHERD,
+    PRM800K,
+    RATED_CHAT,
+    RATED_TEXT,
+    STEPWISE,
+)
 from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Rating, Record
 from nemo_aligner.utils.errors import ConfigError, DataError
 
