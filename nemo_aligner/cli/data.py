@@ -7,8 +7,15 @@ import re
 import sys
 from pathlib import Path
 
-from nemo_aligner.cli.parser import Parser, above_0, fraction, names, positive
-from nemo_aligner.cli.settings import read_settings, settings_parser
+from nemo_aligner.cli.parser import (
+    Parser,
+    above_0,
+    fraction,
+    names,
+    positive,
+    read_settings,
+    settings_parser,
+)
 from nemo_aligner.config.common import Malformed, Overlong, RecordKind
 from nemo_aligner.config.model import DataConfig, ScoredPosition
 from nemo_aligner.config.training import TrainConfig

@@ -148,12 +148,11 @@ VERBS = {
 # The module of a verb has ``VERB_parser`` and ``run_VERB``, by the verb's last word.
 _MODULES = {
     "main": ("quickstart", "doctor", "completion"),
-    "train": ("train", "probe"),
+    "train": ("plan", "train", "probe"),
     "evaluate": ("evaluate", "compare", "report", "check"),
     "serve": ("serve", "serve-critic", "gateway", "score"),
     "checkpoint": ("convert", "import", "export", "merge"),
     "data": tuple(verb for verb in VERBS if verb.startswith("data ")),
-    "plan": ("plan",),
 }
 
 

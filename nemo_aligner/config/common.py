@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from enum import Enum
 from math import inf, nan, nextafter
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from nemo_aligner.utils.errors import CheckpointError, SettingsError, shown
 
@@ -64,6 +64,14 @@ class Precision(Enum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
+
+
+IdleRule: TypeAlias = tuple[Mapping[str, Any], tuple[str, ...]]
+"""Where all settings of the first have these values, those of the second do nothing."""
+ANY = object()
+"""In an ``IdleRule``: any value but null."""
+RANKS = "processes"
+"""In an ``IdleRule``: no setting, but how many ranks there are."""
 
 
 def setting(default: T, about: str) -> T:

@@ -5,7 +5,7 @@ error.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from operator import attrgetter
@@ -18,8 +18,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_aligner.config.compat import Translation
-from nemo_aligner.config.compat_keys import RULES
+from nemo_aligner.config.common import ANY, RANKS, IdleRule, as_yaml
+from nemo_aligner.config.compat import RULES, Translation
 from nemo_aligner.config.describe import (
     describe_unknown,
     find_settings,
@@ -28,6 +28,14 @@ from nemo_aligner.config.describe import (
     suggest_setting,
     suggestion,
 )
+from nemo_aligner.config.evaluation import IDLE_IN_EVALUATION, EvaluateConfig
+from nemo_aligner.config.serving import (
+    IDLE_IN_CRITICS,
+    IDLE_IN_SERVING,
+    ServeConfig,
+    ServeCriticConfig,
+)
+from nemo_aligner.config.training import IDLE_IN_TRAINING, TrainConfig
 from nemo_aligner.utils.errors import ConfigError, SettingsError, first_line, shown
 
 T = TypeVar("T")
@@ -349,6 +357,51 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+# Settings that do nothing where they stand: which, and because of which others.
+
+_IDLE: Mapping[type, tuple[IdleRule, ...]] = {
+    TrainConfig: IDLE_IN_TRAINING,
+    ServeConfig: IDLE_IN_SERVING,
+    ServeCriticConfig: IDLE_IN_CRITICS,
+    EvaluateConfig: IDLE_IN_EVALUATION,
+}
+
+
+def idle_settings(config: object, ranks: int | None = None) -> dict[str, str]:
+    """Settings other than their defaults that do nothing here, with those that have it so.
+
+    Of ``model.lora.alpha`` at rank 0 that is ``model.lora.rank=0``. ``ranks`` says on how many the
+    verb runs, None where no setting depends on it.
+    """
+    usual, found = type(config)(), dict[str, str]()
+    for causes, keys in _IDLE.get(type(config), ()):
+        held = {key: ranks if key == RANKS else attrgetter(key)(config) for key in causes}
+        if all(_fits(held[key], value) for key, value in causes.items()):
+            why = " and ".join(f"{key}={as_yaml(value)}" for key, value in held.items())
+            for key in keys:
+                if _differs(key, config, usual):
+                    found.setdefault(key, why)
+    return found
+
+
+def idle_notes(
+    config: object, ranks: int | None = None, said: Collection[str] = ()
+) -> Iterator[str]:
+    """Yield a note for each of ``idle_settings`` not yet ``said``, as a verb prints it."""
+    for idle, cause in idle_settings(config, ranks).items():
+        if idle not in said:
+            yield f"note: {idle} does nothing\n  with {cause}"
+
+
+def _fits(held: object, value: object) -> bool:
+    return held is not None if value is ANY else held == value
+
+
+def _differs(key: str, config: object, usual: object) -> bool:
+    value_of = attrgetter(key)
+    return bool(value_of(config) != value_of(usual))
 
 
 # Reading of values: a text setting is always read as text.

@@ -9,7 +9,14 @@ from enum import Enum
 from math import inf
 from typing import Any, Protocol
 
-from nemo_aligner.config.common import Checks, Malformed, Overlong, RewardModelType, setting
+from nemo_aligner.config.common import (
+    Checks,
+    IdleRule,
+    Malformed,
+    Overlong,
+    RewardModelType,
+    setting,
+)
 from nemo_aligner.utils.errors import ConfigError
 
 # Data.
@@ -159,6 +166,9 @@ BATCH_INVARIANT_ROWS = 256
 EXPERT_RANKS = "number of data parallel ranks that share the experts of a mixture"
 
 
+ANY_ROWS: IdleRule = ({"model.batch_invariant": False}, ("model.batch_invariant_rows",))
+
+
 @dataclass
 class InvarianceConfig:
     """Batch invariance of rewards, also in validation and critics."""
@@ -263,6 +273,10 @@ class SchedulerConfig:
             )
         # A run shorter than its warm-up stays in it; Megatron wants a step beyond.
         return max(total_steps - self.constant_steps, self.warmup_steps + 1)
+
+
+IN_CONSTANT_SCHEDULES = ("model.optim.sched.constant_steps", "model.optim.sched.min_lr")
+"""Settings that do nothing where the learning rate is constant."""
 
 
 @dataclass

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from nemo_aligner.config.common import Checks, Precision, setting
+from nemo_aligner.config.common import ANY, RANKS, Checks, IdleRule, Precision, setting
 from nemo_aligner.config.model import (
+    ANY_ROWS,
+    IN_CONSTANT_SCHEDULES,
     InvarianceConfig,
     OptimConfig,
     Recompute,
+    Schedule,
     SchedulerConfig,
     ScorerModelConfig,
 )
-from nemo_aligner.config.training import RunFolderConfig
+from nemo_aligner.config.training import LOGGER_KWARGS, RunFolderConfig
 
 # The gateway.
 
@@ -215,6 +218,16 @@ class ServeConfig:
     ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
 
 
+_OF_SEVERAL: IdleRule = ({RANKS: 1}, ("server.heartbeat_secs", "server.worker_timeout_secs"))
+IDLE_IN_SERVING: tuple[IdleRule, ...] = (
+    ANY_ROWS,
+    _OF_SEVERAL,
+    ({"ensemble.files": []}, ("ensemble.combine", "ensemble.k")),
+    ({"ensemble.combine": Combine.mean}, ("ensemble.k",)),
+    ({"ensemble.combine": Combine.min}, ("ensemble.k",)),
+)
+
+
 # The server of PPO's critic; keys are NeMo-Aligner's where it has them.
 
 
@@ -348,3 +361,18 @@ class ServeCriticConfig:
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     exp_manager: CriticRunConfig = field(default_factory=CriticRunConfig)
     server: CriticServerConfig = field(default_factory=CriticServerConfig)
+
+
+_OF_REWARDS = ("rm_model_file", "trainer.ppo.offload_idle_model", "server.prefix_cache_tokens")
+IDLE_IN_CRITICS: tuple[IdleRule, ...] = (
+    ANY_ROWS,
+    _OF_SEVERAL,
+    *LOGGER_KWARGS,
+    (
+        {"model.optim.sched.name": Schedule.constant},
+        (*IN_CONSTANT_SCHEDULES, "trainer.ppo.max_steps"),
+    ),
+    ({"trainer.ppo.combine_rm_and_critic_server": False}, _OF_REWARDS),
+    # All weights are loaded, the head's among them, and nothing is drawn.
+    ({"pretrained_checkpoint.restore_from_path": ANY}, ("model.seed",)),
+)

@@ -5,7 +5,7 @@ by the server, so its rules are never entered again.
 
 Conversations: the chat template writes everything, BOS and end-of-turn included; nothing is added.
 It gets the messages in their normal form (``messages.py``), tools and documents, and the contract's
-``chat_template_kwargs``; what it does not write is refused (``template_probe.py``).
+``chat_template_kwargs``; what it does not write is refused (``template_check.py``).
 (A newline that a template writes after its last end-of-turn token is part of the text: the last
 token scored is whatever the template ends with.) A message that holds what the template writes
 around messages is refused (``turns.py``): the model would read several messages.

@@ -10,8 +10,7 @@ from typing import Any
 
 from nemo_aligner.config.common import Aggregate, RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig
-from nemo_aligner.config.idle import idle_notes
-from nemo_aligner.config.load import config_to_dict, flatten
+from nemo_aligner.config.load import config_to_dict, flatten, idle_notes
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.readers import MalformedRule, PromptWrapping, Reading

@@ -8,8 +8,7 @@ from typing import Any
 
 from nemo_aligner.config.describe import list_keys
 from nemo_aligner.config.evaluation import EvaluateConfig
-from nemo_aligner.config.idle import idle_notes, idle_settings
-from nemo_aligner.config.load import load_config
+from nemo_aligner.config.load import idle_notes, idle_settings, load_config
 from nemo_aligner.config.training import TrainConfig
 from tests.config.test_load import SCHEMAS
 
