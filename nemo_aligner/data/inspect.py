@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.config.model import DataConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text, messages_of, prompt_of, reply_of, said
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.dataset import label_columns, report_on
-from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.readers import MOST_LISTED, Reading, RecordFile, parse_file
 from nemo_aligner.data.record_arrays import ArraysInMemory, far_labels
 from nemo_aligner.data.records import Comparison, Record, label_rows, text_names
@@ -40,17 +38,12 @@ class Inspection:
     """Options of an inspection; without ``rules`` lengths are characters.
 
     ``show`` is how many records of a file are printed in full, their special tokens between
-    ``marks``. The others are as in ``Reading``; the contract of a regression model names the
-    attributes itself.
+    ``marks``. The contract of a regression model names the attributes of ``reading`` itself.
     """
 
     rules: TextRules | None = None
     show: int = 2
-    format: str = "auto"
-    pair_keys: PairKeys | None = None
-    attributes: Sequence[str] = ()
-    loss_mask_val: float | None = -100.0
-    neutral: float | None = DataConfig.neutral_label
+    reading: Reading = field(default_factory=Reading)
     marks: tuple[str, str] = ("[", "]")
 
 
@@ -70,7 +63,7 @@ def inspect_files(
     Raises:
         ConfigError: an attribute has no name, or there is no format of that name.
     """
-    check_names(how.attributes)
+    check_names(how.reading.attributes)
     training: list[FileReport] = []
     for path in train:
         looked = _look_at(path, "train", how)
@@ -112,16 +105,9 @@ def _look_at(path: str, name: str, how: Inspection) -> _Looked:
 
 
 def _report_on(path: str, name: str, how: Inspection) -> tuple[RecordFile, FileReport]:
-    attributes, rules = how.attributes, how.rules
+    reading, rules = how.reading, how.rules
     if rules is not None and rules[1].record_kind is RecordKind.rating:
-        attributes = rules[1].attributes
-    reading = Reading(
-        format=how.format,
-        pair_keys=how.pair_keys,
-        attributes=attributes,
-        loss_mask_val=how.loss_mask_val,
-        neutral=how.neutral,
-    )
+        reading = replace(reading, attributes=rules[1].attributes)
     file = parse_file(path, reading)
     if rules is None:
         return file, report_in_characters(file, name)

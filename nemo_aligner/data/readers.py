@@ -100,6 +100,12 @@ class MalformedRule:
     most: float = DataConfig.max_malformed
     section: str = "model.data."
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.most <= 1:
+            raise ConfigError(
+                f"{self.section}max_malformed: got {self.most}, wanted a number from 0 to 1"
+            )
+
     def allows(self, file: ReadFile) -> bool:
         """True if the file's remaining records may be used."""
         if self.action is Malformed.error:
@@ -191,14 +197,6 @@ def _advice(files: Sequence[ReadFile], rule: MalformedRule) -> str:
 PLACE = "{}"
 
 
-class PromptSettings(Protocol):
-    """The section of the settings that says it."""
-
-    system_prompt_file: str | None
-    prompt_file: str | None
-    input_template: str | None
-
-
 @dataclass(frozen=True)
 class PromptWrapping:
     """Text to put around every conversation of a file; None adds nothing.
@@ -215,7 +213,7 @@ class PromptWrapping:
     raw: str | None = None
 
     @classmethod
-    def of(cls, settings: PromptSettings, section: str) -> PromptWrapping | None:
+    def of(cls, settings: ReaderSettings, section: str) -> PromptWrapping | None:
         """Read a section of the settings; None where nothing is set.
 
         Raises:
@@ -303,6 +301,21 @@ def _put(template: str, prompt: str) -> str:
     return template.replace(PLACE, prompt)
 
 
+class ReaderSettings(Protocol):
+    """A section of the settings that says how files are read."""
+
+    format: str
+    prompt_key: str | None
+    chosen_key: str | None
+    rejected_key: str | None
+    system_prompt_file: str | None
+    prompt_file: str | None
+    input_template: str | None
+    malformed: Malformed
+    max_malformed: float
+    neutral_label: float | None
+
+
 @dataclass(frozen=True)
 class Reading:
     """Rules by which files are read.
@@ -330,6 +343,22 @@ class Reading:
     rule: MalformedRule = field(default_factory=MalformedRule)
     ties: bool = False
     neutral: float | None = 1.0
+
+    @classmethod
+    def of(cls, settings: ReaderSettings, section: str, **others: Any) -> Reading:
+        """The rules of a ``section`` of the settings; ``others`` are what it does not say.
+
+        Raises:
+            ConfigError: see ``PromptWrapping.of``.
+        """
+        return cls(
+            format=settings.format,
+            pair_keys=PairKeys.of(settings.prompt_key, settings.chosen_key, settings.rejected_key),
+            prompts=PromptWrapping.of(settings, section),
+            rule=MalformedRule(settings.malformed, settings.max_malformed, f"{section}."),
+            neutral=settings.neutral_label,
+            **others,
+        )
 
     def columns_of(self, kind: RecordKind) -> tuple[str, ...]:
         """Names of the label columns of such records."""

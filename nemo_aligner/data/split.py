@@ -7,16 +7,12 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from nemo_aligner.config.common import Checks, Malformed, RecordKind
-from nemo_aligner.config.model import DataConfig
 from nemo_aligner.contract.messages import first_prompt
 from nemo_aligner.data.files import Line, read_lines
-from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.readers import (
-    MalformedRule,
     Reading,
     RecordFile,
     list_malformed,
@@ -41,26 +37,14 @@ class Split:
             which is the first user turn of a conversation.
         similar: with a number, prompts whose sets of three consecutive words have at least this
             Jaccard similarity stay in one part, too.
-
-    The others are as in ``Reading`` and ``MalformedRule``.
+        reading: rules by which the file is read.
     """
 
     heldout: float = 0.2
     seed: int = 1
     by: str = "prompt"
     similar: float | None = None
-    kind: RecordKind | None = None
-    format: str = "auto"
-    pair_keys: PairKeys | None = None
-    attributes: Sequence[str] = ()
-    loss_mask_val: float | None = -100.0
-    neutral: float | None = DataConfig.neutral_label
-    malformed: Malformed = DataConfig.malformed
-    max_malformed: float = DataConfig.max_malformed
-
-    def __post_init__(self) -> None:
-        with Checks("", self) as checks:
-            checks.fraction("max_malformed")
+    reading: Reading = field(default_factory=Reading)
 
 
 def split_file(source: Path, folder: Path, how: Split) -> str:
@@ -73,8 +57,8 @@ def split_file(source: Path, folder: Path, how: Split) -> str:
             needs a package that is not installed.
         DataError: the file cannot be read, or has too few prompts to hold some out.
     """
-    check_names(how.attributes)
-    file = read_records(source, _reading(how))
+    check_names(how.reading.attributes)
+    file = read_records(source, how.reading)
     keys = prompt_keys(file.records, how.by)
     if how.similar is not None:
         keys = _merge_similar(keys, how.similar)
@@ -100,7 +84,7 @@ def split_file(source: Path, folder: Path, how: Split) -> str:
         prompts = len(held) if name == "heldout" else len(set(keys)) - len(held)
         lines.append(f"{name}: {len(records)} records, {prompts} prompts -> {written}")
     lines += _unlike_asked(keys, len(sides["heldout"]), how.heldout)
-    lines += render_length_baseline(sides["train"], sides["heldout"], how.attributes)
+    lines += render_length_baseline(sides["train"], sides["heldout"], how.reading.attributes)
     return "\n".join(lines)
 
 
@@ -138,18 +122,6 @@ def _check_apart(source: Path, parts: Iterable[Path]) -> None:
                 f"output: got {path.parent}, where {path.name} is the file to split; wanted "
                 "another folder"
             )
-
-
-def _reading(how: Split) -> Reading:
-    return Reading(
-        kind=how.kind,
-        format=how.format,
-        pair_keys=how.pair_keys,
-        attributes=how.attributes,
-        loss_mask_val=how.loss_mask_val,
-        neutral=how.neutral,
-        rule=MalformedRule(how.malformed, how.max_malformed, section=""),
-    )
 
 
 def check_names(attributes: Sequence[str]) -> None:
