@@ -254,7 +254,7 @@ def split_parser() -> Parser:
 
 def run_split(options: argparse.Namespace) -> int:
     """Write the two files, and print what is in them."""
-    from nemo_aligner.data.readers import MalformedRule
+    from nemo_aligner.data.clean import MalformedRule
     from nemo_aligner.data.split import Split, split_file
 
     kind = None if options.kind is None else RecordKind(options.kind)

@@ -12,8 +12,9 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text, messages_of, prompt_of, reply_of, said
 from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.data.clean import MOST_LISTED
 from nemo_aligner.data.dataset import label_columns, report_on
-from nemo_aligner.data.readers import MOST_LISTED, Reading, RecordFile, parse_file
+from nemo_aligner.data.readers import Reading, RecordFile, parse_file
 from nemo_aligner.data.record_arrays import ArraysInMemory, far_labels
 from nemo_aligner.data.records import Comparison, Record, label_rows, text_names
 from nemo_aligner.data.report import (

@@ -12,14 +12,11 @@ import torch
 
 from nemo_aligner.batch.packed import LabelColumns
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.contract.messages import reply_of
-from nemo_aligner.data.readers import list_first, list_malformed, malformed_fraction
+from nemo_aligner.data.clean import list_first, list_malformed, malformed_fraction
 from nemo_aligner.data.record_arrays import FarLabel, label_range
 from nemo_aligner.data.records import (
-    Comparison,
     MalformedRecord,
     Origin,
-    Rating,
     Record,
     better_and_worse,
     prompt_hash,
@@ -109,28 +106,7 @@ def _find_origin(key: np.ndarray, training: Sequence[Prompts]) -> Origin:
     return Origin(last.path, int(last.lines[np.searchsorted(last.keys, key)]))
 
 
-# The length baseline: what the length of a reply alone would score.
-
-
-def render_length_baseline(
-    train: Sequence[Record], heldout: Sequence[Record], attributes: Sequence[str]
-) -> list[str]:
-    """Lines: how often the longer reply of ``heldout`` is right, or Pearson r of its labels."""
-    if isinstance(heldout[0], Comparison):
-        lengths = [length for record in heldout for length in _lengths(record)]
-        wins = longer_chosen(heldout, lengths)
-        return [f"always taking the longer reply (in characters) is right in {wins:.1%} of heldout"]
-    lines, values = [], []
-    for index, name in enumerate(attributes):
-        # A line fitted to the training lengths: of its slope only the sign matters to r.
-        sign = np.sign(_length_correlation(train, index))
-        values.append(sign * _length_correlation(heldout, index))
-        lines.append(
-            f"{name}: Pearson r {values[-1]:.3f} in heldout for a line fitted to reply lengths"
-        )
-    if values:
-        lines.append(f"mean over attributes: {np.mean(values):.3f}")
-    return lines
+# How often the better reply is the longer one.
 
 
 def longer_chosen(records: Sequence[Record], lengths: Sequence[int]) -> float | None:
@@ -145,23 +121,6 @@ def longer_chosen(records: Sequence[Record], lengths: Sequence[int]) -> float | 
 def longer_wins(lengths: Sequence[tuple[int, ...]]) -> float:
     """Share of pairs whose first length is the larger; a tie counts one half."""
     return float(np.mean([0.5 if a == b else float(a > b) for a, b in lengths]))
-
-
-def _lengths(record: Record) -> tuple[int, ...]:
-    return tuple(len(reply_of(text)) for text in record.texts)
-
-
-def _length_correlation(records: Sequence[Record], index: int) -> float:
-    """Pearson r of the reply's characters with one label; 0 where either does not vary."""
-    points = [
-        (_lengths(record)[0], record.labels[index])
-        for record in records
-        if isinstance(record, Rating) and record.labels and record.labels[index] is not None
-    ]
-    known = np.array(points, dtype=np.float64).reshape(-1, 2)
-    if len(known) < 2 or not known.std(axis=0).all():
-        return 0.0
-    return float(np.corrcoef(known.T)[0, 1])
 
 
 # Summary of a file's records, small enough for a JSON file.

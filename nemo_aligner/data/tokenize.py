@@ -22,8 +22,9 @@ import numpy as np
 from nemo_aligner.config.common import Overlong
 from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract
 from nemo_aligner.contract.tokenizer import TextIds, Tokenizer
+from nemo_aligner.data.clean import EncodedRecord, encode_record, usable_encoded
 from nemo_aligner.data.files import Block
-from nemo_aligner.data.readers import EncodedRecord, FileRules, encode_record, usable_encoded
+from nemo_aligner.data.readers import FileRules
 from nemo_aligner.data.records import (
     Comparison,
     MalformedRecord,
@@ -41,7 +42,7 @@ from nemo_aligner.utils.processes import environment
 # This runs in processes of its own, which have no need of torch: it takes seconds to import, and
 # memory in each of them.
 #
-# What is dropped and counted is decided in ``readers.py``. Ties are counted here:
+# What is dropped and counted is decided in ``clean.py``. Ties are counted here:
 #
 # ================  ===============================================================================
 # ``all_tied``      kept, as the objective learns from ties: no completion is better than another
@@ -73,7 +74,7 @@ class TokenizedBlock:
     """N records with S sequences, what became of the others, and what is to be told of them.
 
     Attributes:
-        counts: as in ``readers.py`` and above, without ``kept``.
+        counts: as in ``clean.py`` and above, without ``kept``.
         parsed: records that were read and not dropped before they were tokenized.
         arrays: ``tokens [T]``, ``lengths [S]``, ``ranks [S]``, ``reply_lengths [S]``,
             ``sizes [N]`` (sequences of a record), ``prefixes [N]``, ``lines [N]``,

@@ -11,14 +11,8 @@ from typing import Any
 import pytest
 
 from nemo_aligner.config.common import Malformed, RecordKind
-from nemo_aligner.data.readers import (
-    MalformedRule,
-    Reading,
-    RecordFile,
-    check_malformed,
-    list_first,
-    read_records,
-)
+from nemo_aligner.data.clean import MalformedRule, check_malformed, list_first
+from nemo_aligner.data.readers import Reading, RecordFile, read_records
 from nemo_aligner.data.records import MalformedRecord, Origin
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contract.refusals import assert_refused

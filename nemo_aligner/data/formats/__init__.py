@@ -46,7 +46,7 @@ Label columns of pairs are fields of their names; where a format says by how muc
 better, ``label_margin`` is that, unless the record has a field of this name.
 
 ``FORMATS`` is the registry; of several that a first record fits, the first is taken. What a record
-lacks makes it a malformed one; what becomes of those is decided elsewhere (``readers.py``).
+lacks makes it a malformed one; what becomes of those is decided elsewhere (``clean.py``).
 """
 
 from __future__ import annotations
