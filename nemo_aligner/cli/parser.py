@@ -20,7 +20,6 @@ from nemo_aligner.config.describe import (
     suggest_setting,
     suggestion,
 )
-from nemo_aligner.config.load import check_needed, load_with_notes
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.processes import environment, is_first_rank, is_launched
 
@@ -173,6 +172,9 @@ def read_settings(schema: type[T], options: argparse.Namespace, needed: Sequence
         ConfigError: see ``load_config``.
         SettingsError: one of ``needed`` is not set.
     """
+    # Not above: doctor and quickstart parse their options by the standard library alone.
+    from nemo_aligner.config.load import check_needed, load_with_notes
+
     config, notes = load_with_notes(schema, options.settings, options.config)
     check_needed(config, schema, needed)
     is_speaker = options.processes in (None, 1) and is_first_rank()

@@ -9,7 +9,7 @@ from nemo_aligner.config.common import ANY, RANKS, Checks, IdleRule, Precision, 
 from nemo_aligner.config.model import (
     ANY_ROWS,
     IN_CONSTANT_SCHEDULES,
-    InvarianceConfig,
+    LayoutConfig,
     OptimConfig,
     Recompute,
     Schedule,
@@ -294,15 +294,9 @@ class CriticOptimConfig(OptimConfig):
 
 
 @dataclass
-class CriticModelConfig(InvarianceConfig):
+class CriticModelConfig(LayoutConfig):
     """Parallel layout of the critic, and how it learns."""
 
-    tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
-    pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
-    context_parallel_size: int = setting(1, "number of ranks that share each text, for long texts")
-    sequence_parallel: bool = setting(
-        False, "also split norms along the tokens; needs tensor parallelism"
-    )
     activations_checkpoint_granularity: Recompute = setting(
         Recompute.none, "which activations to recompute in the backward pass"
     )
@@ -316,18 +310,11 @@ class CriticModelConfig(InvarianceConfig):
     seed: int = setting(1234, "random seed; a critic that loads weights needs none")
     optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
 
-    def __post_init__(self) -> None:
-        with Checks("model", self) as checks:
-            checks.positive(
-                "tensor_model_parallel_size",
-                "pipeline_model_parallel_size",
-                "context_parallel_size",
-                "global_batch_size",
-                "micro_batch_tokens",
-                "batch_invariant_rows",
-            )
-            checks.not_negative("freeze_layers", "loss_clip_val")
-            checks.seed("seed")
+    def check(self, checks: Checks) -> None:
+        super().check(checks)
+        checks.positive("global_batch_size", "micro_batch_tokens")
+        checks.not_negative("freeze_layers", "loss_clip_val")
+        checks.seed("seed")
 
 
 @dataclass

@@ -66,43 +66,24 @@ def inspect_files(
     """
     check_names(how.reading.attributes)
     training: list[FileReport] = []
-    for path in train:
-        looked = _look_at(path, "train", how)
-        training += looked.reports
-        yield looked.finding()
-    for path in files:
-        looked = _look_at(path, "train" if path in train else "file", how)
-        yield looked.finding(training)
-        for record in looked.records[: how.show]:
-            yield Inspected(render_record(record, how))
-
-
-@dataclass(frozen=True)
-class _Looked:
-    """A file's records, and its report; or why it has none."""
-
-    records: Sequence[Record] = ()
-    reports: Sequence[FileReport] = ()
-    error: str = ""
-
-    def finding(self, training: Sequence[FileReport] = ()) -> Inspected:
-        """The table, with the number of prompts that are also in ``training``."""
-        if not self.reports:
-            return Inspected(self.error, is_good=False)
-        (report,) = self.reports
-        if training:
+    for number, path in enumerate([*train, *files]):
+        is_training = number < len(train)
+        name = "train" if path in train else "file"
+        try:
+            file, report = _report_on(path, name, how)
+        except DataError as error:
+            yield Inspected(f"{name}: {error}", is_good=False)
+            continue
+        if is_training:
+            training.append(report)
+        elif training:
             overlap = check_overlap(report, training, allowed=True)
             report = replace(report, prompts_in_training=overlap)
         is_good = bool(report.counts["kept"]) and not report.malformed
-        return Inspected(report.table(MOST_LISTED), is_good)
-
-
-def _look_at(path: str, name: str, how: Inspection) -> _Looked:
-    try:
-        file, report = _report_on(path, name, how)
-    except DataError as error:
-        return _Looked(error=f"{name}: {error}")
-    return _Looked(file.records, [report])
+        yield Inspected(report.table(MOST_LISTED), is_good)
+        if not is_training:
+            for record in file.records[: how.show]:
+                yield Inspected(render_record(record, how))
 
 
 def _report_on(path: str, name: str, how: Inspection) -> tuple[RecordFile, FileReport]:
