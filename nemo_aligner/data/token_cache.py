@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +241,12 @@ class _Writer:
         ranks, bounds = arrays.read("ranks", _COUNT), arrays.read("bounds", _INT)
         prefixes = arrays.read("prefixes", _COUNT)
         saved = prefixes * (np.diff(bounds) - 1)
+        reads = arrays.read("reads", _COUNT) if has_steps else None
+        if has_steps:
+            bounds = arrays.read("read_bounds", _INT)[bounds]
+        # A row of labels for each record or, of rated steps, for each reward.
+        rows = np.diff(bounds) if len(labels) == bounds[-1] else 1
+        columns = LabelColumns.of(rules.columns, torch.from_numpy(labels))
         summary = FileSummary(
             path=rules.path,
             kind=rules.kind,
@@ -249,27 +255,15 @@ class _Writer:
             lengths=LengthSummary.of(np.diff(arrays.read("offsets", _INT))),
             reply_lengths=LengthSummary.of(arrays.read("reply_lengths", _COUNT)),
             sources=dict(zip(self._names, self._sources, strict=True)),
-            labels=LabelSummary(),
+            labels=LabelSummary.of(columns),
             longer_chosen=every.longer / every.pairs if every.pairs else None,
             prefixes=PrefixSummary(int(saved.sum()), int((prefixes == 0).sum())),
             malformed=every.malformed,
+            far_labels=far_labels(columns, Origins([(rules.path, np.repeat(lines, rows))])),
         )
-        reads = arrays.read("reads", _COUNT) if has_steps else None
-        if has_steps:
-            bounds = arrays.read("read_bounds", _INT)[bounds]
-        sizes = np.diff(bounds) if len(labels) == bounds[-1] else 1
-        summary = _with_labels(summary, rules.columns, labels, np.repeat(lines, sizes))
         end_digest(self._digest, labels, ranks, bounds, reads)
         digest = self._digest.hexdigest()
         return IndexFacts(summary, rules.columns, every.parsed, token_type, digest, has_steps)
-
-
-def _with_labels(
-    summary: FileSummary, names: Sequence[str], labels: np.ndarray, lines: np.ndarray
-) -> FileSummary:
-    columns = LabelColumns.of(names, torch.from_numpy(labels))
-    far = far_labels(columns, Origins([(summary.path, lines)]))
-    return replace(summary, labels=LabelSummary.of(columns), far_labels=far)
 
 
 def add_sequence(digest: Any, tokens: np.ndarray) -> None:
