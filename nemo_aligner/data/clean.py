@@ -112,20 +112,20 @@ def check_malformed(files: Sequence[ReadFile], rule: MalformedRule) -> None:
     raise DataError("\n".join([*lines, _advice(list(bad.values()), rule)]))
 
 
-def list_first(items: Sequence[object], most: int, total: int | None = None) -> list[str]:
-    """A line for each of the first ``most`` items, and how many more there are.
-
-    ``total`` is their number where not all of them are in ``items``.
-    """
+def list_first(items: Sequence[object], most: int) -> list[str]:
+    """A line for each of the first ``most`` items, and how many more there are."""
     lines = [f"  {item}" for item in items[:most]]
-    rest = (len(items) if total is None else total) - most
+    rest = len(items) - most
     return [*lines, f"  and {rest} more"] if rest > 0 else lines
 
 
 def list_malformed(
     records: Sequence[MalformedRecord], most: int, total: int | None = None
 ) -> list[str]:
-    """``list_first`` of malformed records, those of a file with the same reason on one line."""
+    """``list_first`` of malformed records, those of a file with the same reason on one line.
+
+    ``total`` is their number where not all of them are in ``records``.
+    """
     alike: dict[tuple[str, str], list[MalformedRecord]] = {}
     for record in records:
         alike.setdefault((record.origin.path, record.reason), []).append(record)

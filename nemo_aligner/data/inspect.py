@@ -15,7 +15,7 @@ from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import MOST_LISTED
 from nemo_aligner.data.dataset import label_columns, report_on
 from nemo_aligner.data.readers import Reading, RecordFile, parse_file
-from nemo_aligner.data.record_arrays import ArraysInMemory, far_labels
+from nemo_aligner.data.record_arrays import ArraysInMemory
 from nemo_aligner.data.records import Comparison, Record, label_rows, text_names
 from nemo_aligner.data.report import (
     FileReport,
@@ -24,6 +24,7 @@ from nemo_aligner.data.report import (
     LengthSummary,
     Prompts,
     check_overlap,
+    far_labels,
     longer_chosen,
 )
 from nemo_aligner.data.split import check_names

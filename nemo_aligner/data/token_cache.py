@@ -28,7 +28,6 @@ from nemo_aligner.data.record_arrays import (
     ArraysInFolder,
     ArraysInMemory,
     Origins,
-    far_labels,
 )
 from nemo_aligner.data.report import (
     MOST_KEPT,
@@ -37,6 +36,7 @@ from nemo_aligner.data.report import (
     LengthSummary,
     PrefixSummary,
     Prompts,
+    far_labels,
     first_of_each,
 )
 from nemo_aligner.data.tokenize import (

@@ -14,8 +14,8 @@ from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.inspect import Inspection, inspect_files, mark_specials
 from nemo_aligner.data.readers import Reading
-from nemo_aligner.data.record_arrays import far_labels, label_range
 from nemo_aligner.data.records import Origin
+from nemo_aligner.data.report import far_labels, label_range
 from nemo_aligner.data.texts import label_of, labelled_texts, write_first_replies
 from nemo_aligner.utils.errors import DataError
 from tests import tiny
