@@ -60,6 +60,7 @@ def run_verb(run: Run, options: argparse.Namespace) -> int:
         return 130
     except BrokenPipeError:
         # Whoever read the output, such as head, has seen enough.
+        # Python flushes stdout once more at its end, and would fail again.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
         return 1
     except Exception as error:

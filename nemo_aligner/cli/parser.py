@@ -49,6 +49,7 @@ class Parser(argparse.ArgumentParser):
             description=_wrapped(description),
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            # An abbreviation would mean something else with the next flag that begins so.
             allow_abbrev=False,
         )
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -63,6 +64,7 @@ class Parser(argparse.ArgumentParser):
             if flag.startswith("--") and flag not in known:
                 hint = did_you_mean(flag, known) or self._as_setting(word, following)
                 self.error(f"got {word}, which is not an option{hint}")
+        # Settings may stand before, between and behind flags.
         options = self.parse_intermixed_args(argv)
         options.argv = list(argv)
         flags = known if self._settings_are_flags else []
@@ -211,6 +213,7 @@ def start_ranks(verb: str, options: argparse.Namespace) -> int:
     """Run this command as ``options.processes`` ranks of this machine; its exit code."""
     from nemo_aligner.distributed.launch import run_ranks
 
+    # Of a flag that is given twice the last counts.
     again = [*options.argv, "--processes=1"]
     return run_ranks(["-m", "nemo_aligner", verb, *again], options.processes, environment())
 

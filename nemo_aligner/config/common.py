@@ -16,6 +16,7 @@ T = TypeVar("T")
 ABOUT = "about"
 MAX_SEED = 2**32 - 1
 MAX_PORT = 2**16 - 1
+# The bounds of a range belong to it, and 0 must not.
 _ABOVE_0 = nextafter(0.0, 1.0)
 BLOCK_TOKENS = 16
 """Tokens of a block of the prefix cache, which keeps and finds keys and values by whole blocks."""

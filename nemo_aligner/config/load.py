@@ -208,6 +208,7 @@ class _Merging:
 
     def _add_section(self, update: DictConfig, schema: Any, where: str, prefix: str) -> None:
         hints = get_type_hints(schema)
+        # Without following references: they may lead to settings that come later.
         for name, value in update.items_ex(resolve=False):
             key, kind = f"{prefix}{name!s}", hints.get(str(name))
             is_empty = value is None or (OmegaConf.is_config(value) and value._is_none())
@@ -285,6 +286,7 @@ class _Merging:
         for item in fields(schema):
             kind = hints[item.name]
             try:
+                # A reference such as ${model.seed} is followed here, when all settings are known.
                 value = node[item.name]
             except OmegaConfBaseException as error:
                 self._complain("", f"{prefix}{item.name}: {first_line(error)}")
@@ -295,6 +297,7 @@ class _Merging:
                 value = OmegaConf.to_object(value)
             values[item.name] = tuple(value) if get_origin(kind) is tuple else value
         try:
+            # Not OmegaConf.to_object, which stops at the first section that is refused.
             return schema(**values)
         except SettingsError as error:
             for problem in error.problems:
@@ -415,6 +418,7 @@ _TEXT = "tag:yaml.org,2002:str"
 _NULL = "tag:yaml.org,2002:null"
 _MERGE = "tag:yaml.org,2002:merge"
 _NULLS = ("", "~", "null", "Null", "NULL")
+# An anchor of YAML may stand within itself.
 _MOST_DEPTH = 20
 
 

@@ -124,6 +124,7 @@ def _check_kwargs(template: str, kwargs: str) -> None:
 
 def is_dated(template: str, bos_token: str, eos_token: str, kwargs: str = "") -> bool:
     """True if a template writes the date, and so another text tomorrow."""
+    # Two days that differ in everything that strftime can say of one.
     texts = {write_probe(template, bos_token, eos_token, kwargs, day.strftime) for day in _DAYS}
     return len(texts) > 1
 
@@ -505,6 +506,7 @@ def _main() -> None:
     ):
         _, most = resource.getrlimit(kind)
         resource.setrlimit(kind, (limit, most))
+    # The limits hold before anything of the template is looked at.
     given = json.load(sys.stdin)
     try:
         if not is_dated(*given):  # or it is refused for that

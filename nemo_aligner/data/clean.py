@@ -228,6 +228,7 @@ def encode_record(
     except NoTemplateError as error:
         raise DataError(f"{record.origin}: {error}") from error
     except DataError as error:
+        # Which of the texts it was is only known from each alone.
         for name, text in zip(text_names(record), record.texts, strict=True):
             try:
                 encode([text])

@@ -217,6 +217,7 @@ class TokenizedDataset:
         )
         rotations = np.array([rotation_by_length(int(length)) for length in lengths])[numbers]
         starts = self.sequence_bounds[:-1].numpy()
+        # reduceat goes from each start to the next; no record is without a sequence.
         alike = np.maximum.reduceat(rotations, starts) == np.minimum.reduceat(rotations, starts)
         return replace(self, prefixes=self.prefixes * torch.from_numpy(alike))
 

@@ -189,6 +189,7 @@ def open_file(path: str | Path, how: Reading) -> tuple[FileRules, Iterator[Block
     """
     file = BlockFile(path)
     chosen = choose_format(how.format, how.kind, file.objects(), str(path), how.pair_keys)
+    # Before any record: an error in the middle would come after hours of tokenizing.
     check_lines_are_whole(chosen, file.lines(), str(path))
     rules = FileRules(str(path), chosen.name, chosen.kind, how)
     return rules, file.blocks(chosen.lines_per_record)

@@ -211,6 +211,7 @@ def _held_keys(keys: Sequence[str], heldout: float, seed: int) -> set[str]:
     A prompt whose records would overshoot that by more than the tolerance is left for training.
     """
     sizes = Counter(keys)
+    # Sorted, so that what is drawn does not depend on the order of the file.
     order = sorted(sizes)
     random.Random(seed).shuffle(order)
     wanted = heldout * len(keys)

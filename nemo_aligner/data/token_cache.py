@@ -323,6 +323,7 @@ class Stamp:
 
     size: int
     mtime_ns: int
+    # mtime can be set back, as cp -p and rsync -t do; ctime cannot.
     ctime_ns: int
 
     @classmethod
@@ -375,6 +376,7 @@ def open_index(folder: Path, path: str) -> FileIndex | None:
     try:
         held = json.loads((folder / _FACTS).read_text())
         arrays = ArraysInFolder(folder)
+        # Sizes first: a copy that was cut off shows in them, without reading it.
         if arrays.sizes() != held["sizes"] or not _is_of(held, folder, path):
             return None
         return FileIndex(IndexFacts.from_dict(held["facts"], path), arrays)
@@ -417,6 +419,7 @@ def write_index(path: str, rules: IndexRules, folder: Path, say: Say) -> None:
     """
     part = make_temporary(f".{folder.name}.part-", folder.parent)
     try:
+        # mkdtemp lets its owner alone in; an index is for all who may read the folder it is in.
         os.chmod(part, folder.parent.stat().st_mode & 0o777)
         _fill(path, rules, part, say)
         _publish(part, folder, path)
@@ -428,6 +431,7 @@ def _fill(path: str, rules: IndexRules, part: Path, say: Say) -> None:
     begun, stamp, arrays = time.time_ns(), Stamp.of(path), ArraysInFolder(part)
     processes = min(usable_processes(), 1 + stamp.size // _BYTES_PER_PROCESS)
     with ThreadPoolExecutor(1) as beside:
+        # hashlib lets go of the GIL: the file is hashed while it is tokenized.
         content = beside.submit(content_digest, path)
         index = make_index(path, rules, arrays, processes, _Told(path, say))
         arrays.close()
@@ -445,6 +449,7 @@ def _fill(path: str, rules: IndexRules, part: Path, say: Say) -> None:
 
 
 def _write_facts(folder: Path, held: dict[str, Any]) -> None:
+    # On the disk before it gets its name: after a crash there is a whole one or none.
     new = folder / f".{_FACTS}.{os.getpid()}"
     with new.open("w") as file:
         json.dump(held, file, indent=1)
@@ -457,6 +462,7 @@ def _publish(part: Path, folder: Path, path: str) -> None:
     """Give what is written its name; one that another process has written meanwhile stays."""
     for _ in range(_TRIES):
         with suppress(OSError):
+            # It fails where there is such a folder, unless that is empty.
             part.rename(folder)
             return
         if open_index(folder, path) is not None:
@@ -550,6 +556,7 @@ def _prepare_on_nodes(prepare: Callable[[], Folders]) -> Folders:
         return host, prepare()
 
     made = run_on_some(on_node if process.rank == 0 else None)
+    # Rank 0 comes first, so that nodes with its disk find its files and write none.
     if process.local_world_size < process.world_size:
         first_elsewhere = process.local_rank == 0 and process.rank > 0
         made += run_on_some(on_node if first_elsewhere else None)
@@ -582,6 +589,7 @@ def _can_write(folder: Path, place: IndexPlace) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".nemo_aligner_{os.getpid()}"
+        # Tried, as os.access is wrong where a server has the last word, as on NFS.
         probe.mkdir()
         probe.rmdir()
     except OSError as error:

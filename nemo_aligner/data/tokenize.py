@@ -319,6 +319,7 @@ def _share_out(blocks: Iterable[Block], workers: list[_Worker]) -> Iterator[Toke
             free.put(worker)
 
     pending: deque[Future[TokenizedBlock]] = deque()
+    # Threads only wait for the pipes; the work is in the processes.
     executor = ThreadPoolExecutor(len(workers), thread_name_prefix="tokenize")
     try:
         for block in blocks:
@@ -328,6 +329,7 @@ def _share_out(blocks: Iterable[Block], workers: list[_Worker]) -> Iterator[Toke
         while pending:
             yield pending.popleft().result()
     finally:
+        # Not waited for: where the reader stopped, the workers are ended next.
         executor.shutdown(wait=False, cancel_futures=True)
 
 

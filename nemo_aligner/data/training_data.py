@@ -88,8 +88,10 @@ def build_training_data(
         _mark_overlap(join_indexes([index], name), train, config.data.allow_prompt_overlap)
         for index, name in zip(indexes[split:], names, strict=True)
     ]
+    # Where a long text is rotated otherwise (LongRoPE), its states differ from the first token on.
     if rotation_by_length is not None:
         train, *heldout = (each.sharing_by(rotation_by_length) for each in (train, *heldout))
+    # Bins and quantiles may be set by the labels, which are known only now.
     objective = _fitted(objective, train, contract)
     contract = contract.with_readout(readout_of(objective))
     for dataset in (train, *heldout):

@@ -141,6 +141,7 @@ def choose_format(
         if fmt not in {known.name for known in fitting}:
             raise ConfigError(f"model.data.format: got {fmt!r}, wanted auto or one of {names}")
         return FORMATS[fmt]
+    # Not of the first record alone: that may be the malformed one.
     first = None
     for line in lines:
         first = first or line
@@ -211,6 +212,7 @@ def _find_misspelt(value: dict[str, Any], fitting: Sequence[Format]) -> str | No
             found.append((len(keys), known, names))
     if not found:
         return None
+    # The more keys fit, the less likely it is by chance.
     _, meant, names = max(found, key=lambda each: each[0])
     fields = ", ".join(f"{key!r} for {name!r}" for key, name in names.items())
     return f"did you mean {fields}? {meant.name} wants {meant.wanted}"
