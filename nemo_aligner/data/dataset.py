@@ -16,10 +16,16 @@ from torch import Tensor
 from nemo_aligner.batch.packed import LabelColumns, Records
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.clean import MalformedRule, check_malformed, nothing_left
-from nemo_aligner.data.record_arrays import Origins, Sources, TokenSequences
 from nemo_aligner.data.records import Origin, Record, label_rows
 from nemo_aligner.data.report import FileReport, find_in
-from nemo_aligner.data.token_cache import FileIndex, add_sequence, end_digest
+from nemo_aligner.data.token_index import (
+    FileIndex,
+    Origins,
+    Sources,
+    TokenSequences,
+    add_sequence,
+    end_digest,
+)
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 

@@ -15,7 +15,6 @@ from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import MOST_LISTED
 from nemo_aligner.data.dataset import label_columns, report_on
 from nemo_aligner.data.readers import Reading, RecordFile, parse_file
-from nemo_aligner.data.record_arrays import ArraysInMemory
 from nemo_aligner.data.records import Comparison, Record, label_rows, text_names
 from nemo_aligner.data.report import (
     FileReport,
@@ -28,7 +27,7 @@ from nemo_aligner.data.report import (
     longer_chosen,
 )
 from nemo_aligner.data.split import check_names
-from nemo_aligner.data.token_cache import IndexRules, make_index
+from nemo_aligner.data.token_index import ArraysInMemory, IndexRules, make_index
 from nemo_aligner.utils.errors import DataError
 
 # A tokenizer, and the contract that it is used by.

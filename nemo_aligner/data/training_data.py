@@ -19,7 +19,8 @@ from nemo_aligner.data.dataset import TokenizedDataset, check_indexes, join_inde
 from nemo_aligner.data.packing import largest_record, pack_records, record_cost, share_out
 from nemo_aligner.data.readers import Reading
 from nemo_aligner.data.report import check_overlap
-from nemo_aligner.data.token_cache import IndexPlace, IndexRules, open_indexes
+from nemo_aligner.data.token_cache import IndexPlace, open_indexes
+from nemo_aligner.data.token_index import IndexRules
 from nemo_aligner.losses import build_objective
 from nemo_aligner.losses.base import Objective, fitted, label_limits, readout_of
 from nemo_aligner.utils.errors import ConfigError, DataError
