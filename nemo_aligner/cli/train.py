@@ -128,13 +128,9 @@ def plan_parser() -> Parser:
         "--params", metavar="SIZE", help=f"a Llama of this size: {', '.join(PRESETS)}"
     )
     parser.add_argument(
-        "--gpus",
-        type=positive,
-        nargs="+",
-        required=True,
-        metavar="N",
+        "--gpus", type=positive, nargs="+", required=True, metavar="N",
         help="number of GPUs, or several to compare",
-    )
+    )  # fmt: skip
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="default: 80")
     parser.add_argument(
         "--reserve", type=float, metavar="GIB",

@@ -61,9 +61,7 @@ def load_with_notes(
         ConfigError, SettingsError: see ``load_config``; a value of NeMo-Aligner that would train
             or score otherwise here.
     """
-    merging = _Merging(schema)
-    if file is not None:
-        merging.add(_read(find_settings(file), merging.kind_of), str(file))
+    merging = _Merging(schema, file)
     for text in settings:
         merging.add_setting(text)
     return merging.finish(), merging.notes()
@@ -79,9 +77,7 @@ def load_given(
     Raises:
         ConfigError, SettingsError: see ``load_config``.
     """
-    merging = _Merging(schema)
-    if file is not None:
-        merging.add(_read(find_settings(file), merging.kind_of), str(file))
+    merging = _Merging(schema, file)
     for key, value in given.items():
         merging.add_value(key, value)
     return merging.finish()
@@ -142,9 +138,9 @@ def _or_packaged(path: Path) -> str:
 
 
 class _Merging:
-    """Settings on their way into ``schema``, and what was wrong with them."""
+    """Settings on their way into ``schema``, those of ``file`` first; what was wrong with them."""
 
-    def __init__(self, schema: type) -> None:
+    def __init__(self, schema: type, file: str | PathLike[str] | None = None) -> None:
         self._schema = schema
         # Of each its file, and where it stands in none its key.
         self._updates: list[tuple[DictConfig, str, str]] = []
@@ -157,6 +153,8 @@ class _Merging:
         # Of each file, and under "" of what stands in none.
         self._problems: dict[str, list[str]] = {}
         self._unknown: dict[tuple[str, str], list[str]] = {}
+        if file is not None:
+            self.add(_read(find_settings(file), self.kind_of), str(file))
 
     def kind_of(self, key: str) -> Any:
         """The type of a key's values, also of another program's key; None for a section."""
@@ -460,10 +458,8 @@ def _value(key: str, text: str, kind_of: KindOf) -> Any:
     kind, stripped = kind_of(key), text.strip()
     if stripped in _NULLS:
         return None
-    if _is_text(kind):
-        quoted = _unquoted(stripped)
-        return text if quoted is None else quoted
-    if _is_texts(kind) and not stripped.startswith(("[", "{", "- ")):
+    is_one_of_texts = _is_texts(kind) and not stripped.startswith(("[", "{", "- "))
+    if _is_text(kind) or is_one_of_texts:
         quoted = _unquoted(stripped)
         return text if quoted is None else quoted
     loader = _loader(text)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Protocol, TypeVar, overload
+from typing import Any, BinaryIO, Generic, TypeAlias, TypeVar, overload
 
 import numpy as np
 import torch
@@ -276,18 +276,6 @@ def end_digest(
 # lengths and lines would need such files beside it anyway.
 
 
-class Arrays(Protocol):
-    """A store that takes arrays part by part, and is read from once it is complete."""
-
-    def append(self, name: str, part: np.ndarray) -> None: ...
-
-    def replace(self, name: str, array: np.ndarray) -> None: ...
-
-    def read(self, name: str, dtype: np.dtype, width: int | None = None) -> np.ndarray: ...
-
-    def sizes(self) -> dict[str, int]: ...
-
-
 class ArraysInMemory:
     """Arrays that live as long as the process."""
 
@@ -360,6 +348,10 @@ class ArraysInFolder:
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.bin"
+
+
+Arrays: TypeAlias = ArraysInMemory | ArraysInFolder
+"""Arrays that are written part by part, and read from once they are complete."""
 
 
 def _shaped(array: np.ndarray, width: int | None) -> np.ndarray:
