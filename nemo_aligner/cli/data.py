@@ -312,8 +312,8 @@ most doubtful pairs. If it is stopped, the same command resumes it.
 
 def filter_parser() -> Parser:
     """The options of ``nemo-aligner data filter``."""
-    parser = settings_parser("data filter", _FILTER, TrainConfig, has_ranks=False)
-    parser.epilog = "settings: those of `nemo-aligner train`"
+    epilog = "settings: those of `nemo-aligner train`"
+    parser = settings_parser("data filter", _FILTER, TrainConfig, has_ranks=False, epilog=epilog)
     parser.add_argument("--by", choices=["model"], default="model", help="what judges the pairs")
     parser.add_argument("--input", type=Path, required=True, metavar="FILE", help="to filter")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="to make")

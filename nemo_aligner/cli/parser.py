@@ -141,14 +141,20 @@ def positive(text: str) -> int:
 _WIDTH = 100
 
 
-def settings_parser(verb: str, description: str, schema: type, has_ranks: bool = True) -> Parser:
-    """Build a parser of the settings of ``schema``; its help lists all of them."""
+def settings_parser(
+    verb: str,
+    description: str,
+    schema: type,
+    has_ranks: bool = True,
+    epilog: str | None = None,
+) -> Parser:
+    """Build a parser of the settings of ``schema``, listed in its help or, if set, ``epilog``."""
     parser = Parser(
         verb,
         description,
         [key.name for key in list_keys(schema)],
         settings_are_flags=False,
-        epilog=f"settings and their defaults:\n\n{render_keys(schema)}",
+        epilog=epilog or f"settings and their defaults:\n\n{render_keys(schema)}",
     )
     parser.set_defaults(processes=None)
     if has_ranks:

@@ -121,19 +121,24 @@ def tokenize_block(block: Block, rules: TokenRules) -> TokenizedBlock:
         DataError: it is not UTF-8, a record is too long and the contract's rule is ``error``, or
             there is no chat template.
     """
-    done = TokenizedBlock()
+    counts: Counter[str] = Counter()
+    malformed: list[MalformedRecord] = []
     lines = block.lines(rules.file.path)
-    records = list(rules.file.records(lines, done.counts, done.malformed))
-    done.parsed = len(records)
-    kept = list(_kept(records, rules, done))
-    done.sources = [each.record.source for each in kept]
-    done.malformed.sort(key=lambda record: record.origin.line)
+    records = list(rules.file.records(lines, counts, malformed))
+    kept = list(_kept(records, rules, counts, malformed))
+    malformed.sort(key=lambda record: record.origin.line)
     pairs = better_and_worse(
         [each.record for each in kept], [n for each in kept for n in _reply_lengths(each)]
     )
-    done.pairs, done.longer = len(pairs), sum((a > b) + 0.5 * (a == b) for a, b in pairs)
-    done.arrays = _arrays(kept, rules)
-    return done
+    return TokenizedBlock(
+        counts=counts,
+        parsed=len(records),
+        malformed=malformed,
+        arrays=_arrays(kept, rules),
+        sources=[each.record.source for each in kept],
+        pairs=len(pairs),
+        longer=sum((a > b) + 0.5 * (a == b) for a, b in pairs),
+    )
 
 
 def _reply_lengths(kept: _Kept) -> list[int]:
@@ -143,20 +148,25 @@ def _reply_lengths(kept: _Kept) -> list[int]:
     return [sum(islice(lengths, count)) for count in counts]
 
 
-def _kept(records: Sequence[Record], rules: TokenRules, done: TokenizedBlock) -> Iterator[_Kept]:
+def _kept(
+    records: Sequence[Record],
+    rules: TokenRules,
+    counts: Counter[str],
+    malformed: list[MalformedRecord],
+) -> Iterator[_Kept]:
     stops = rules.contract.overlong == Overlong.error.value
     error = " (model.data.overlong is 'error')" if stops else None
     encoded = _encode_all(records, rules.contract, rules.tokenizer)
-    for each, texts in usable_encoded(encoded, done.counts, done.malformed, error):
+    for each, texts in usable_encoded(encoded, counts, malformed, error):
         record = each.record
         if isinstance(record, Comparison) and record.has_ties:
-            done.counts["all_tied" if record.is_tied else "some_tied"] += 1
+            counts["all_tied" if record.is_tied else "some_tied"] += 1
         sequences = [np.array(text.token_ids, dtype=np.int32) for text in texts]
         reads = [text.reads for text in texts if text.reads is not None]
         if not reads:
             yield _Kept(record, sequences, each.reply_tokens)
             continue
-        done.counts["steps"] += sum(map(len, reads))
+        counts["steps"] += sum(map(len, reads))
         lengths = [
             length
             for tokens, own in zip(each.reply_tokens, reads, strict=True)
