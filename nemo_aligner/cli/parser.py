@@ -148,7 +148,7 @@ def settings_parser(
     has_ranks: bool = True,
     epilog: str | None = None,
 ) -> Parser:
-    """Build a parser of the settings of ``schema``, listed in its help or, if set, ``epilog``."""
+    """Build a parser of the settings of ``schema``; ``epilog`` replaces their list in the help."""
     parser = Parser(
         verb,
         description,
