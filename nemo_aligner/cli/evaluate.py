@@ -8,8 +8,14 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from nemo_aligner.cli.parser import Parser, positive
-from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
+from nemo_aligner.cli.parser import (
+    Parser,
+    positive,
+    read_settings,
+    settings_parser,
+    start_ranks,
+    starts_ranks,
+)
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.evaluation.report import check_report
 from nemo_aligner.utils.processes import is_first_rank

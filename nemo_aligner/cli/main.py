@@ -60,6 +60,7 @@ def run_verb(run: Run, options: argparse.Namespace) -> int:
         return 130
     except BrokenPipeError:
         # Whoever read the output, such as head, has seen enough.
+        # Python flushes stdout once more at its end, and would fail again.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
         return 1
     except Exception as error:
@@ -148,12 +149,11 @@ VERBS = {
 # The module of a verb has ``VERB_parser`` and ``run_VERB``, by the verb's last word.
 _MODULES = {
     "main": ("quickstart", "doctor", "completion"),
-    "train": ("train", "probe"),
+    "train": ("plan", "train", "probe"),
     "evaluate": ("evaluate", "compare", "report", "check"),
     "serve": ("serve", "serve-critic", "gateway", "score"),
     "checkpoint": ("convert", "import", "export", "merge"),
     "data": tuple(verb for verb in VERBS if verb.startswith("data ")),
-    "plan": ("plan",),
 }
 
 

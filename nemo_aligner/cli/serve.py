@@ -9,8 +9,13 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
-from nemo_aligner.cli.parser import Parser
-from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
+from nemo_aligner.cli.parser import (
+    Parser,
+    read_settings,
+    settings_parser,
+    start_ranks,
+    starts_ranks,
+)
 from nemo_aligner.config.serving import GatewayRunConfig, ServeConfig, ServeCriticConfig
 from nemo_aligner.utils.errors import ConfigError, ServingError
 

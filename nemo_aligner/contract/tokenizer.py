@@ -50,6 +50,7 @@ class Tokenizer:
             self._backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(files[_JSON])
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{where}/{_JSON}: not a tokenizer: {short(error)}") from error
+        # tokenizer.json keeps both as they were set last.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._check()
@@ -213,6 +214,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """``encode`` of many texts at once, on all cores; the same ids."""
+        # "fast" leaves out the offsets, which nobody reads here.
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from nemo_aligner.batch.packed import LabelColumns, PackedBatch, Records
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.packing import measure_record, pack_records
-from nemo_aligner.data.record_arrays import far_labels
+from nemo_aligner.data.report import far_labels
 from nemo_aligner.data.training_data import (
     Imbalance,
     StepPlan,
@@ -48,7 +48,7 @@ from nemo_aligner.models.step import (
     infer_in_parts,
 )
 from nemo_aligner.training.cost import Packs
-from nemo_aligner.training.optimizer.optimizer import Optimizer, Update
+from nemo_aligner.training.optimizer import Optimizer, Update
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import TrainingError
 
