@@ -171,10 +171,12 @@ class RunCheckpoints:
 
     def leader(self) -> Saved | None:
         """Best so far, including one that is still being written; does not wait for it."""
-        saved = on_main(lambda: _list_saved(self.folder))
-        pending = [] if self._pending is None else [self._pending[0]]
-        ranked = self._ranked([*saved, *pending])
+        ranked = self._ranked(self._with_pending())
         return ranked[0] if ranked else None
+
+    def _with_pending(self) -> list[Saved]:
+        pending = [] if self._pending is None else [self._pending[0]]
+        return [*on_main(lambda: _list_saved(self.folder)), *pending]
 
     def ranked(self) -> list[Saved]:
         """Checkpoints with a value of ``monitor``, the best first."""
@@ -192,10 +194,7 @@ class RunCheckpoints:
         # A step past all others: it loses every tie, as a checkpoint that is saved now does.
         state = RunState(2**62, 0, metrics={**metrics}, config={**(self._config or {})})
         newcomer = Saved(self.folder, state)
-        saved = [*on_main(lambda: _list_saved(self.folder)), newcomer]
-        if self._pending is not None:
-            saved.append(self._pending[0])
-        return newcomer in self._ranked(saved)[: self._save_top_k]
+        return newcomer in self._ranked([*self._with_pending(), newcomer])[: self._save_top_k]
 
     def save(self, state: RunState, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
         """Start a checkpoint; training may go on when it returns.
@@ -282,16 +281,13 @@ class RunCheckpoints:
         put_weights(model, load_weights(request, saved.path / STATE_NAME)["model"], saved.path)
 
     def _ranked(self, saved: list[Saved]) -> list[Saved]:
-        scored = [(self._sort_key(item.state.metrics), item) for item in saved]
-        ranked = [
-            (self._is_of_other_records(item.state), key, item.state.step, item)
-            for key, item in scored
-            if key is not None
-        ]
-        return [item for *_, item in sorted(ranked, key=lambda entry: entry[:3])]
+        def order(item: Saved) -> tuple[Any, ...]:
+            state, config = item.state, self._config
+            is_of_other_records = config is not None and not same_validation(state.config, config)
+            return is_of_other_records, self._sort_key(state.metrics), state.step
 
-    def _is_of_other_records(self, state: RunState) -> bool:
-        return self._config is not None and not same_validation(state.config, self._config)
+        scored = [item for item in saved if self._sort_key(item.state.metrics) is not None]
+        return sorted(scored, key=order)
 
     def _sort_key(self, metrics: Mapping[str, float]) -> tuple[float, float] | None:
         """Key by which smaller is better; None if ``monitor`` has no value."""

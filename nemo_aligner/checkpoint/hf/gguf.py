@@ -424,15 +424,16 @@ class GgufFields:
 
     def count(self, name: str, default: int | None = None) -> int:
         """Read a positive integer of any width."""
-        where = f"{self._architecture}.{name}"
         value = self.values.get(name, default)
-        return read_count(value, where, "a whole number from 1 on", most=2**64)
+        return read_count(value, self._key(name), "a whole number from 1 on", most=2**64)
 
     def number(self, name: str, default: float | None = None) -> float:
         """Read a finite number."""
-        where = f"{self._architecture}.{name}"
         value = self.values.get(name, default)
-        return read_number(value, where, "a number", -_MOST_FLOAT, _MOST_FLOAT)
+        return read_number(value, self._key(name), "a number", -_MOST_FLOAT, _MOST_FLOAT)
+
+    def _key(self, name: str) -> str:
+        return f"{self._architecture}.{name}"
 
 
 def read_config(
