@@ -150,6 +150,7 @@ Export a reward model's .nemo as a Hugging Face folder, and check that it scores
 nemo-aligner export --input megatron_gpt.nemo --output hf_folder
 """
 
+# Decimal, as save_pretrained of transformers takes max_shard_size.
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 

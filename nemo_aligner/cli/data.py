@@ -179,6 +179,7 @@ def run_inspect(options: argparse.Namespace) -> int:
         tokenizer, contract, is_built = read_or_build_text_rules(
             options.tokenizer, data, options.attributes, ScoredPosition(options.reads)
         )
+        # last_token is the default of --reads, and so asks for nothing.
         asked = contract.scored_position if options.reads == "last_token" else options.reads
         separator = options.step_separator or contract.step_separator
         if (asked, separator) != (contract.scored_position, contract.step_separator):

@@ -58,6 +58,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """The options of a command line; an unfit one ends the process with exit code 2."""
+        # argparse has no public list of its flags, but its help has them.
         known = re.findall(r"--[\w-]+", self.format_help())
         for word, following in pairwise([*argv, ""]):
             flag = word.partition("=")[0]
@@ -156,6 +157,7 @@ def settings_parser(
         settings_are_flags=False,
         epilog=epilog or f"settings and their defaults:\n\n{render_keys(schema)}",
     )
+    # Also for verbs without --processes: their options are read by the same functions.
     parser.set_defaults(processes=None)
     if has_ranks:
         parser.add_argument(

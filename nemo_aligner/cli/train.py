@@ -60,6 +60,7 @@ def run_train(options: argparse.Namespace) -> int:
 
         say(check_run(config, options.processes or find_process(os.environ).world_size))
         return 0
+    # Before ranks start, as each of them would say it.
     if config.exp_manager.report:
         check_report("exp_manager.report")
     if starts_ranks(options):

@@ -14,6 +14,7 @@ from nemo_aligner.utils.errors import CheckpointError, SettingsError, shown
 T = TypeVar("T")
 # Key of a field's metadata: its line in ``--help``.
 ABOUT = "about"
+# numpy's RandomState takes no larger one.
 MAX_SEED = 2**32 - 1
 MAX_PORT = 2**16 - 1
 # The bounds of a range belong to it, and 0 must not.

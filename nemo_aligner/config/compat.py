@@ -108,6 +108,7 @@ class Translation:
                 if resolved is not value:
                     _put(tree, key, resolved)
             elif self._last[key] is not update:
+                # A later setting of this key counts: a file's, or one of the command line.
                 _remove(tree, key)
             else:
                 if rule.to != key:

@@ -302,6 +302,7 @@ def _requirements_of(extra: str) -> list[str]:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
     except PackageNotFoundError:
         return []
+    # Of an extra is what has the marker extra == "name" behind the semicolon.
     split = (line.partition(";") for line in lines)
     of_extra = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]""")
     return [f"'{what.strip()}'" for what, _, marker in split if of_extra.search(marker)]

@@ -170,25 +170,14 @@ ANY_ROWS: IdleRule = ({"model.batch_invariant": False}, ("model.batch_invariant_
 
 
 @dataclass
-class InvarianceConfig:
-    """Batch invariance of rewards, also in validation and critics."""
+class LayoutConfig:
+    """Batch invariance of rewards and parallel layout, of every model that is trained or scores."""
 
     batch_invariant: bool = setting(True, "rewards have the same bits alone and in any batch")
     batch_invariant_rows: int = setting(
         BATCH_INVARIANT_ROWS,
         "rows per matrix product; CPUs also use others that give the same bits",
     )
-
-    @property
-    def invariant_rows(self) -> int | None:
-        """``batch_invariant_rows`` where rewards are to be batch invariant."""
-        return self.batch_invariant_rows if self.batch_invariant else None
-
-
-@dataclass
-class LayoutConfig(InvarianceConfig):
-    """Parallel layout, which every model has that is trained or scores."""
-
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
     context_parallel_size: int = setting(1, "number of ranks that share each text, for long texts")
@@ -208,6 +197,11 @@ class LayoutConfig(InvarianceConfig):
             "context_parallel_size",
             "batch_invariant_rows",
         )
+
+    @property
+    def invariant_rows(self) -> int | None:
+        """``batch_invariant_rows`` where rewards are to be batch invariant."""
+        return self.batch_invariant_rows if self.batch_invariant else None
 
 
 def layout_sizes(model: LayoutConfig) -> dict[str, Any]:

@@ -157,6 +157,7 @@ class Tokenizer:
     @cached_property
     def adds_bos(self) -> bool:
         """True if the tokenizer puts BOS before a bare text when asked for special tokens."""
+        # A text alone has none, and gets it where special tokens are asked for.
         return self.encode("a")[:1] != [self.bos_id] == self._backend.encode("a").ids[:1]
 
     @cached_property

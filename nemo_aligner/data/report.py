@@ -204,6 +204,7 @@ class LengthSummary:
         """Summarize ``[S]`` integers; without any there are no quantiles."""
         if not len(lengths):
             return cls(0, ())
+        # Lengths that occur: nothing is interpolated between two of them.
         at = np.rint(_PERCENT / 100 * (len(lengths) - 1)).astype(np.int64)
         return cls(int(lengths.sum()), tuple(np.sort(lengths)[at].tolist()))
 

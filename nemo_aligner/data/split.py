@@ -158,6 +158,7 @@ def _same_beginnings(begins: Sequence[str]) -> list[str]:
     """Merge prompts of raw texts: one that begins another counts as the same prompt."""
     group: dict[str, str] = {}
     last = None
+    # In this order a text comes behind those that it begins with.
     for start in sorted(set(begins)):
         if last is None or not start.startswith(last):
             last = start

@@ -1,38 +1,6 @@
 """The public data formats, a file for each kind; found by sniffing the first record, or by name.
 
-=====================  ==========  ==============================================================
-name                   kind        one record
-=====================  ==========  ==============================================================
-comparison_text        comparison  two adjacent lines, ``{"text": prompt + chosen}`` and then
-                                   ``{"text": prompt + rejected}``: raw text, as NeMo-Aligner has
-                                   it
-hh                     comparison  ``{"chosen", "rejected"}`` in HH-RLHF's writing, ``"\\n\\nHuman:
-                                   ... \\n\\nAssistant: ..."``; a ``"prompt"`` goes in front of
-                                   both
-text_pairs             comparison  ``{"chosen", "rejected"}``: raw texts, without a prompt
-chat_pairs             comparison  ``{"prompt", "chosen", "rejected"}``: strings or lists of
-                                   messages; other keys by ``PairKeys``
-nemo_rl_preference     comparison  ``{"context", "completions": [{"rank", "completion"}, ...]}``
-openai_preference      comparison  ``{"input": {"messages", "tools"}, "preferred_output",
-                                   "non_preferred_output"}``
-helpsteer3             comparison  ``{"context", "response1", "response2", "overall_preference"}``
-helpsteer2_preference  comparison  ``{"prompt", "response_1", "response_2",
-                                   "preference_strength"}``
-ultrafeedback          comparison  ``{"instruction", "completions": [{"response",
-                                   "fine-grained_score"}, ...]}``
-qa_feedback            comparison  ``{"question", "passages", "prediction 1", ... "prediction 4",
-                                   "preference"}``
-pandalm                comparison  ``{"instruction", "input", "response1", "response2",
-                                   "annotator1", "annotator2", "annotator3"}``
-rated_text             rating      ``{"text", "label"}``: raw text, a number or null per attribute
-rated_chat             rating      ``{"prompt", "response", "<attribute>": number or null, ...}``
-stepwise               rating      ``{"prompt", "completions", "labels"}``: TRL's, a label for each
-                                   step
-math_shepherd          rating      ``{"input", "label"}``: a mark and a sign behind each step
-prm800k                rating      ``{"question": {"problem"}, "label": {"steps"}}``: one record or
-                                   more
-labelled_turns         rating      ``{"messages"}``, with a ``"label"`` in assistant turns
-=====================  ==========  ==============================================================
+docs/data.md shows a record of each.
 
 But for raw text a string prompt is one user turn, and a string reply one assistant turn. A reply
 that is a list either begins with an assistant turn and goes on from the prompt, or is the whole
