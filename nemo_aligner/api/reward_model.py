@@ -318,7 +318,7 @@ def export_archive(
     Raises:
         ConfigError, CheckpointError: see ``RewardModel.export``.
     """
-    from nemo_aligner.checkpoint.hf.adapter import AdapterOptions, export_adapter
+    from nemo_aligner.checkpoint.hf.adapter import export_adapter
     from nemo_aligner.checkpoint.hf.export import export_to_hf
     from nemo_aligner.checkpoint.hf.reward_archive import ExportOptions
     from nemo_aligner.config.dtypes import torch_dtype
@@ -346,9 +346,8 @@ def export_archive(
             raise ConfigError(
                 f"head: got {head!r} for an adapter of peft, which has score; wanted none"
             )
-        wanted = AdapterOptions(adapter_of, merge, base_license)
         with single_process():
-            return export_adapter(archive, output, initialize_layout(), wanted)
+            return export_adapter(archive, output, adapter_of, initialize_layout(), how)
     with single_process():
         return export_to_hf(archive, output, initialize_layout(), how)
 

@@ -6,7 +6,6 @@ layer, and the reward head as a module that was trained and saved whole.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,27 +54,19 @@ _CONFIG_NAME, _WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
 
-@dataclass(frozen=True)
-class AdapterOptions:
-    """Options of ``export_adapter``.
-
-    Attributes:
-        base: model that peft is to load: a folder, or a name.
-        merge: merge the attributes into one reward.
-    """
-
-    base: str
-    merge: bool = False
-    base_license: str = "unknown"
-
-
 def export_adapter(
-    archive: str | Path, output: str | Path, layout: ParallelLayout, options: AdapterOptions
+    archive: str | Path,
+    output: str | Path,
+    base: str,
+    layout: ParallelLayout,
+    options: ExportOptions,
 ) -> str:
     """Write LoRA and head of the reward model ``archive`` as the new folder ``output``.
 
-    One process calls it. If the base model is a folder, the adapter is loaded onto it, and must
-    give the archive's rewards within 1e-4 before the folder gets its name.
+    ``base`` is the model that peft is to load: a folder, or a name. Weights keep their dtype, and
+    the head its form, as an adapter of peft has only one. One process calls it. If the base is a
+    folder, the adapter is loaded onto it, and must give the archive's rewards within 1e-4 before
+    the folder gets its name.
 
     Raises:
         CheckpointError: ``output`` exists, the archive is unsafe, no reward model or without LoRA,
@@ -83,12 +74,19 @@ def export_adapter(
     """
     output = Path(output)
     with folder_when_whole(output) as staging, open_nemo(archive) as folder:
-        return _export_adapter(folder, staging, output, layout, options)
+        return _export_adapter(folder, staging, output, base, layout, options)
 
 
 def _export_adapter(
-    folder: NemoFolder, staging: Path, output: Path, layout: ParallelLayout, options: AdapterOptions
+    folder: NemoFolder,
+    staging: Path,
+    output: Path,
+    base: str,
+    layout: ParallelLayout,
+    options: ExportOptions,
 ) -> str:
+    from transformers import AutoTokenizer
+
     archive = RewardArchive.of(folder)
     if archive.lora is None:
         raise CheckpointError(f"{folder.source}: it has no LoRA, so it has no adapter to write")
@@ -103,7 +101,7 @@ def _export_adapter(
     contract = ScoringContract.from_dict(folder.contract or {})
     check_plain_reading(contract, str(folder.source), HF_MODEL)
     check_is_linear(shape.head, str(folder.source), "an adapter of peft")
-    head, exported = head_of(archive, contract, ExportOptions(merge=options.merge))
+    head, exported = head_of(archive, contract, options)
     texts = encode_texts(contract, loaded.tokenizer)
     logits = our_logits(loaded.model, texts, layout)
     logits = as_exported(logits, contract, head, merge=options.merge)
@@ -115,24 +113,25 @@ def _export_adapter(
         )
     say(f"writing {output} ...")
     _write_tensors(archive, head.tensors[HF_HEAD], staging / _WEIGHTS_NAME)
-    write_json(staging / _CONFIG_NAME, _config(archive, archive.lora, options.base))
+    write_json(staging / _CONFIG_NAME, _config(archive, archive.lora, base))
     write_json(staging / CONTRACT_NAME, exported.to_dict())
     write_tokenizer(staging, loaded.tokenizer, exported, pad_token)
     written = (output.name, exported, pad_token, folder.source, options.base_license)
     model_type = archive.family.to_hf(archive.config)["model_type"]
     is_whole = has_class(architecture_of(model_type), model_type)
-    card = model_card(*written, contract.dtype, options.base, is_loaded_whole=is_whole)
+    card = model_card(*written, contract.dtype, base, is_loaded_whole=is_whole)
     (staging / "README.md").write_text(card, encoding="utf-8")
     lines = [
-        f"{output}: adapter of {options.base}: LoRA of {archive.lora}, and the head of "
+        f"{output}: adapter of {base}: LoRA of {archive.lora}, and the head of "
         f"{', '.join(exported.attributes)}",
         f"scoring contract: {exported.hash}",
     ]
-    if not Path(options.base).is_dir():
-        return "\n".join([*lines, f"NOT CHECKED: {options.base} is not a folder on this machine"])
-    say(f"scoring the same texts with {options.base} ...")
-    model = _adapted(options.base, staging, archive.lora.scale, pad_id)
-    difference = compare(_tokenizer(staging), model, exported, texts, logits)
+    if not Path(base).is_dir():
+        return "\n".join([*lines, f"NOT CHECKED: {base} is not a folder on this machine"])
+    say(f"scoring the same texts with {base} ...")
+    tokenizer = AutoTokenizer.from_pretrained(staging, local_files_only=True)
+    model = _adapted(base, staging, archive.lora.scale, pad_id)
+    difference = compare(tokenizer, model, exported, texts, logits)
     checked = f"checked: {len(texts)} texts, alone and padded; the largest difference of a reward"
     return "\n".join([*lines, f"{checked} is {difference:.1e}"])
 
@@ -164,12 +163,6 @@ def _config(archive: RewardArchive, lora: LoraShape, base: str) -> dict[str, Any
         "modules_to_save": [HF_HEAD.removesuffix(".weight")],
         "inference_mode": True,
     }
-
-
-def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 def _class_for(base: str) -> Any:

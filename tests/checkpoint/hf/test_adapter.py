@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_aligner.checkpoint.hf.adapter import AdapterOptions, export_adapter
+from nemo_aligner.checkpoint.hf.adapter import export_adapter
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+from nemo_aligner.checkpoint.hf.reward_archive import ExportOptions
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_reward_model
 from nemo_aligner.config.common import Precision
 from nemo_aligner.contract.from_settings import build_contract
@@ -60,7 +61,7 @@ def test_adapter_on_the_base_model_is_the_whole_export(
     make: Any, hf: Path, layout: Any, tmp_path: Path, tensor_parallel: int
 ) -> None:
     archive = make(QKV, tensor_parallel)
-    said = export_adapter(archive, tmp_path / "out", layout, AdapterOptions(str(hf)))
+    said = export_adapter(archive, tmp_path / "out", str(hf), layout, ExportOptions())
     assert "LoRA of rank 3, alpha 6, on linear_qkv, linear_proj" in said
     assert "checked: 7 texts" in said
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
@@ -87,7 +88,7 @@ def test_adapter_of_fused_and_reordered_weights_is_checked(
 ) -> None:
     families.write_hf_checkpoint(hf, case)
     archive = make(LoraShape(3, 6.0, ("linear_qkv", "linear_fc1")))
-    said = export_adapter(archive, tmp_path / "out", layout, AdapterOptions(str(hf)))
+    said = export_adapter(archive, tmp_path / "out", str(hf), layout, ExportOptions())
     assert "checked: 7 texts" in said
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     parts = {"phi3_untied": ["qkv_proj"]}.get(case, ["k_proj", "q_proj", "v_proj"])
@@ -102,8 +103,8 @@ def test_adapter_of_a_named_base_has_a_card_and_is_said_to_be_unchecked(
     make: Any, layout: Any, tmp_path: Path
 ) -> None:
     """And its attributes can be one."""
-    options = AdapterOptions("org/base", merge=True)
-    said = export_adapter(make(QKV), tmp_path / "out", layout, options)
+    options = ExportOptions(merge=True)
+    said = export_adapter(make(QKV), tmp_path / "out", "org/base", layout, options)
     assert "NOT CHECKED: org/base is not a folder on this machine" in said
     assert "the head of reward" in said
     adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
@@ -127,7 +128,7 @@ def test_adapter_without_its_base_or_lora_is_refused_and_leaves_nothing(
             (wide, "it is not the base of this reward model"),
         ):
             with refused(pattern, pattern):
-                export_adapter(archive, tmp_path / "out", layout, AdapterOptions(str(base)))
+                export_adapter(archive, tmp_path / "out", str(base), layout, ExportOptions())
         with refused("none", "it has no LoRA, so it has no adapter to write"):
-            export_adapter(make(None), tmp_path / "out", layout, AdapterOptions("org/base"))
+            export_adapter(make(None), tmp_path / "out", "org/base", layout, ExportOptions())
     assert not (tmp_path / "out").exists()
