@@ -163,10 +163,11 @@ def test_mean_of_a_reply_has_its_rewards_in_sentence_transformers(
     convert(tmp_path / "out", tmp_path / "again.nemo")
     again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
     assert again.contract().reply_marker == ours.contract().reply_marker
-    wanted = again.score(TEXTS)
-    np.testing.assert_allclose(wanted, ours.score(TEXTS), atol=0.1 if dtype == "bf16" else 1e-5)
+    # An archive of bf16 computes in it; the card's program in fp32, as the export's own check.
+    near = 1e-5 if dtype == "fp32" else 0.1
+    np.testing.assert_allclose(again.score(TEXTS), ours.score(TEXTS), atol=near)
     conversation, rewards = by_card(tmp_path / "out", monkeypatch)
-    np.testing.assert_allclose(rewards, again.score([conversation]), atol=1e-4)
+    np.testing.assert_allclose(rewards, again.score([conversation]), atol=near)
 
 
 def ids_of(folder: Path) -> list[list[int]]:
