@@ -68,11 +68,8 @@ class GPTRewardModel(GPTModel):
         lora_dropout: of the inputs of LoRA's adapters, in training.
 
     Attributes:
-        key_value_pool: source of the cached prefixes that a pack refers to; None without a cache.
         rotation_by_length: of ``ModelShape``: which texts may share a beginning.
     """
-
-    key_value_pool: KeyValuePool | None = None
 
     def __init__(
         self,
@@ -136,8 +133,10 @@ class GPTRewardModel(GPTModel):
         if self._lora_dropout is not None:
             self._lora_dropout.begin_step(step)
 
-    def forward(self, batch: PackedBatch) -> Tensor:
+    def forward(self, batch: PackedBatch, pool: KeyValuePool | None = None) -> Tensor:
         """Score a pack, or this rank's share of it, that lies on this model's device.
+
+        ``pool`` has the keys and values of the beginnings that the pack takes from a cache.
 
         Returns:
             On the last pipeline stage rewards ``[S, num_attributes]`` float32, or a critic's values
@@ -157,7 +156,7 @@ class GPTRewardModel(GPTModel):
             batch,
             self._tables(batch),
             self._rows_of_head(wanted),
-            self.key_value_pool,
+            pool,
             self._query_scale(positions),
         )
         if self._lora_dropout is not None and self.training:
