@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
-from nemo_aligner.config.common import Malformed, RecordKind
+from nemo_aligner.config.common import RecordKind
+from nemo_aligner.config.evaluation import EvaluateDataConfig
+from nemo_aligner.config.model import DataConfig
 from nemo_aligner.contract.messages import (
     Conversation,
     Messages,
@@ -30,20 +32,8 @@ from nemo_aligner.data.formats.base import PairKeys, WantedLabels
 from nemo_aligner.data.records import Comparison, MalformedRecord, Rating, Record
 from nemo_aligner.utils.errors import ConfigError, DataError
 
-
-class ReaderSettings(Protocol):
-    """A section of the settings that says how files are read."""
-
-    format: str
-    prompt_key: str | None
-    chosen_key: str | None
-    rejected_key: str | None
-    system_prompt_file: str | None
-    prompt_file: str | None
-    input_template: str | None
-    malformed: Malformed
-    max_malformed: float
-    neutral_label: float | None
+ReaderSettings: TypeAlias = DataConfig | EvaluateDataConfig
+"""A section of the settings that says how files are read."""
 
 
 @dataclass(frozen=True)
