@@ -37,7 +37,7 @@ ReaderSettings: TypeAlias = DataConfig | EvaluateDataConfig
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReaderConfig:
     """Rules by which files are read.
 
     Attributes:
@@ -65,7 +65,7 @@ class Reading:
     neutral: float | None = 1.0
 
     @classmethod
-    def of(cls, settings: ReaderSettings, section: str, **others: Any) -> Reading:
+    def of(cls, settings: ReaderSettings, section: str, **others: Any) -> ReaderConfig:
         """The rules of a ``section`` of the settings; ``others`` are what it does not say.
 
         Raises:
@@ -106,24 +106,18 @@ class RecordFile:
     malformed: list[MalformedRecord] = field(default_factory=list)
 
 
-def read_files(paths: Sequence[str | Path], how: Reading) -> list[RecordFile]:
-    """Read files of comparisons or ratings.
+def read_records(path: str | Path, how: ReaderConfig) -> RecordFile:
+    """Read a file of comparisons or ratings.
 
     Raises:
         ConfigError: there is no format of that name.
         DataError: see the table of ``clean.py``; a file with nothing left to use is one, too.
     """
-    files = [parse_file(path, how) for path in paths]
-    check_malformed(files, how.rule)
-    for file in files:
-        if not file.records:
-            raise nothing_left(file.path, file.counts)
-    return files
-
-
-def read_records(path: str | Path, how: Reading) -> RecordFile:
-    """``read_files`` for one file."""
-    return read_files([path], how)[0]
+    file = parse_file(path, how)
+    check_malformed([file], how.rule)
+    if not file.records:
+        raise nothing_left(file.path, file.counts)
+    return file
 
 
 @dataclass(frozen=True)
@@ -133,7 +127,7 @@ class FileRules:
     path: str
     format: str
     kind: RecordKind
-    reading: Reading
+    reading: ReaderConfig
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -170,7 +164,7 @@ class FileRules:
             yield record
 
 
-def open_file(path: str | Path, how: Reading) -> tuple[FileRules, Iterator[Block]]:
+def open_file(path: str | Path, how: ReaderConfig) -> tuple[FileRules, Iterator[Block]]:
     """Find out a file's format; return the rules that make records of it, and its blocks.
 
     Raises:
@@ -185,7 +179,7 @@ def open_file(path: str | Path, how: Reading) -> tuple[FileRules, Iterator[Block
     return rules, file.blocks(chosen.lines_per_record)
 
 
-def parse_file(path: str | Path, how: Reading) -> RecordFile:
+def parse_file(path: str | Path, how: ReaderConfig) -> RecordFile:
     """Read one file, whatever number of its records is malformed, or left to use.
 
     Raises:
