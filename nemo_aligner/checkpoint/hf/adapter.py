@@ -22,7 +22,6 @@ from nemo_aligner.checkpoint.hf.check import (
     our_logits,
 )
 from nemo_aligner.checkpoint.hf.export import (
-    HF_MODEL,
     choose_pad,
     folder_when_whole,
     write_json,
@@ -99,7 +98,7 @@ def _export_adapter(
     say(f"scoring texts with {folder.source} ...")
     loaded = reward_model_of(folder, layout, Precision.fp32)
     contract = ScoringContract.from_dict(folder.contract or {})
-    check_plain_reading(contract, str(folder.source), HF_MODEL)
+    check_plain_reading(contract, str(folder.source), "a reward model of Hugging Face")
     check_is_linear(shape.head, str(folder.source), "an adapter of peft")
     head, exported = head_of(archive, contract, options)
     texts = encode_texts(contract, loaded.tokenizer)

@@ -51,6 +51,7 @@ def model_card(
         layer=form.removesuffix(".bias").partition(".2")[0],
         is_loaded_whole=is_loaded_whole,
         means=list(contract.label_means),
+        marker=contract.reply_marker and list(contract.reply_marker),
         values=[] if readout is None else [list(row) for row in readout.numbers],
         quoted=json.dumps,
         training="\n".join(_training(archive))

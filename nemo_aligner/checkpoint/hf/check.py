@@ -107,6 +107,8 @@ def _encode_whole(contract: ScoringContract, tokenizer: Tokenizer) -> Iterator[C
         except DataError:
             continue  # there is no chat template, or it refuses this conversation
         scored = ids[-min(contract.seq_length, _LONGEST) :]
+        if contract.reply_marker is not None and scored != ids:
+            continue  # its reader takes no ids that were cut
         yield CheckedText(text, ids, scored, (len(scored) - 1,))
 
 
@@ -234,11 +236,17 @@ def compare(
     by_length = sorted(numbers, key=lambda row: len(texts[row].scored))
     for shorter, longer in pairwise(by_length):
         padded[shorter] = _their_logits(model, tokenizer, [texts[shorter], texts[longer]])[0]
+    return differ_most(torch.cat(alone), torch.cat(padded), logits, texts)
+
+
+def differ_most(
+    alone: Tensor, padded: Tensor, logits: Tensor, texts: Sequence[CheckedText]
+) -> float:
+    """Largest difference of a library's logits, ``[S, A]``, from ours, if within tolerance."""
     rows = [each.text for each in texts for _ in each.reads]
-    both = {"alone": torch.cat(alone), "padded": torch.cat(padded)}
-    for how, got in both.items():
+    for how, got in (("alone", alone), ("padded", padded)):
         _check_logits(how, got, logits, rows)
-    return float(max((got - logits).abs().max() for got in both.values()))
+    return float(torch.stack([alone - logits, padded - logits]).abs().max())
 
 
 def _check_ids(tokenizer: Any, contract: ScoringContract, checked: CheckedText) -> None:
@@ -263,10 +271,10 @@ def _their_ids(tokenizer: Any, contract: ScoringContract, text: Text) -> list[in
     if not isinstance(text, str):
         text = tokenizer.apply_chat_template(text, tokenize=False)
         return tokenizer(text, add_special_tokens=False).input_ids
-    return _complete(tokenizer(text, add_special_tokens=False).input_ids, contract)
+    return complete(tokenizer(text, add_special_tokens=False).input_ids, contract)
 
 
-def _complete(ids: list[Any], contract: ScoringContract, *, ends: bool = True) -> list[int]:
+def complete(ids: list[Any], contract: ScoringContract, *, ends: bool = True) -> list[int]:
     """Add to the ids of a raw text what the contract has around it; behind it only if it ends."""
     if contract.add_bos and ids[:1] != [contract.bos_id]:
         ids = [contract.bos_id, *ids]
@@ -314,8 +322,8 @@ def _their_steps(
         reads.append(len(ids) - 1)
     reads = reads[1::2] if position == MARKS else reads
     if isinstance(text, str):
-        whole = _complete(ids, contract, ends=position not in OPEN_ENDED)
-        begun = len(_complete(ids, contract, ends=False)) - len(ids)
+        whole = complete(ids, contract, ends=position not in OPEN_ENDED)
+        begun = len(complete(ids, contract, ends=False)) - len(ids)
         ids, reads = whole, [*(place + begun for place in reads[:-1]), len(whole) - 1]
     return ids, tuple(reads)
 

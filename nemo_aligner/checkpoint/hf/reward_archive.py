@@ -257,9 +257,7 @@ class HeadOut:
         One reward becomes two outputs, 0 and the reward, as readers of such models take two: the
         softmax of them is ``1 - sigmoid(reward)`` and ``sigmoid(reward)``.
         """
-        own = TWO_LAYERS.last if "hidden.weight" in head else SCORE_WITH_BIAS
-        if form not in (None, own):
-            raise CheckpointError(f"head: got {shown(form)} for a head of steps, wanted {own}")
+        own = _form_with_biases(head, form, "steps")
         whole, rows = _with_biases(head), head["weight"].size(0)
         shift, is_pair = None, are_rewards and rows == 1
         if are_rewards:
@@ -270,6 +268,14 @@ class HeadOut:
             whole["weight"] = F.pad(whole["weight"], (0, 0, 1, 0))
             whole["bias"] = F.pad(whole["bias"], (1, 0))
         return cls(_named(whole, own), own, list(means), shift, is_pair)
+
+
+def _form_with_biases(head: Mapping[str, Tensor], form: str | None, read: str) -> str:
+    """The only form of a head by what is ``read``, as steps, if ``form`` asks for no other."""
+    own = TWO_LAYERS.last if "hidden.weight" in head else SCORE_WITH_BIAS
+    if form not in (None, own):
+        raise CheckpointError(f"head: got {shown(form)} for a head of {read}, wanted {own}")
+    return own
 
 
 def _with_biases(head: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -323,9 +329,11 @@ def head_of(
         exported = exported.with_readout(None)
     if options.merge:
         exported = _merged_contract(exported)
-    are_rewards = exported.readout is None
+    are_rewards, form = exported.readout is None, options.head
+    if contract.reply_marker is not None:
+        form = _form_with_biases(stored, form, "means")
     put = HeadOut.of_steps if contract.has_steps else HeadOut.of
-    head = put(stored, options.head, exported.label_means, are_rewards=are_rewards)
+    head = put(stored, form, exported.label_means, are_rewards=are_rewards)
     if contract.has_steps and head.form == TWO_LAYERS.last:
         _check_step_layers(archive, head, exported)
     return head, exported.with_label_means(head.means)
