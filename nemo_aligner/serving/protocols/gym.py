@@ -94,7 +94,10 @@ class VerifyResponse(Body):
     responses_create_params: ResponseParams
     response: PolicyResponse
     reward: float
+    raw_reward: float | None = None
     reward_components: dict[str, float] = Field(default_factory=dict)
+    truncated: bool = False
+    contract_hash: str | None = None
     mask_sample: bool = False
     failure_kind: str | None = None
     failure_reason: str | None = None
@@ -207,6 +210,8 @@ def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str,
         "reward": reward if threshold is None else float(reward >= threshold),
         "raw_reward": reward,
         "reward_components": components,
+        "truncated": bool(scored.exceeded[0]),
+        "contract_hash": scored.contract_hash,
         "mask_sample": False,
         "failure_kind": None,
         "failure_reason": None,
