@@ -160,7 +160,7 @@ class RewardModel:
             ServingError: the model's reward of a text is not a finite number.
             TypeError: ``texts`` is one text, and no list of them.
         """
-        from nemo_aligner.serving.client.calls import check_on_error
+        from nemo_aligner.serving.client.reward import check_on_error
 
         check_on_error(on_error)
         if steps:

@@ -69,11 +69,10 @@ class GPTRewardModel(GPTModel):
         lora_dropout: of the inputs of LoRA's adapters, in training.
 
     Attributes:
-        key_value_pool: source of the cached prefixes that a pack refers to; None without a cache.
         rotation_by_length: of ``ModelShape``: which texts may share a beginning.
     """
 
-    key_value_pool: KeyValuePool | None = None
+    _key_value_pool: KeyValuePool | None = None
 
     def __init__(
         self,
@@ -158,7 +157,7 @@ class GPTRewardModel(GPTModel):
             batch,
             self._tables(batch),
             self._rows_of_head(wanted),
-            self.key_value_pool,
+            self._key_value_pool,
             self._query_scale(positions),
         )
         if self._lora_dropout is not None and self.training:
@@ -238,6 +237,10 @@ class GPTRewardModel(GPTModel):
             config.params_dtype,
             next(self.parameters()).device,
         )
+
+    def use_key_value_pool(self, pool: KeyValuePool | None) -> None:
+        """Take the cached prefixes that packs refer to from ``pool``; None without a cache."""
+        self._key_value_pool = pool
 
     def _tables(self, batch: PackedBatch) -> tuple[Tables, ...]:
         """Cosines and sines of every rotation at the positions of this rank's tokens."""

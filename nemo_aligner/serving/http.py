@@ -33,7 +33,6 @@ from nemo_aligner.serving.failures import FailureKind, RequestError, failure_of
 from nemo_aligner.serving.protocols import (
     ScoredRows,
     ScoreRequest,
-    genrm,
     gym,
     openrlhf,
     rewards,
@@ -42,11 +41,17 @@ from nemo_aligner.serving.protocols import (
     tei,
     vllm,
 )
-from nemo_aligner.serving.protocols.base import HttpAnswer, PlainRoute, Route, Served
+from nemo_aligner.serving.protocols.base import (
+    HttpAnswer,
+    PlainRoute,
+    Route,
+    Served,
+    refuse_with_detail,
+)
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
-from nemo_aligner.serving.reward import TurnCompletion, UpstreamService, unreachable
 from nemo_aligner.serving.tokens import has_token
 from nemo_aligner.serving.triton import ready_file
+from nemo_aligner.serving.upstream import TurnCompletion, UpstreamService, unreachable
 from nemo_aligner.utils.errors import ServingError, one_line
 
 # Every protocol that the gateway speaks has its line here.
@@ -58,7 +63,6 @@ ROUTES: list[Route[Any]] = [
     *sglang.ROUTES,
     *tei.ROUTES,
     *gym.ROUTES,
-    *genrm.ROUTES,
 ]
 PLAIN_ROUTES: list[PlainRoute] = [*gym.PLAIN_ROUTES]
 
@@ -238,19 +242,22 @@ async def _read(request: Request, most: int) -> bytes:
     """
     # The header spares reading a body that says its size; one in chunks has none, or may lie.
     said = request.headers.get("content-length", "")
-    too_large = RequestError(
-        f"got a body of more than {most} bytes (gateway.max_request_bytes); send less at once",
-        FailureKind.too_large,
-    )
     if said.isdecimal() and int(said) > most:
-        raise too_large
+        raise _too_large(most)
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
         if size > most:
-            raise too_large
+            raise _too_large(most)
         parts.append(part)
     return b"".join(parts)
+
+
+def _too_large(most: int) -> RequestError:
+    return RequestError(
+        f"got a body of more than {most} bytes (gateway.max_request_bytes); send less at once",
+        FailureKind.too_large,
+    )
 
 
 def respond(answer: HttpAnswer, retry_after_s: float | None = None) -> Response:
@@ -272,7 +279,7 @@ class _Plain:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Before the token is asked for: routes, and the paths that need none, are known without it.
-        path = gym.without_rollout(scope["path"]) if scope["type"] == "http" else None
+        path = gym.OF_ROLLOUT.sub("", scope["path"]) if scope["type"] == "http" else None
         if path is not None and path != scope["path"]:
             scope = {**scope, "path": path, "raw_path": path.encode()}
         await self._app(scope, receive, send)
@@ -294,7 +301,7 @@ class _Guarded:
         failure = RequestError("the bearer token is missing or wrong", FailureKind.unauthorized)
         route = self._routes.get(scope["path"])
         if route is None:
-            answer = _plain_answer(failure)
+            answer = refuse_with_detail(failure, None)
         else:
             answer = route.refuse(failure, None)
             self._metrics.answered(route.path, answer.status, 0.0)
@@ -305,17 +312,12 @@ class _Guarded:
         return has_token(sent, self._token)
 
 
-def _plain_answer(failure: RequestError) -> HttpAnswer:
-    """The answer of paths that belong to no protocol, in FastAPI's own shape."""
-    return HttpAnswer(failure.kind.status, {"detail": failure.message})
-
-
 def _add_plain_route(app: FastAPI, route: PlainRoute, max_request_bytes: int) -> None:
     async def handle(request: Request) -> Response:
         try:
             return respond(route.answer(await _read(request, max_request_bytes)))
         except ServingError as error:
-            return respond(_plain_answer(failure_of(error)))
+            return respond(refuse_with_detail(failure_of(error), None))
 
     about, method = route.about, route.method
     app.add_api_route(route.path, handle, methods=[method], summary=about, response_model=None)
@@ -340,7 +342,7 @@ def _add_own_routes(
             return respond(HttpAnswer(200, (await relay.ask_contract()).to_dict()))
         except ServingError as error:
             failure = unreachable(error)
-            return respond(_plain_answer(failure), failure.retry_after_s)
+            return respond(refuse_with_detail(failure, None), failure.retry_after_s)
 
     async def scrape() -> Response:
         # The backends' own counts come with the gateway's: Triton's metrics have none of ours.

@@ -151,7 +151,7 @@ def run_gateway(config: GatewayRunConfig) -> int:
     from nemo_aligner.serving.http import PLAIN_ROUTES, ROUTES, build_app, open_socket, run_app
 
     # Answers say which rows are refused or cut: a line for each would only fill the log.
-    logging.getLogger("nemo_aligner.serving.client.calls").setLevel(logging.ERROR)
+    logging.getLogger("nemo_aligner.serving.client.reward").setLevel(logging.ERROR)
     own = config.gateway
     token = read_token(own)
     backend_token = find_token(

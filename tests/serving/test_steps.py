@@ -24,9 +24,8 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.engine.scorer import RewardEnsemble, load_scorer
 from nemo_aligner.serving.engine.shaping import RewardShaper
-from nemo_aligner.serving.engine.steps import mark_reads, unmark_reads
 from nemo_aligner.serving.protocols import StepRewards
-from nemo_aligner.serving.reward import RewardModelServable
+from nemo_aligner.serving.reward import RewardModelServable, mark_reads, unmark_reads
 from nemo_aligner.utils.errors import ConfigError
 from tests.heads import OneRank
 from tests.serving.gateway_calls import FakeClient, call

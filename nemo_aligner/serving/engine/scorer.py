@@ -250,7 +250,7 @@ class RewardScorer:
         count = len(sequences)
         plan = self._plan(sequences, reads)
         parts = count_parts(plan.computed, self._micro_batch_tokens, self._layout)
-        self.model.key_value_pool = self._pool
+        self.model.use_key_value_pool(self._pool)  # another scorer may share the model
         self._watch(0, count)
         rewards = infer_in_parts(
             self.model,
@@ -455,6 +455,10 @@ class RewardEnsemble:
         """Empty the prefix cache: keys and values of a failed call may be missing."""
         for member in self._members:
             member.reset_cache()
+
+
+Scorer = RewardScorer | RewardEnsemble
+"""Of its methods those that score, and ``reset_cache``, are collective over the ranks."""
 
 
 def check_alike(contracts: Sequence[ScoringContract]) -> None:

@@ -147,6 +147,11 @@ class PlainRoute:
     method: str = "POST"
 
 
+def refuse_with_detail(failure: RequestError, body: Any) -> HttpAnswer:
+    """``{"detail"}``, FastAPI's own shape, which clients of servers made with it read."""
+    return HttpAnswer(failure.kind.status, {"detail": failure.message})
+
+
 def as_json(value: Any) -> str:
     """A value of a body for an error message, as its sender wrote it, in one short line."""
     try:

@@ -10,14 +10,12 @@ import pytest
 pytest.importorskip("pydantic")
 from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.serving.failures import FailureKind, RequestError
-from nemo_aligner.serving.protocols import genrm
 from nemo_aligner.serving.protocols.base import Served
 from nemo_aligner.serving.protocols.gym import ROUTES
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.protocols.bodies import not_refused, parsed, scored
 
-(GYM,) = ROUTES
-(COMPARE,) = genrm.ROUTES
+GYM, COMPARE = ROUTES
 THOUGHT = {"type": "reasoning", "id": "t", "summary": []}
 ONE = Served("reward_model", ("reward",), (1.0,))
 

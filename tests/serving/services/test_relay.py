@@ -12,9 +12,8 @@ import pytest
 
 from nemo_aligner.serving.client import RefusedError
 from nemo_aligner.serving.failures import FailureKind
-from nemo_aligner.serving.metrics import AttributeDrift, RecentRewards
 from nemo_aligner.serving.protocols import ScoreRequest
-from nemo_aligner.serving.reward import UpstreamService
+from nemo_aligner.serving.upstream import AttributeDrift, RecentRewards, UpstreamService
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import FakeClient

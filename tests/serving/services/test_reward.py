@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from nemo_aligner.config.serving import ServerConfig
+from nemo_aligner.serving.engine.batcher import Meter
 from nemo_aligner.serving.failures import FailureKind
-from nemo_aligner.serving.metrics import Meter
 from nemo_aligner.serving.protocols import ScoredRows, kserve
 from nemo_aligner.serving.reward import RewardService, answer_request
 from nemo_aligner.utils.errors import CheckpointError, DataError, ServingError
@@ -52,7 +52,7 @@ class Service:
         self.batcher = Immediate(score or scorer.score_token_lists)
         self.meter = Meter()
         config = ServerConfig(**settings)
-        self.service = RewardService(scorer, self.batcher, config, self.meter)
+        self.service = RewardService(scorer, self.batcher.submit, config, self.meter)
 
     def ask(self, *requests: dict[str, np.ndarray]) -> list[ScoredRows | Failure]:
         async def everyone() -> list[ScoredRows | Failure]:
