@@ -422,7 +422,7 @@ def contract_endpoint(
 
     Counters have no endpoint of their own: each is a process more, and 1.7 s more at the start.
     """
-    published = {**kserve.encode_contract(contract), **kserve.encode_turn_end(turn_end)}
+    published = kserve.encode_contract(contract, turn_end)
 
     async def publish(inputs: Tensors) -> Tensors:
         return {**published, **kserve.encode_statistics(statistics())}

@@ -148,7 +148,7 @@ def run_gateway(config: GatewayRunConfig) -> int:
         AlignerError: the settings cannot be used, or the port is taken.
     """
     # Only here, as a reward server may run without the extra "gateway".
-    from nemo_aligner.serving.http import PLAIN_ROUTES, ROUTES, build_app, open_socket, run_app
+    from nemo_aligner.serving.http import build_app, open_socket, run_app
 
     # Answers say which rows are refused or cut: a line for each would only fill the log.
     logging.getLogger("nemo_aligner.serving.client.reward").setLevel(logging.ERROR)
@@ -170,9 +170,7 @@ def run_gateway(config: GatewayRunConfig) -> int:
     with open_socket(own) as listening:
         print(f"Backends: {', '.join(config.backends)}", flush=True)
         say_who_may_ask(own.host, token, "gateway.token")
-        ends = client.turn_end_async if own.complete_turns else None
-        app = build_app(ROUTES, client, own, token, client.aclose, PLAIN_ROUTES, ends)
-        return run_app(app, listening, own)
+        return run_app(build_app(client, own, token), listening, own)
 
 
 def read_token(config: GatewayConfig) -> str | None:

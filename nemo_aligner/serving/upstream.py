@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client.reward import OnError, RewardClient
@@ -30,12 +31,14 @@ class UpstreamService:
     backends that publish none. ``recent`` has the last rewards, for their drift.
     """
 
-    def __init__(self, client: RewardClient, max_queue_rows: int, drift_rows: int) -> None:
+    def __init__(self, client: RewardClient, config: GatewayConfig) -> None:
         self.contract: ScoringContract | None = None
-        self.recent = RecentRewards(drift_rows)
+        self.recent = RecentRewards(config.drift_rows)
         self._has_none = False
         self._client = client
-        self._limit = BackpressureLimit(max_queue_rows, "gateway.max_queue_rows")
+        self._limit = BackpressureLimit(config.max_queue_rows, "gateway.max_queue_rows")
+        self._turn_end: TurnEnd | None = None
+        self._knows_turn_end = not config.complete_turns  # nobody is asked, nothing completed
 
     @property
     def rows_in_flight(self) -> int:
@@ -75,6 +78,37 @@ class UpstreamService:
             self.recent.add(scored.rewards)
         return _with_refused(scored, request.refused)
 
+    async def complete_turns(self, request: ScoreRequest) -> tuple[ScoreRequest, int]:
+        """Complete raw texts and token rows that end at an end of turn; also count them.
+
+        What a policy's own template leaves out behind it, the reward model's may write.
+
+        Raises:
+            RequestError: no backend says what its template writes.
+        """
+        # Once for all: it follows from the chat template, which the contract's hash covers. An
+        # error leaves it to be asked with the next request.
+        if not self._knows_turn_end:
+            try:
+                self._turn_end = await self._client.turn_end_async()
+            except ServingError as error:
+                raise unreachable(error) from error
+            self._knows_turn_end = True
+            if self._turn_end is not None:
+                _say_completed(self._turn_end)
+        turn = self._turn_end
+        if turn is None:
+            return request, 0
+        texts, token_lists = request.texts, request.token_lists
+        if texts is not None:
+            texts = [turn.complete(each) if isinstance(each, str) else each for each in texts]
+        if token_lists is not None:
+            token_lists = [turn.complete_ids(each) for each in token_lists]
+        before = [*(request.texts or ()), *(request.token_lists or ())]
+        after = [*(texts or ()), *(token_lists or ())]
+        changed = sum(new != old for old, new in zip(before, after, strict=True))
+        return replace(request, texts=texts, token_lists=token_lists), changed
+
     async def ask_contract(self) -> ScoringContract:
         """The backends' contract, as they publish it now.
 
@@ -110,6 +144,14 @@ def unreachable(error: ServingError) -> RequestError:
     return RequestError(one_line(error), FailureKind.unreachable, _AGAIN_IN_S)
 
 
+def _say_completed(turn: TurnEnd) -> None:
+    print(
+        f"Raw texts that end with {turn.end!r} are completed to {turn.end + turn.rest!r}, as the "
+        "chat template has it (gateway.complete_turns)",
+        flush=True,
+    )
+
+
 def _with_refused(scored: ScoredRows, refused: Mapping[int, str]) -> ScoredRows:
     """Put the rows that were refused before they were sent among those that were."""
     # The backends have numbered the rows that they got from 0.
@@ -122,53 +164,6 @@ def _with_refused(scored: ScoredRows, refused: Mapping[int, str]) -> ScoredRows:
     }
     every = {**refused, **{rows[row]: reason for row, reason in scored.errors.items()}}
     return replace(scored, **arrays, errors=dict(sorted(every.items())))
-
-
-# Raw texts that end at an end of turn, completed by what the reward model's template writes there.
-
-
-class TurnCompletion:
-    """Asks the backends once how their template ends a turn; for one event loop."""
-
-    def __init__(self, ask: Callable[[], Awaitable[TurnEnd | None]]) -> None:
-        self._ask = ask
-        self._has_asked = False
-        self._turn_end: TurnEnd | None = None
-
-    async def complete(self, request: ScoreRequest) -> tuple[ScoreRequest, int]:
-        """The request, and how many of its raw texts or token rows were completed.
-
-        Raises:
-            ServingError: no backend says what its template writes.
-        """
-        # Once for all: it follows from the chat template, which the contract's hash covers. An
-        # error leaves it to be asked with the next request.
-        if not self._has_asked:
-            self._turn_end = await self._ask()
-            self._has_asked = True
-            self._say()
-        turn = self._turn_end
-        if turn is None:
-            return request, 0
-        texts, token_lists = request.texts, request.token_lists
-        if texts is not None:
-            texts = [turn.complete(each) if isinstance(each, str) else each for each in texts]
-        if token_lists is not None:
-            token_lists = [turn.complete_ids(each) for each in token_lists]
-        before = [*(request.texts or ()), *(request.token_lists or ())]
-        after = [*(texts or ()), *(token_lists or ())]
-        changed = sum(new != old for old, new in zip(before, after, strict=True))
-        return replace(request, texts=texts, token_lists=token_lists), changed
-
-    def _say(self) -> None:
-        turn = self._turn_end
-        if turn is not None:
-            whole = turn.end + turn.rest
-            print(
-                f"Raw texts that end with {turn.end!r} are completed to {whole!r}, as the chat "
-                "template has it (gateway.complete_turns)",
-                flush=True,
-            )
 
 
 # Drift of recent rewards from those that the scoring contract was measured on.

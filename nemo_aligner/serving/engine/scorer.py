@@ -398,7 +398,6 @@ class RewardEnsemble:
 
     @property
     def tokens_per_call(self) -> int:
-        """Tokens with which a call of ``score_token_lists`` has a pack for every rank."""
         return self._members[0].tokens_per_call
 
     @property
@@ -407,15 +406,12 @@ class RewardEnsemble:
         return sum(member.prefix_cache_bytes for member in self._members)
 
     def encode(self, text: Text) -> EncodedText:
-        """The token ids of one text; DataError where the contract refuses it."""
         return self._members[0].encode(text)
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Refuse, with a DataError, ids that a model would fail on or misread."""
         self._members[0].check_tokens(token_ids)
 
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
-        """Tokens of every text's reply alone, at its full length."""
         return self._members[0].count_reply_tokens(texts)
 
     def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
@@ -452,7 +448,6 @@ class RewardEnsemble:
         )
 
     def reset_cache(self) -> None:
-        """Empty the prefix cache: keys and values of a failed call may be missing."""
         for member in self._members:
             member.reset_cache()
 

@@ -52,6 +52,10 @@ _OF_FUNCTION = ("name", "description", "parameters", "strict")
 _OTHER_REPLY = "."
 
 
+_SAID = {"type": "output_text", "text": "A rose."}
+_EXAMPLE = {"output": [{"type": "message", "role": "assistant", "content": [_SAID]}]}
+
+
 class ResponseParams(Body):
     """Prompt of the policy."""
 
@@ -73,15 +77,7 @@ class VerifyRequest(Body):
         json_schema_extra={
             "example": {
                 "responses_create_params": {"input": "What is red?"},
-                "response": {
-                    "output": [
-                        {
-                            "type": "message",
-                            "role": "assistant",
-                            "content": [{"type": "output_text", "text": "A rose."}],
-                        }
-                    ]
-                },
+                "response": _EXAMPLE,
             }
         }
     )
@@ -262,19 +258,7 @@ class CompareRequest(Body):
     )
     response_objs: Items[PolicyResponse] = Field(
         min_length=1,
-        examples=[
-            [
-                {
-                    "output": [
-                        {
-                            "type": "message",
-                            "role": "assistant",
-                            "content": [{"type": "output_text", "text": "A rose."}],
-                        }
-                    ]
-                }
-            ]
-        ],
+        examples=[[_EXAMPLE]],
     )
     principle: str | None = None
 

@@ -164,10 +164,10 @@ def _decode_steps(values: np.ndarray) -> np.ndarray:
     return found
 
 
-def encode_contract(contract: ScoringContract) -> dict[str, np.ndarray]:
-    """Outputs of the ``contract`` model: the scoring contract."""
-    text = json.dumps(contract.to_dict(), ensure_ascii=False, allow_nan=False)
-    return {"contract": np.array([text.encode()], dtype=np.object_)}
+def encode_contract(contract: ScoringContract, turn_end: TurnEnd | None) -> dict[str, np.ndarray]:
+    """Outputs of the ``contract`` model that stay: the contract, and the end of its template."""
+    end = None if turn_end is None else turn_end.to_dict()
+    return {"contract": _json_output(contract.to_dict()), "turn_end": _json_output(end)}
 
 
 def decode_contract(outputs: Mapping[str, np.ndarray]) -> ScoringContract:
@@ -176,13 +176,7 @@ def decode_contract(outputs: Mapping[str, np.ndarray]) -> ScoringContract:
     Raises:
         CheckpointError: it is of another version, or was changed.
     """
-    return ScoringContract.from_dict(json.loads(_decode_bytes(outputs["contract"].reshape(-1)[0])))
-
-
-def encode_turn_end(turn_end: TurnEnd | None) -> dict[str, np.ndarray]:
-    """Outputs of the ``contract`` model: the end of the chat template."""
-    text = json.dumps(None if turn_end is None else turn_end.to_dict())
-    return {"turn_end": np.array([text.encode()], dtype=np.object_)}
+    return ScoringContract.from_dict(_decode_json(outputs["contract"]))
 
 
 def decode_turn_end(outputs: Mapping[str, np.ndarray]) -> TurnEnd | None:
@@ -192,7 +186,7 @@ def decode_turn_end(outputs: Mapping[str, np.ndarray]) -> TurnEnd | None:
         ServingError: it does not say, as one of an earlier version.
     """
     try:
-        found = json.loads(_decode_bytes(outputs["turn_end"].reshape(-1)[0]))
+        found = _decode_json(outputs["turn_end"])
         return None if found is None else TurnEnd.from_dict(found)
     except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
         raise ServingError(f"turn_end: {error}") from error
@@ -200,7 +194,7 @@ def decode_turn_end(outputs: Mapping[str, np.ndarray]) -> TurnEnd | None:
 
 def encode_statistics(statistics: Mapping[str, float]) -> dict[str, np.ndarray]:
     """Outputs of the ``contract`` model: the server's counts."""
-    return {"statistics": np.array([json.dumps(statistics).encode()], dtype=np.object_)}
+    return {"statistics": _json_output(dict(statistics))}
 
 
 def decode_statistics(outputs: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -210,10 +204,19 @@ def decode_statistics(outputs: Mapping[str, np.ndarray]) -> dict[str, float]:
         ServingError: it does not say, or not as a JSON object.
     """
     try:
-        found = json.loads(_decode_bytes(outputs["statistics"].reshape(-1)[0]))
+        found = _decode_json(outputs["statistics"])
         return {name: float(value) for name, value in found.items() if _is_number(value)}
     except (KeyError, ValueError, IndexError, AttributeError, RecursionError) as error:
         raise ServingError(f"statistics: {error}") from error
+
+
+def _json_output(value: Any) -> np.ndarray:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return np.array([text.encode()], dtype=np.object_)
+
+
+def _decode_json(values: np.ndarray) -> Any:
+    return json.loads(_decode_bytes(values.reshape(-1)[0]))
 
 
 def _is_number(value: object) -> bool:

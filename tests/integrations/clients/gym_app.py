@@ -129,7 +129,8 @@ def test_reward_is_that_of_the_gateway() -> None:
     gateway = FakeGateway()
     answer = verified(gateway, body(reward_threshold=None))
     (asked,) = gateway.asked
-    assert asked["responses_create_params"]["input"] == ROWS[0]["responses_create_params"]["input"]
+    (prompt,) = asked["responses_create_params"]["input"]
+    assert prompt["content"] == ROWS[0]["responses_create_params"]["input"][0]["content"]
     assert asked["response"]["output"][0]["content"][0]["text"] == "a rose"
     assert answer["reward"] == answer["raw_reward"] == 2.5
     assert answer["reward_components"] == {"help": 6, "length": 7}
