@@ -69,7 +69,7 @@ class RewardModel:
         key, self.name = self._config.source_key()
         if key == "server":
             raise ConfigError("server: it is not of this process: see nemo_aligner.serving.client")
-        self._idle = frozenset(idle_settings(self._config))
+        self._idle = frozenset(idle_settings(self._config))  # said here, and not at each use again
         for note in idle_notes(self._config):
             say(note)
 
@@ -267,7 +267,7 @@ class RewardModel:
         """
         if self._config.rm_model_file is None:
             raise ConfigError(f"{self.name}: got a model of transformers, wanted a .nemo file")
-        release_models()
+        release_models()  # an export has a process group of its own, and checks what it wrote
         return export_archive(
             Path(self.name),
             Path(output),
@@ -357,9 +357,11 @@ class _Session:
     """The process group that loaded models share, with one parallel layout at a time."""
 
     def __init__(self) -> None:
+        # megatron-core's process groups are global, so one layout is up at a time.
         self._held: ExitStack | None = None
         self._sizes: dict[str, Any] | None = None
         self._layout: ParallelLayout | None = None
+        # Weakly: a model that nobody holds any more frees its weights, closed or not.
         self._loaded: WeakKeyDictionary[RewardModel, RewardSource] = WeakKeyDictionary()
 
     def load(self, model: RewardModel, config: EvaluateConfig) -> RewardSource:
@@ -377,6 +379,8 @@ class _Session:
         try:
             return self._loaded.setdefault(model, load_source(config, layout))
         finally:
+            # Nothing could be loaded. Among several ranks the others may still be at it, and to end
+            # the group under them would hide the error.
             if not self._loaded and find_process(os.environ).world_size == 1:
                 self.close()
 

@@ -24,7 +24,6 @@ from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.reward import (
     RewardService,
     answer_of,
-    answer_request,
     check_size,
     contract_endpoint,
 )
@@ -107,7 +106,7 @@ class CriticService:
             self._meter.refused()
             # A client reads the seconds from the words, as Triton sends no Retry-After.
             raise RequestError("the critic is training; retry after 1 s", FailureKind.busy)
-        reply = await answer_request(self._intake, inputs)
+        reply = await self._intake.answer(inputs)
         return wire.encode_values(inputs, reply.rewards, reply.exceeded, self._has_rewards)
 
     def _submit_shared(self, token_lists: list[list[int]]) -> Future[np.ndarray]:

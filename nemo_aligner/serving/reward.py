@@ -93,20 +93,23 @@ class RewardService:
         """Rows of requests that are not answered yet."""
         return self._limit.rows_in_flight
 
-    async def answer(
-        self, rows: int, num_bytes: int, read: Callable[[], ScoreRequest]
-    ) -> ScoredRows:
-        """The reply to a request of so many rows and bytes, which ``read`` takes apart.
+    async def answer(self, inputs: Tensors) -> ScoredRows:
+        """The reply to a request's tensors.
 
         Raises:
             Exception: of any class; see ``failure_of``.
         """
         begun = time.monotonic()
+        rows, num_bytes = kserve.size_of_request(inputs)
         try:
+            # Before anything is decoded: what is refused here has cost no more than its bytes.
             check_size(num_bytes, self._max_bytes)
             with self._limit.admit(rows):
-                is_short = num_bytes <= _SHORT
-                encoded = self._encode(read()) if is_short else await self._in_encoder(read)
+                if num_bytes <= _SHORT:
+                    encoded = self._encode(inputs)
+                else:
+                    loop = asyncio.get_running_loop()
+                    encoded = await loop.run_in_executor(self._encoders, self._encode, inputs)
                 scored = await self._score(encoded)
         except Exception:
             self._meter.refused()
@@ -119,10 +122,6 @@ class RewardService:
         self._encoders.shutdown()
         if self._shaper is not None:
             self._shaper.save()
-
-    async def _in_encoder(self, read: Callable[[], ScoreRequest]) -> _Encoded:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._encoders, lambda: self._encode(read()))
 
     async def _score(self, encoded: _Encoded) -> ScoredRows:
         rewards = await answer_of(self._submit(encoded.token_lists))
@@ -144,7 +143,8 @@ class RewardService:
             scored = self._shaper.shape(scored, encoded.reply_tokens)
         return _by_text(scored, encoded.spans) if self._has_steps else scored
 
-    def _encode(self, request: ScoreRequest) -> _Encoded:
+    def _encode(self, inputs: Tensors) -> _Encoded:
+        request = kserve.decode_request(inputs)
         self._check_add_eos(request)
         encoded = _Encoded()
         # The first row that cannot be scored fails the request, before any row is in the queue.
@@ -158,6 +158,7 @@ class RewardService:
             with _naming(row):
                 found = self._scorer.encode(text)
             reads = found.reads if self._has_steps else None
+            # Marked ids are what the queue and all ranks pass on; see ``score_marked``.
             encoded.token_lists.append(mark_reads(found.token_ids, reads or ()))
             encoded.exceeded.append(found.truncated)
             encoded.spans.append(found.spans)
@@ -330,6 +331,7 @@ class RewardModel:
         self._scorer = scorer
         self._config = config
         self._meter = Meter()
+        # A row with turns or steps has several rewards, which ``_by_text`` parts again.
         join = np.concatenate if scorer.contract.has_steps else np.stack
         self._batcher = Batcher(
             partial(ranks.submit, _SCORE), scorer.tokens_per_call, self._meter, join
@@ -370,7 +372,7 @@ class RewardModel:
         return lines
 
     async def _answer(self, inputs: Tensors) -> Tensors:
-        return kserve.encode_rewards(await answer_request(self._service, inputs))
+        return kserve.encode_rewards(await self._service.answer(inputs))
 
     def statistics(self) -> dict[str, float]:
         """Counts since the start, and the queue now; see ``Meter.statistics``."""
@@ -404,13 +406,6 @@ def _shown(rule: Any) -> str:
     if isinstance(rule, list):
         return ", ".join(map(_shown, rule))
     return f"{rule:.4g}" if isinstance(rule, float) else str(rule)[:12]
-
-
-async def answer_request(service: RewardService, inputs: Tensors) -> ScoredRows:
-    """Answer one request's tensors."""
-    return await service.answer(
-        *kserve.size_of_request(inputs), lambda: kserve.decode_request(inputs)
-    )
 
 
 def contract_endpoint(

@@ -171,6 +171,7 @@ async def _values(pool: ServerPool, token_lists: list[Sequence[int]]) -> Valued:
     whole = PartialRequest(list(range(len(token_lists))), token_lists, kserve.encode_tokens)
     replies = await _all_values(pool, whole.chunks(limit))
     rows = [row for reply in replies for row in reply.values]
+    # What a server sends is as wide as the request's longest sequence.
     values = [row[: len(tokens)] for row, tokens in zip(rows, token_lists, strict=True)]
     rewards = [reply.rewards for reply in replies if reply.rewards is not None]
     return Valued(values, np.concatenate(rewards) if rewards else None)

@@ -80,6 +80,7 @@ class RewardScorer:
         prefix_cache_tokens: int = 0,
     ) -> None:
         """Raise ConfigError if a text of the contract's ``seq_length`` exceeds the budget."""
+        # A text is never divided over packs: causal attention needs all of it in one.
         if micro_batch_tokens < contract.seq_length:
             raise ConfigError(
                 f"model.micro_batch_tokens: got {micro_batch_tokens}, "
@@ -122,6 +123,7 @@ class RewardScorer:
             self._pool.touch()
         for tokens in (1, min(self.contract.seq_length, _BEYOND_A_SPAN)):
             self.score_token_lists([[0] * tokens])
+        # Nobody's texts begin with these; and the counts are of requests.
         self.reset_cache()
         self.counts = TokenCounts()
 
@@ -240,7 +242,7 @@ class RewardScorer:
         try:
             sequences = [np.array(tokens, dtype=np.int64) for tokens in token_lists]
             return self._score(sequences, None if reads is None else SequenceReads.number(reads))
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: what was planned counts as cached, and may be missing
             self.reset_cache()
             raise
 
@@ -261,6 +263,7 @@ class RewardScorer:
         )
         shape = (count if reads is None else sum(len(own.rows) for own in reads), self._num_outputs)
         everyone = gather_rewards(rewards, plan.packs, shape, self._layout).numpy()
+        # Steps in cached blocks: the model has not computed them again, their outputs were kept.
         for row, outputs in plan.known.items():
             everyone[row] = outputs
         plan.keep(everyone)
@@ -274,6 +277,7 @@ class RewardScorer:
             return self._cache.plan(sequences, reads)
         by_length = self.model.rotation_by_length
         packs = pack_sequences(sequences, self._micro_batch_tokens, reads, by_length)
+        # All ranks make the same packs, so each replica can take its own without a message.
         mine = packs[self._layout.dp_rank :: self._layout.dp]
         return CallPlan(mine, sum(pack.num_tokens for pack in packs), 0)
 
@@ -357,6 +361,7 @@ def load_scorer(
     """
     loaded = load_reward_model(path, layout, precision)
     make_batch_invariant(loaded.model, invariant_rows)
+    # Only now: it concerns the layers that were made batch invariant.
     if not can_offload:
         freeze_for_scoring(loaded.model)
     return RewardScorer(

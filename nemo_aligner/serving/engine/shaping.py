@@ -121,6 +121,7 @@ class RewardShaper:
         if spread is not None and self._shaping.spread_penalty:
             values = values - self._shaping.spread_penalty * spread
         deviation = values.std(axis=1)
+        # Before the length penalty, which is the same for all models and no doubt of theirs.
         rewards = self._combine(values, deviation)
         shaping = self._shaping
         if self.needs_lengths:
@@ -239,6 +240,7 @@ class RunningStatistics:
 
     def add(self, values: np.ndarray) -> None:
         """Update by ``[N, M, A]`` more values."""
+        # Not by sums of squares: their difference loses all digits where the mean is large.
         count = len(values)
         mean, squares = values.mean(axis=0), values.var(axis=0) * count
         difference, total = mean - self.mean, self.count + count
@@ -279,6 +281,7 @@ class RunningStatistics:
             "mean": self.mean.tolist(),
             "squares": self._squares.tolist(),
         }
+        # A server that is killed meanwhile leaves the old file, and never half of the new one.
         partial = file.with_name(f".{file.name}.{os.getpid()}")
         try:
             partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
