@@ -168,9 +168,7 @@ class RewardModel:
         if on_error == "nan":
             return self.score_rows(texts).rewards
         rewards = self._source().score(check_texts(texts))
-        for row, reward in enumerate(rewards):
-            if not all(map(math.isfinite, reward)):
-                raise ServingError(f"text {row}: the model's reward is not a finite number")
+        _check_finite(rewards)
         return rewards
 
     def _score_steps(self, texts: list[Text]) -> list[StepRewards]:
@@ -181,9 +179,7 @@ class RewardModel:
                 "with model.head.reads=turns or step_ends, for example"
             )
         found = score_steps(texts)
-        for row, own in enumerate(found):
-            if not all(map(math.isfinite, own.rewards.flat)):
-                raise ServingError(f"text {row}: the model's reward is not a finite number")
+        _check_finite(own.rewards.flat for own in found)
         return found
 
     def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
@@ -296,6 +292,12 @@ class RewardModel:
     def _source(self) -> RewardSource:
         """The loaded source of rewards; loads it if need be."""
         return _SESSION.load(self, self._config)
+
+
+def _check_finite(rows: Iterable[Iterable[float]]) -> None:
+    for row, rewards in enumerate(rows):
+        if not all(map(math.isfinite, rewards)):
+            raise ServingError(f"text {row}: the model's reward is not a finite number")
 
 
 def release_models() -> None:

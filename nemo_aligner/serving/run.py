@@ -14,7 +14,6 @@ from nemo_aligner.checkpoint.nemo.archive import no_such_archive
 from nemo_aligner.config.idle import idle_notes
 from nemo_aligner.config.model import layout_sizes
 from nemo_aligner.config.serving import (
-    GatewayConfig,
     GatewayRunConfig,
     ServeConfig,
     ServeCriticConfig,
@@ -153,7 +152,7 @@ def run_gateway(config: GatewayRunConfig) -> int:
     # Answers say which rows are refused or cut: a line for each would only fill the log.
     logging.getLogger("nemo_aligner.serving.client.reward").setLevel(logging.ERROR)
     own = config.gateway
-    token = read_token(own)
+    token = find_token(own.token_file, own.token_variable, "gateway.token")
     backend_token = find_token(
         config.backend_token_file, config.backend_token_variable, "backend_token"
     )
@@ -171,15 +170,6 @@ def run_gateway(config: GatewayRunConfig) -> int:
         print(f"Backends: {', '.join(config.backends)}", flush=True)
         say_who_may_ask(own.host, token, "gateway.token")
         return run_app(build_app(client, own, token), listening, own)
-
-
-def read_token(config: GatewayConfig) -> str | None:
-    """The bearer token that requests must have, None if they need none.
-
-    Raises:
-        ConfigError: it cannot be read, is empty, or is none that a header can have.
-    """
-    return find_token(config.token_file, config.token_variable, "gateway.token")
 
 
 # A server in another process, for the duration of a block.

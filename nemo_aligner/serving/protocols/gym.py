@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from nemo_aligner.contract.messages import Message, Messages, Text
 from nemo_aligner.serving.failures import RequestError
@@ -37,7 +37,7 @@ from nemo_aligner.serving.protocols.base import (
     Served,
     as_json,
     conversation_of,
-    problems_of,
+    parse_body,
     refuse_with_detail,
     text_of,
 )
@@ -354,14 +354,14 @@ class AggregateRequest(Body):
 
 def answer_session(content: bytes) -> HttpAnswer:
     """The identifier, if there is one."""
-    body = _parsed(SessionRequest, content)
+    body = parse_body(SessionRequest, content)
     known = body.resources_session_id
     return HttpAnswer(200, {} if known is None else {_SESSION: known})
 
 
 def answer_aggregate(content: bytes) -> HttpAnswer:
     """Metrics by Gym's names."""
-    rollouts = _parsed(AggregateRequest, content).verify_responses
+    rollouts = parse_body(AggregateRequest, content).verify_responses
     # A masked rollout has reward 0 as a placeholder, which would lower every mean.
     measured = [each for each in rollouts if not each.get("mask_sample")]
     by_task: dict[Any, list[dict[str, Any]]] = defaultdict(list)
@@ -387,13 +387,6 @@ def answer_aggregate(content: bytes) -> HttpAnswer:
 def answer_reverify_mode(content: bytes) -> HttpAnswer:
     """Nothing is kept from one rollout to the next."""
     return HttpAnswer(200, "stateless")
-
-
-def _parsed(model: Any, content: bytes) -> Any:
-    try:
-        return model.model_validate_json(content)
-    except ValidationError as error:
-        raise ServingError(problems_of(error, model)) from error
 
 
 def _statistics(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
