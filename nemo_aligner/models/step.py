@@ -14,10 +14,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from nemo_aligner.batch.packed import PackedBatch, Records
+from nemo_aligner.batch.packed import PackedBatch, Records, ReplyRows
+from nemo_aligner.contract.turns import reply_start
 from nemo_aligner.distributed.collectives import PipelineMessages, current_device
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.replies import find_reply_rows, find_spoken_rows
+from nemo_aligner.models.attention.segments import chains_of
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.utils.host_transfer import to_device
 
@@ -230,6 +231,53 @@ def _with_rows(batch: PackedBatch, model: GPTRewardModel) -> PackedBatch:
     if model.spoken_marker is not None:
         batch = replace(batch, spoken=find_spoken_rows(batch, model.spoken_marker))
     return batch
+
+
+def find_reply_rows(batch: PackedBatch, marker: Sequence[int]) -> ReplyRows:
+    """Find the reply tokens of each of a pack's S sequences, as row indices on the host.
+
+    If a sequence begins with cached tokens, the cached part must end before the last marker.
+    """
+    rows, lengths = [], []
+    for own in _sequences(batch):
+        start = reply_start(batch.tokens[own].numpy(), marker)
+        rows.append(own[start:])
+        lengths.append(len(own) - start)
+    return ReplyRows(torch.cat(rows), tuple(lengths))
+
+
+def find_spoken_rows(batch: PackedBatch, marker: Sequence[int]) -> ReplyRows:
+    """Find what predicts, and what is, the reply of the best text of each record, on the host.
+
+    Without a ``marker`` a text is all reply, but for its first token, which nothing predicts.
+    """
+    records, best = batch.records, dict[int, int]()
+    owner = torch.arange(len(records)).repeat_interleave(records.sizes).tolist()
+    ranks = records.ranks.tolist()
+    for text, record in enumerate(owner):
+        if record not in best or ranks[text] < ranks[best[record]]:
+            best[record] = text
+    rows, lengths = [], []
+    for text, own in enumerate(_sequences(batch)):
+        start = len(own)
+        if text < len(owner) and best[owner[text]] == text:  # a pack may be of no record
+            ids = batch.tokens[own].numpy()
+            start = max(1, reply_start(ids, marker) if marker else 0)
+        rows.append(torch.stack([own[start - 1 : -1], own[start:]]))
+        lengths.append(len(own) - start)
+    return ReplyRows(torch.cat(rows, dim=1), tuple(lengths))
+
+
+def _sequences(batch: PackedBatch) -> Iterator[Tensor]:
+    """Yield the row indices of each sequence's tokens in the pack, prefix segments included."""
+    bounds = batch.cu_seqlens.tolist()
+    cached = 0 if batch.cached is None else len(batch.cached.lengths)
+    chains = chains_of(batch.prefixes.tolist(), cached)
+    ends = torch.searchsorted(batch.cu_seqlens.long(), batch.scored_tokens, right=True) - 1
+    for segment in ends.tolist():
+        parts = [number - cached for number in chains[segment] if number >= cached]
+        spans = [torch.arange(bounds[part], bounds[part + 1]) for part in (*parts, segment)]
+        yield torch.cat(spans)
 
 
 def _unwrapped(model: torch.nn.Module) -> GPTRewardModel:

@@ -23,7 +23,7 @@ from nemo_aligner.evaluation.tasks.base import (
     mean_of,
     share_row,
 )
-from nemo_aligner.metrics.steps import first_error, harmonic_mean
+from nemo_aligner.metrics.regression import first_error, harmonic_mean
 from nemo_aligner.utils.errors import DataError, shown
 
 _SETS = ("gsm8k", "math", "olympiadbench", "omnimath")

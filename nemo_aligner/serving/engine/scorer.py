@@ -35,7 +35,7 @@ from nemo_aligner.serving.protocols import ScoredRows, StepRewards, place_rows
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
 
-# Tokens of a text whose attention takes every way: see models/attention/blocks.py.
+# Tokens of a text whose attention takes every way: see models/attention/cpu_inference.py.
 _BEYOND_A_SPAN = 600
 
 
