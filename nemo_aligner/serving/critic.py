@@ -21,8 +21,9 @@ from nemo_aligner.serving.engine.scorer import RewardScorer
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import critic as wire
 from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.protocols.kserve import Tensors
 from nemo_aligner.serving.reward import RewardService, answer_of, check_size, contract_endpoint
-from nemo_aligner.serving.service import Endpoint, Tensors
+from nemo_aligner.serving.service import Endpoint
 from nemo_aligner.training.critic import CriticRun, ValueStep
 
 # Operations of all ranks.

@@ -24,7 +24,8 @@ from nemo_aligner.serving.engine.scorer import Scorer
 from nemo_aligner.serving.engine.shaping import RewardShaper
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, StepRewards, kserve
-from nemo_aligner.serving.service import Endpoint, Tensors
+from nemo_aligner.serving.protocols.kserve import Tensors
+from nemo_aligner.serving.service import Endpoint
 from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
 
 # Threads that encode texts beside the model: with one, a long text would hold up all others.

@@ -6,12 +6,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation
 from nemo_aligner.serving.protocols import TensorSpec
-
-Tensors = Mapping[str, np.ndarray]
+from nemo_aligner.serving.protocols.kserve import Tensors
 
 
 @dataclass(frozen=True)

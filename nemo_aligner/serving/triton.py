@@ -26,7 +26,8 @@ import torch.distributed as dist
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.serving.engine.executor import ModelRanks
 from nemo_aligner.serving.failures import NO_TOKEN, FailureKind, RequestError, failure_of
-from nemo_aligner.serving.service import Endpoint, Servable, Service, Tensors, in_order
+from nemo_aligner.serving.protocols.kserve import Tensors
+from nemo_aligner.serving.service import Endpoint, Servable, Service, in_order
 from nemo_aligner.serving.tokens import find_token, has_token, say_who_may_ask
 from nemo_aligner.serving.triton_internals import (
     bind_unbatched,

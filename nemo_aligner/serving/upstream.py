@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,15 +99,13 @@ class UpstreamService:
         turn = self._turn_end
         if turn is None:
             return request, 0
-        texts, token_lists = request.texts, request.token_lists
-        if texts is not None:
-            texts = [turn.complete(each) if isinstance(each, str) else each for each in texts]
-        if token_lists is not None:
-            token_lists = [turn.complete_ids(each) for each in token_lists]
-        before = [*(request.texts or ()), *(request.token_lists or ())]
-        after = [*(texts or ()), *(token_lists or ())]
-        changed = sum(new != old for old, new in zip(before, after, strict=True))
-        return replace(request, texts=texts, token_lists=token_lists), changed
+        if request.texts is not None:
+            # A conversation gets its whole turn from the template.
+            texts = [turn.complete(row) if isinstance(row, str) else row for row in request.texts]
+            return replace(request, texts=texts), _count_changed(request.texts, texts)
+        given = request.token_lists or []
+        token_lists = [turn.complete_ids(row) for row in given]
+        return replace(request, token_lists=token_lists), _count_changed(given, token_lists)
 
     async def ask_contract(self) -> ScoringContract:
         """The backends' contract, as they publish it now.
@@ -150,6 +148,10 @@ def _say_completed(turn: TurnEnd) -> None:
         "chat template has it (gateway.complete_turns)",
         flush=True,
     )
+
+
+def _count_changed(before: Sequence[object], after: Sequence[object]) -> int:
+    return sum(new != old for old, new in zip(before, after, strict=True))
 
 
 def _with_refused(scored: ScoredRows, refused: Mapping[int, str]) -> ScoredRows:

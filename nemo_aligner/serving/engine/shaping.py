@@ -64,7 +64,7 @@ class RewardShaper:
         hashes = [contract.hash for contract in contracts]
         self._has_crossed = False
         self._running = None
-        if _is(shaping, Standardize.running):
+        if shaping.standardize is Standardize.running:
             self._running = RunningStatistics(shaping.statistics_file, hashes, self._shape)
         self.contract = self._published(contracts[0], hashes)
 
@@ -317,10 +317,6 @@ def build_shaper(
     return RewardShaper(shaping, ensemble, contracts)
 
 
-def _is(shaping: ShapingConfig, wanted: Standardize) -> bool:
-    return shaping.standardize is wanted
-
-
 def _weights(shaping: ShapingConfig, contract: ScoringContract) -> np.ndarray | None:
     """``[A]``, or None where the attributes stay apart."""
     given = shaping.attribute_weights
@@ -339,9 +335,9 @@ def _fixed_statistics(
     shaping: ShapingConfig, contracts: Sequence[ScoringContract]
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Mean and deviation ``[M, A]`` that do not change; None where there are none."""
-    if _is(shaping, Standardize.contract):
+    if shaping.standardize is Standardize.contract:
         return _of_contracts(contracts)
-    if not _is(shaping, Standardize.given):
+    if shaping.standardize is not Standardize.given:
         return None
     wanted = len(contracts[0].attributes)
     if len(shaping.mean) != wanted:
