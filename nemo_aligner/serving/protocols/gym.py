@@ -53,7 +53,9 @@ _OTHER_REPLY = "."
 
 
 _SAID = {"type": "output_text", "text": "A rose."}
-_EXAMPLE = {"output": [{"type": "message", "role": "assistant", "content": [_SAID]}]}
+_EXAMPLE: dict[str, Any] = {
+    "output": [{"type": "message", "role": "assistant", "content": [_SAID]}]
+}
 
 
 class ResponseParams(Body):
