@@ -71,8 +71,6 @@ class GPTRewardModel(GPTModel):
         rotation_by_length: of ``ModelShape``: which texts may share a beginning.
     """
 
-    _key_value_pool: KeyValuePool | None = None
-
     def __init__(
         self,
         config: TransformerConfig,
@@ -135,8 +133,10 @@ class GPTRewardModel(GPTModel):
         if self._lora_dropout is not None:
             self._lora_dropout.begin_step(step)
 
-    def forward(self, batch: PackedBatch) -> Tensor:
+    def forward(self, batch: PackedBatch, pool: KeyValuePool | None = None) -> Tensor:
         """Score a pack, or this rank's share of it, that lies on this model's device.
+
+        ``pool`` has the keys and values of the beginnings that the pack takes from a cache.
 
         Returns:
             On the last pipeline stage rewards ``[S, num_attributes]`` float32, or a critic's values
@@ -156,7 +156,7 @@ class GPTRewardModel(GPTModel):
             batch,
             self._tables(batch),
             self._rows_of_head(wanted),
-            self._key_value_pool,
+            pool,
             self._query_scale(positions),
         )
         if self._lora_dropout is not None and self.training:
@@ -236,10 +236,6 @@ class GPTRewardModel(GPTModel):
             config.params_dtype,
             next(self.parameters()).device,
         )
-
-    def use_key_value_pool(self, pool: KeyValuePool | None) -> None:
-        """Take the cached prefixes that packs refer to from ``pool``; None without a cache."""
-        self._key_value_pool = pool
 
     def _tables(self, batch: PackedBatch) -> tuple[Tables, ...]:
         """Cosines and sines of every rotation at the positions of this rank's tokens."""

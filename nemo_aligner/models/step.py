@@ -18,7 +18,7 @@ from nemo_aligner.batch.packed import PackedBatch, Records, ReplyRows
 from nemo_aligner.contract.turns import reply_start
 from nemo_aligner.distributed.collectives import PipelineMessages, current_device
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.attention.segments import chains_of
+from nemo_aligner.models.attention.segments import KeyValuePool, chains_of
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.utils.host_transfer import to_device
 
@@ -64,15 +64,19 @@ def forward(
 
 @torch.no_grad()
 def infer(
-    model: torch.nn.Module, batches: Sequence[PackedBatch], layout: ParallelLayout
+    model: torch.nn.Module,
+    batches: Sequence[PackedBatch],
+    layout: ParallelLayout,
+    pool: KeyValuePool | None = None,
 ) -> Tensor | None:
     """Compute rewards ``[S, A]`` float32 of this data parallel rank's ``batches``, in their order.
 
     They are the head's raw output, without the offsets of a scoring contract. Returns None without
     ``batches`` and on all pipeline stages but the last. Leaves the model in evaluation mode.
+    ``pool`` has what the packs take from a prefix cache, and takes what they leave there.
     """
     _stop_training(model)
-    return _run(model, batches, layout, None) if batches or layout.ep > 1 else None
+    return _run(model, batches, layout, None, pool) if batches or layout.ep > 1 else None
 
 
 def _stop_training(model: torch.nn.Module) -> None:
@@ -87,6 +91,7 @@ def infer_in_parts(
     layout: ParallelLayout,
     parts: int,
     after_part: Callable[[float], None],
+    pool: KeyValuePool | None = None,
 ) -> Tensor | None:
     """Run ``infer`` in ``parts``, calling ``after_part`` with the share done after each.
 
@@ -95,7 +100,7 @@ def infer_in_parts(
     found = []
     for part in range(parts):
         first, end = (len(batches) * number // parts for number in (part, part + 1))
-        rewards = infer(model, batches[first:end], layout)
+        rewards = infer(model, batches[first:end], layout, pool)
         if rewards is not None:
             found.append(rewards)
         after_part((part + 1) / parts)
@@ -162,8 +167,9 @@ def _run(
     batches: Sequence[PackedBatch],
     layout: ParallelLayout,
     loss: RewardLoss | Tensor | None,
+    pool: KeyValuePool | None = None,
 ) -> Tensor | None:
-    step = partial(_forward_step, loss=loss)
+    step = partial(_forward_step, loss=loss, pool=pool)
     outputs = _run_schedule(model, batches, layout, step, forward_only=loss is None)
     return torch.cat(outputs) if batches and layout.is_last_stage else None
 
@@ -296,7 +302,10 @@ def _value_step(
 
 
 def _forward_step(
-    batches: Iterator[PackedBatch], model: torch.nn.Module, loss: RewardLoss | Tensor | None
+    batches: Iterator[PackedBatch],
+    model: torch.nn.Module,
+    loss: RewardLoss | Tensor | None,
+    pool: KeyValuePool | None,
 ) -> tuple[Tensor, Callable[..., Any]]:
     batch = next(batches).to(current_device())
 
@@ -323,7 +332,7 @@ def _forward_step(
         # more. The count has to be an int: Megatron adds it to one of its own, in place.
         return total, count.to(torch.int), kept
 
-    return model(batch), finish
+    return model(batch, pool), finish
 
 
 def _by_gradient(rewards: Tensor, gradient: Tensor, records: int) -> tuple[Tensor, Tensor]:

@@ -252,7 +252,6 @@ class RewardScorer:
         count = len(sequences)
         plan = self._plan(sequences, reads)
         parts = count_parts(plan.computed, self._micro_batch_tokens, self._layout)
-        self.model.use_key_value_pool(self._pool)  # another scorer may share the model
         self._watch(0, count)
         rewards = infer_in_parts(
             self.model,
@@ -260,6 +259,7 @@ class RewardScorer:
             self._layout,
             parts,
             lambda share: self._watch(round(share * count), count),
+            self._pool,
         )
         shape = (count if reads is None else sum(len(own.rows) for own in reads), self._num_outputs)
         everyone = gather_rewards(rewards, plan.packs, shape, self._layout).numpy()
