@@ -59,8 +59,7 @@ from nemo_aligner.contract.messages import (
     reply_of,
 )
 from nemo_aligner.contract.readout import BINS, Readout
-from nemo_aligner.contract.template_check import freeze_date
-from nemo_aligner.contract.template_probe import TemplateReading
+from nemo_aligner.contract.template_check import TemplateReading, freeze_date
 from nemo_aligner.contract.templates import names_in
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.contract.turns import TurnMarks
@@ -298,8 +297,9 @@ def _with_own_head(name: str, dtype: torch.dtype, choice: str | None = None) -> 
         head = find_head(found, choice)
         if head is None:
             raise CheckpointError("it has no reward head")
-        if reads_steps(found):
-            raise CheckpointError("its head reads steps: wanted its conversion to .nemo")
+        contract = found.contract or {}
+        if reads_steps(found) or contract.get("reply_marker") is not None:
+            raise CheckpointError("its head reads steps or means: wanted its conversion to .nemo")
         if head.rows:
             found.save_tokenizer(Path(scratch) / "tokenizer")
             head = head.with_rows_of(load_tokenizer(Path(scratch) / "tokenizer"))
