@@ -11,16 +11,9 @@ from typing import Any
 import pytest
 
 from nemo_aligner.config.common import Malformed, RecordKind
-from nemo_aligner.data.readers import (
-    MalformedRule,
-    Reading,
-    RecordFile,
-    check_malformed,
-    list_first,
-    read_records,
-)
+from nemo_aligner.data.clean import MalformedRule, check_malformed, list_first
+from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
 from nemo_aligner.data.records import MalformedRecord, Origin
-from nemo_aligner.data.split import Split
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contract.refusals import assert_refused
 from tests.data.files import read
@@ -125,16 +118,16 @@ def test_file_is_read_by_its_content(tmp_path: Path) -> None:
         path = tmp_path / f"data.{suffix}"
         content = b"\xef\xbb\xbf" + text.encode()
         path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
-        file = read_records(path, Reading(RecordKind.comparison))
+        file = read_records(path, ReaderConfig(RecordKind.comparison))
         assert file.counts == {"read": 2, "kept": 2}
         lines = [record.origin.line for record in file.records]
         assert lines == ([2, 7] if as_list else [1, 3]), suffix
     path.write_text(json.dumps([PAIR, {**PAIR, "chosen": "a"}, {"prompt": 1}]))
-    file = read_records(path, Reading(RecordKind.comparison, rule=LEFT_OUT))
+    file = read_records(path, ReaderConfig(RecordKind.comparison, rule=LEFT_OUT))
     assert [record.origin.line for record in file.records] == [1, 2]
     assert [bad.origin.line for bad in file.malformed] == [3]
     path.write_text(json.dumps({**PAIR, "chosen": "a\u2028b\x85c"}, ensure_ascii=False) + "\n")
-    [pair] = read_records(path, Reading(RecordKind.comparison)).records
+    [pair] = read_records(path, ReaderConfig(RecordKind.comparison)).records
     assert pair.texts[0][-1]["content"] == "a\u2028b\x85c"  # type: ignore[union-attr,index]
 
 
@@ -207,13 +200,13 @@ def test_format_can_be_named(tmp_path: Path) -> None:
 
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
-        read_records(tmp_path / "missing.jsonl", Reading(RecordKind.comparison))
+        read_records(tmp_path / "missing.jsonl", ReaderConfig(RecordKind.comparison))
     (tmp_path / "cut.gz").write_bytes(gzip.compress(json.dumps(PAIR).encode())[:-12])
     with pytest.raises(DataError, match="cannot be read"):
-        read_records(tmp_path / "cut.gz", Reading(RecordKind.comparison))
+        read_records(tmp_path / "cut.gz", ReaderConfig(RecordKind.comparison))
     (tmp_path / "latin.jsonl").write_bytes(b"\n\n\xe9")
     with pytest.raises(DataError, match=r"latin.jsonl:3: not valid UTF-8"):
-        read_records(tmp_path / "latin.jsonl", Reading(RecordKind.comparison))
+        read_records(tmp_path / "latin.jsonl", ReaderConfig(RecordKind.comparison))
 
 
 def test_malformed_records_are_left_out_by_the_rule(tmp_path: Path) -> None:
@@ -289,4 +282,4 @@ def test_malformed_rule_allows_a_fraction_of_each_file() -> None:
     (line,) = list_first(file_of(1, 1, reason="x" * 9999).malformed, 3)
     assert len(line) < 400
     with pytest.raises(ConfigError, match=r"^max_malformed: got 1.5, wanted"):
-        Split(max_malformed=1.5)
+        MalformedRule(most=1.5, section="")

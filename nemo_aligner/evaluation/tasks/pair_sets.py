@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nemo_aligner.data.formats.base import read_string
-from nemo_aligner.data.formats.hh import turns_of
+from nemo_aligner.data.formats.pairs import turns_of
 from nemo_aligner.evaluation.predictions import Item
 from nemo_aligner.evaluation.tasks.base import (
     Task,

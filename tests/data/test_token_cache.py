@@ -16,8 +16,8 @@ from tokenizers import Tokenizer as Backend
 
 from nemo_aligner.config.common import Malformed, Overlong
 from nemo_aligner.contract.tokenizer import load_tokenizer
-from nemo_aligner.data import token_cache, tokenize
-from nemo_aligner.data.record_arrays import ArraysInFolder
+from nemo_aligner.data import token_cache, token_index, tokenize
+from nemo_aligner.data.token_index import ArraysInFolder
 from nemo_aligner.data.training_data import StepPlan, TrainingData, TrainLoader
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests import tiny
@@ -253,7 +253,7 @@ def test_index_of_a_process_that_is_killed_is_not_used(
 ) -> None:
     path, folder = pairs(tmp_path / "a.jsonl"), tmp_path / "index"
     arguments = map(str, (tokenizer_folder, folder, path))
-    done = tiny.run_script("tests/data/store/ranks.py", "--die", *arguments, check=False)
+    done = tiny.run_script("tests/data/token_cache_ranks.py", "--die", *arguments, check=False)
     assert done.returncode == -signal.SIGKILL
     assert [name[0] for name in json.loads(done.stdout.splitlines()[-1])] == ["."]
     end = time.monotonic() + 10
@@ -268,7 +268,7 @@ def test_index_that_another_process_made_meanwhile_stays(
 ) -> None:
     """The other one begins and ends while the first is at work."""
     path, place = pairs(tmp_path / "a.jsonl"), {"index_dir": str(tmp_path / "index")}
-    add, of_other = token_cache._Writer.add, list[int]()
+    add, of_other = token_index._Writer.add, list[int]()
 
     def meanwhile(*block: Any) -> None:
         add(*block)
@@ -277,7 +277,7 @@ def test_index_that_another_process_made_meanwhile_stays(
             [folder] = (tmp_path / "index").glob("a.*")
             of_other.append(folder.stat().st_ino)
 
-    monkeypatch.setattr(token_cache._Writer, "add", meanwhile)
+    monkeypatch.setattr(token_index._Writer, "add", meanwhile)
     mapped = build(contracts, [path], **place)
     assert len(made) == 2
     assert [folder.stat().st_ino for folder in (tmp_path / "index").iterdir()] == of_other
@@ -365,7 +365,7 @@ def test_one_rank_makes_what_all_map_and_says_what_fails(
     bad.write_bytes(b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n\xff\n')
     place = tmp_path / "index"
     arguments = map(str, (tokenizer_folder, place, good, good, bad))
-    done = tiny.run_script("tests/data/store/ranks.py", *arguments, processes=2, check=False)
+    done = tiny.run_script("tests/data/token_cache_ranks.py", *arguments, processes=2, check=False)
     first, second = (json.loads(line) for line in done.stdout.splitlines() if line[0] == "[")
     assert [made for made, *_ in first] == [1, 0]
     assert [made for made, *_ in second] == [0, 0]
