@@ -42,11 +42,11 @@ from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.planning.cost import FP32_BYTES, Machine, Plan, step_flops, step_time, traffic
-from nemo_aligner.planning.memory import fullest_stage
-from nemo_aligner.planning.planner import GIB, PlanRequest
 from nemo_aligner.tools.doctor import examine
+from nemo_aligner.tools.planner import PlanRequest
+from nemo_aligner.training.cost import FP32_BYTES, Machine, Plan, step_flops, step_time, traffic
 from nemo_aligner.training.learner import RewardLearner
+from nemo_aligner.training.memory import GIB, fullest_stage
 
 Job = Mapping[str, Any]
 Row = dict[str, Any]

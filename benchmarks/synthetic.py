@@ -39,7 +39,7 @@ from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models import reward_model
 from nemo_aligner.models.lora import train_adapters_alone
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.planning.cost import Plan, even_packs
+from nemo_aligner.training.cost import Plan, even_packs
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer.optimizer import build_optimizer
 

@@ -185,6 +185,11 @@ class LabelColumns:
         """The mean of every column over the labels that are there; NaN where none is."""
         return tuple(torch.nanmean(self.values.double(), dim=0).tolist())
 
+    def offsets(self, names: Sequence[str]) -> list[float]:
+        """What ``targets`` subtracts from the columns called ``names``; 0 for one not centred."""
+        known = dict(zip(self.names, self.means, strict=True))
+        return [known.get(name) or 0.0 for name in names]
+
     def targets(self, names: Sequence[str]) -> Tensor:
         """``[R, len(names)]`` float32: the columns called ``names``, centred ones minus their mean.
 
@@ -243,11 +248,13 @@ class Records:
     ) -> Records:
         """Records with ``sizes`` rewards each, by default without labels, the best one first."""
         bounds = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0)
+        if ranks is None:  # in the order in which a record has them
+            ranks = torch.arange(int(bounds[-1])) - bounds[:-1].repeat_interleave(bounds.diff())
         return cls(
             torch.as_tensor(ids, dtype=torch.int64),
             bounds,
             LabelColumns.none(len(ids)) if labels is None else labels,
-            _places(bounds) if ranks is None else ranks,
+            ranks,
             texts,
             reply_lengths,
         )
@@ -295,8 +302,7 @@ class Records:
         owner = torch.arange(len(self)).repeat_interleave(self.sizes)
         begins = (owner.diff() != 0) | (self.texts.diff() != 0)
         inner = begins.nonzero().flatten() + 1
-        ends = [torch.zeros(1, dtype=torch.int64), inner, self.bounds[-1:]]
-        return torch.cat(ends)
+        return torch.cat([self.bounds[:1], inner, self.bounds[-1:]])
 
     def of_texts(self) -> Records:
         """The same records with one reward for each text, that of its last step."""
@@ -310,8 +316,8 @@ class Records:
         labels = self.labels
         if labels.of_rewards:
             labels = replace(labels.select(last), of_rewards=False)
-        ids, ranks = self.ids.tolist(), self.ranks[last]
-        return Records.of(ids, sizes.tolist(), labels, ranks, reply_lengths=lengths)
+        ids = self.ids.tolist()
+        return Records.of(ids, sizes.tolist(), labels, self.ranks[last], reply_lengths=lengths)
 
     def pairs(self, with_ties: bool = False) -> PairRows:
         """All pairs of completions of one record of which one is better, and the tied ones, too."""
@@ -332,11 +338,6 @@ class Records:
 def sums_within(values: Tensor, bounds: Tensor) -> Tensor:
     """Sums ``[Q]`` of the integers ``values [S]`` from each of ``bounds [Q + 1]`` to the next."""
     return F.pad(values.cumsum(0), (1, 0))[bounds].diff()
-
-
-def _places(bounds: Tensor) -> Tensor:
-    """``[S]`` int64, which of its record's rewards each is."""
-    return torch.arange(int(bounds[-1])) - bounds[:-1].repeat_interleave(bounds.diff())
 
 
 @dataclass(frozen=True)
@@ -498,11 +499,9 @@ class PackedBatch:
         if records is None:
             records = Records.of(range(len(sequences)), sizes)
         if count != records.num_rewards:
-            raise ValueError(
-                f"got {count} {'sequences' if reads is None else 'rewards'}, wanted "
-                f"{records.num_rewards}, those of "
-                f"{len(records)} records"
-            )
+            kind = "sequences" if reads is None else "rewards"
+            wanted = f"{records.num_rewards}, those of {len(records)} records"
+            raise ValueError(f"got {count} {kind}, wanted {wanted}")
         rows = torch.as_tensor(range(count) if rows is None else rows, dtype=torch.int64)
         if len(rows) != count:
             raise ValueError(f"got {len(rows)} rows, wanted {count}, one for each reward")
@@ -583,6 +582,10 @@ class PackedBatch:
         """
         labels = self.records.labels
         moved = replace(labels, values=to_device(labels.values, device))
+        replies, spoken = (
+            None if rows is None else replace(rows, index=to_device(rows.index, device))
+            for rows in (self.replies, self.spoken)
+        )
         return replace(
             self,
             tokens=to_device(self.tokens, device),
@@ -590,11 +593,7 @@ class PackedBatch:
             scored_tokens=to_device(self.scored_tokens, device),
             records=replace(self.records, labels=moved),
             cached=None if self.cached is None else self.cached.to(device),
-            replies=_moved(self.replies, device),
-            spoken=_moved(self.spoken, device),
+            replies=replies,
+            spoken=spoken,
             share=None if self.share is None else self.share.to(device),
         )
-
-
-def _moved(rows: ReplyRows | None, device: torch.device | str) -> ReplyRows | None:
-    return None if rows is None else replace(rows, index=to_device(rows.index, device))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nemo_aligner.cli.parser import Parser, positive
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.planning.planner import (
+from nemo_aligner.tools.planner import (
     PRESETS,
     PlanRequest,
     preset,

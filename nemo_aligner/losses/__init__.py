@@ -17,14 +17,16 @@ from typing import Any
 from nemo_aligner.config.common import RecordKind, RewardModelType
 from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.losses.base import Objective
-from nemo_aligner.losses.ensemble import HeadEnsemble
-from nemo_aligner.losses.language_model import RegularizedByLanguage
-from nemo_aligner.losses.listwise import PlackettLuce
-from nemo_aligner.losses.odin import Odin
-from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, RaoKupper
-from nemo_aligner.losses.ranking_and_regression import RankingAndRegression
-from nemo_aligner.losses.regression import Huber, MaskedMse, OrdinalBins, Quantiles
-from nemo_aligner.losses.steps import BinaryCrossEntropy
+from nemo_aligner.losses.multi_head import HeadEnsemble, Odin, RegularizedByLanguage
+from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, PlackettLuce, RaoKupper
+from nemo_aligner.losses.regression import (
+    BinaryCrossEntropy,
+    Huber,
+    MaskedMse,
+    OrdinalBins,
+    Quantiles,
+    RankingAndRegression,
+)
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 OBJECTIVES: dict[str, type[Any]] = {

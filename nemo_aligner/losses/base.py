@@ -15,8 +15,7 @@ from nemo_aligner.batch.packed import LabelColumns, Records
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.readout import BINS, Readout
 from nemo_aligner.metrics.ranking import PairRewards
-from nemo_aligner.metrics.regression import RatedRewards
-from nemo_aligner.metrics.steps import StepVerdicts
+from nemo_aligner.metrics.regression import RatedRewards, StepVerdicts
 from nemo_aligner.metrics.table import (
     POSITION,
     by_source,
@@ -158,8 +157,8 @@ class RatingObjective:
     def _verdicts(self, rated: RatedRewards, records: Records) -> StepVerdicts | None:
         if not records.labels.of_rewards:
             return None
-        means = dict(zip(records.labels.names, records.labels.means, strict=True))
-        offsets = torch.tensor([[means[name] or 0.0 for name in self.attributes]]).double()
+        # Rounded to fp32 first, as the centred labels are: a label of 0 is then exactly 0 again.
+        offsets = torch.tensor(records.labels.offsets(self.attributes)).double()
         rewards, labels = rated.rewards + offsets, rated.labels + offsets
         sizes = records.sizes.tolist()
         return StepVerdicts.of(rewards, labels, sizes, self.attributes, self.right_from)
@@ -270,55 +269,35 @@ def _on_host(outputs: Tensor) -> np.ndarray:
     return outputs.detach().cpu().numpy()
 
 
-# Checks of an objective's settings, which have one-line errors.
+# Checks of an objective's settings. A ValueError says what was got, and what was wanted.
 
 
 def check_number(objective: object, name: str, low: float, below: float = math.inf) -> None:
-    """Check that a setting is finite, at least ``low`` and less than ``below``.
-
-    Raises:
-        ValueError: it says what was got, and what was wanted.
-    """
+    """Check that a setting is finite, at least ``low`` and less than ``below``."""
     less = "" if below == math.inf else f" and less than {below:g}"
     fits = low <= _as_number(objective, name) < below
     _require(objective, name, fits, f"a number of {low:g} or more{less}")
 
 
 def check_above(objective: object, name: str, low: float) -> None:
-    """Check that a setting is finite and greater than ``low``.
-
-    Raises:
-        ValueError: it says what was got, and what was wanted.
-    """
+    """Check that a setting is finite and greater than ``low``."""
     value = _as_number(objective, name)
     _require(objective, name, low < value < math.inf, f"a number above {low:g}")
 
 
 def check_flag(objective: object, name: str) -> None:
-    """Check that a setting is a bool.
-
-    Raises:
-        ValueError: it says what was got, and what was wanted.
-    """
+    """Check that a setting is a bool."""
     _require(objective, name, isinstance(getattr(objective, name), bool), "true or false")
 
 
 def check_whole(objective: object, name: str, low: int) -> None:
-    """Check that a setting is an int of at least ``low``.
-
-    Raises:
-        ValueError: it says what was got, and what was wanted.
-    """
+    """Check that a setting is an int of at least ``low``."""
     value = getattr(objective, name)
     _require(objective, name, type(value) is int and value >= low, f"a whole number from {low} on")
 
 
 def check_choice(objective: object, name: str, choices: Sequence[str]) -> None:
-    """Check that a setting is one of ``choices``.
-
-    Raises:
-        ValueError: it says what was got, and what was wanted.
-    """
+    """Check that a setting is one of ``choices``."""
     fits = getattr(objective, name) in choices
     _require(objective, name, fits, f"one of {', '.join(choices)}")
 

@@ -1,4 +1,4 @@
-"""Losses on pairs: Bradley-Terry and its variants, and the tie models Davidson and Rao-Kupper."""
+"""Losses on comparisons: Bradley-Terry and its variants, models of ties, and Plackett-Luce."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_aligner.batch.packed import PairRows, Records, sums_within
+from nemo_aligner.config.common import Aggregate
 from nemo_aligner.losses.base import (
     PairObjective,
     check_above,
@@ -18,15 +19,6 @@ from nemo_aligner.losses.base import (
     check_flag,
     check_number,
 )
-from nemo_aligner.losses.length import (
-    PAIRS,
-    REPLIES,
-    explained_by_length,
-    length_correlation,
-    reply_lengths,
-    weigh_longer_chosen,
-)
-from nemo_aligner.losses.steps import AGGREGATES, aggregate
 from nemo_aligner.utils.host_transfer import to_device
 
 # Bradley-Terry and its variants.
@@ -34,6 +26,8 @@ from nemo_aligner.utils.host_transfer import to_device
 LABEL_MARGIN = "label_margin"
 # Values of ``label_margin``, each with the label that leaves a pair's loss as it is.
 _MISSING = {"subtract": 0.0, "scale": 1.0}
+REPLIES, PAIRS = "replies", "pairs"
+AGGREGATES = tuple(each.value for each in Aggregate)
 
 
 @dataclass(frozen=True)
@@ -58,7 +52,7 @@ class BradleyTerry(PairObjective):
         center_rewards_coefficient: adds this times ``(better + worse) ** 2``, which keeps rewards
             around 0 (Eisenstein et al. 2023, "Helping or herding?", as in TRL).
         aggregate: where turns or steps are scored, what becomes the reward of a text: ``last``,
-            ``min``, ``mean`` or ``product`` of theirs (see ``steps.aggregate``).
+            ``min``, ``mean`` or ``product`` of theirs (see ``aggregate``).
         longer_chosen_weight: weight of the loss of a pair whose longer reply was chosen; the others
             have 1. Where a share p of pairs chose the longer one, ``(1 - p) / p`` makes both kinds
             weigh the same (inverse propensity; Horvitz and Thompson 1952).
@@ -70,7 +64,7 @@ class BradleyTerry(PairObjective):
         length_correlation_penalty: adds this times the square of Pearson's r of reward and length
             over the whole global batch (as in ODIN, Chen et al. 2024, arXiv:2402.07319).
         length_correlation_of: what r is over: ``replies`` or ``pairs`` (see
-            ``length.length_correlation``).
+            ``length_correlation``).
     """
 
     label_smoothing: float = 0.0
@@ -202,6 +196,82 @@ def _focus(behind: Tensor, gamma: float) -> Tensor:
     # 1 - 2 (p - 1/2) = 2 (1 - p), and 1 - p = sigmoid(behind). Below p = 1/2 its log is above 0,
     # and the clamp makes the factor 1.
     return torch.exp(gamma * (F.logsigmoid(behind) + math.log(2)).clamp(max=0))
+
+
+# One reward of a text, out of those of its turns or steps.
+
+
+def aggregate(rewards: Tensor, records: Records, how: str) -> Tensor:
+    """One reward of each text, ``[Q, A]``, of the rewards ``[S, A]`` of its turns or steps.
+
+    ``last``, ``min`` and ``mean`` are of the rewards r; ``product`` is ``sum log sigmoid(r)``, the
+    logarithm of the product of the steps' probabilities. Lightman et al. 2023, "Let's Verify Step
+    by Step", section 2.5, has product and minimum.
+    """
+    bounds = records.text_bounds()
+    if how == "last":
+        return rewards[to_device(bounds[1:] - 1, rewards.device)]
+    # Text by text: a segmented sum would round a text by what stands beside it.
+    parts = rewards.split(bounds.diff().tolist())
+    if how == "min":
+        found = [part.amin(dim=0, keepdim=True) for part in parts]
+    elif how == "mean":
+        found = [part.mean(dim=0, keepdim=True) for part in parts]
+    else:
+        found = [F.logsigmoid(part).sum(dim=0, keepdim=True) for part in parts]
+    return torch.cat([rewards[:0], *found])
+
+
+# Terms against length, which is in tokens of the replies.
+
+
+def reply_lengths(rewards: Tensor, records: Records) -> Tensor:
+    """Tokens ``[S]`` of the replies, in the dtype of the rewards and where these are.
+
+    Raises:
+        ValueError: nobody counted them.
+    """
+    if records.reply_lengths is None:
+        raise ValueError("got records whose replies were not counted, wanted their lengths")
+    return to_device(records.reply_lengths, rewards.device).to(rewards.dtype)
+
+
+def explained_by_length(bias: Tensor | float, lengths: Tensor, pairs: PairRows) -> Tensor:
+    """``bias * log(n_better / n_worse)`` of each pair, ``[P]``, of ``lengths [S]``."""
+    better, worse = pairs.of(lengths.clamp(min=1).log())
+    return bias * (better - worse)
+
+
+def weigh_longer_chosen(losses: Tensor, weight: float, lengths: Tensor, pairs: PairRows) -> Tensor:
+    """Losses ``[P]``, times ``weight`` where the longer reply was chosen."""
+    better, worse = pairs.of(lengths)
+    return torch.where(better > worse, weight * losses, losses)
+
+
+def length_correlation(rewards: Tensor, lengths: Tensor, pairs: PairRows, of: str) -> Tensor:
+    """Correlation of ``rewards [S]`` and ``lengths [S]``, of all replies or of pairs.
+
+    Of ``pairs`` it is that of margins and differences of length, without centring, as either reply
+    may stand first.
+    """
+    if of == REPLIES:
+        return pearson(rewards, lengths)
+    (better, worse), (longer, shorter) = pairs.of(rewards), pairs.of(lengths)
+    return _cosine(better - worse, longer - shorter)
+
+
+def pearson(first: Tensor, second: Tensor) -> Tensor:
+    """Pearson's r of two ``[N]``; 0, without a gradient, if one of them is constant."""
+    if first.numel() == 0:
+        return first.sum()
+    return _cosine(first - first.mean(), second - second.mean())
+
+
+def _cosine(first: Tensor, second: Tensor) -> Tensor:
+    squares = first.square().sum() * second.square().sum()
+    # ``where`` twice: the gradient of the branch that is left out would be 0 times infinity.
+    scale = torch.where(squares > 0, squares, 1.0).sqrt()
+    return torch.where(squares > 0, (first * second).sum() / scale, 0.0)
 
 
 # Models of ties.
@@ -366,3 +436,52 @@ class RaoKupper(PairObjective):
             # (t - 1) * (t + 1) with t = 1 + exp(x).
             rest = x + F.softplus(x - _LOG_2) + _LOG_2
         return self.won(margins, x) + self.won(-margins, x) - rest
+
+
+# Rankings.
+
+
+@dataclass(frozen=True)
+class PlackettLuce(PairObjective):
+    """``-log`` probability of choosing the completions one after the other in their order.
+
+    Each is chosen by the softmax of its reward among those that are left (Luce 1959, "Individual
+    choice behavior"; Plackett 1975, "The analysis of permutations"; as a loss: Xia et al. 2008,
+    "Listwise approach to learning to rank", ListMLE). With two completions it is Bradley-Terry.
+
+    Tied completions are not compared: each competes with itself and those ranked below. One best
+    completion among otherwise tied ones is therefore a single softmax.
+    """
+
+    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+        """Sum over records of rewards ``[S, 1]``, and the count of records with an order."""
+        rows, is_left, num_ordered = _choices(records)
+        first = rewards[:, 0]
+        # Row s is the choice of completion s: the softmax's log-denominator over those left then,
+        # minus its own reward. The last of a record chooses from itself alone, with a loss of 0.
+        left = first[to_device(rows, first.device)]
+        left = left.masked_fill(~to_device(is_left, first.device), -torch.inf)
+        losses = left.logsumexp(dim=1) - first
+        # Built on the device: copying a host scalar would synchronise.
+        count = torch.full((), num_ordered, dtype=torch.int64, device=first.device)
+        return losses.sum(), count
+
+
+def _choices(records: Records) -> tuple[Tensor, Tensor, int]:
+    """Candidates at each choice.
+
+    Returns:
+        ``[S, K]`` rows of all completions of the chosen one's record, K the largest record; a mask
+        ``[S, K]`` of the candidates: the chosen one and those ranked below; and the number of
+        records that are not one tie.
+    """
+    sizes, starts, ranks = records.sizes, records.bounds[:-1], records.ranks
+    most = int(sizes.max()) if len(sizes) else 0
+    own, places = torch.arange(len(ranks))[:, None], torch.arange(most)
+    rows = starts.repeat_interleave(sizes)[:, None] + places
+    exists = places < sizes.repeat_interleave(sizes)[:, None]
+    rows = torch.where(exists, rows, own)
+    is_worse = ranks[rows] > ranks[own]
+    owners = torch.arange(len(sizes)).repeat_interleave(sizes)
+    num_ordered = len(owners[is_worse.any(dim=1)].unique())
+    return rows, is_worse | (rows == own) & exists, num_ordered

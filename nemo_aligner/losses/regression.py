@@ -1,4 +1,4 @@
-"""Losses on ratings: masked MSE, Huber, quantiles, and cross-entropy over ordinal bins."""
+"""Losses on ratings: squared error, Huber, cross-entropies, quantiles; and on ratings and pairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from torch import Tensor
 
 from nemo_aligner.batch.packed import LabelColumns, Records
 from nemo_aligner.contract.readout import BINS, QUANTILES, Readout
-from nemo_aligner.losses.base import RatingObjective, check_above, check_whole
+from nemo_aligner.losses.base import RatingObjective, check_above, check_number, check_whole
+from nemo_aligner.losses.pairwise import BradleyTerry
+from nemo_aligner.losses.value import merge_attributes
+from nemo_aligner.metrics.ranking import PairRewards
+from nemo_aligner.metrics.table import measure_pairs, measure_ratings
 from nemo_aligner.utils.host_transfer import to_device
 
 # Losses on single outputs. Missing labels are masked; the count is of labels, not of replies.
@@ -48,6 +52,32 @@ class Huber(RatingObjective):
             errors, errors.new_zeros(errors.shape), reduction="none", delta=self.delta
         )
         return losses.sum(), present.sum()
+
+
+@dataclass(frozen=True)
+class BinaryCrossEntropy(RatingObjective):
+    """``-(l * log sigmoid(r) + (1 - l) * log sigmoid(-r))`` of a reward r, for labels l of 0 to 1.
+
+    Over the labels that are present: of every step where steps are scored, else of the text. A
+    label between 0 and 1, as the share of completions that come to the right answer, is the
+    probability to learn (the soft estimation of Wang et al. 2023, "Math-Shepherd", eq. 3). The
+    reward is the log-odds of a right step, and 0 is undecided.
+    """
+
+    centres_labels: ClassVar[bool] = False
+    main_metric: ClassVar[str] = "loss"
+    lowest_label: ClassVar[float | None] = 0.0
+    highest_label: ClassVar[float | None] = 1.0
+    # The reward from which on a step counts as right.
+    right_from: ClassVar[float] = 0.0
+
+    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+        """Sum over labels, and their count (int), of rewards ``[S, A]``."""
+        labels = records.labels.targets(self.attributes)
+        present = ~torch.isnan(labels)
+        # log(1 + exp(r)) - l r, without the overflow of exp.
+        losses = F.softplus(rewards) - labels.nan_to_num() * records.as_single(rewards)
+        return torch.where(present, losses, 0.0).sum(), present.sum()
 
 
 # Losses on K outputs per attribute, which a readout converts into a reward.
@@ -186,3 +216,81 @@ def _two_hot(labels: Tensor, values: Tensor) -> Tensor:
     rising = torch.cat([ones.expand_as(within), (within - values[:, :-1]) / steps], dim=2)
     falling = torch.cat([(values[:, 1:] - within) / steps, ones.expand_as(within)], dim=2)
     return torch.minimum(rising, falling).clamp(0, 1)
+
+
+# Ratings and pairs in one loss.
+
+
+@dataclass(frozen=True)
+class RankingAndRegression(RatingObjective):
+    """``-log sigmoid(m)`` of comparisons, and the mean squared error over a rating's labels.
+
+    Ratings say what is good about a reply, pairs which one people prefer on the whole. Wang et al.
+    2024, "Interpretable preferences via multi-objective reward modeling and mixture-of-experts",
+    learn one after the other; here it is one loss.
+
+    m is the margin of the weighted sums of attributes. Every record counts once: a comparison by
+    the mean of its pairs, a rating by the mean over its labels times ``regression_weight``.
+
+    Attributes:
+        weights: of the attributes in the sum (``model.regression.attribute_weights``); 1 each if
+            empty.
+    """
+
+    weights: tuple[float, ...] = ()
+    regression_weight: float = 1.0
+
+    main_metric: ClassVar[str] = "loss"
+    takes_comparisons: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_number(self, "regression_weight", 0)
+
+    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+        """Sum over records of rewards ``[S, A]``, and the count of those with a pair or a label."""
+        # A rating has one completion and so no pair: Bradley-Terry counts comparisons alone.
+        total, count = BradleyTerry().loss(self._merged(rewards)[:, None], records)
+        rated, rows = _rated_rows(records)
+        if len(rated) == 0:
+            return total, count
+        labels = records.labels.targets(self.attributes)
+        labels = labels[to_device(rated, labels.device)]
+        present = ~torch.isnan(labels)
+        errors = rewards[to_device(rows, rewards.device)] - labels.nan_to_num()
+        squares = torch.where(present, errors, 0.0).square().sum(dim=1)
+        # Its labels share one record's weight, however many of them it has.
+        means = squares / present.sum(dim=1).clamp(min=1)
+        return total + self.regression_weight * means.sum(), count + present.any(dim=1).sum()
+
+    def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
+        return measure_pairs(self._pair_rewards(rewards, records), in_step=True)
+
+    def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
+        """Metrics of pairs if there are comparisons, and of ratings if there are any."""
+        found: dict[str, float] = {}
+        rated, rows = _rated_rows(records)
+        if len(rated) < len(records):
+            found |= measure_pairs(self._pair_rewards(rewards, records, reply_lengths))
+        if len(rated):
+            own = self._rated(rewards[rows], records.select(rated), reply_lengths[rows])
+            found |= measure_ratings(own)
+        return found
+
+    def _merged(self, rewards: Tensor) -> Tensor:
+        """Weighted sums ``[S]``."""
+        return merge_attributes(rewards, self.weights or (1.0,) * len(self.attributes))
+
+    def _pair_rewards(
+        self, rewards: Tensor, records: Records, lengths: Tensor | None = None
+    ) -> PairRewards:
+        """Pair the weighted sums, with the means of centred labels added back."""
+        pairs = records.pairs()
+        merged = self._merged(rewards + torch.tensor(records.labels.offsets(self.attributes)))
+        known = None if lengths is None else torch.stack(pairs.of(lengths), dim=1)
+        return PairRewards.of(torch.stack(pairs.of(merged), dim=1), known)
+
+
+def _rated_rows(records: Records) -> tuple[Tensor, Tensor]:
+    """Indices of the ratings among ``records``, and the rows of their rewards; on the host."""
+    rated = (records.sizes == 1).nonzero().flatten()
+    return rated, records.bounds[:-1][rated]

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from enum import Enum, Flag, auto
 from typing import Any
 
-from nemo_aligner.metrics import ranking, regression, steps
+from nemo_aligner.metrics import ranking, regression
 from nemo_aligner.metrics.ranking import PairRewards
-from nemo_aligner.metrics.regression import RatedRewards
-from nemo_aligner.metrics.steps import StepVerdicts
+from nemo_aligner.metrics.regression import RatedRewards, StepVerdicts
 
 
 class Shown(Flag):
@@ -189,7 +188,7 @@ STEPS: list[Metric] = [
     Metric(
         "step_accuracy",
         "steps judged as they are labelled",
-        steps.step_accuracy,
+        regression.step_accuracy,
         Better.higher,
         shown=_EVERYWHERE | Shown.source,
         in_step=True,
@@ -197,21 +196,21 @@ STEPS: list[Metric] = [
     Metric(
         "first_error_accuracy",
         "texts whose first wrong step, or none, is found",
-        steps.first_error_accuracy,
+        regression.first_error_accuracy,
         Better.higher,
         shown=Shown.validation,
     ),
     Metric(
         "first_error_f1",
         "harmonic mean of that in texts with and without an error",
-        steps.first_error_f1,
+        regression.first_error_f1,
         Better.higher,
         shown=Shown.validation | Shown.source,
     ),
     Metric(
         POSITION.rstrip("/"),
         "labels, their mean, mean probability and accuracy of the first step, the second, ...",
-        steps.calibration_by_position,
+        regression.calibration_by_position,
     ),
 ]
 
@@ -240,7 +239,7 @@ RUN: list[Metric] = [
 def by_position(metric: Callable[[str], float | None]) -> list[tuple[int, list[float]]]:
     """Numbers of steps that have figures, with those of ``POSITION_FIGURES``, out of a metric's."""
     found = []
-    for place in range(1, steps.LAST_POSITION + 1):
+    for place in range(1, regression.LAST_POSITION + 1):
         row = [metric(f"{POSITION}{place}/{name}") for name in POSITION_FIGURES]
         if row[0] is not None:
             found.append((place, [math.nan if value is None else value for value in row]))

@@ -13,7 +13,6 @@ where a token has one row instead of one for each of its experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +84,7 @@ class MixtureOfExperts(MegatronModule):
             weights = copy_to_tensor_model_parallel_region(weights, group=group)
         total = self._routed(tokens, chosen, weights[:, : self.shape.top_k], rows)
         if self.shared_experts is not None:
-            added = self.shared_experts(tokens, [len(tokens)], rows)
+            added = self.shared_experts(tokens, RowCounts(None, [len(tokens)]), rows)
             if self.shape.shared_gate:
                 added = added * weights[:, -1:]
             total = total + added
@@ -97,11 +96,11 @@ class MixtureOfExperts(MegatronModule):
         places = torch.empty_like(by_expert)
         places[by_expert] = torch.arange(len(places), device=places.device)
         places = places.view_as(chosen)
-        counts = torch.bincount(chosen.flatten(), minlength=self.shape.count)
+        counts = _choices(chosen, self.shape.count)
         given = _Spread.apply(tokens, by_expert // self.shape.top_k, places)
         group = self.experts.group
         if group.size() == 1:
-            return _Combine.apply(self.experts(given, counts.tolist(), rows), weights, places)
+            return _Combine.apply(self.experts(given, RowCounts(counts), rows), weights, places)
         exchange = _Exchange.of(counts, group)
         received = exchange.there(given)
         there = self.experts(received, exchange.counts, rows)
@@ -169,7 +168,7 @@ class Router(torch.nn.Module):
 
     def _balanced(self, shares: Tensor, chosen: Tensor) -> Tensor:
         """Note the load, and add the auxiliary loss's gradient to that of ``shares [T, E]``."""
-        counts = torch.bincount(chosen.flatten(), minlength=self._shape.count)
+        counts = _choices(chosen, self._shape.count)
         self.load += counts
         if not self.aux_loss_coeff:
             return shares
@@ -179,6 +178,15 @@ class Router(torch.nn.Module):
         count, top_k = self._shape.count, self._shape.top_k
         factor = self.aux_loss_coeff * self.records * count / top_k
         return _WithSlope.apply(shares, counts[:-1] * (factor / counts[-1].float() ** 2))
+
+
+def _choices(chosen: Tensor, count: int) -> Tensor:
+    """Count how often each expert was ``chosen [T, k]``.
+
+    ``bincount`` would have the host wait for the GPU, for the largest number among them.
+    """
+    numbers = chosen.flatten()
+    return numbers.new_zeros(count).scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 class _WithSlope(Function):
@@ -237,6 +245,39 @@ def _product(given: Tensor, weight: Tensor, rows: int | None) -> Tensor:
     return invariant_linear(given, weight, None, rows)
 
 
+@dataclass
+class RowCounts:
+    """Rows of each expert, one expert's behind the other's.
+
+    The host learns the numbers only where it needs them, as it has to wait for the GPU.
+
+    Attributes:
+        each: of the experts, on the device; None of one alone, which has all rows.
+        known: the same on the host, once it has asked.
+    """
+
+    each: Tensor | None
+    known: list[int] | None = None
+
+    def on_host(self) -> list[int]:
+        if self.known is None:
+            assert self.each is not None
+            self.known = self.each.tolist()
+        return self.known
+
+    def ends(self, rows: Tensor, matrices: Tensor) -> Tensor | None:
+        """Tell ``grouped_mm`` where each expert's rows end; None where it is not used.
+
+        One kernel for all experts, from torch 2.10 on. It is for bf16, and rows and columns have to
+        begin at multiples of 16 bytes. On a CPU it is a loop over products slower than ours.
+        """
+        if self.each is None or not (rows.is_cuda and rows.dtype is torch.bfloat16):
+            return None
+        if not hasattr(F, "grouped_mm") or any(size % 8 for size in matrices.shape[1:]):
+            return None
+        return self.each.cumsum(0).to(torch.int32)
+
+
 class ExpertMLP(MegatronModule):
     """Gated MLPs, ``[N, hidden] -> [N, hidden]``: partial sums if TP splits them.
 
@@ -263,8 +304,8 @@ class ExpertMLP(MegatronModule):
         self.activation_func = activation(config=config)
         self.linear_fc2 = ExpertLinear(config, (hidden, width), count)
 
-    def forward(self, given: Tensor, counts: Sequence[int], rows: int | None) -> Tensor:
-        """Compute ``given [N, hidden]``, of which the first expert has ``counts[0]``, and so on."""
+    def forward(self, given: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
+        """Compute ``given [N, hidden]``, sorted by expert."""
         inner = self.activation_func(self.linear_fc1(given, counts, rows))
         return self.linear_fc2(inner, counts, rows)
 
@@ -304,17 +345,17 @@ class ExpertLinear(torch.nn.Module):
         self.size, self.first = size, 0 if count is None else own * shared.rank()
         self.register_module("adapter", None)
 
-    def forward(self, given: Tensor, counts: Sequence[int], rows: int | None) -> Tensor:
-        """``[N, in] -> [N, out]``; ``counts`` as in ``ExpertMLP``."""
+    def forward(self, given: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
+        """``[N, in] -> [N, out]``, rows sorted by expert."""
         product = self._product(given, counts, rows)
         return product if self.adapter is None else product + self.adapter(given, counts, rows)
 
-    def _product(self, given: Tensor, counts: Sequence[int], rows: int | None) -> Tensor:
+    def _product(self, given: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
         if rows is None:
             return _Products.apply(given, self.weight, counts)
         products = [
             invariant_linear(some, matrix.flatten(0, -2), None, rows)
-            for some, matrix in zip(given.split(list(counts)), self.weight, strict=True)
+            for some, matrix in zip(given.split(counts.on_host()), self.weight, strict=True)
             if len(some)
         ]
         return torch.cat(products) if products else _Products.apply(given, self.weight, counts)
@@ -369,7 +410,7 @@ class ExpertAdapter(MegatronModule):
             torch.nn.init.zeros_(weight)
         self.scale = lora.scale
 
-    def forward(self, given: Tensor, counts: Sequence[int], rows: int | None) -> Tensor:
+    def forward(self, given: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
         return self.linear_out(self.linear_in(given, counts, rows) * self.scale, counts, rows)
 
 
@@ -384,30 +425,21 @@ class _Products(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, given: Tensor, weight: Tensor, counts: RowCounts) -> Tensor:
         ctx.save_for_backward(given if ctx.needs_input_grad[1] else None, weight)
-        ctx.counts = list(counts)
-        matrices = weight.flatten(1, -2)
-        found = given.new_empty(given.size(0), matrices.size(1))
-        for some, matrix, to in _by_expert(ctx.counts, given, matrices, found):
-            to.copy_(linear_on_cpu(some, matrix) if some.is_cpu else F.linear(some, matrix))
-        return found
+        ctx.counts = counts
+        return _rows_times(given, weight.flatten(1, -2).mT, counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (grad,), (given, weight) = grads, ctx.saved_tensors
-        matrices = weight.flatten(1, -2)
         to_given = to_weight = None
         if ctx.needs_input_grad[0]:
-            to_given = grad.new_empty(grad.size(0), matrices.size(2))
-            for some, matrix, to in _by_expert(ctx.counts, grad, matrices, to_given):
-                turned = matrix.t()
-                to.copy_(linear_on_cpu(some, turned) if some.is_cpu else F.linear(some, turned))
+            to_given = _rows_times(grad, weight.flatten(1, -2), ctx.counts)
         if ctx.needs_input_grad[1]:
             main = getattr(weight, "main_grad", None)
             summed = torch.zeros_like(weight) if main is None else main
-            for some, own, to in _by_expert(ctx.counts, given, grad, summed.flatten(1, -2)):
-                add_weight_gradient(to, some, own)
+            _add_gradients(summed.flatten(1, -2), given, grad, ctx.counts)
             to_weight = summed
             if main is not None:
                 weight.grad_added_to_main_grad = True
@@ -415,10 +447,36 @@ class _Products(Function):
         return to_given, to_weight, None
 
 
-def _by_expert(counts: list[int], *tensors: Tensor) -> Any:
+def _rows_times(rows: Tensor, matrices: Tensor, counts: RowCounts) -> Tensor:
+    """Multiply each expert's rows ``[n_e, i]`` by its matrix of ``[E, i, o]``: ``[N, o]``."""
+    ends = counts.ends(rows, matrices)
+    if ends is not None:
+        return F.grouped_mm(rows, matrices, offs=ends)
+    found = rows.new_empty(rows.size(0), matrices.size(2))
+    for some, matrix, to in _by_expert(counts, rows, matrices, found):
+        turned = matrix.t()
+        to.copy_(linear_on_cpu(some, turned) if some.is_cpu else F.linear(some, turned))
+    return found
+
+
+def _add_gradients(to: Tensor, given: Tensor, grad: Tensor, counts: RowCounts) -> None:
+    """Add each expert's product of ``grad [n_e, o]`` and ``given [n_e, i]`` to ``to [E, o, i]``."""
+    ends = counts.ends(given, to)
+    if ends is not None:
+        products = F.grouped_mm(grad.mT, given, offs=ends)
+        # Without rows it is zero on Hopper, and anything on Blackwell (pytorch/pytorch#172439).
+        has_rows = ends.diff(prepend=ends.new_zeros(1)) > 0
+        to.add_(torch.where(has_rows[:, None, None], products, 0))
+        return
+    for some, own, its in _by_expert(counts, given, grad, to):
+        add_weight_gradient(its, some, own)
+
+
+def _by_expert(counts: RowCounts, *tensors: Tensor) -> Any:
     """Yield each expert's part of ``tensors``: matrices ``[E, o, i]`` or rows ``[N, c]``."""
-    parts = [each.unbind() if each.dim() == 3 else each.split(counts) for each in tensors]
-    return (own for own, count in zip(zip(*parts, strict=True), counts, strict=True) if count)
+    rows = counts.on_host()
+    parts = [each.unbind() if each.dim() == 3 else each.split(rows) for each in tensors]
+    return (own for own, count in zip(zip(*parts, strict=True), rows, strict=True) if count)
 
 
 class _Spread(Function):
@@ -472,7 +530,7 @@ class _Exchange:
 
     sent: list[int]
     received: list[int]
-    counts: list[int]
+    counts: RowCounts
     order: Tensor
     inverse: Tensor
     group: Any
@@ -494,7 +552,8 @@ class _Exchange:
             .cpu()
             .split([ranks, ranks, mine.size(1)])
         )
-        return cls(sent.tolist(), received.tolist(), each.tolist(), order, inverse, group)
+        own_counts = RowCounts(theirs.sum(0), each.tolist())
+        return cls(sent.tolist(), received.tolist(), own_counts, order, inverse, group)
 
     def there(self, rows: Tensor) -> Tensor:
         """Send rows to the ranks of their experts."""

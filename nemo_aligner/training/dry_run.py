@@ -23,15 +23,14 @@ from nemo_aligner.models.attention.packed import copies_keys
 from nemo_aligner.models.attention.segments import chains_of
 from nemo_aligner.models.reward_model import check_freezing
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.planning.cost import Packs, Plan, attended_keys, parameters
-from nemo_aligner.planning.memory import Memory, fullest_stage
-from nemo_aligner.planning.planner import GIB
 from nemo_aligner.training.build import (
     build_data,
     build_loader,
     check_experts,
     trained_model_config,
 )
+from nemo_aligner.training.cost import Packs, Plan, attended_keys, parameters
+from nemo_aligner.training.memory import GIB, Memory, fullest_stage
 from nemo_aligner.training.resume import changes_since, find_latest, new_state
 from nemo_aligner.training.run import (
     build_early_stopping,

@@ -47,7 +47,7 @@ from nemo_aligner.models.step import (
     gather_rewards,
     infer_in_parts,
 )
-from nemo_aligner.planning.cost import Packs
+from nemo_aligner.training.cost import Packs
 from nemo_aligner.training.optimizer.optimizer import Optimizer, Update
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import TrainingError
@@ -262,10 +262,8 @@ def describe_rewards(
 
 def whole_rewards(objective: Objective, labels: LabelColumns, outputs: Tensor) -> Tensor:
     """``[S, A]`` float64 of a head's ``outputs``, what labels were centred on added."""
-    means = dict(zip(labels.names, labels.means, strict=True))
-    offsets = [means.get(name) or 0.0 for name in objective.attributes]
     read = rewards_of(readout_of(objective), without_auxiliary(objective, outputs))
-    return read.double() + torch.tensor(offsets, dtype=torch.float64)
+    return read.double() + torch.tensor(labels.offsets(objective.attributes), dtype=torch.float64)
 
 
 def _spread(objective: Objective, labels: LabelColumns, rewards: Tensor) -> dict[str, float]:

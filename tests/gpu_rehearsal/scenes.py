@@ -40,13 +40,13 @@ from nemo_aligner.models.reward_model import (
 )
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer
-from nemo_aligner.planning.cost import Plan, even_packs
-from nemo_aligner.planning.memory import pack_activations
 from nemo_aligner.serving.critic import TRAIN, VALUES, CriticServable
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
+from nemo_aligner.training.cost import Plan, even_packs
 from nemo_aligner.training.critic import CriticLearner, open_critic
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.loggers import Timers
+from nemo_aligner.training.memory import pack_activations
 from nemo_aligner.training.optimizer.optimizer import build_optimizer
 from nemo_aligner.utils import host_transfer
 from nemo_aligner.utils.host_transfer import host_zeros
@@ -172,7 +172,7 @@ def critic(watch: Watch, settings: list[str]) -> Found:
 
 
 def steps(watch: Watch, sizes: Found, shape: Found, **options: Any) -> Found:
-    """Two steps, a forward pass, an inference and a state to save, of each rank of a layout."""
+    """Two steps, a forward pass, an inference if scored, and a state to save, of each rank."""
     wanted = LayoutSizes(**sizes)
     found: Found = {"collectives": [], "ranks": []}
     for rank in range(wanted.num_ranks):
@@ -193,6 +193,7 @@ def one_rank(
     recompute: str = "none",
     freeze_layers: int = 0,
     prefix: int = 0,
+    scored: bool = True,
 ) -> Found:
     shape = ModelShape.from_config(config)
     kinds = {"precision": Precision(precision), "recompute": Recompute(recompute)}
@@ -224,7 +225,8 @@ def one_rank(
         found["planned"] = pack_activations(shape, plan, 0)
         found["kept"] = kept_bytes(watch, wrapped, batch.to(CUDA))
     optimizer.finish_update()
-    infer(wrapped, batches, layout)
+    if scored:
+        infer(wrapped, batches, layout)
     RunCheckpoints("unused").reserve(model, optimizer)
     return found
 

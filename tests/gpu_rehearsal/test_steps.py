@@ -45,6 +45,18 @@ ALONE = {
     "frozen, no groups": steps(shape={"num_query_groups": 4}, freeze_layers=1),
     "window, norms": steps(shape={"window_size": 32, "qk_layernorm": True, "qkv_bias": True}),
 }
+EXPERTS = {
+    "num_moe_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 448,
+    "moe_shared_expert_intermediate_size": 896,
+    "moe_shared_expert_gate": True,
+}
+# Scoring asks how many rows each expert has, and a fake GPU cannot tell.
+MIXTURES = {
+    "experts": steps(shape=EXPERTS, scored=False),
+    "experts, tp2+sp": steps({"tp": 2, "sequence_parallel": True}, EXPERTS, scored=False),
+}
 # What has no kernel, and is computed by SDPA.
 REFUSED = {
     "Turing": steps(given={"major": 7, "minor": 5}, precision="fp16"),
@@ -82,7 +94,7 @@ def seen_of(rehearse: Rehearse, name: str, tasks: dict[str, Task], *stubs: str) 
 
 @pytest.fixture(scope="module")
 def plain(rehearse: Rehearse) -> dict[str, Seen]:
-    tasks = {**LAYOUTS, **ALONE, **REFUSED, **ACCEPTED, "one GPU": ONE_GPU}
+    tasks = {**LAYOUTS, **ALONE, **MIXTURES, **REFUSED, **ACCEPTED, "one GPU": ONE_GPU}
     return seen_of(rehearse, "plain", tasks)
 
 
@@ -157,6 +169,13 @@ def test_rehearsed_kernel_is_called_once_a_layer_and_pack_or_not_at_all(
     assert calls == {name: 0 if name in REFUSED else LAYERS_AND_PACKS for name in calls}
     alone = plain["one GPU"]  # a process that sees one GPU takes it
     assert alone["device"] == alone["settings"]["device_id"] == "cuda:0"
+
+
+def test_rehearsed_experts_are_multiplied_by_one_kernel(plain: dict[str, Seen]) -> None:
+    """Forward, and backward to their rows and to their weights; two products a layer."""
+    for name in MIXTURES:
+        for rank in plain[name]["ranks"]:
+            assert rank["operations"]["aten._grouped_mm.default"] == 3 * 2 * LAYERS_AND_PACKS
 
 
 def test_transformer_engine_s_layers_are_for_16_bits(with_engine: dict[str, Seen]) -> None:

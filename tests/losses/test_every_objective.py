@@ -10,13 +10,16 @@ import torch
 
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.losses.base import Objective, count_outputs
-from nemo_aligner.losses.ensemble import HeadEnsemble, bootstrap_counts
-from nemo_aligner.losses.language_model import RegularizedByLanguage
-from nemo_aligner.losses.listwise import PlackettLuce
-from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, RaoKupper
-from nemo_aligner.losses.ranking_and_regression import RankingAndRegression
-from nemo_aligner.losses.regression import Huber, MaskedMse, OrdinalBins, Quantiles
-from nemo_aligner.losses.steps import BinaryCrossEntropy
+from nemo_aligner.losses.multi_head import HeadEnsemble, RegularizedByLanguage, bootstrap_counts
+from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, PlackettLuce, RaoKupper
+from nemo_aligner.losses.regression import (
+    BinaryCrossEntropy,
+    Huber,
+    MaskedMse,
+    OrdinalBins,
+    Quantiles,
+    RankingAndRegression,
+)
 from tests.losses.hand_made import check_any_batch, check_gradient, ranked, rated
 
 NAMES = ("help", "brief")

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.losses.base import Objective, count_outputs
-from nemo_aligner.losses.listwise import PlackettLuce
-from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, RaoKupper
+from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, PlackettLuce, RaoKupper
 from tests.losses.hand_made import accepted, check_any_batch, check_gradient, loss_of, ranked
 
 MISSING = math.nan

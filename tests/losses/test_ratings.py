@@ -14,8 +14,13 @@ from nemo_aligner.batch.packed import LabelColumns, Records
 from nemo_aligner.contract.readout import Readout
 from nemo_aligner.losses.base import count_outputs, label_limits, rewards_of, spreads_of
 from nemo_aligner.losses.pairwise import BradleyTerry
-from nemo_aligner.losses.ranking_and_regression import RankingAndRegression
-from nemo_aligner.losses.regression import Huber, MaskedMse, OrdinalBins, Quantiles
+from nemo_aligner.losses.regression import (
+    Huber,
+    MaskedMse,
+    OrdinalBins,
+    Quantiles,
+    RankingAndRegression,
+)
 from nemo_aligner.losses.value import ClippedValueLoss
 from nemo_aligner.metrics.table import PAIRS
 from tests.losses.hand_made import accepted, check_any_batch, check_gradient, learn, rated

@@ -15,9 +15,8 @@ from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.contract.steps import aggregate_steps
 from nemo_aligner.losses import build_objective
 from nemo_aligner.losses.base import Objective, label_limits
-from nemo_aligner.losses.pairwise import BradleyTerry
-from nemo_aligner.losses.regression import MaskedMse, OrdinalBins
-from nemo_aligner.losses.steps import AGGREGATES, BinaryCrossEntropy
+from nemo_aligner.losses.pairwise import AGGREGATES, BradleyTerry
+from nemo_aligner.losses.regression import BinaryCrossEntropy, MaskedMse, OrdinalBins
 from nemo_aligner.utils.errors import ConfigError
 from tests.losses.hand_made import check_any_batch, check_gradient, loss_of, ranked
 

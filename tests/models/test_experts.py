@@ -14,7 +14,14 @@ from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import LORA_TARGETS
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.experts import ExpertAdapter, describe_load, routers, take_load
+from nemo_aligner.models.experts import (
+    ExpertAdapter,
+    RowCounts,
+    _Products,
+    describe_load,
+    routers,
+    take_load,
+)
 from nemo_aligner.models.lora import fold_adapters
 from nemo_aligner.models.reward_model import set_routers
 from nemo_aligner.models.shape import LoraShape
@@ -94,6 +101,24 @@ def test_expert_of_equal_ones_is_the_first(model: Any) -> None:
     router.weight.data.copy_(same)
     assert chosen.tolist() == [list(range(TOP_K))] * 5
     torch.testing.assert_close(weights, torch.full((5, TOP_K), 1 / TOP_K))
+
+
+def test_grouped_products_are_those_of_expert_by_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's kernel for all experts, of which one has no rows; on a CPU it is only slower."""
+    rows, weight = torch.randn(9, 16), torch.randn(4, 2, 12, 16)
+    found = []
+    for is_grouped in (False, True):
+        if is_grouped:
+            monkeypatch.setattr(
+                RowCounts, "ends", lambda self, *unused: self.each.cumsum(0).to(torch.int32)
+            )
+        given, matrices = (each.detach().clone().requires_grad_() for each in (rows, weight))
+        product = _Products.apply(given, matrices, RowCounts(torch.tensor([2, 0, 6, 1])))
+        (product**2).sum().backward()
+        found.append([product, given.grad, matrices.grad])
+    for plain, grouped in zip(*found, strict=True):
+        torch.testing.assert_close(grouped, plain)
+    assert not found[0][2][1].any()
 
 
 def test_adapters_of_experts_score_as_the_weights_that_they_are_folded_into(

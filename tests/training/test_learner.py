@@ -15,7 +15,7 @@ from nemo_aligner.data.packing import pack_records
 from nemo_aligner.data.record_arrays import TokenSequences
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.losses.base import PairObjective
-from nemo_aligner.losses.odin import Odin
+from nemo_aligner.losses.multi_head import Odin
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.losses.regression import MaskedMse
 from nemo_aligner.training.learner import (

@@ -18,7 +18,7 @@ from nemo_aligner.evaluation.tasks.base import (
     mean_of,
     share_row,
 )
-from nemo_aligner.metrics.steps import first_error, harmonic_mean
+from nemo_aligner.metrics.regression import first_error, harmonic_mean
 from nemo_aligner.utils.errors import DataError, shown
 
 # ProcessBench (Zheng et al. 2024, arXiv 2412.06559): the first wrong step of a solution.

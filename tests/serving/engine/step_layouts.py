@@ -28,7 +28,7 @@ from nemo_aligner.data.dataset import StepReads, TokenizedDataset
 from nemo_aligner.data.record_arrays import TokenSequences
 from nemo_aligner.data.records import Origin
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.losses.steps import BinaryCrossEntropy
+from nemo_aligner.losses.regression import BinaryCrossEntropy
 from nemo_aligner.models.reward_model import make_batch_invariant
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from tests import tiny

@@ -11,8 +11,8 @@ from math import gcd
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import DataConfig, LoraConfig, ModelConfig, Recompute
 from nemo_aligner.models.shape import LoraShape, ModelShape
-from nemo_aligner.planning.cost import Machine, Plan, StepTime, even_packs, step_time
-from nemo_aligner.planning.memory import Memory, fullest_stage
+from nemo_aligner.training.cost import Machine, Plan, StepTime, even_packs, step_time
+from nemo_aligner.training.memory import GIB, Memory, fullest_stage
 from nemo_aligner.utils.errors import ConfigError
 
 # Tokens of a chunk, of which a context parallel rank has two of each text: with fewer its matrix
@@ -157,8 +157,6 @@ class Planner:
 
 
 # Request: the batch, the GPUs, and assumptions about their speed.
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

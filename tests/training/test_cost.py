@@ -23,7 +23,8 @@ from nemo_aligner.models.reward_model import (
     wrap_for_training,
 )
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.planning.cost import (
+from nemo_aligner.tools.planner import Planner, PlanRequest, preset, settings_of
+from nemo_aligner.training.cost import (
     Machine,
     Packs,
     Plan,
@@ -35,8 +36,7 @@ from nemo_aligner.planning.cost import (
     step_time,
     traffic,
 )
-from nemo_aligner.planning.memory import fullest_stage, memory, pack_activations
-from nemo_aligner.planning.planner import Planner, PlanRequest, preset, settings_of
+from nemo_aligner.training.memory import fullest_stage, memory, pack_activations
 from nemo_aligner.utils.errors import ConfigError
 from tests import tiny
 
@@ -272,7 +272,7 @@ def test_memory_is_what_a_step_is_measured_to_hold(ranks: int) -> None:
         }
         for name in names
     ]
-    done = tiny.run_script("tests/planning/points.py", json.dumps(jobs), processes=ranks)
+    done = tiny.run_script("tests/training/points.py", json.dumps(jobs), processes=ranks)
     wrong = {}
     for name, job, line in zip(names, jobs, done.stdout.splitlines(), strict=True):
         measured, expected = json.loads(line)["memory"], planned(job)

@@ -1,0 +1,140 @@
+"""Losses on pairs that train several heads: an ensemble, a length head, a language model's head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_aligner.batch.packed import Records
+from nemo_aligner.contract.readout import HEADS, Readout
+from nemo_aligner.losses.base import PairObjective, check_flag, check_number, check_whole
+from nemo_aligner.losses.pairwise import BradleyTerry, pearson, reply_lengths
+from nemo_aligner.utils.host_transfer import to_device
+
+# P(0), P(0 or 1), ... of a Poisson distribution with mean 1; beyond, nothing of 2 ** 53 is left.
+_POISSON = np.array([*accumulate(math.exp(-1) / math.factorial(k) for k in range(18))])
+
+
+@dataclass(frozen=True)
+class HeadEnsemble(PairObjective):
+    """Mean over K heads of ``-log sigmoid(m)``; each head starts from its own random weights.
+
+    The reward is the heads' mean, and its uncertainty their standard deviation. Heads that share a
+    body are the bootstrapped heads of Osband et al. 2016, "Deep exploration via bootstrapped DQN";
+    how ensembles of rewards are used is Coste et al. 2023, "Reward model ensembles help mitigate
+    overoptimization", arXiv:2310.02743.
+
+    Attributes:
+        heads: K, 2 or more.
+        bootstrap: count a record for each head as often as a Poisson distribution of mean 1 says
+            (online bootstrap: Oza and Russell 2001, "Online bagging and boosting"), always the
+            same; false: once for all.
+    """
+
+    heads: int = 5
+    bootstrap: bool = True
+
+    def __post_init__(self) -> None:
+        check_whole(self, "heads", 2)
+        check_flag(self, "bootstrap")
+
+    @property
+    def readout(self) -> Readout:
+        return Readout(HEADS, (tuple(map(float, range(1, self.heads + 1))),))
+
+    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+        """Sum and count of records, of the heads' outputs ``[S, K]``."""
+        pairs = records.pairs()
+        better, worse = pairs.of(rewards)
+        losses = F.softplus(worse - better)
+        if self.bootstrap:
+            times = to_device(bootstrap_counts(records.ids, self.heads), losses.device)
+            losses = losses * pairs.of_records(times)
+        return pairs.sum_and_count(losses.mean(dim=1))
+
+
+def bootstrap_counts(ids: Tensor, heads: int) -> Tensor:
+    """How often each of ``heads`` has each record, ``[R, heads]`` float32, by the records' ``ids``.
+
+    Drawn from a Poisson distribution of mean 1 by a hash of both numbers (SplitMix64: Steele et al.
+    2014, "Fast splittable pseudorandom number generators"), so at any layout and after a resume.
+    """
+    numbers = ids.numpy().astype(np.uint64)[:, None] * np.uint64(heads)
+    mixed = (numbers + np.arange(1, heads + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    uniform = ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(11)) / 2.0**53
+    return torch.from_numpy(np.searchsorted(_POISSON, uniform, side="right").astype(np.float32))
+
+
+@dataclass(frozen=True)
+class Odin(PairObjective):
+    """``L(m_Q + m_L) + length_coefficient * (|r_Q| - r_L) + orthogonality_coefficient * |cos|``.
+
+    L is Bradley-Terry's loss of the sum of a quality head Q and a length head L (Chen et al. 2024,
+    "ODIN: Disentangled reward mitigates hacking in RLHF", arXiv:2402.07319, section 4). r are
+    Pearson's of each head and the replies' tokens over the whole global batch, and cos is that of
+    the heads' weights, which the authors normalise in the model and which here keep their norms.
+    The quality head is the model's reward; the length head ends with the run.
+
+    Attributes:
+        length_coefficient, orthogonality_coefficient: 1 in the authors' training script.
+    """
+
+    length_coefficient: float = 1.0
+    orthogonality_coefficient: float = 1.0
+
+    auxiliary_heads: ClassVar[int] = 1
+    is_of_batch: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_number(self, "length_coefficient", 0)
+        check_number(self, "orthogonality_coefficient", 0)
+
+    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+        """Sum and count of outputs ``[S, 3]``: quality, length, and the cosine of their weights."""
+        total, count = BradleyTerry().loss(rewards[:, :2].sum(dim=1, keepdim=True), records)
+        lengths = reply_lengths(rewards, records)
+        of_quality, of_length = (pearson(rewards[:, head], lengths) for head in (0, 1))
+        cosine = rewards[:, 2].abs().sum() / max(1, len(rewards))  # the same in every row
+        term = self.length_coefficient * (of_quality.abs() - of_length)
+        return total + count * (term + self.orthogonality_coefficient * cosine), count
+
+
+@dataclass(frozen=True)
+class RegularizedByLanguage(PairObjective):
+    """``-log sigmoid(m) + coefficient * NLL``, of the best reply of each record.
+
+    NLL is the mean of ``-log p`` of the reply's tokens by the base model's own output layer, which
+    is its embedding. It keeps hidden states from forgetting language (Yang et al. 2024,
+    "Regularizing hidden states enables learning generalizable reward model for LLMs", GRM,
+    arXiv:2406.10216, section 3, with SFT; the paper puts the reply's probability into a sigmoid,
+    and weighs both losses to 1).
+
+    Attributes:
+        coefficient: of the language model's loss.
+    """
+
+    coefficient: float = 0.01
+
+    reads_language: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_number(self, "coefficient", 0)
+
+    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+        """Sum and count of outputs ``[S, 2]``: rewards, and the NLL of the best replies, else 0."""
+        total, count = BradleyTerry().loss(rewards[:, :1], records)
+        return total + self.coefficient * rewards[:, 1].sum(), count
+
+    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
+        """Mean NLL of the batch."""
+        found = rewards[:, 1][rewards[:, 1] > 0]
+        return {"language_loss": float(found.double().mean())} if len(found) else {}
