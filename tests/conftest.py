@@ -43,8 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--mutations",
         type=mutations,
-        default=200,
-        help="damaged checkpoints of each kind that are read (default: 200)",
+        default=300,
+        help="damaged checkpoints of each kind that are read (default: 300)",
     )
     parser.addoption(
         "--quick",
@@ -71,6 +71,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if DURATIONS.is_quick(item)]
     DURATIONS.longest_first(items)
+
+
+def pytest_collection_finish() -> None:
+    """The million objects of what was imported live on: each search for garbage took a second."""
+    gc.collect()
+    gc.freeze()
 
 
 class Groups(LoadScopeScheduling):
