@@ -148,7 +148,7 @@ def _parts() -> dict[str, Part]:
 
     from nemo_aligner.models import backbone
     from nemo_aligner.models.attention import packed
-    from nemo_aligner.models.linear import RowLinear
+    from nemo_aligner.models.layers import RowLinear
     from nemo_aligner.models.reward_model import GPTRewardModel
 
     rotate, by_whole_rows = packed.rotate, backbone.by_whole_rows

@@ -53,7 +53,7 @@ class Products:
         import torch
 
         from nemo_aligner.distributed.cpu_products import linear_in_chunks, reordered_for_products
-        from nemo_aligner.models.linear import ColumnLinear, RowLinear
+        from nemo_aligner.models.layers import ColumnLinear, RowLinear
 
         linear = (ColumnLinear, RowLinear)
         shapes = [tuple(each.weight.shape) for each in model.modules() if isinstance(each, linear)]

@@ -41,7 +41,7 @@ from nemo_aligner.models.lora import train_adapters_alone
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.training.cost import Plan, even_packs
 from nemo_aligner.training.learner import RewardLearner
-from nemo_aligner.training.optimizer.optimizer import build_optimizer
+from nemo_aligner.training.optimizer import build_optimizer
 
 TIMED = ("data", "forward", "backward", "reduce", "optimizer")
 PLANNED = ("tp", "cp", "pp", "dp", "sequence_parallel", "recompute_layers", "freeze_layers")

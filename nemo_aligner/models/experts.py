@@ -3,7 +3,7 @@
 megatron-core's own (0.16 to 0.19) allocates on CUDA, and a token's bits depend on its neighbours:
 the rows of an expert's product are those of all tokens that chose it. Here the router computes in
 fp32, of experts with equal probabilities those with lower numbers are chosen, tokens are sorted by
-expert in their own order, products are those of ``linear.py``, and a token adds its experts'
+expert in their own order, products are those of ``layers.py``, and a token adds its experts'
 outputs from the likeliest on.
 
 Expert parallelism splits the experts over data parallel ranks, which send each other the tokens.
@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from nemo_aligner.distributed.cpu_products import add_weight_gradient, linear_on_cpu
-from nemo_aligner.models.expert_shape import ExpertShape
-from nemo_aligner.models.linear import invariant_linear, rows_now, sum_partial
+from nemo_aligner.models.layer_shape import ExpertShape
+from nemo_aligner.models.layers import invariant_linear, rows_now, sum_partial
 from nemo_aligner.models.shape import LoraShape
 from nemo_aligner.utils.errors import ConfigError
 

@@ -13,7 +13,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from nemo_aligner.models.rope_shape import RopeScaling
+from nemo_aligner.models.layer_shape import RopeScaling
 
 # Below scaled_dot_product_attention, which drops the log-sum-exp of the scores.
 cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

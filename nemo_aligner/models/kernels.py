@@ -77,7 +77,7 @@ def gated_silu(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Compute ``layers.rotate`` of ``x [T, groups, heads, c]``, whose heads are contiguous."""
+    """Compute ``rotary.rotate`` of ``x [T, groups, heads, c]``, whose heads are contiguous."""
     out = x.new_empty(x.shape)
     (rows, groups, heads, channels), half = x.shape, cos.size(-1)
     addresses = (each.data_ptr() for each in (cos, sin, out))

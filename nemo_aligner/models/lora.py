@@ -23,7 +23,7 @@ from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.model import LoraConfig
 from nemo_aligner.models.backbone import LastLayer
 from nemo_aligner.models.experts import ExpertAdapter, ExpertLinear, MixtureOfExperts
-from nemo_aligner.models.linear import ColumnLinear, RowLinear, invariant_linear, sum_partial
+from nemo_aligner.models.layers import ColumnLinear, RowLinear, invariant_linear, sum_partial
 from nemo_aligner.models.shape import EXPERT_LINEARS, LINEARS, LoraShape
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.host_transfer import to_device

@@ -26,27 +26,26 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.distributed.cpu_products import reordered_for_products, try_all_sizes
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.attention.context import sum_of_group
 from nemo_aligner.models.attention.packed import PackedAttention, slow_attention
 from nemo_aligner.models.attention.segments import (
     KeyValuePool,
     PackedSegments,
     rotations_of,
+    sum_of_group,
 )
 from nemo_aligner.models.backbone import layer_spec, transformer_config, use_transformer_engine
 from nemo_aligner.models.experts import RECORDS, MixtureOfExperts, routers
 from nemo_aligner.models.internals import fused_output_layer_allowed
-from nemo_aligner.models.layers import learns
-from nemo_aligner.models.linear import (
+from nemo_aligner.models.layers import (
     ColumnLinear,
     RowLinear,
     in_chunks,
     invariant_linear,
+    learns,
     rows_now,
 )
 from nemo_aligner.models.lora import LoraDropout, attach_adapters
-from nemo_aligner.models.replies import mean_of_replies, spoken_losses
-from nemo_aligner.models.rotation import ByLength, Tables, query_scale, rotations
+from nemo_aligner.models.rotary import ByLength, Tables, query_scale, rotations
 from nemo_aligner.models.shape import HeadShape, ModelShape
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.host_transfer import to_device
@@ -69,11 +68,8 @@ class GPTRewardModel(GPTModel):
         lora_dropout: of the inputs of LoRA's adapters, in training.
 
     Attributes:
-        key_value_pool: source of the cached prefixes that a pack refers to; None without a cache.
         rotation_by_length: of ``ModelShape``: which texts may share a beginning.
     """
-
-    key_value_pool: KeyValuePool | None = None
 
     def __init__(
         self,
@@ -128,7 +124,7 @@ class GPTRewardModel(GPTModel):
         """Append to each text's outputs the language model's loss on the best reply of its record.
 
         ``marker`` are the ids before a reply. The output layer is the embedding, which has to be on
-        this rank (see ``replies.spoken_losses``).
+        this rank (see ``spoken_losses``).
         """
         self.spoken_marker = marker
 
@@ -137,8 +133,10 @@ class GPTRewardModel(GPTModel):
         if self._lora_dropout is not None:
             self._lora_dropout.begin_step(step)
 
-    def forward(self, batch: PackedBatch) -> Tensor:
+    def forward(self, batch: PackedBatch, pool: KeyValuePool | None = None) -> Tensor:
         """Score a pack, or this rank's share of it, that lies on this model's device.
+
+        ``pool`` has the keys and values of the beginnings that the pack takes from a cache.
 
         Returns:
             On the last pipeline stage rewards ``[S, num_attributes]`` float32, or a critic's values
@@ -158,7 +156,7 @@ class GPTRewardModel(GPTModel):
             batch,
             self._tables(batch),
             self._rows_of_head(wanted),
-            self.key_value_pool,
+            pool,
             self._query_scale(positions),
         )
         if self._lora_dropout is not None and self.training:
@@ -271,6 +269,36 @@ class GPTRewardModel(GPTModel):
     ) -> dict[str, Any]:
         # Skip LanguageModule's version, which expects an output layer.
         return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
+
+
+def mean_of_replies(hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Average ``[M, hidden]`` rows over replies of these lengths -> ``[S, hidden]`` fp32.
+
+    One reduction per reply: a segmented sum would round a reply by what stands beside it.
+    """
+    return torch.stack([reply.float().mean(dim=0) for reply in hidden.split(list(lengths))])
+
+
+def spoken_losses(
+    hidden: Tensor, targets: Tensor, lengths: Sequence[int], words: Any, vocab_size: int, tp: Any
+) -> Tensor:
+    """Mean ``-log p`` ``[S, 1]`` float32 of each text's spoken tokens; 0 for a text without any.
+
+    Args:
+        hidden: ``[M, hidden]``, what predicts them.
+        targets: ``[M]`` int64 token ids.
+        lengths: of the S texts.
+        words: megatron-core's embedding, whose weight is the output layer's.
+        tp: the tensor parallel group, over which it is split.
+    """
+    # Each rank has a part of the vocabulary, and so of the gradient.
+    hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, tp)
+    logits = F.linear(hidden, words.weight).float()
+    own = torch.arange(words.vocab_start_index, words.vocab_end_index, device=logits.device)
+    logits = logits.masked_fill(own >= vocab_size, -torch.inf)
+    losses = tensor_parallel.vocab_parallel_cross_entropy(logits[:, None], targets[:, None])
+    parts = losses[:, 0].split(list(lengths))
+    return torch.stack([part.sum() / max(1, len(part)) for part in parts])[:, None]
 
 
 def build_reward_model(

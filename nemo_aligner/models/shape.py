@@ -20,8 +20,8 @@ from nemo_aligner.config.common import (
     read_number,
 )
 from nemo_aligner.config.model import LORA_TARGETS, HeadConfig, LoraConfig
-from nemo_aligner.models.expert_shape import ExpertShape, read_experts
-from nemo_aligner.models.rope_shape import (
+from nemo_aligner.models.layer_shape import (
+    ExpertShape,
     Frequency,
     LongRope,
     QueryScaling,
@@ -29,6 +29,7 @@ from nemo_aligner.models.rope_shape import (
     YarnScaling,
     check_longer,
     is_in,
+    read_experts,
     read_frequency,
     read_longrope,
     read_query_scaling,

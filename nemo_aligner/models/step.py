@@ -14,10 +14,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from nemo_aligner.batch.packed import PackedBatch, Records
+from nemo_aligner.batch.packed import PackedBatch, Records, ReplyRows
+from nemo_aligner.contract.turns import reply_start
 from nemo_aligner.distributed.collectives import PipelineMessages, current_device
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.replies import find_reply_rows, find_spoken_rows
+from nemo_aligner.models.attention.segments import KeyValuePool, chains_of
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.utils.host_transfer import to_device
 
@@ -63,15 +64,19 @@ def forward(
 
 @torch.no_grad()
 def infer(
-    model: torch.nn.Module, batches: Sequence[PackedBatch], layout: ParallelLayout
+    model: torch.nn.Module,
+    batches: Sequence[PackedBatch],
+    layout: ParallelLayout,
+    pool: KeyValuePool | None = None,
 ) -> Tensor | None:
     """Compute rewards ``[S, A]`` float32 of this data parallel rank's ``batches``, in their order.
 
     They are the head's raw output, without the offsets of a scoring contract. Returns None without
     ``batches`` and on all pipeline stages but the last. Leaves the model in evaluation mode.
+    ``pool`` has what the packs take from a prefix cache, and takes what they leave there.
     """
     _stop_training(model)
-    return _run(model, batches, layout, None) if batches or layout.ep > 1 else None
+    return _run(model, batches, layout, None, pool) if batches or layout.ep > 1 else None
 
 
 def _stop_training(model: torch.nn.Module) -> None:
@@ -86,6 +91,7 @@ def infer_in_parts(
     layout: ParallelLayout,
     parts: int,
     after_part: Callable[[float], None],
+    pool: KeyValuePool | None = None,
 ) -> Tensor | None:
     """Run ``infer`` in ``parts``, calling ``after_part`` with the share done after each.
 
@@ -94,7 +100,7 @@ def infer_in_parts(
     found = []
     for part in range(parts):
         first, end = (len(batches) * number // parts for number in (part, part + 1))
-        rewards = infer(model, batches[first:end], layout)
+        rewards = infer(model, batches[first:end], layout, pool)
         if rewards is not None:
             found.append(rewards)
         after_part((part + 1) / parts)
@@ -161,8 +167,9 @@ def _run(
     batches: Sequence[PackedBatch],
     layout: ParallelLayout,
     loss: RewardLoss | Tensor | None,
+    pool: KeyValuePool | None = None,
 ) -> Tensor | None:
-    step = partial(_forward_step, loss=loss)
+    step = partial(_forward_step, loss=loss, pool=pool)
     outputs = _run_schedule(model, batches, layout, step, forward_only=loss is None)
     return torch.cat(outputs) if batches and layout.is_last_stage else None
 
@@ -232,6 +239,53 @@ def _with_rows(batch: PackedBatch, model: GPTRewardModel) -> PackedBatch:
     return batch
 
 
+def find_reply_rows(batch: PackedBatch, marker: Sequence[int]) -> ReplyRows:
+    """Find the reply tokens of each of a pack's S sequences, as row indices on the host.
+
+    If a sequence begins with cached tokens, the cached part must end before the last marker.
+    """
+    rows, lengths = [], []
+    for own in _sequences(batch):
+        start = reply_start(batch.tokens[own].numpy(), marker)
+        rows.append(own[start:])
+        lengths.append(len(own) - start)
+    return ReplyRows(torch.cat(rows), tuple(lengths))
+
+
+def find_spoken_rows(batch: PackedBatch, marker: Sequence[int]) -> ReplyRows:
+    """Find what predicts, and what is, the reply of the best text of each record, on the host.
+
+    Without a ``marker`` a text is all reply, but for its first token, which nothing predicts.
+    """
+    records, best = batch.records, dict[int, int]()
+    owner = torch.arange(len(records)).repeat_interleave(records.sizes).tolist()
+    ranks = records.ranks.tolist()
+    for text, record in enumerate(owner):
+        if record not in best or ranks[text] < ranks[best[record]]:
+            best[record] = text
+    rows, lengths = [], []
+    for text, own in enumerate(_sequences(batch)):
+        start = len(own)
+        if text < len(owner) and best[owner[text]] == text:  # a pack may be of no record
+            ids = batch.tokens[own].numpy()
+            start = max(1, reply_start(ids, marker) if marker else 0)
+        rows.append(torch.stack([own[start - 1 : -1], own[start:]]))
+        lengths.append(len(own) - start)
+    return ReplyRows(torch.cat(rows, dim=1), tuple(lengths))
+
+
+def _sequences(batch: PackedBatch) -> Iterator[Tensor]:
+    """Yield the row indices of each sequence's tokens in the pack, prefix segments included."""
+    bounds = batch.cu_seqlens.tolist()
+    cached = 0 if batch.cached is None else len(batch.cached.lengths)
+    chains = chains_of(batch.prefixes.tolist(), cached)
+    ends = torch.searchsorted(batch.cu_seqlens.long(), batch.scored_tokens, right=True) - 1
+    for segment in ends.tolist():
+        parts = [number - cached for number in chains[segment] if number >= cached]
+        spans = [torch.arange(bounds[part], bounds[part + 1]) for part in (*parts, segment)]
+        yield torch.cat(spans)
+
+
 def _unwrapped(model: torch.nn.Module) -> GPTRewardModel:
     """Return the model inside Megatron's data parallel wrapper, or ``model`` itself."""
     inside = getattr(model, "module", model)
@@ -248,7 +302,10 @@ def _value_step(
 
 
 def _forward_step(
-    batches: Iterator[PackedBatch], model: torch.nn.Module, loss: RewardLoss | Tensor | None
+    batches: Iterator[PackedBatch],
+    model: torch.nn.Module,
+    loss: RewardLoss | Tensor | None,
+    pool: KeyValuePool | None,
 ) -> tuple[Tensor, Callable[..., Any]]:
     batch = next(batches).to(current_device())
 
@@ -275,7 +332,7 @@ def _forward_step(
         # more. The count has to be an int: Megatron adds it to one of its own, in place.
         return total, count.to(torch.int), kept
 
-    return model(batch), finish
+    return model(batch, pool), finish
 
 
 def _by_gradient(rewards: Tensor, gradient: Tensor, records: int) -> tuple[Tensor, Tensor]:

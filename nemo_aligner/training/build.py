@@ -48,7 +48,7 @@ from nemo_aligner.models.shape import (
 from nemo_aligner.training.cost import Packs, Plan, step_flops
 from nemo_aligner.training.learner import KeepHeldout, RewardLearner
 from nemo_aligner.training.loggers import known_peak
-from nemo_aligner.training.optimizer.optimizer import build_optimizer
+from nemo_aligner.training.optimizer import build_optimizer
 from nemo_aligner.utils.console import say, show_bytes
 from nemo_aligner.utils.errors import ConfigError
 

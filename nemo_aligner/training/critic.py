@@ -45,7 +45,7 @@ from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import gather_rewards, infer_values
 from nemo_aligner.training.learner import compute_gradients
 from nemo_aligner.training.loggers import MetricLoggers, build_loggers, check_loggers
-from nemo_aligner.training.optimizer.optimizer import Optimizer, build_optimizer
+from nemo_aligner.training.optimizer import Optimizer, build_optimizer
 from nemo_aligner.training.resume import changed_settings, newest, write_run_config
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, TrainingError

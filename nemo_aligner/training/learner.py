@@ -48,7 +48,7 @@ from nemo_aligner.models.step import (
     infer_in_parts,
 )
 from nemo_aligner.training.cost import Packs
-from nemo_aligner.training.optimizer.optimizer import Optimizer, Update
+from nemo_aligner.training.optimizer import Optimizer, Update
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import TrainingError
 

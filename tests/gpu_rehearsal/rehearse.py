@@ -30,7 +30,7 @@ HOPPER = {"major": 9, "minor": 0, "visible_devices": 8}
 @contextmanager
 def installed(modules: dict[str, str | None]) -> Iterator[None]:
     """Other modules than what is there by their names; None for none."""
-    from nemo_aligner.models.attention.varlen import varlen_kernel
+    from nemo_aligner.models.attention.packed import varlen_kernel
 
     before = {name: sys.modules.pop(name, None) for name in modules}
     for name, other in modules.items():

@@ -47,7 +47,7 @@ from nemo_aligner.training.critic import CriticLearner, open_critic
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.loggers import Timers
 from nemo_aligner.training.memory import pack_activations
-from nemo_aligner.training.optimizer.optimizer import build_optimizer
+from nemo_aligner.training.optimizer import build_optimizer
 from nemo_aligner.utils import host_transfer
 from nemo_aligner.utils.host_transfer import host_zeros
 from tests.gpu_rehearsal.streams import Streams, play_streams

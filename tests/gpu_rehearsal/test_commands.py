@@ -20,7 +20,7 @@ MODEL_AND_STATE = 15
 # By phase for what the host may wait in one call of it, in which file, and how often; a step has
 # several packs.
 REWARDS = "copy to host at models/step.py"
-NORM = "copy to host at training/optimizer/optimizer.py"
+NORM = "copy to host at training/optimizer.py"
 # Megatron asks on the host whether there is anything to divide by.
 COUNT = "item at models/step.py"
 DECISIONS = {
@@ -31,7 +31,7 @@ DECISIONS = {
     "critic step": {NORM: 1, COUNT: 1, "copy to host at training/critic.py": 1},
     "save": {
         "broadcast_object_list at distributed/collectives.py": 3,
-        "synchronize at training/optimizer/offload.py": 1,
+        "synchronize at training/optimizer_state.py": 1,
         "all_gather_object at checkpoint/weights/save.py": 1,
         "broadcast_object_list at checkpoint/weights/save.py": 1,
         "gather_object at checkpoint/weights/save.py": 1,
@@ -39,13 +39,12 @@ DECISIONS = {
         # The thread that writes, when the copies are there.
         "synchronize at checkpoint/weights/save.py": 1,
         # Where torch's AdamW counts its steps; fp16's loss scale.
-        "copy to host at training/optimizer/offload.py": 1,
-        "copy to host at training/optimizer/optimizer.py": 1,
+        "copy to host at training/optimizer.py": 2,
     },
     "move": {"synchronize at distributed/collectives.py": 4},
 }
 # A loss scale is asked for, and whether the gradient has overflowed.
-FP16 = {"item at training/optimizer/optimizer.py": 2}
+FP16 = {"item at training/optimizer.py": 2}
 # A copy that begins while weights are computed, and who forgets to wait for what, if anybody.
 LEFT_OUT = {
     "": [],

@@ -28,7 +28,7 @@ from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, init
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models.reward_model import GPTRewardModel, wrap_for_training
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer, infer_values
-from nemo_aligner.training.optimizer.optimizer import build_optimizer
+from nemo_aligner.training.optimizer import build_optimizer
 from tests.families import SEQUENCES
 
 LAYOUTS: dict[str, dict[str, Any]] = {

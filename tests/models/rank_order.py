@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import initialize_layout
 from nemo_aligner.models.backbone import AcrossHeadsRMSNorm
-from nemo_aligner.models.linear import sum_in_rank_order
+from nemo_aligner.models.layers import sum_in_rank_order
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ from nemo_aligner.models.shape import (
     read_lora,
     with_lora,
 )
-from nemo_aligner.training.optimizer.optimizer import build_optimizer
+from nemo_aligner.training.optimizer import build_optimizer
 from nemo_aligner.utils.errors import CheckpointError, SettingsError
 from tests import tiny
 from tests.training.test_cost import CONFIG

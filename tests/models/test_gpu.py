@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from nemo_aligner.batch.packed import CachedPrefix, Group, PackedBatch
-from nemo_aligner.models.attention.packed import _attend_one_by_one
+from nemo_aligner.models.attention.packed import _attend_one_by_one, varlen_kernel
 from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, Scores
-from nemo_aligner.models.attention.varlen import varlen_kernel
 from tests import families, tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

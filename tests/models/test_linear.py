@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_aligner.distributed import cpu_products
-from nemo_aligner.models.linear import in_chunks, invariant_linear
+from nemo_aligner.models.layers import in_chunks, invariant_linear
 
 
 def test_product_in_pieces_that_are_filled_up_and_cut_off() -> None:

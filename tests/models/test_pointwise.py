@@ -18,10 +18,10 @@ from nemo_aligner.models.layers import (
     gated_gelu,
     gated_silu,
     rms_norm,
-    rotate,
     squared_relu,
 )
 from nemo_aligner.models.reward_model import build_reward_model
+from nemo_aligner.models.rotary import rotate
 from nemo_aligner.models.shape import ModelShape
 from tests import tiny
 

@@ -21,8 +21,8 @@ from nemo_aligner.config.model import HeadConfig, ModelConfig, ScoredPosition
 from nemo_aligner.contract.contract import check_plain_reading
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.turns import make_reply_marker, reply_start
-from nemo_aligner.models.replies import find_reply_rows, mean_of_replies
-from nemo_aligner.models.step import infer_values
+from nemo_aligner.models.reward_model import mean_of_replies
+from nemo_aligner.models.step import find_reply_rows, infer_values
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests import tiny

@@ -22,7 +22,7 @@ from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models.reward_model import build_reward_model, wrap_for_training
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.training.learner import RewardLearner
-from nemo_aligner.training.optimizer.optimizer import build_optimizer
+from nemo_aligner.training.optimizer import build_optimizer
 from nemo_aligner.utils.errors import TrainingError
 from tests import tiny
 

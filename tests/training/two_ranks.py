@@ -19,12 +19,12 @@ from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, init
 from nemo_aligner.models.reward_model import build_reward_model, wrap_for_training
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.training.learner import RewardLearner
-from nemo_aligner.training.optimizer.optimizer import Optimizer, build_optimizer
+from nemo_aligner.training.optimizer import Optimizer, build_optimizer
 from nemo_aligner.utils.processes import is_main
 from tests.data.test_packing import dataset
 from tests.distributed.late_copies import play_late_copies
 from tests.training import poisoned
-from tests.training.optimizer import test_clipping as clipping
+from tests.training import test_clipping as clipping
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},

@@ -35,7 +35,7 @@ from nemo_aligner.serving.protocols import ScoredRows, StepRewards, place_rows
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
 
-# Tokens of a text whose attention takes every way: see models/attention/blocks.py.
+# Tokens of a text whose attention takes every way: see models/attention/cpu_inference.py.
 _BEYOND_A_SPAN = 600
 
 
@@ -250,7 +250,6 @@ class RewardScorer:
         count = len(sequences)
         plan = self._plan(sequences, reads)
         parts = count_parts(plan.computed, self._micro_batch_tokens, self._layout)
-        self.model.key_value_pool = self._pool
         self._watch(0, count)
         rewards = infer_in_parts(
             self.model,
@@ -258,6 +257,7 @@ class RewardScorer:
             self._layout,
             parts,
             lambda share: self._watch(round(share * count), count),
+            self._pool,
         )
         shape = (count if reads is None else sum(len(own.rows) for own in reads), self._num_outputs)
         everyone = gather_rewards(rewards, plan.packs, shape, self._layout).numpy()

@@ -10,10 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_aligner.models.attention import packed, varlen
-from nemo_aligner.models.attention.packed import _attend_one_by_one, copies_keys, slow_attention
+from nemo_aligner.models.attention import packed
+from nemo_aligner.models.attention.packed import (
+    _attend_one_by_one,
+    copies_keys,
+    slow_attention,
+    varlen_kernel,
+    why_no_kernel,
+)
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
-from nemo_aligner.models.attention.varlen import varlen_kernel, why_no_kernel
 from nemo_aligner.models.shape import ModelShape
 
 BF16 = torch.bfloat16
@@ -46,7 +51,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def parameters(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    monkeypatch.setattr(varlen, "_varlen_parameters", lambda: frozenset(names))
+    monkeypatch.setattr(packed, "_varlen_parameters", lambda: frozenset(names))
 
 
 def test_kernel_refuses_what_flash_attention_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +67,7 @@ def test_kernel_refuses_what_flash_attention_refuses(monkeypatch: pytest.MonkeyP
 def test_kernel_of_every_torch_for_full_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without groups torch's function would copy the keys: then its operator is called."""
     public = "torch.nn.attention.varlen.varlen_attn"
-    operator = "nemo_aligner.models.attention.varlen.gpu_flash_attention"
+    operator = "nemo_aligner.models.attention.packed.gpu_flash_attention"
     called: list[str] = []
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     for torch_version, names, with_window, wanted in (

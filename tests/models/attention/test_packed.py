@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.batch.packed import CachedPrefix, Group, PackedBatch, Stored
-from nemo_aligner.models.attention import blocks, compiled
+from nemo_aligner.models.attention import cpu_inference
 from nemo_aligner.models.attention.packed import _attend_on_cpu, _attend_one_by_one
 from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, Scores
 
@@ -78,7 +78,7 @@ def plain(tables: list[Tensor], tokens: list[int], scores: Scores) -> Tensor:
 def attend_as_the_kernel(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
-    """What varlen.py asks of a GPU: of gathered keys, a mask that counts from their end."""
+    """What a kernel of whole packs is asked: gathered keys, a mask that counts from their end."""
     assert segments.kv_index is not None
     key, value = (
         x[segments.kv_index].repeat_interleave(HEADS // GROUPS, dim=1) for x in (key, value)
@@ -112,8 +112,8 @@ def pool(dtype: torch.dtype = torch.float64) -> KeyValuePool:
 def by_blocks(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
-    """What a layer asks of blocks.py, which reads cached keys in the pool itself."""
-    return blocks.attend(turned(query, key), value, 3, segments, scores)
+    """What a layer asks of attention in blocks, which reads cached keys in the pool itself."""
+    return cpu_inference.attend(turned(query, key), value, 3, segments, scores)
 
 
 @torch.no_grad()
@@ -122,9 +122,9 @@ def by_kernel(
 ) -> Tensor:
     """What a layer asks of the compiled kernel, of values that lie between others, in fp32."""
     heads = turned(query, key).float()
-    assert compiled.can_attend(heads, scores)
+    assert cpu_inference.can_attend(heads, scores)
     value = torch.stack([value.float(), torch.full_like(value, torch.nan, dtype=torch.float)], 2)
-    return compiled.attend(heads, value[:, :, 0], 3, segments, scores)
+    return cpu_inference.attend_by_kernel(heads, value[:, :, 0], 3, segments, scores)
 
 
 def turned(query: Tensor, key: Tensor) -> Tensor:
@@ -336,7 +336,7 @@ def test_blocks_by_spans_give_a_token_the_same_bits_in_any_company(
     for span in (64, 96):
         for heads in ((4, 4), (6, 2)):
             with monkeypatch.context() as patch:
-                patch.setattr("nemo_aligner.models.attention.blocks.SPAN", span)
+                patch.setattr("nemo_aligner.models.attention.cpu_inference.SPAN", span)
                 tables = check_any_company(Scores(), dtype, heads)
                 got = of_second(tables, batch, Scores())
             exact = of_second([each.double() for each in tables], batch, Scores())

@@ -15,7 +15,7 @@ from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed import cpu_products
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.attention import blocks, compiled, packed
+from nemo_aligner.models.attention import cpu_inference, packed
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
 from nemo_aligner.tools.invariance import score_alone, score_calls
 from tests import families, tiny
@@ -191,6 +191,6 @@ def test_rewards_by_products_that_depend_on_their_rows(
         query = turned[:, :, :-1].flatten(1, 2)
         return packed._attend_on_cpu(query, key, value, segments, scores)
 
-    monkeypatch.setattr(compiled, "can_attend", lambda *unused: False)
-    monkeypatch.setattr(blocks, "attend", cut_where_segments_are)
+    monkeypatch.setattr(cpu_inference, "can_attend", lambda *unused: False)
+    monkeypatch.setattr(cpu_inference, "attend", cut_where_segments_are)
     assert few_changed(short, layout) > 10

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.families.settings import Config, is_tied
-from nemo_aligner.models.expert_shape import COUNT as EXPERT_COUNT
+from nemo_aligner.models.layer_shape import EXPERT_COUNT
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError
 

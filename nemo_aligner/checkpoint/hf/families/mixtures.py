@@ -32,8 +32,8 @@ from nemo_aligner.checkpoint.hf.families.settings import (
     decoder_to_nemo,
     window_everywhere,
 )
-from nemo_aligner.models import expert_shape
-from nemo_aligner.models.expert_shape import ExpertShape
+from nemo_aligner.models import layer_shape
+from nemo_aligner.models.layer_shape import ExpertShape
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError
 
@@ -54,10 +54,10 @@ def _to_nemo(
     count = read.count("num_experts", read.count("num_local_experts", experts))
     renormalized = family.get("renormalized", read.flag("norm_topk_prob", False))
     return {
-        expert_shape.COUNT: count,
-        expert_shape.TOP_K: read.count("num_experts_per_tok", top_k, most=count),
-        expert_shape.WIDTH: read.count(*width),
-        expert_shape.PRE_SOFTMAX: not renormalized,
+        layer_shape.EXPERT_COUNT: count,
+        layer_shape.EXPERT_TOP_K: read.count("num_experts_per_tok", top_k, most=count),
+        layer_shape.EXPERT_WIDTH: read.count(*width),
+        layer_shape.PRE_SOFTMAX: not renormalized,
     }
 
 
@@ -125,7 +125,7 @@ def _mixtral_to_hf(config: Config) -> dict[str, Any]:
     shape, experts = ModelShape.from_config(config), _experts_of(config)
     if shape.ffn_hidden_size != experts.width:
         raise CheckpointError(
-            f"model_config.yaml: {expert_shape.WIDTH}: got {experts.width}, wanted "
+            f"model_config.yaml: {layer_shape.EXPERT_WIDTH}: got {experts.width}, wanted "
             f"ffn_hidden_size ({shape.ffn_hidden_size}), as a Mixtral has one number for both"
         )
     return decoder_to_hf(
@@ -159,7 +159,7 @@ def _qwen2_moe_to_nemo(config: Config) -> dict[str, Any]:
         config,
         qkv_bias=read.flag("qkv_bias", True),
         **_to_nemo(config, ("moe_intermediate_size", 1408), 60, 4),
-        **{expert_shape.SHARED_WIDTH: read.count(_SHARED, 5632), expert_shape.SHARED_GATE: True},
+        **{layer_shape.SHARED_WIDTH: read.count(_SHARED, 5632), layer_shape.SHARED_GATE: True},
     )
 
 

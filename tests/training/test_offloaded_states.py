@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_aligner.training.optimizer.offload import OffloadedStates, _Ferry
+from nemo_aligner.training.optimizer_state import OffloadedStates, _Ferry
 
 
 def parameters() -> list[torch.nn.Parameter]:

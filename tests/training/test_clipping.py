@@ -12,7 +12,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import OptimConfig, Schedule, SchedulerConfig
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.reward_model import build_reward_model, wrap_for_training
-from nemo_aligner.training.optimizer.optimizer import build_optimizer
+from nemo_aligner.training.optimizer import build_optimizer
 from tests.training import poisoned
 
 CONFIG = OptimConfig(

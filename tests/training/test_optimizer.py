@@ -18,7 +18,7 @@ from nemo_aligner.models.reward_model import (
     freeze_lower_layers,
     wrap_for_training,
 )
-from nemo_aligner.training.optimizer.optimizer import Optimizer, Update, build_optimizer
+from nemo_aligner.training.optimizer import Optimizer, Update, build_optimizer
 from tests.distributed.late_copies import play_late_copies
 from tests.training import poisoned
 

@@ -1,4 +1,4 @@
-"""Tables of rotary embeddings: cosines and sines of a pack's positions, for each kind of layer."""
+"""Rotary embeddings: cosines and sines of a pack's positions for each kind of layer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from nemo_aligner.models.internals import scale_rotary_frequencies
-from nemo_aligner.models.rope_shape import QueryScaling, YarnScaling
+from nemo_aligner.models.layer_shape import QueryScaling, YarnScaling
 from nemo_aligner.models.shape import ModelShape
 
 Tables = tuple[Tensor, Tensor]
@@ -140,3 +141,42 @@ def _yarn(frequencies: Tensor, channels: int, base: float, yarn: YarnScaling) ->
     steps = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
     ramp = ((steps - first) / (last - first or 0.001)).clamp(0, 1)
     return frequencies / yarn.factor * ramp + frequencies * (1 - ramp)
+
+
+# Rotation, as an autograd function that keeps nothing but the tables.
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary position embedding (RoFormer, Su et al. 2021) to the first ``2 r`` channels.
+
+    Channel ``i`` is paired with channel ``i + r``, as in GPT-NeoX and Llama.
+
+    Args:
+        x: ``[T, ..., heads, c]``, 4-dimensional, ``c >= 2 r``.
+        cos: ``[T, 1, 1, r]`` in the dtype of ``x``.
+        sin: like ``cos``.
+    """
+    return _Rotate.apply(x, cos, sin)
+
+
+class _Rotate(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grads[0], cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half, channels = cos.size(-1), x.size(-1)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    first, second = x[..., :half], x[..., half : 2 * half]
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
+    if channels > 2 * half:
+        out[..., 2 * half :] = x[..., 2 * half :]
+    return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,16 +25,12 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from nemo_aligner.config.model import OptimConfig
-from nemo_aligner.training.optimizer.offload import (
+from nemo_aligner.training.optimizer_state import (
     MOMENTS,
     OffloadedStates,
-    gradients_for_norm,
-    load_step_counts,
-    multiply_in_place,
-    read_step_counts_at_once,
-    recognise_groups,
+    gather_in_reused_memory,
+    load_own_shard,
 )
-from nemo_aligner.training.optimizer.state import gather_in_reused_memory, load_own_shard
 from nemo_aligner.utils.host_transfer import before_writing, host_zeros
 
 # A step, and the state to save and load.
@@ -188,7 +185,7 @@ class Optimizer:
         self._restore_settings()
         parts = zip(self._parts(state), self._optimizer.chained_optimizers, strict=True)
         for saved, part in parts:
-            recognise_groups(saved["optimizer"]["param_groups"], part.param_groups)
+            _recognise_groups(saved["optimizer"]["param_groups"], part.param_groups)
         self._optimizer.load_state_dict(state)
         self._loss_scale = None
         self._restore_settings()
@@ -227,6 +224,16 @@ def _finish_gathering(model: DistributedDataParallel) -> None:
     for group in model.bucket_groups + model.expert_parallel_bucket_groups:
         if not group.param_gather_dispatched or group.param_gather_handle is not None:
             group.start_param_sync(force_sync=True)
+
+
+def _recognise_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
+    """Let a load match ``saved`` groups to ``groups`` when learning rates have changed.
+
+    Since 0.19 megatron-core compares the overrides of a group, rates among them. The order of
+    groups is the same in every run.
+    """
+    for entry, group in zip(saved, groups, strict=False):
+        entry.update({key: group[key] for key in ("max_lr", "min_lr", "lr_mult") if key in group})
 
 
 # Construction and schedule.
@@ -386,8 +393,51 @@ def _mend_torch_adamw(optimizer: Any) -> None:
         for parameter in group["params"]:
             state = optimizer.optimizer.state[parameter]
             state["step"] = torch.tensor(0.0, device=parameter.device)
-    load_step_counts(optimizer)
-    read_step_counts_at_once(optimizer)
+    _load_step_counts(optimizer)
+    _read_step_counts_at_once(optimizer)
+
+
+def _load_step_counts(optimizer: Any) -> None:
+    """Let a load keep the step counts of torch's AdamW, one tensor per parameter.
+
+    Megatron's loader has one count per group, as Apex and TransformerEngine do. It would drop
+    these, or share one tensor among parameters, each of which then increments it.
+    """
+    copy = optimizer._set_main_param_and_optimizer_states
+    optimizer._set_main_param_and_optimizer_states = partial(_copy_with_step, optimizer, copy)
+
+
+def _copy_with_step(
+    optimizer: Any, copy: Any, parameter: Tensor, tensors: dict[str, Tensor]
+) -> None:
+    group, order = optimizer.model_param_group_index_map[parameter]
+    state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
+    if "step" in state:
+        state["step"] = state["step"].clone()
+        tensors = {**tensors, "step": state["step"]}
+    copy(parameter, tensors)
+
+
+def _read_step_counts_at_once(optimizer: Any) -> None:
+    """Make torch's AdamW return its step counts on the host, with a single copy.
+
+    megatron-core reads each parameter's, and would wait for the GPU each time.
+    """
+    give = optimizer.optimizer.state_dict
+    optimizer.optimizer.state_dict = partial(_with_counts_on_host, give)
+
+
+def _with_counts_on_host(give: Any) -> dict[str, Any]:
+    given = give()
+    states = {key: state for key, state in given["state"].items() if "step" in state}
+    if not states:
+        return given
+    counts = torch.stack([state["step"] for state in states.values()]).cpu()
+    on_host = {
+        key: {**state, "step": count}
+        for (key, state), count in zip(states.items(), counts, strict=True)
+    }
+    return {**given, "state": {**given["state"], **on_host}}
 
 
 # Gradient norm and clipping with one synchronisation; without Apex and TransformerEngine
@@ -403,13 +453,19 @@ def gradient_norm(optimizers: Sequence[Any]) -> float:
     # without gradients in a group takes part with 0. Shards do not overlap, and Megatron leaves out
     # copies on other tensor parallel ranks, so the squares of all ranks add up to the whole.
     for optimizer in optimizers:
-        gradients = gradients_for_norm(optimizer)
+        gradients = _gradients_for_norm(optimizer)
         square = torch.zeros(1, device=torch.cuda.current_device())
         if gradients:
             square += get_total_norm(gradients) ** 2.0
         dist.all_reduce(square, group=optimizer.get_grad_stats_parallel_group())
         squares.append(square)
     return math.sqrt(sum(torch.cat(squares).tolist()))
+
+
+def _gradients_for_norm(optimizer: Any) -> list[Tensor]:
+    """Gradients that this rank contributes to the global norm; renamed in megatron-core 0.17."""
+    newer = getattr(optimizer, "get_grads_for_grad_norm", None)
+    return optimizer.get_main_grads_for_grad_norm() if newer is None else newer()
 
 
 def clip_gradients(optimizers: Sequence[Any], limit: float, norm: float) -> None:
@@ -420,4 +476,4 @@ def clip_gradients(optimizers: Sequence[Any], limit: float, norm: float) -> None
     for optimizer in optimizers:
         gradients = [each.grad for each in optimizer.get_parameters() if each.grad is not None]
         if gradients:
-            multiply_in_place(gradients, factor)
+            torch._foreach_mul_(gradients, factor)  # all of them with as few kernels as possible
