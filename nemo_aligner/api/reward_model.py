@@ -19,8 +19,7 @@ from weakref import WeakKeyDictionary
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.evaluation import EvaluateConfig
-from nemo_aligner.config.idle import idle_notes, idle_settings
-from nemo_aligner.config.load import load_given
+from nemo_aligner.config.load import idle_notes, idle_settings, load_given
 from nemo_aligner.contract.messages import check_texts
 from nemo_aligner.data.records import write_records
 from nemo_aligner.evaluation.report import check_report

@@ -108,23 +108,18 @@ def import_parser() -> Parser:
         "default: the checkpoint's own",
     )  # fmt: skip
     parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="YAML",
+        "--config", type=Path, metavar="YAML",
         help="model_config.yaml; default: the checkpoint's own",
-    )
+    )  # fmt: skip
     rules = parser.add_argument_group("of a reward model")
     rules.add_argument(
         "--template",
         help="chat template: 'tokenizer', a built-in name, a file, or 'none' for raw texts",
     )
     rules.add_argument(
-        "--attributes",
-        type=names,
-        default=(),
-        metavar="A,B",
+        "--attributes", type=names, default=(), metavar="A,B",
         help="names of the outputs, if several",
-    )
+    )  # fmt: skip
     rules.add_argument(
         "--keep-scaling", action="store_true",
         help="apply the rope and embedding scaling that NeMo-Aligner's reward models ignore",
@@ -155,6 +150,7 @@ Export a reward model's .nemo as a Hugging Face folder, and check that it scores
 nemo-aligner export --input megatron_gpt.nemo --output hf_folder
 """
 
+# Decimal, as save_pretrained of transformers takes max_shard_size.
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -165,12 +161,9 @@ def export_parser() -> Parser:
         "--input", required=True, type=Path, metavar="FILE", help="a reward model's .nemo"
     )
     parser.add_argument(
-        "--output",
-        required=True,
-        type=Path,
-        metavar="FOLDER",
+        "--output", required=True, type=Path, metavar="FOLDER",
         help="the folder to make, or a .gguf file for llama.cpp",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the body; default: as stored"
     )

@@ -6,13 +6,24 @@ import argparse
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from nemo_aligner.cli.parser import Parser, above_0, fraction, names, positive
-from nemo_aligner.cli.settings import read_settings, settings_parser
+from nemo_aligner.cli.parser import (
+    Parser,
+    above_0,
+    fraction,
+    names,
+    positive,
+    read_settings,
+    settings_parser,
+)
 from nemo_aligner.config.common import Malformed, Overlong, RecordKind
 from nemo_aligner.config.model import DataConfig, ScoredPosition
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nemo_aligner.data.readers import Reading
 
 _SETTING = re.compile(r"\w+(\.\w+)*=.*")
 
@@ -36,6 +47,7 @@ def add_format(parser: Parser, *, of_ratings: bool = True) -> None:
         setting = flag[2:].replace("-", "_")
         parser.add_argument(flag, metavar="FIELD", help=f"as model.data.{setting}")
     if not of_ratings:
+        parser.set_defaults(attributes=(), loss_mask_val=None, neutral_label=None)
         return
     parser.add_argument(
         "--attributes", type=names, default=(), metavar="A,B", help="label columns of ratings"
@@ -48,6 +60,21 @@ def add_format(parser: Parser, *, of_ratings: bool = True) -> None:
         "--neutral-label", type=_number_or_null, default=DataConfig.neutral_label,
         metavar="NUMBER", help="as model.data.neutral_label, or null (default: %(default)g)",
     )  # fmt: skip
+
+
+def _reading(options: argparse.Namespace, **others: Any) -> Reading:
+    """The rules that the options of ``add_format`` say."""
+    from nemo_aligner.data.formats.base import PairKeys
+    from nemo_aligner.data.readers import Reading
+
+    return Reading(
+        format=options.format,
+        pair_keys=PairKeys.of(options.prompt_key, options.chosen_key, options.rejected_key),
+        attributes=options.attributes,
+        loss_mask_val=options.loss_mask_val,
+        neutral=options.neutral_label,
+        **others,
+    )
 
 
 def _number_or_null(text: str) -> float | None:
@@ -139,7 +166,6 @@ def inspect_parser() -> Parser:
 def run_inspect(options: argparse.Namespace) -> int:
     """Print tables, and the first records of every file."""
     from nemo_aligner.checkpoint.nemo.reward_model import read_or_build_text_rules
-    from nemo_aligner.data.formats.base import PairKeys
     from nemo_aligner.data.inspect import Inspection, inspect_files
 
     rules = None
@@ -153,6 +179,7 @@ def run_inspect(options: argparse.Namespace) -> int:
         tokenizer, contract, is_built = read_or_build_text_rules(
             options.tokenizer, data, options.attributes, ScoredPosition(options.reads)
         )
+        # last_token is the default of --reads, and so asks for nothing.
         asked = contract.scored_position if options.reads == "last_token" else options.reads
         separator = options.step_separator or contract.step_separator
         if (asked, separator) != (contract.scored_position, contract.step_separator):
@@ -168,11 +195,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     how = Inspection(
         rules=rules,
         show=options.show,
-        format=options.format,
-        pair_keys=PairKeys.of(options.prompt_key, options.chosen_key, options.rejected_key),
-        attributes=options.attributes,
-        loss_mask_val=options.loss_mask_val,
-        neutral=options.neutral_label,
+        reading=_reading(options),
         marks=("\033[7m", "\033[0m") if sys.stdout.isatty() else ("[", "]"),
     )
     all_good = True
@@ -232,23 +255,13 @@ def split_parser() -> Parser:
 
 def run_split(options: argparse.Namespace) -> int:
     """Write the two files, and print what is in them."""
-    from nemo_aligner.data.formats.base import PairKeys
+    from nemo_aligner.data.clean import MalformedRule
     from nemo_aligner.data.split import Split, split_file
 
-    how = Split(
-        heldout=options.heldout,
-        seed=options.seed,
-        by=options.by,
-        similar=options.similar,
-        kind=None if options.kind is None else RecordKind(options.kind),
-        format=options.format,
-        pair_keys=PairKeys.of(options.prompt_key, options.chosen_key, options.rejected_key),
-        attributes=options.attributes,
-        loss_mask_val=options.loss_mask_val,
-        neutral=options.neutral_label,
-        malformed=Malformed(options.malformed),
-        max_malformed=options.max_malformed,
-    )
+    kind = None if options.kind is None else RecordKind(options.kind)
+    rule = MalformedRule(Malformed(options.malformed), options.max_malformed, section="")
+    reading = _reading(options, kind=kind, rule=rule)
+    how = Split(options.heldout, options.seed, options.by, options.similar, reading)
     print(split_file(options.input, options.output, how))
     return 0
 
@@ -280,10 +293,8 @@ def augment_parser() -> Parser:
 def run_augment(options: argparse.Namespace) -> int:
     """Write the pairs, and print how many there are."""
     from nemo_aligner.data.augment import Augment, augment_file
-    from nemo_aligner.data.formats.base import PairKeys
 
-    keys = PairKeys.of(options.prompt_key, options.chosen_key, options.rejected_key)
-    how = Augment(options.share, options.seed, options.format, keys)
+    how = Augment(options.share, options.seed, _reading(options))
     print(augment_file(options.input, options.output, how))
     return 0
 
@@ -302,8 +313,8 @@ most doubtful pairs. If it is stopped, the same command resumes it.
 
 def filter_parser() -> Parser:
     """The options of ``nemo-aligner data filter``."""
-    parser = settings_parser("data filter", _FILTER, TrainConfig, has_ranks=False)
-    parser.epilog = "settings: those of `nemo-aligner train`"
+    epilog = "settings: those of `nemo-aligner train`"
+    parser = settings_parser("data filter", _FILTER, TrainConfig, has_ranks=False, epilog=epilog)
     parser.add_argument("--by", choices=["model"], default="model", help="what judges the pairs")
     parser.add_argument("--input", type=Path, required=True, metavar="FILE", help="to filter")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="to make")
@@ -359,8 +370,7 @@ def demo_parser() -> Parser:
 
 def run_demo(options: argparse.Namespace) -> int:
     """Write the two files, and print what is in them."""
-    from nemo_aligner.data.demo import write_demo
-    from nemo_aligner.data.demo_steps import write_step_demo
+    from nemo_aligner.data.demo import write_demo, write_step_demo
 
     write = write_demo if options.kind == "pairs" else write_step_demo
     print(write(options.output, options.pairs, options.heldout, options.seed))

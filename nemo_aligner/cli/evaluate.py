@@ -8,8 +8,14 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from nemo_aligner.cli.parser import Parser, positive
-from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
+from nemo_aligner.cli.parser import (
+    Parser,
+    positive,
+    read_settings,
+    settings_parser,
+    start_ranks,
+    starts_ranks,
+)
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.evaluation.report import check_report
 from nemo_aligner.utils.processes import is_first_rank
@@ -31,6 +37,7 @@ def evaluate_parser() -> Parser:
 def run_evaluate(options: argparse.Namespace) -> int:
     """Print the metrics, and write the files that the settings ask for."""
     config = read_settings(EvaluateConfig, options, ["data.path"])
+    # It refuses none or several of them, before ranks start.
     config.source_key()
     if config.report is not None:
         check_report("report")
@@ -176,5 +183,6 @@ def run_check(options: argparse.Namespace) -> int:
         serve=options.server,
     )
     is_first = is_first_rank()
+    # Lines of other ranks would stand between those of the first.
     with redirect_stdout(sys.stdout if is_first else io.StringIO()):
         return 0 if run_check(check, options.output if is_first else None) else 1

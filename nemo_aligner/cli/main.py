@@ -50,6 +50,7 @@ def run_verb(run: Run, options: argparse.Namespace) -> int:
     """
     if options.debug:
         logging.basicConfig(format="%(message)s")
+        # A refused request is answered and not raised: only the log can have its traceback.
         logging.getLogger("nemo_aligner.serving.failures").setLevel(logging.DEBUG)
     try:
         with _errors_name_flags(options):
@@ -60,6 +61,7 @@ def run_verb(run: Run, options: argparse.Namespace) -> int:
         return 130
     except BrokenPipeError:
         # Whoever read the output, such as head, has seen enough.
+        # Python flushes stdout once more at its end, and would fail again.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
         return 1
     except Exception as error:
@@ -148,12 +150,11 @@ VERBS = {
 # The module of a verb has ``VERB_parser`` and ``run_VERB``, by the verb's last word.
 _MODULES = {
     "main": ("quickstart", "doctor", "completion"),
-    "train": ("train", "probe"),
+    "train": ("plan", "train", "probe"),
     "evaluate": ("evaluate", "compare", "report", "check"),
     "serve": ("serve", "serve-critic", "gateway", "score"),
     "checkpoint": ("convert", "import", "export", "merge"),
     "data": tuple(verb for verb in VERBS if verb.startswith("data ")),
-    "plan": ("plan",),
 }
 
 
@@ -177,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb, rest = _split(arguments)
     if verb is None:
         return _usage(arguments)
+    # Before more is imported: of two packages of one name, which one is found is chance.
     conflict = None if verb == "doctor" else find_conflict()  # which has it among other findings
     if conflict is not None:
         print(conflict, file=sys.stderr)
@@ -198,6 +200,7 @@ def load(verb: str) -> Verb:
 
 
 def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
+    # "data inspect" is a verb, and "data" is none.
     for words in (2, 1):
         verb = " ".join(arguments[:words])
         if verb in VERBS:
@@ -216,6 +219,7 @@ def _complete() -> None:
         if group not in groups:
             groups[group] = groups[""].add_parser(group).add_subparsers()
         own = load(verb).new_parser()
+        # Its parent brings --help already.
         groups[group].add_parser(name, parents=[own], add_help=False)
     argcomplete.autocomplete(root)
 

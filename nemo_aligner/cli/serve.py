@@ -9,8 +9,13 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
-from nemo_aligner.cli.parser import Parser
-from nemo_aligner.cli.settings import read_settings, settings_parser, start_ranks, starts_ranks
+from nemo_aligner.cli.parser import (
+    Parser,
+    read_settings,
+    settings_parser,
+    start_ranks,
+    starts_ranks,
+)
 from nemo_aligner.config.serving import GatewayRunConfig, ServeConfig, ServeCriticConfig
 from nemo_aligner.utils.errors import ConfigError, ServingError
 
@@ -31,6 +36,7 @@ def run_serve(options: argparse.Namespace) -> int:
     config = read_settings(ServeConfig, options, ["rm_model_file"])
     if starts_ranks(options):
         return start_ranks("serve", options)
+    # Only now: torch and Triton take seconds, and a wrong setting is told before.
     from nemo_aligner.serving.run import run_server
 
     return run_server(config)
@@ -92,6 +98,7 @@ The model's chat template is applied to a conversation; a text is scored as it i
 of {"text": ...}, {"messages": [...]} or pairs (prompt, chosen, rejected); each reply gets a reward.
 """
 
+# Without an answer for so long, a line says that it is waited for.
 _QUIET_S = 2.0
 
 

@@ -7,15 +7,17 @@ from collections.abc import Mapping
 from dataclasses import field
 from enum import Enum
 from math import inf, nan, nextafter
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from nemo_aligner.utils.errors import CheckpointError, SettingsError, shown
 
 T = TypeVar("T")
 # Key of a field's metadata: its line in ``--help``.
 ABOUT = "about"
+# numpy's RandomState takes no larger one.
 MAX_SEED = 2**32 - 1
 MAX_PORT = 2**16 - 1
+# The bounds of a range belong to it, and 0 must not.
 _ABOVE_0 = nextafter(0.0, 1.0)
 BLOCK_TOKENS = 16
 """Tokens of a block of the prefix cache, which keeps and finds keys and values by whole blocks."""
@@ -64,6 +66,14 @@ class Precision(Enum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
+
+
+IdleRule: TypeAlias = tuple[Mapping[str, Any], tuple[str, ...]]
+"""Where all settings of the first have these values, those of the second do nothing."""
+ANY = object()
+"""In an ``IdleRule``: any value but null."""
+RANKS = "processes"
+"""In an ``IdleRule``: no setting, but how many ranks there are."""
 
 
 def setting(default: T, about: str) -> T:

@@ -117,102 +117,54 @@ _NEAR = 0.8
 _MOVED = 0.65
 # Whole keys, where nothing else is near.
 _MISSPELT = 0.85
-_BATCH, _STEPS = "model.global_batch_size", "trainer.rm.max_steps"
 _MICRO_BATCH = "model.micro_batch_tokens"
-_WARMUP = "model.optim.sched.warmup_steps"
-_BASE = "pretrained_checkpoint.restore_from_path"
-_DATA = "model.data.data_prefix"
-# The last name of a setting in Hugging Face's Trainer, TRL, OpenRLHF, NeMo RL, PEFT or Megatron,
-# and the key here.
-PEER_NAMES = {
-    "steps": _STEPS,
-    "num_steps": _STEPS,
-    "learning_rate": "model.optim.lr",
-    "weight_decay": "model.optim.weight_decay",
-    "l2": "model.optim.weight_decay",
-    "adam_beta1": "model.optim.betas",
-    "adam_beta2": "model.optim.betas",
-    "adam_betas": "model.optim.betas",
-    "adam_epsilon": "model.optim.eps",
-    "lr_scheduler_type": "model.optim.sched.name",
-    "lr_scheduler": "model.optim.sched.name",
-    "lr_warmup_iters": _WARMUP,
-    "warmup": _WARMUP,
-    "warmup_ratio": _WARMUP,
-    "lr_warmup_ratio": _WARMUP,
-    "max_grad_norm": "trainer.rm.gradient_clip_val",
-    "max_norm": "trainer.rm.gradient_clip_val",
-    "clip_grad": "trainer.rm.gradient_clip_val",
-    "num_train_epochs": "trainer.rm.max_epochs",
-    "max_num_epochs": "trainer.rm.max_epochs",
-    "num_epochs": "trainer.rm.max_epochs",
-    "epochs": "trainer.rm.max_epochs",
-    "max_num_steps": _STEPS,
-    "train_iters": _STEPS,
-    "eval_steps": "trainer.rm.val_check_interval",
-    "val_period": "trainer.rm.val_check_interval",
-    "eval_interval": "trainer.rm.val_check_interval",
-    "save_steps": "trainer.rm.save_interval",
-    "save_period": "trainer.rm.save_interval",
-    "batch_size": _BATCH,
-    "train_batch_size": _BATCH,
-    "train_global_batch_size": _BATCH,
-    "gradient_accumulation_steps": _BATCH,
-    "per_device_train_batch_size": _MICRO_BATCH,
-    "micro_train_batch_size": _MICRO_BATCH,
-    "train_micro_batch_size": _MICRO_BATCH,
-    "micro_batch_size": _MICRO_BATCH,
-    "train_mb_tokens": _MICRO_BATCH,
-    "r": "model.lora.rank",
-    "dim": "model.lora.rank",
-    "lora_r": "model.lora.rank",
-    "lora_rank": "model.lora.rank",
-    "lora_alpha": "model.lora.alpha",
-    "lora_dropout": "model.lora.dropout",
-    "target_modules": "model.lora.targets",
-    "lora_target_modules": "model.lora.targets",
-    "max_length": "model.data.seq_length",
-    "max_len": "model.data.seq_length",
-    "max_seq_len": "model.data.seq_length",
-    "max_seq_length": "model.data.seq_length",
-    "max_total_sequence_length": "model.data.seq_length",
-    "chat_template": "model.data.template",
-    "chat_template_path": "model.data.template",
-    "gradient_checkpointing": "model.activations_checkpoint_granularity",
-    "activation_checkpointing": "model.activations_checkpoint_granularity",
-    "recompute_granularity": "model.activations_checkpoint_granularity",
-    "model_name_or_path": _BASE,
-    "model_name": _BASE,
-    "pretrain": _BASE,
-    "dataset": f"{_DATA}.train",
-    "dataset_name": f"{_DATA}.train",
-    "train_files": f"{_DATA}.train",
-    "train_data_path": f"{_DATA}.train",
-    "eval_dataset": f"{_DATA}.validation",
-    "val_files": f"{_DATA}.validation",
-    "val_data_path": f"{_DATA}.validation",
-    "output_dir": "exp_manager.explicit_log_dir",
-    "save_path": "exp_manager.explicit_log_dir",
-    "checkpoint_dir": "exp_manager.explicit_log_dir",
-    "resume_from_checkpoint": "exp_manager.resume_if_exists",
-    "loss": "model.objective",
-    "loss_type": "model.objective",
-    "metric_for_best_model": "exp_manager.checkpoint_callback_params.monitor",
-    "save_total_limit": "exp_manager.checkpoint_callback_params.save_top_k",
-    "keep_top_k": "exp_manager.checkpoint_callback_params.save_top_k",
-    "tp": "model.tensor_model_parallel_size",
-    "tensor_parallel_size": "model.tensor_model_parallel_size",
-    "pp": "model.pipeline_model_parallel_size",
-    "ep": "model.expert_model_parallel_size",
-    "expert_parallel_size": "model.expert_model_parallel_size",
-    "pipeline_parallel_size": "model.pipeline_model_parallel_size",
-    "cp": "model.context_parallel_size",
-    "ring_attn_size": "model.context_parallel_size",
-    "dtype": "trainer.precision",
-    "torch_dtype": "trainer.precision",
-    "bf16": "trainer.precision",
-    "fp16": "trainer.precision",
+# What Hugging Face's Trainer, TRL, OpenRLHF, NeMo RL, PEFT and Megatron call a setting; of a name
+# with sections the last part.
+_CALLED_BY_PEERS = {
+    "trainer.rm.max_steps": "steps num_steps max_num_steps train_iters",
+    "model.optim.lr": "learning_rate",
+    "model.optim.weight_decay": "weight_decay l2",
+    "model.optim.betas": "adam_beta1 adam_beta2 adam_betas",
+    "model.optim.eps": "adam_epsilon",
+    "model.optim.sched.name": "lr_scheduler_type lr_scheduler",
+    "model.optim.sched.warmup_steps": "lr_warmup_iters warmup warmup_ratio lr_warmup_ratio",
+    "trainer.rm.gradient_clip_val": "max_grad_norm max_norm clip_grad",
+    "trainer.rm.max_epochs": "num_train_epochs max_num_epochs num_epochs epochs",
+    "trainer.rm.val_check_interval": "eval_steps val_period eval_interval",
+    "trainer.rm.save_interval": "save_steps save_period",
+    "model.global_batch_size": (
+        "batch_size train_batch_size train_global_batch_size gradient_accumulation_steps"
+    ),
+    _MICRO_BATCH: (
+        "per_device_train_batch_size micro_train_batch_size train_micro_batch_size "
+        "micro_batch_size train_mb_tokens"
+    ),
+    "model.lora.rank": "r dim lora_r lora_rank",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.dropout": "lora_dropout",
+    "model.lora.targets": "target_modules lora_target_modules",
+    "model.data.seq_length": (
+        "max_length max_len max_seq_len max_seq_length max_total_sequence_length"
+    ),
+    "model.data.template": "chat_template chat_template_path",
+    "model.activations_checkpoint_granularity": (
+        "gradient_checkpointing activation_checkpointing recompute_granularity"
+    ),
+    "pretrained_checkpoint.restore_from_path": "model_name_or_path model_name pretrain",
+    "model.data.data_prefix.train": "dataset dataset_name train_files train_data_path",
+    "model.data.data_prefix.validation": "eval_dataset val_files val_data_path",
+    "exp_manager.explicit_log_dir": "output_dir save_path checkpoint_dir",
+    "exp_manager.resume_if_exists": "resume_from_checkpoint",
+    "model.objective": "loss loss_type",
+    "exp_manager.checkpoint_callback_params.monitor": "metric_for_best_model",
+    "exp_manager.checkpoint_callback_params.save_top_k": "save_total_limit keep_top_k",
+    "model.tensor_model_parallel_size": "tp tensor_parallel_size",
+    "model.pipeline_model_parallel_size": "pp pipeline_parallel_size",
+    "model.expert_model_parallel_size": "ep expert_parallel_size",
+    "model.context_parallel_size": "cp ring_attn_size",
+    "trainer.precision": "dtype torch_dtype bf16 fp16",
 }
+PEER_NAMES = {name: key for key, names in _CALLED_BY_PEERS.items() for name in names.split()}
 # How the value of the key here differs from the value of the peer's.
 _PEER_UNITS = {
     **{name: "counts tokens, not records" for name, to in PEER_NAMES.items() if to == _MICRO_BATCH},
@@ -350,6 +302,7 @@ def _requirements_of(extra: str) -> list[str]:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
     except PackageNotFoundError:
         return []
+    # Of an extra is what has the marker extra == "name" behind the semicolon.
     split = (line.partition(";") for line in lines)
     of_extra = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]""")
     return [f"'{what.strip()}'" for what, _, marker in split if of_extra.search(marker)]

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nemo_aligner.config.common import Aggregate, Checks, Malformed, Precision, setting
-from nemo_aligner.config.model import DataConfig, ScorerModelConfig
+from nemo_aligner.config.common import (
+    ANY,
+    Aggregate,
+    Checks,
+    IdleRule,
+    Malformed,
+    Precision,
+    setting,
+)
+from nemo_aligner.config.model import ANY_ROWS, DataConfig, ScorerModelConfig
 from nemo_aligner.utils.errors import SettingsError
 
 
@@ -116,6 +124,25 @@ class EvaluateConfig:
             got = " and ".join(key for key, _ in found) or "none"
             raise SettingsError([f"{', '.join(given)}: got {got}, wanted exactly one of them"])
         return found[0]
+
+
+_LAYOUT = (
+    "model.tensor_model_parallel_size",
+    "model.pipeline_model_parallel_size",
+    "model.context_parallel_size",
+    "model.expert_model_parallel_size",
+    "model.sequence_parallel",
+    "model.batch_invariant",
+    "model.batch_invariant_rows",
+)
+IDLE_IN_EVALUATION: tuple[IdleRule, ...] = (
+    ({"server": ANY}, (*_LAYOUT, "model.micro_batch_tokens")),
+    ({"hf_model": ANY}, _LAYOUT),
+    ANY_ROWS,
+    ({"data.malformed": Malformed.error}, ("data.max_malformed",)),
+    ({"robustness_pairs": ANY}, ("data.loss_mask_val",)),
+    ({"swapped": True}, ("data.loss_mask_val",)),
+)
 
 
 # Reward environments of NeMo RL and similar trainers.

@@ -5,7 +5,7 @@ error.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from operator import attrgetter
@@ -18,8 +18,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_aligner.config.compat import Translation
-from nemo_aligner.config.compat_keys import RULES
+from nemo_aligner.config.common import ANY, RANKS, IdleRule, as_yaml
+from nemo_aligner.config.compat import RULES, Translation
 from nemo_aligner.config.describe import (
     describe_unknown,
     find_settings,
@@ -28,6 +28,14 @@ from nemo_aligner.config.describe import (
     suggest_setting,
     suggestion,
 )
+from nemo_aligner.config.evaluation import IDLE_IN_EVALUATION, EvaluateConfig
+from nemo_aligner.config.serving import (
+    IDLE_IN_CRITICS,
+    IDLE_IN_SERVING,
+    ServeConfig,
+    ServeCriticConfig,
+)
+from nemo_aligner.config.training import IDLE_IN_TRAINING, TrainConfig
 from nemo_aligner.utils.errors import ConfigError, SettingsError, first_line, shown
 
 T = TypeVar("T")
@@ -53,9 +61,7 @@ def load_with_notes(
         ConfigError, SettingsError: see ``load_config``; a value of NeMo-Aligner that would train
             or score otherwise here.
     """
-    merging = _Merging(schema)
-    if file is not None:
-        merging.add(_read(find_settings(file), merging.kind_of), str(file))
+    merging = _Merging(schema, file)
     for text in settings:
         merging.add_setting(text)
     return merging.finish(), merging.notes()
@@ -71,9 +77,7 @@ def load_given(
     Raises:
         ConfigError, SettingsError: see ``load_config``.
     """
-    merging = _Merging(schema)
-    if file is not None:
-        merging.add(_read(find_settings(file), merging.kind_of), str(file))
+    merging = _Merging(schema, file)
     for key, value in given.items():
         merging.add_value(key, value)
     return merging.finish()
@@ -134,9 +138,9 @@ def _or_packaged(path: Path) -> str:
 
 
 class _Merging:
-    """Settings on their way into ``schema``, and what was wrong with them."""
+    """Settings on their way into ``schema``, those of ``file`` first; what was wrong with them."""
 
-    def __init__(self, schema: type) -> None:
+    def __init__(self, schema: type, file: str | PathLike[str] | None = None) -> None:
         self._schema = schema
         # Of each its file, and where it stands in none its key.
         self._updates: list[tuple[DictConfig, str, str]] = []
@@ -149,6 +153,8 @@ class _Merging:
         # Of each file, and under "" of what stands in none.
         self._problems: dict[str, list[str]] = {}
         self._unknown: dict[tuple[str, str], list[str]] = {}
+        if file is not None:
+            self.add(_read(find_settings(file), self.kind_of), str(file))
 
     def kind_of(self, key: str) -> Any:
         """The type of a key's values, also of another program's key; None for a section."""
@@ -200,6 +206,7 @@ class _Merging:
 
     def _add_section(self, update: DictConfig, schema: Any, where: str, prefix: str) -> None:
         hints = get_type_hints(schema)
+        # Without following references: they may lead to settings that come later.
         for name, value in update.items_ex(resolve=False):
             key, kind = f"{prefix}{name!s}", hints.get(str(name))
             is_empty = value is None or (OmegaConf.is_config(value) and value._is_none())
@@ -277,6 +284,7 @@ class _Merging:
         for item in fields(schema):
             kind = hints[item.name]
             try:
+                # A reference such as ${model.seed} is followed here, when all settings are known.
                 value = node[item.name]
             except OmegaConfBaseException as error:
                 self._complain("", f"{prefix}{item.name}: {first_line(error)}")
@@ -287,6 +295,7 @@ class _Merging:
                 value = OmegaConf.to_object(value)
             values[item.name] = tuple(value) if get_origin(kind) is tuple else value
         try:
+            # Not OmegaConf.to_object, which stops at the first section that is refused.
             return schema(**values)
         except SettingsError as error:
             for problem in error.problems:
@@ -351,6 +360,51 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+# Settings that do nothing where they stand: which, and because of which others.
+
+_IDLE: Mapping[type, tuple[IdleRule, ...]] = {
+    TrainConfig: IDLE_IN_TRAINING,
+    ServeConfig: IDLE_IN_SERVING,
+    ServeCriticConfig: IDLE_IN_CRITICS,
+    EvaluateConfig: IDLE_IN_EVALUATION,
+}
+
+
+def idle_settings(config: object, ranks: int | None = None) -> dict[str, str]:
+    """Settings other than their defaults that do nothing here, with those that have it so.
+
+    Of ``model.lora.alpha`` at rank 0 that is ``model.lora.rank=0``. ``ranks`` says on how many the
+    verb runs, None where no setting depends on it.
+    """
+    usual, found = type(config)(), dict[str, str]()
+    for causes, keys in _IDLE.get(type(config), ()):
+        held = {key: ranks if key == RANKS else attrgetter(key)(config) for key in causes}
+        if all(_fits(held[key], value) for key, value in causes.items()):
+            why = " and ".join(f"{key}={as_yaml(value)}" for key, value in held.items())
+            for key in keys:
+                if _differs(key, config, usual):
+                    found.setdefault(key, why)
+    return found
+
+
+def idle_notes(
+    config: object, ranks: int | None = None, said: Collection[str] = ()
+) -> Iterator[str]:
+    """Yield a note for each of ``idle_settings`` not yet ``said``, as a verb prints it."""
+    for idle, cause in idle_settings(config, ranks).items():
+        if idle not in said:
+            yield f"note: {idle} does nothing\n  with {cause}"
+
+
+def _fits(held: object, value: object) -> bool:
+    return held is not None if value is ANY else held == value
+
+
+def _differs(key: str, config: object, usual: object) -> bool:
+    value_of = attrgetter(key)
+    return bool(value_of(config) != value_of(usual))
+
+
 # Reading of values: a text setting is always read as text.
 #
 # YAML 1.1 reads 007, 12:30 and 1e3 as numbers and yes as true, and ends a value at `` #``, but
@@ -362,6 +416,7 @@ _TEXT = "tag:yaml.org,2002:str"
 _NULL = "tag:yaml.org,2002:null"
 _MERGE = "tag:yaml.org,2002:merge"
 _NULLS = ("", "~", "null", "Null", "NULL")
+# An anchor of YAML may stand within itself.
 _MOST_DEPTH = 20
 
 
@@ -403,10 +458,8 @@ def _value(key: str, text: str, kind_of: KindOf) -> Any:
     kind, stripped = kind_of(key), text.strip()
     if stripped in _NULLS:
         return None
-    if _is_text(kind):
-        quoted = _unquoted(stripped)
-        return text if quoted is None else quoted
-    if _is_texts(kind) and not stripped.startswith(("[", "{", "- ")):
+    is_one_of_texts = _is_texts(kind) and not stripped.startswith(("[", "{", "- "))
+    if _is_text(kind) or is_one_of_texts:
         quoted = _unquoted(stripped)
         return text if quoted is None else quoted
     loader = _loader(text)

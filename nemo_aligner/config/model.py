@@ -7,9 +7,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
-from nemo_aligner.config.common import Checks, Malformed, Overlong, RewardModelType, setting
+from nemo_aligner.config.common import (
+    Checks,
+    IdleRule,
+    Malformed,
+    Overlong,
+    RewardModelType,
+    setting,
+)
 from nemo_aligner.utils.errors import ConfigError
 
 # Data.
@@ -159,29 +166,42 @@ BATCH_INVARIANT_ROWS = 256
 EXPERT_RANKS = "number of data parallel ranks that share the experts of a mixture"
 
 
+ANY_ROWS: IdleRule = ({"model.batch_invariant": False}, ("model.batch_invariant_rows",))
+
+
 @dataclass
-class InvarianceConfig:
-    """Batch invariance of rewards, also in validation and critics."""
+class LayoutConfig:
+    """Batch invariance of rewards and parallel layout, of every model that is trained or scores."""
 
     batch_invariant: bool = setting(True, "rewards have the same bits alone and in any batch")
     batch_invariant_rows: int = setting(
         BATCH_INVARIANT_ROWS,
         "rows per matrix product; CPUs also use others that give the same bits",
     )
+    tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
+    pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
+    context_parallel_size: int = setting(1, "number of ranks that share each text, for long texts")
+    sequence_parallel: bool = setting(
+        False, "also split norms along the tokens; needs tensor parallelism"
+    )
+
+    def __post_init__(self) -> None:
+        with Checks("model", self) as checks:
+            self.check(checks)
+
+    def check(self, checks: Checks) -> None:
+        """Check the section; whoever adds settings extends it."""
+        checks.positive(
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "batch_invariant_rows",
+        )
 
     @property
     def invariant_rows(self) -> int | None:
         """``batch_invariant_rows`` where rewards are to be batch invariant."""
         return self.batch_invariant_rows if self.batch_invariant else None
-
-
-class LayoutConfig(Protocol):
-    """Settings of a parallel layout, which every page with a model has."""
-
-    tensor_model_parallel_size: int
-    pipeline_model_parallel_size: int
-    context_parallel_size: int
-    sequence_parallel: bool
 
 
 def layout_sizes(model: LayoutConfig) -> dict[str, Any]:
@@ -196,28 +216,15 @@ def layout_sizes(model: LayoutConfig) -> dict[str, Any]:
 
 
 @dataclass
-class ScorerModelConfig(InvarianceConfig):
+class ScorerModelConfig(LayoutConfig):
     """Parallel layout of a finished reward model for scoring."""
 
-    tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
-    pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
-    context_parallel_size: int = setting(1, "number of ranks that share each text, for long texts")
     expert_model_parallel_size: int = setting(1, EXPERT_RANKS)
-    sequence_parallel: bool = setting(
-        False, "also split norms along the tokens; needs tensor parallelism"
-    )
     micro_batch_tokens: int = setting(8192, "tokens per forward pass")
 
-    def __post_init__(self) -> None:
-        with Checks("model", self) as checks:
-            checks.positive(
-                "tensor_model_parallel_size",
-                "pipeline_model_parallel_size",
-                "context_parallel_size",
-                "expert_model_parallel_size",
-                "micro_batch_tokens",
-                "batch_invariant_rows",
-            )
+    def check(self, checks: Checks) -> None:
+        super().check(checks)
+        checks.positive("expert_model_parallel_size", "micro_batch_tokens")
 
 
 # The model to train.
@@ -263,6 +270,10 @@ class SchedulerConfig:
             )
         # A run shorter than its warm-up stays in it; Megatron wants a step beyond.
         return max(total_steps - self.constant_steps, self.warmup_steps + 1)
+
+
+IN_CONSTANT_SCHEDULES = ("model.optim.sched.constant_steps", "model.optim.sched.min_lr")
+"""Settings that do nothing where the learning rate is constant."""
 
 
 @dataclass
@@ -319,7 +330,7 @@ class HeadConfig:
 
 
 @dataclass
-class ModelConfig(InvarianceConfig):
+class ModelConfig(LayoutConfig):
     """Model to train, its parallel layout, and its data."""
 
     reward_model_type: RewardModelType = setting(
@@ -331,13 +342,7 @@ class ModelConfig(InvarianceConfig):
     objective_kwargs: dict[str, Any] = setting({}, "settings of the objective")
     regression: RegressionConfig = field(default_factory=RegressionConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
-    tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
-    pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
-    context_parallel_size: int = setting(1, "number of ranks that share each text, for long texts")
     expert_model_parallel_size: int = setting(1, EXPERT_RANKS)
-    sequence_parallel: bool = setting(
-        False, "also split norms along the tokens; needs tensor parallelism"
-    )
     activations_checkpoint_granularity: Recompute = setting(
         Recompute.none, "which activations to recompute in the backward pass"
     )
@@ -356,43 +361,37 @@ class ModelConfig(InvarianceConfig):
     optim: OptimConfig = field(default_factory=OptimConfig)
     data: DataConfig = field(default_factory=DataConfig)
 
-    def __post_init__(self) -> None:
-        with Checks("model", self) as checks:
-            checks.positive(
-                "tensor_model_parallel_size",
-                "pipeline_model_parallel_size",
-                "expert_model_parallel_size",
-                "context_parallel_size",
-                "activations_checkpoint_num_layers",
-                "global_batch_size",
-                "micro_batch_tokens",
-                "batch_invariant_rows",
-            )
-            checks.not_negative("freeze_layers", "moe_aux_loss_coeff")
-            checks.seed("seed")
-            checks.require(
-                self.train_router or not self.moe_aux_loss_coeff,
-                "moe_aux_loss_coeff",
-                "0, or model.train_router=true: a router that is frozen learns no balance",
-            )
-            checks.require(
-                self.lora.rank == 0 or not self.train_router,
-                "train_router",
-                f"false, as model.lora.rank={self.lora.rank} freezes all weights of the backbone",
-            )
-            checks.require(
-                self.lora.rank == 0 or self.freeze_layers == 0,
-                "freeze_layers",
-                f"0, as model.lora.rank={self.lora.rank} freezes all weights of the backbone",
-            )
-            self._check_layout(checks)
-            self._check_weights(checks)
-            if self.reward_model_type is RewardModelType.regression:
-                names = self.regression.attributes
-                fits = bool(names) and len(set(names)) == len(names)
-                checks.require(
-                    fits, "regression.attributes", "at least one attribute name, each once"
-                )
+    def check(self, checks: Checks) -> None:
+        super().check(checks)
+        checks.positive(
+            "expert_model_parallel_size",
+            "activations_checkpoint_num_layers",
+            "global_batch_size",
+            "micro_batch_tokens",
+        )
+        checks.not_negative("freeze_layers", "moe_aux_loss_coeff")
+        checks.seed("seed")
+        checks.require(
+            self.train_router or not self.moe_aux_loss_coeff,
+            "moe_aux_loss_coeff",
+            "0, or model.train_router=true: a router that is frozen learns no balance",
+        )
+        checks.require(
+            self.lora.rank == 0 or not self.train_router,
+            "train_router",
+            f"false, as model.lora.rank={self.lora.rank} freezes all weights of the backbone",
+        )
+        checks.require(
+            self.lora.rank == 0 or self.freeze_layers == 0,
+            "freeze_layers",
+            f"0, as model.lora.rank={self.lora.rank} freezes all weights of the backbone",
+        )
+        self._check_layout(checks)
+        self._check_weights(checks)
+        if self.reward_model_type is RewardModelType.regression:
+            names = self.regression.attributes
+            fits = bool(names) and len(set(names)) == len(names)
+            checks.require(fits, "regression.attributes", "at least one attribute name, each once")
 
     def _check_weights(self, checks: Checks) -> None:
         given, known = self.regression.attribute_weights, self.regression.attributes

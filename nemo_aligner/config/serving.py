@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from nemo_aligner.config.common import Checks, Precision, setting
+from nemo_aligner.config.common import ANY, RANKS, Checks, IdleRule, Precision, setting
 from nemo_aligner.config.model import (
-    InvarianceConfig,
+    ANY_ROWS,
+    IN_CONSTANT_SCHEDULES,
+    LayoutConfig,
     OptimConfig,
     Recompute,
+    Schedule,
     SchedulerConfig,
     ScorerModelConfig,
 )
-from nemo_aligner.config.training import RunFolderConfig
+from nemo_aligner.config.training import LOGGER_KWARGS, RunFolderConfig
 
 # The gateway.
 
@@ -215,6 +218,16 @@ class ServeConfig:
     ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
 
 
+_OF_SEVERAL: IdleRule = ({RANKS: 1}, ("server.heartbeat_secs", "server.worker_timeout_secs"))
+IDLE_IN_SERVING: tuple[IdleRule, ...] = (
+    ANY_ROWS,
+    _OF_SEVERAL,
+    ({"ensemble.files": []}, ("ensemble.combine", "ensemble.k")),
+    ({"ensemble.combine": Combine.mean}, ("ensemble.k",)),
+    ({"ensemble.combine": Combine.min}, ("ensemble.k",)),
+)
+
+
 # The server of PPO's critic; keys are NeMo-Aligner's where it has them.
 
 
@@ -281,15 +294,9 @@ class CriticOptimConfig(OptimConfig):
 
 
 @dataclass
-class CriticModelConfig(InvarianceConfig):
+class CriticModelConfig(LayoutConfig):
     """Parallel layout of the critic, and how it learns."""
 
-    tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
-    pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
-    context_parallel_size: int = setting(1, "number of ranks that share each text, for long texts")
-    sequence_parallel: bool = setting(
-        False, "also split norms along the tokens; needs tensor parallelism"
-    )
     activations_checkpoint_granularity: Recompute = setting(
         Recompute.none, "which activations to recompute in the backward pass"
     )
@@ -303,18 +310,11 @@ class CriticModelConfig(InvarianceConfig):
     seed: int = setting(1234, "random seed; a critic that loads weights needs none")
     optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
 
-    def __post_init__(self) -> None:
-        with Checks("model", self) as checks:
-            checks.positive(
-                "tensor_model_parallel_size",
-                "pipeline_model_parallel_size",
-                "context_parallel_size",
-                "global_batch_size",
-                "micro_batch_tokens",
-                "batch_invariant_rows",
-            )
-            checks.not_negative("freeze_layers", "loss_clip_val")
-            checks.seed("seed")
+    def check(self, checks: Checks) -> None:
+        super().check(checks)
+        checks.positive("global_batch_size", "micro_batch_tokens")
+        checks.not_negative("freeze_layers", "loss_clip_val")
+        checks.seed("seed")
 
 
 @dataclass
@@ -348,3 +348,18 @@ class ServeCriticConfig:
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     exp_manager: CriticRunConfig = field(default_factory=CriticRunConfig)
     server: CriticServerConfig = field(default_factory=CriticServerConfig)
+
+
+_OF_REWARDS = ("rm_model_file", "trainer.ppo.offload_idle_model", "server.prefix_cache_tokens")
+IDLE_IN_CRITICS: tuple[IdleRule, ...] = (
+    ANY_ROWS,
+    _OF_SEVERAL,
+    *LOGGER_KWARGS,
+    (
+        {"model.optim.sched.name": Schedule.constant},
+        (*IN_CONSTANT_SCHEDULES, "trainer.ppo.max_steps"),
+    ),
+    ({"trainer.ppo.combine_rm_and_critic_server": False}, _OF_REWARDS),
+    # All weights are loaded, the head's among them, and nothing is drawn.
+    ({"pretrained_checkpoint.restore_from_path": ANY}, ("model.seed",)),
+)

@@ -6,8 +6,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from nemo_aligner.config.common import Checks, Precision, setting
-from nemo_aligner.config.model import ModelConfig
+from nemo_aligner.config.common import (
+    Checks,
+    IdleRule,
+    Malformed,
+    Precision,
+    RewardModelType,
+    setting,
+)
+from nemo_aligner.config.model import ANY_ROWS, IN_CONSTANT_SCHEDULES, ModelConfig, Schedule
 
 
 class MonitorMode(Enum):
@@ -134,6 +141,12 @@ class RunFolderConfig:
     mlflow_logger_kwargs: dict[str, Any] = setting({}, "arguments of Lightning's MLFlowLogger")
 
 
+LOGGER_KWARGS: tuple[IdleRule, ...] = (
+    ({"exp_manager.create_wandb_logger": False}, ("exp_manager.wandb_logger_kwargs",)),
+    ({"exp_manager.create_mlflow_logger": False}, ("exp_manager.mlflow_logger_kwargs",)),
+)
+
+
 @dataclass
 class ExpManagerConfig(RunFolderConfig):
     """The folder of a training run, and which of its checkpoints are kept."""
@@ -155,3 +168,33 @@ class TrainConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
+
+
+_CALLBACKS = "exp_manager.checkpoint_callback_params"
+_EARLY = "exp_manager.early_stopping_callback_params"
+_VALIDATION, _TEST = "model.data.data_prefix.validation", "model.data.data_prefix.test"
+_OF_LORA = ("model.lora.alpha", "model.lora.dropout", "model.lora.targets")
+_OF_RATINGS = (
+    "model.regression.attributes",
+    "model.regression.attribute_weights",
+    "model.regression.loss_mask_val",
+)
+_OF_VALIDATION = (
+    "trainer.rm.val_check_interval",
+    "trainer.rm.val_before_training",
+    "trainer.rm.limit_val_records",
+    f"{_CALLBACKS}.mode",
+    f"{_CALLBACKS}.save_top_k",
+    f"{_CALLBACKS}.average_best",
+)
+IDLE_IN_TRAINING: tuple[IdleRule, ...] = (
+    ANY_ROWS,
+    *LOGGER_KWARGS,
+    ({"model.optim.sched.name": Schedule.constant}, IN_CONSTANT_SCHEDULES),
+    ({"model.lora.rank": 0}, _OF_LORA),
+    ({"model.reward_model_type": RewardModelType.binary_ranking}, _OF_RATINGS),
+    ({"model.data.malformed": Malformed.error}, ("model.data.max_malformed",)),
+    ({_VALIDATION: []}, _OF_VALIDATION),
+    ({_VALIDATION: [], _TEST: []}, ("model.data.allow_prompt_overlap",)),
+    ({f"{_EARLY}.patience": None}, (f"{_EARLY}.min_delta",)),
+)

@@ -5,7 +5,7 @@ by the server, so its rules are never entered again.
 
 Conversations: the chat template writes everything, BOS and end-of-turn included; nothing is added.
 It gets the messages in their normal form (``messages.py``), tools and documents, and the contract's
-``chat_template_kwargs``; what it does not write is refused (``template_probe.py``).
+``chat_template_kwargs``; what it does not write is refused (``template_check.py``).
 (A newline that a template writes after its last end-of-turn token is part of the text: the last
 token scored is whatever the template ends with.) A message that holds what the template writes
 around messages is refused (``turns.py``): the model would read several messages.
@@ -198,6 +198,7 @@ class ScoringContract:
     def hash(self) -> str:
         """sha256 (hex) of the canonical JSON of every field that changes a score."""
         fields = {name: value for name, value in self._fields().items() if name not in _NOT_HASHED}
+        # Sorted, ASCII and without spaces, so that any JSON library can write the same bytes.
         canonical = json.dumps(
             {"version": VERSION, **fields},
             sort_keys=True,
@@ -240,6 +241,7 @@ class ScoringContract:
             raise CheckpointError(
                 f"scoring contract: got version {shown(version)}, wanted {VERSION}"
             )
+        # An archive from before one of these fields had it at None.
         for name in _LATER:
             content.setdefault(name, None)
         known = {field.name for field in dataclasses.fields(cls)}
@@ -433,6 +435,7 @@ class ScoringContract:
             return EncodedText(token_ids, False, reads, spans)
         if self.overlong != Overlong.truncate_left.value:
             raise OverlongError(f"got {len(token_ids)} tokens, wanted at most {self.seq_length}")
+        # Models trained with a BOS score badly without; it takes the place of one token.
         keeps_bos = self.bos_id is not None and token_ids[0] == self.bos_id
         head = token_ids[:1] if keeps_bos and self.seq_length > 1 else []
         first = len(token_ids) - self.seq_length + len(head)
@@ -532,6 +535,7 @@ def one_reward(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     """
     if len(weights) == 1:
         return rewards[:, 0]
+    # In float64, so that the order in which BLAS adds does not show in the float32 result.
     merged = np.full(len(rewards), np.nan, dtype=np.float32)
     known = ~np.isnan(rewards).all(axis=1)
     if known.any():

@@ -45,6 +45,7 @@ def build_contract(
     template = _template(data.template, tokenizer, start, known)
     bos_token, eos_token = tokenizer.bos_token, tokenizer.eos_token
     template = freeze_date(template, bos_token, eos_token, _kwargs(data, template, start))
+    # Once more: the variables of `start` are for its template, and not for a frozen one.
     kwargs, reads = _kwargs(data, template, start), config.head.reads
     is_mean = reads is ScoredPosition.reply_mean
     contract = ScoringContract(

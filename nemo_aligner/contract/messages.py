@@ -10,7 +10,7 @@ outside calls ``read_text``, which gives every writing of the same conversation 
 - ``reasoning`` and ``thinking`` are called ``reasoning_content``;
 - empty ``tools`` and ``documents`` are none, and tools may come as JSON text.
 
-What a chat template can write of it is decided elsewhere (``template_probe.py``).
+What a chat template can write of it is decided elsewhere (``template_check.py``).
 """
 
 from __future__ import annotations

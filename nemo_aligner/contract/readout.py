@@ -104,10 +104,12 @@ class Readout:
     def _read(self, outputs: np.ndarray, of: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         attributes = len(self.numbers)
         rows = np.asarray(outputs, dtype=np.float64).reshape(-1, attributes, self.width)
+        # numpy adds up in an order that depends on strides: every row has the same.
         found = [of(np.ascontiguousarray(row)) for row in rows]
         return np.array(found, dtype=np.float32).reshape(-1, attributes)
 
     def _probabilities(self, logits: np.ndarray) -> np.ndarray:
+        # Less the largest, which exp would otherwise overflow at.
         powers = np.exp(logits - logits.max(axis=1, keepdims=True))
         return powers / powers.sum(axis=1, keepdims=True)
 

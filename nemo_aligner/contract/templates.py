@@ -436,6 +436,7 @@ def _compile(template: str) -> jinja2.Template:
 def _environment() -> jinja2.Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    # As transformers compiles them: other blocks of white space would be other tokens.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

@@ -50,6 +50,7 @@ class Tokenizer:
             self._backend: tokenizers.Tokenizer = tokenizers.Tokenizer.from_buffer(files[_JSON])
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{where}/{_JSON}: not a tokenizer: {short(error)}") from error
+        # tokenizer.json keeps both as they were set last.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._check()
@@ -156,6 +157,7 @@ class Tokenizer:
     @cached_property
     def adds_bos(self) -> bool:
         """True if the tokenizer puts BOS before a bare text when asked for special tokens."""
+        # A text alone has none, and gets it where special tokens are asked for.
         return self.encode("a")[:1] != [self.bos_id] == self._backend.encode("a").ids[:1]
 
     @cached_property
@@ -213,6 +215,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """``encode`` of many texts at once, on all cores; the same ids."""
+        # "fast" leaves out the offsets, which nobody reads here.
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 

@@ -20,7 +20,7 @@ from nemo_aligner.contract.messages import (
     messages_of,
     strings_of,
 )
-from nemo_aligner.contract.template_probe import template_reading
+from nemo_aligner.contract.template_check import template_reading
 from nemo_aligner.contract.templates import (
     Write,
     after_reply,

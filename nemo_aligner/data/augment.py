@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.messages import messages_of
-from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.readers import Reading, read_records
 from nemo_aligner.data.records import Comparison, prompt_key, write_lines
 from nemo_aligner.utils.errors import ConfigError, DataError
@@ -25,13 +24,12 @@ class Augment:
 
     Attributes:
         share: new pairs for each pair of the file.
-        format, pair_keys: as in ``Reading``.
+        reading: rules by which the file is read; ties are kept.
     """
 
     share: float = 0.3
     seed: int = 1
-    format: str = "auto"
-    pair_keys: PairKeys | None = None
+    reading: Reading = field(default_factory=Reading)
 
 
 def augment_file(source: Path, output: Path, how: Augment) -> str:
@@ -49,10 +47,7 @@ def augment_file(source: Path, output: Path, how: Augment) -> str:
     """
     if source.resolve() == output.resolve():
         raise ConfigError(f"output: got {output}, the file to augment; wanted another")
-    reading = Reading(
-        kind=RecordKind.comparison, format=how.format, pair_keys=how.pair_keys, ties=True
-    )
-    file = read_records(source, reading)
+    file = read_records(source, replace(how.reading, kind=RecordKind.comparison, ties=True))
     # Tools and documents are part of a prompt, and have no place in pairs of plain fields.
     plain = [each for each in file.records if all(isinstance(text, list) for text in each.texts)]
     keys = [prompt_key(record) for record in plain]

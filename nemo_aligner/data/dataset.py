@@ -15,11 +15,17 @@ from torch import Tensor
 
 from nemo_aligner.batch.packed import LabelColumns, Records
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.readers import MalformedRule, check_malformed, nothing_left
-from nemo_aligner.data.record_arrays import Origins, Sources, TokenSequences
+from nemo_aligner.data.clean import MalformedRule, check_malformed, nothing_left
 from nemo_aligner.data.records import Origin, Record, label_rows
 from nemo_aligner.data.report import FileReport, find_in
-from nemo_aligner.data.token_cache import FileIndex, add_sequence, end_digest
+from nemo_aligner.data.token_index import (
+    FileIndex,
+    Origins,
+    Sources,
+    TokenSequences,
+    add_sequence,
+    end_digest,
+)
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 
@@ -217,6 +223,7 @@ class TokenizedDataset:
         )
         rotations = np.array([rotation_by_length(int(length)) for length in lengths])[numbers]
         starts = self.sequence_bounds[:-1].numpy()
+        # reduceat goes from each start to the next; no record is without a sequence.
         alike = np.maximum.reduceat(rotations, starts) == np.minimum.reduceat(rotations, starts)
         return replace(self, prefixes=self.prefixes * torch.from_numpy(alike))
 

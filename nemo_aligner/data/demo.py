@@ -1,4 +1,4 @@
-"""The demo set: small preference pairs that anyone can judge, balanced and split by kind."""
+"""The demo sets: preference pairs that anyone can judge, and sums in steps."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib.resources import files
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from nemo_aligner.data.records import write_lines
 from nemo_aligner.data.report import longer_wins
@@ -114,151 +116,27 @@ class DemoPair:
     rejected: str
 
 
-def _table(text: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split("|")] for line in text.strip().splitlines()]
+def _read_tables() -> dict[str, list[list[str]]]:
+    """The tables of ``demo_tables.txt`` by their names, as rows of cells."""
+    text = files("nemo_aligner.data").joinpath("demo_tables.txt").read_text(encoding="utf-8")
+    tables = {}
+    for block in text.split("\n\n"):
+        heading, *rows = block.strip().splitlines()
+        name = heading.strip("[]").partition(":")[0]
+        tables[name] = [[cell.strip() for cell in row.split("|")] for row in rows]
+    return tables
 
 
-# question | short answer | long answer
-_QUESTIONS = _table("""
-How do I boil an egg? | Simmer it for eight minutes. | Put it in boiling water, wait eight minutes, then cool it in cold water.
-How can I fall asleep faster? | Keep the room dark and cool. | Go to bed at the same time, dim the lights and put your phone away.
-What is a good breakfast? | Oatmeal with fruit works well. | Try oatmeal with fruit and nuts, which keeps you full until lunch.
-How do plants make food? | They use sunlight. | They use sunlight to turn water and carbon dioxide into sugar.
-Why is the sky blue? | Air scatters blue light most. | Air scatters blue light more than red light, so blue reaches us from everywhere.
-How do I clean a window? | Use vinegar and a dry cloth. | Spray it with water and vinegar, then wipe it with a dry cloth.
-What does a bee make? | Bees make honey and wax. | Bees collect nectar from flowers and turn it into honey and wax.
-How do I remove a stain? | Rinse it soon with cold water. | Rinse the stain with cold water, rub in some soap and wash the shirt.
-Why do leaves fall in autumn? | Trees save water that way. | Trees drop their leaves to save water and energy during the winter.
-How can I learn to swim? | Take lessons at a local pool. | Take lessons at a local pool, and practise floating before you learn strokes.
-What is a library for? | You can borrow books there. | A library lends books and offers a quiet place to read and study.
-How do I plant a tomato? | Plant it deep in a sunny spot. | Choose a sunny spot, plant it deep and water it every other day.
-Why should I drink water? | Your body needs it to work. | Your body needs water to carry food to its cells and to stay cool.
-How do I wrap a gift? | Fold paper around it and tape it. | Cut the paper to size, fold it around the box and tape the ends.
-What causes rain? | Water drops in clouds get heavy. | Water vapour rises, cools into clouds and falls when the drops get heavy.
-How do I save money? | Spend less than you earn. | Write down what you spend and put a little aside every month.
-What is a compass used for? | It shows which way is north. | Its needle points north, so hikers and sailors can find their way.
-How do I train a puppy? | Reward it when it does well. | Keep lessons short, reward good behaviour and repeat them every day.
-Why do cats purr? | Mostly because they feel content. | Cats mostly purr when they feel content, and sometimes to calm themselves.
-How do I stop hiccups? | Hold your breath for a moment. | Hold your breath for ten seconds, or sip a glass of cold water slowly.
-What is recycling? | Turning waste into new things. | Recycling means turning used paper, glass or metal into new products.
-How do I write a thank-you note? | Say what you liked and sign it. | Name the gift, say why you liked it and sign with your name.
-Why do we have seasons? | Because the Earth is tilted. | The Earth is tilted, so each half gets more sunlight for part of the year.
-How do I fix a flat bike tyre? | Patch the hole in the tube. | Take out the tube, find the hole, patch it and pump the tyre up.
-What is a healthy snack? | An apple or some nuts. | A handful of nuts or an apple gives you energy without much sugar.
-How do I make tea? | Steep the leaves in hot water. | Boil some water, pour it over the leaves and wait three minutes.
-Why do birds fly south? | To find food in winter. | Many birds fly south because there is more food in warmer places in winter.
-How do I remember names? | Repeat the name aloud. | Repeat the name aloud, and link it to something about the person.
-What does a doctor do? | A doctor treats sick people. | A doctor examines patients, finds out what is wrong and treats them.
-How do I keep bread fresh? | Store it in a paper bag. | Store it in a paper bag for two days, and freeze what is left.
-Why do we brush our teeth? | To keep them free of decay. | Brushing removes food and bacteria that would otherwise cause decay.
-How do I pack for a trip? | Make a list and roll your clothes. | Make a list first, roll your clothes and put heavy things at the bottom.
-What is gravity? | A force that pulls things together. | Gravity is the force that pulls objects together and keeps us on the ground.
-How do I calm a crying baby? | Hold and rock it gently. | Check whether it is hungry, then hold it close and rock it gently.
-Why does ice float? | It is less dense than water. | Water expands when it freezes, so ice is less dense and floats.
-How do I cook rice? | Simmer it in twice as much water. | Rinse it, add twice as much water and simmer it with the lid on.
-What is a budget? | A plan for your money. | A budget is a plan that shows what you earn and what you spend.
-How do I improve my spelling? | Read often and note hard words. | Read every day, note the words you get wrong and write them again.
-Why do volcanoes erupt? | Pressure pushes magma up. | Gas builds up pressure below the ground until it pushes hot magma out.
-How do I tie a tie? | Follow a simple four-step knot. | Cross the wide end over, bring it up through the neck and pull it down.
-What is a vaccine for? | It prepares the body for germs. | A vaccine teaches the body to fight a germ before it meets the real one.
-How do I grow basil? | Give it sun and water. | Put the pot in a sunny window, water it often and pick the top leaves.
-Why do we dream? | Nobody is quite sure. | Nobody is quite sure, but dreams may help the brain to sort memories.
-How do I read a map? | Start with its legend. | Start with the legend, find north and then match what you see around you.
-What makes a good friend? | Someone who listens to you. | A good friend listens to you, keeps promises and helps when things go wrong.
-How do I sharpen a knife? | Draw it along a whetstone. | Hold it at a small angle and draw it along a wet whetstone several times.
-Why is exercise good? | It keeps your heart strong. | Exercise keeps your heart strong, lifts your mood and helps you to sleep.
-How do I make a paper boat? | Fold a sheet several times. | Fold the sheet in half, fold the corners down and open it from below.
-""")  # noqa: E501  (a table reads best with one row a line)
-
-# fact question | right answer | group: wrong answers come from the same group
+_TABLES = _read_tables()
+_QUESTIONS, _PHRASES = _TABLES["questions"], _TABLES["phrases"]
+# fact question | beginning of its answer | right answer | group that wrong answers come from
 _FACTS = [
-    (f"What is the capital of {country}?", f"the capital of {country} is", city, "capital")
-    for country, city in _table("""
-France | Paris
-Italy | Rome
-Spain | Madrid
-Germany | Berlin
-Japan | Tokyo
-China | Beijing
-Egypt | Cairo
-Russia | Moscow
-Greece | Athens
-Portugal | Lisbon
-Austria | Vienna
-Poland | Warsaw
-Norway | Oslo
-Sweden | Stockholm
-Ireland | Dublin
-Cuba | Havana
-Peru | Lima
-Kenya | Nairobi
-Turkey | Ankara
-Canada | Ottawa
-Hungary | Budapest
-Belgium | Brussels
-Thailand | Bangkok
-Chile | Santiago
-""")
-] + [
-    (f"What is the opposite of {word}?", f"the opposite of {word} is", other, "opposite")
-    for word, other in _table("""
-hot | cold
-big | small
-tall | short
-fast | slow
-happy | sad
-early | late
-full | empty
-heavy | light
-hard | soft
-clean | dirty
-young | old
-rich | poor
-loud | quiet
-open | closed
-strong | weak
-wet | dry
-bright | dark
-sharp | blunt
-thick | thin
-near | far
-""")
+    (f"What is the {kind} of {word}?", f"the {kind} of {word} is", answer, kind)
+    for kind, rows in (("capital", _TABLES["capitals"]), ("opposite", _TABLES["opposites"]))
+    for word, answer in rows
 ]
-
 _LANGUAGES = ("Spanish", "French", "German", "Italian")
-# English | one translation per language
-_PHRASES = _table("""
-thank you | gracias | merci | danke | grazie
-good morning | buenos días | bonjour | guten Morgen | buongiorno
-good night | buenas noches | bonne nuit | gute Nacht | buona notte
-please | por favor | s'il vous plaît | bitte | per favore
-water | agua | eau | Wasser | acqua
-bread | pan | pain | Brot | pane
-dog | perro | chien | Hund | cane
-apple | manzana | pomme | Apfel | mela
-friend | amigo | ami | Freund | amico
-milk | leche | lait | Milch | latte
-the sun | el sol | le soleil | die Sonne | il sole
-I love you | te quiero | je t'aime | ich liebe dich | ti amo
-""")
-
-_CATEGORIES = {
-    category: words.split()
-    for category, words in _table("""
-fruits | apple banana cherry grape lemon mango orange peach pear plum
-animals | bear cat deer dog fox goat horse lion mouse sheep
-colours | red blue green yellow black white pink brown grey purple
-vegetables | carrot onion pea potato spinach bean leek cabbage tomato beet
-tools | hammer saw drill wrench pliers chisel axe shovel rake file
-sports | tennis football golf rugby hockey rowing boxing judo skiing fencing
-countries | France Italy Spain Japan China Egypt Greece Kenya Peru Cuba
-drinks | water tea coffee milk juice cocoa lemonade cider soda wine
-instruments | piano violin flute guitar drum harp cello trumpet oboe banjo
-clothes | shirt coat hat scarf sock glove skirt belt dress shoe
-birds | robin crow eagle owl swan duck goose hawk parrot finch
-trees | oak pine elm birch maple cedar willow ash beech fir
-""")
-}
+_CATEGORIES = {category: words.split() for category, words in _TABLES["categories"]}
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
 
 
@@ -423,3 +301,59 @@ KINDS: dict[str, Callable[[random.Random], Iterator[DemoPair]]] = {
     "helpful": _question_pairs("helpful", _helpful),
     "repetition": _question_pairs("repetition", _repetition),
 }
+
+
+# The demo set of steps: chains of sums, in half of which one step is wrong.
+
+_FEWEST, _MOST = 3, 6
+# Of one digit: a small model learns to add these within minutes; numbers of two it does not.
+_LARGEST = 9
+# How far a wrong result is off.
+_OFF = (-10, -2, -1, 1, 2, 10)
+
+
+def write_step_demo(folder: Path, chains: int, heldout: float, seed: int) -> str:
+    """Write ``train.jsonl`` and ``heldout.jsonl`` of ``stepwise`` records; what they have.
+
+    No question of one file is in the other.
+    """
+    rng = random.Random(f"{seed}/steps")
+    made = list(_chains(rng, chains))
+    held = made[: round(chains * heldout)]
+    sides = {"train": made[len(held) :], "heldout": held}
+    lines = [f"{'':<12}{'chains':>8}{'with an error':>15}{'steps':>8}"]
+    for name, rows in sides.items():
+        path = write_lines(folder / f"{name}.jsonl", map(json.dumps, rows))
+        wrong = sum(False in row["labels"] for row in rows)
+        steps = sum(len(row["labels"]) for row in rows)
+        lines.append(f"{name:<12}{len(rows):>8}{wrong:>15}{steps:>8}  {path}")
+    lines.append("a step is right if its sum is; steps behind a wrong one have no label")
+    return "\n".join(lines)
+
+
+def _chains(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
+    """Chains of different questions, every second one with an error."""
+    seen: set[str] = set()
+    while len(seen) < count:
+        numbers = [rng.randint(1, _LARGEST) for _ in range(rng.randint(_FEWEST, _MOST) + 1)]
+        question = f"What is {' + '.join(map(str, numbers))}?"
+        if question in seen:
+            continue
+        is_wrong = len(seen) % 2 == 1
+        seen.add(question)
+        yield _solved(rng, question, numbers, is_wrong)
+
+
+def _solved(
+    rng: random.Random, question: str, numbers: list[int], is_wrong: bool
+) -> dict[str, Any]:
+    first, *others = numbers
+    wrong_at = rng.randrange(len(others)) if is_wrong else len(others)
+    steps, labels = [], list[bool | None]()
+    total = first
+    for number, other in enumerate(others):
+        result = total + other + (rng.choice(_OFF) if number == wrong_at else 0)
+        steps.append(f"{total} + {other} = {result}")
+        labels.append(None if number > wrong_at else number < wrong_at)
+        total = result
+    return {"prompt": question, "completions": steps, "labels": labels}

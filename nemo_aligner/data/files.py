@@ -113,6 +113,7 @@ def holds_rows(cells: Sequence[object]) -> bool:
 
 def _cells(text: str, separator: str) -> list[tuple[int, list[str] | str]]:
     """Rows that are not empty, each by the line it begins on: cells, or what is wrong with them."""
+    # csv refuses cells of more than 131,072 characters unless told, for the whole process.
     limit = csv.field_size_limit(max(len(text), 1))
     try:
         return list(_numbered(io.StringIO(text, newline="").readlines(), separator))
@@ -127,6 +128,7 @@ def _numbered(lines: list[str], separator: str) -> Iterator[tuple[int, list[str]
             map(lines.__getitem__, range(start, len(lines))),
             delimiter=separator,
             quoting=csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL,
+            # Else a stray quote swallows all rows up to the next one, and nothing is said.
             strict=True,
         )
         before = start
@@ -277,6 +279,7 @@ def unpacked(path: str | Path) -> Iterator[BinaryIO]:
     """
     try:
         with Path(path).open("rb") as stream:
+            # By its first bytes: what was downloaded may have lost its ending.
             is_packed = stream.read(2) == b"\x1f\x8b"
             stream.seek(0)
             yield cast(BinaryIO, gzip.GzipFile(fileobj=stream)) if is_packed else stream
@@ -432,6 +435,7 @@ class BlockFile:
 
     def __init__(self, path: str | Path) -> None:
         self._path = str(path)
+        # A list or a table has no lines to cut at, and is read whole.
         self._rows = None if _has_json_lines(self._path) else read_lines(path)
 
     def lines(self) -> Iterator[AnyLine]:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.config.model import DataConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text, messages_of, prompt_of, reply_of, said
 from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.data.clean import MOST_LISTED
 from nemo_aligner.data.dataset import label_columns, report_on
-from nemo_aligner.data.formats.base import PairKeys
-from nemo_aligner.data.readers import MOST_LISTED, Reading, RecordFile, parse_file
-from nemo_aligner.data.record_arrays import ArraysInMemory, far_labels
+from nemo_aligner.data.readers import Reading, RecordFile, parse_file
 from nemo_aligner.data.records import Comparison, Record, label_rows, text_names
 from nemo_aligner.data.report import (
     FileReport,
@@ -25,10 +23,11 @@ from nemo_aligner.data.report import (
     LengthSummary,
     Prompts,
     check_overlap,
+    far_labels,
     longer_chosen,
 )
 from nemo_aligner.data.split import check_names
-from nemo_aligner.data.token_cache import IndexRules, make_index
+from nemo_aligner.data.token_index import ArraysInMemory, IndexRules, make_index
 from nemo_aligner.utils.errors import DataError
 
 # A tokenizer, and the contract that it is used by.
@@ -40,17 +39,12 @@ class Inspection:
     """Options of an inspection; without ``rules`` lengths are characters.
 
     ``show`` is how many records of a file are printed in full, their special tokens between
-    ``marks``. The others are as in ``Reading``; the contract of a regression model names the
-    attributes itself.
+    ``marks``. The contract of a regression model names the attributes of ``reading`` itself.
     """
 
     rules: TextRules | None = None
     show: int = 2
-    format: str = "auto"
-    pair_keys: PairKeys | None = None
-    attributes: Sequence[str] = ()
-    loss_mask_val: float | None = -100.0
-    neutral: float | None = DataConfig.neutral_label
+    reading: Reading = field(default_factory=Reading)
     marks: tuple[str, str] = ("[", "]")
 
 
@@ -70,58 +64,32 @@ def inspect_files(
     Raises:
         ConfigError: an attribute has no name, or there is no format of that name.
     """
-    check_names(how.attributes)
+    check_names(how.reading.attributes)
     training: list[FileReport] = []
-    for path in train:
-        looked = _look_at(path, "train", how)
-        training += looked.reports
-        yield looked.finding()
-    for path in files:
-        looked = _look_at(path, "train" if path in train else "file", how)
-        yield looked.finding(training)
-        for record in looked.records[: how.show]:
-            yield Inspected(render_record(record, how))
-
-
-@dataclass(frozen=True)
-class _Looked:
-    """A file's records, and its report; or why it has none."""
-
-    records: Sequence[Record] = ()
-    reports: Sequence[FileReport] = ()
-    error: str = ""
-
-    def finding(self, training: Sequence[FileReport] = ()) -> Inspected:
-        """The table, with the number of prompts that are also in ``training``."""
-        if not self.reports:
-            return Inspected(self.error, is_good=False)
-        (report,) = self.reports
-        if training:
+    for number, path in enumerate([*train, *files]):
+        is_training = number < len(train)
+        name = "train" if path in train else "file"
+        try:
+            file, report = _report_on(path, name, how)
+        except DataError as error:
+            yield Inspected(f"{name}: {error}", is_good=False)
+            continue
+        if is_training:
+            training.append(report)
+        elif training:
             overlap = check_overlap(report, training, allowed=True)
             report = replace(report, prompts_in_training=overlap)
         is_good = bool(report.counts["kept"]) and not report.malformed
-        return Inspected(report.table(MOST_LISTED), is_good)
-
-
-def _look_at(path: str, name: str, how: Inspection) -> _Looked:
-    try:
-        file, report = _report_on(path, name, how)
-    except DataError as error:
-        return _Looked(error=f"{name}: {error}")
-    return _Looked(file.records, [report])
+        yield Inspected(report.table(MOST_LISTED), is_good)
+        if not is_training:
+            for record in file.records[: how.show]:
+                yield Inspected(render_record(record, how))
 
 
 def _report_on(path: str, name: str, how: Inspection) -> tuple[RecordFile, FileReport]:
-    attributes, rules = how.attributes, how.rules
+    reading, rules = how.reading, how.rules
     if rules is not None and rules[1].record_kind is RecordKind.rating:
-        attributes = rules[1].attributes
-    reading = Reading(
-        format=how.format,
-        pair_keys=how.pair_keys,
-        attributes=attributes,
-        loss_mask_val=how.loss_mask_val,
-        neutral=how.neutral,
-    )
+        reading = replace(reading, attributes=rules[1].attributes)
     file = parse_file(path, reading)
     if rules is None:
         return file, report_in_characters(file, name)

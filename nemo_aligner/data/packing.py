@@ -78,6 +78,7 @@ def packed_size(dataset: TokenizedDataset, record: int) -> int:
 
 def largest_record(dataset: TokenizedDataset) -> tuple[int, int]:
     """The first of the largest records by ``packed_size``, and that size."""
+    # Counted on the offsets alone: a mapped file's tokens are not read for it.
     best = (0, 0)
     bounds, prefixes = dataset.sequence_bounds.numpy(), dataset.prefixes.numpy()
     for start in range(0, len(dataset), _RECORDS_AT_ONCE):
@@ -334,7 +335,9 @@ class _Ordered:
         }
         beginnings = {kind: number for number, kind in enumerate(dict.fromkeys(kinds.values()))}
         if len(beginnings) > 1:
+            # sort is stable: of one beginning they stay in the order of their tokens.
             positions.sort(key=lambda position: beginnings[kinds[position]])
+        # Nothing stands before the first; of no sequences there is no first.
         common = [0][: len(positions)]
         for before, own in pairwise(positions):
             is_same = kinds[before] == kinds[own]
@@ -414,6 +417,7 @@ def _best_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
     packs: list[list[int]] = []
     space: list[tuple[int, int]] = []  # (free tokens, pack), sorted
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        # The fullest pack with enough space: -1 comes before the number of any.
         fitting = bisect_left(space, (sizes[index], -1))
         if fitting == len(space):
             packs.append([])
@@ -441,6 +445,7 @@ def _fill(
         cost, group = heappop(spent)
         groups[group].append(index)
         filled[group] += sizes[index]
+        # Packs that were too full for this one may have space for a smaller one.
         for entry in (*full, (cost + costs[index], group)):
             heappush(spent, entry)
     return [sorted(members) for members in groups]

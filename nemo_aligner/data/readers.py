@@ -1,62 +1,24 @@
-"""A data file to records, in any of the formats.
-
-What is an error, what is malformed, and what is a counted drop:
-
-=============================================================================  ====================
-no file, no UTF-8, no JSON object in it, a broken JSON list, an odd number of  DataError
-comparison lines, no record that fits a format
-malformed JSON on a line, a missing key, a value of the wrong type, a          malformed: DataError,
-conversation that does not end with the reply, a label that is not finite, a   or dropped and
-record of another format than the others                                       counted
-chosen and rejected are the same (``identical``)                               dropped and counted
-the reply is empty or blank (``empty_reply``)                                  dropped and counted
-a rating without any label (``no_label``)                                      dropped and counted
-all completions are tied (``tied``)                                            dropped and counted,
-                                                                               kept where the
-                                                                               objective learns
-                                                                               from ties
-chosen and rejected answer different prompts (``different_prompts``)           kept and counted
-a cell of a table has lines that look like rows (``rows_in_cells``)            kept and counted
-=============================================================================  ====================
-
-Tokens can show more, in training and in evaluation alike:
-
-=============================================================================  ====================
-a text that the contract refuses, as one with the template's own markers       malformed, as above
-a text is longer than ``seq_length`` (``overlong``)                            dropped and counted,
-                                                                               cut and counted as
-                                                                               ``truncated``, or
-                                                                               DataError
-labels of steps that were cut off so (``labels_cut_off``)                      counted
-labels of other steps than the text has                                        malformed, as above
-all texts have the same tokens (``same_tokens``)                               dropped and counted
-=============================================================================  ====================
-
-Which of the two a malformed record is, ``MalformedRule`` decides; with an error, all files are read
-before it. Empty lines are skipped. A dropped record is never replaced by another one.
-"""
+"""A data file to records, in any of the formats; what of them is dropped, ``clean.py`` decides."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol
 
 from nemo_aligner.config.common import Malformed, RecordKind
-from nemo_aligner.config.model import DataConfig
-from nemo_aligner.contract.contract import EncodedText, NoTemplateError, OverlongError
 from nemo_aligner.contract.messages import (
     Conversation,
     Messages,
     Text,
     messages_of,
     question_of,
-    reply_of,
     said,
     with_messages,
 )
+from nemo_aligner.data.clean import MalformedRule, check_malformed, nothing_left, why_drop
 from nemo_aligner.data.files import AnyLine, Block, BlockFile, count_swallowed
 from nemo_aligner.data.formats import (
     check_lines_are_whole,
@@ -65,121 +27,204 @@ from nemo_aligner.data.formats import (
     parse_lines,
 )
 from nemo_aligner.data.formats.base import PairKeys, WantedLabels
-from nemo_aligner.data.records import Comparison, MalformedRecord, Rating, Record, text_names
+from nemo_aligner.data.records import Comparison, MalformedRecord, Rating, Record
 from nemo_aligner.utils.errors import ConfigError, DataError
 
-Item = TypeVar("Item")
 
-# Malformed records: the one place that decides whether a run goes on.
+class ReaderSettings(Protocol):
+    """A section of the settings that says how files are read."""
 
-MOST_LISTED = 10
-_LINES_NAMED = 5
-
-
-class ReadFile(Protocol):
-    """A file that was read, whose ``counts`` have ``read``; at least its first ``malformed``."""
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def counts(self) -> Mapping[str, int]: ...
-
-    @property
-    def malformed(self) -> Sequence[MalformedRecord]: ...
+    format: str
+    prompt_key: str | None
+    chosen_key: str | None
+    rejected_key: str | None
+    system_prompt_file: str | None
+    prompt_file: str | None
+    input_template: str | None
+    malformed: Malformed
+    max_malformed: float
+    neutral_label: float | None
 
 
 @dataclass(frozen=True)
-class MalformedRule:
-    """``action`` says whether malformed records are left out, ``most`` how many of a file's.
+class Reading:
+    """Rules by which files are read.
 
-    ``section`` is where the two settings stand, as errors name them: ``model.data.`` in training.
+    Attributes:
+        kind: what their records are; None takes either.
+        format: ``auto``, or a name of ``formats/``.
+        attributes: the labels of ratings, in order; without them ratings come with no labels.
+        loss_mask_val: the number that, like null, stands for a missing label.
+        pair_columns: the labels of comparisons, in order.
+        pair_keys: which fields of pairs have their texts, where they have other names.
+        prompts: what is put around them.
+        rule: what becomes of malformed records.
+        ties: keep comparisons whose completions are all tied.
+        neutral: label of a step that is rated as neither right nor wrong; None leaves it out.
     """
 
-    action: Malformed = DataConfig.malformed
-    most: float = DataConfig.max_malformed
-    section: str = "model.data."
+    kind: RecordKind | None = None
+    format: str = "auto"
+    attributes: Sequence[str] = ()
+    loss_mask_val: float | None = None
+    pair_columns: Sequence[str] = ()
+    pair_keys: PairKeys | None = None
+    prompts: PromptWrapping | None = None
+    rule: MalformedRule = field(default_factory=MalformedRule)
+    ties: bool = False
+    neutral: float | None = 1.0
 
-    def allows(self, file: ReadFile) -> bool:
-        """True if the file's remaining records may be used."""
-        if self.action is Malformed.error:
-            return not file.malformed
-        return malformed_fraction(file) <= self.most
+    @classmethod
+    def of(cls, settings: ReaderSettings, section: str, **others: Any) -> Reading:
+        """The rules of a ``section`` of the settings; ``others`` are what it does not say.
+
+        Raises:
+            ConfigError: see ``PromptWrapping.of``.
+        """
+        return cls(
+            format=settings.format,
+            pair_keys=PairKeys.of(settings.prompt_key, settings.chosen_key, settings.rejected_key),
+            prompts=PromptWrapping.of(settings, section),
+            rule=MalformedRule(settings.malformed, settings.max_malformed, f"{section}."),
+            neutral=settings.neutral_label,
+            **others,
+        )
+
+    def columns_of(self, kind: RecordKind) -> tuple[str, ...]:
+        """Names of the label columns of such records."""
+        return tuple(self.attributes if kind is RecordKind.rating else self.pair_columns)
+
+    def set_columns_of(self, kind: RecordKind) -> tuple[str, ...]:
+        """The same of a data set that they may be in beside others, where both kinds are taken."""
+        return self.columns_of(kind if self.kind is not None else RecordKind.rating)
 
 
-def check_malformed(files: Sequence[ReadFile], rule: MalformedRule) -> None:
-    """Refuse files with more malformed records than the rule allows, all of them in one error.
+@dataclass(frozen=True)
+class RecordFile:
+    """The records of one file; ``counts`` has ``read``, ``kept`` and every reason that occurred.
+
+    ``columns`` are what the records' labels are called; where files of both kinds are taken, what
+    those of ratings are.
+    """
+
+    path: str
+    kind: RecordKind
+    format: str
+    records: list[Any]
+    columns: tuple[str, ...]
+    counts: dict[str, int] = field(default_factory=dict)
+    malformed: list[MalformedRecord] = field(default_factory=list)
+
+
+def read_files(paths: Sequence[str | Path], how: Reading) -> list[RecordFile]:
+    """Read files of comparisons or ratings.
 
     Raises:
-        DataError: it lists the first malformed records of every such file, and how many there are.
+        ConfigError: there is no format of that name.
+        DataError: see the table of ``clean.py``; a file with nothing left to use is one, too.
     """
-    # A file may be given twice, to train and to validate on.
-    bad = {file.path: file for file in files if not rule.allows(file)}
-    if not bad:
-        return
-    lines = []
-    for file in bad.values():
-        listed = list_malformed(file.malformed, MOST_LISTED, _count(file))
-        lines += [f"{file.path}: {_how_many(file)}", *listed]
-    raise DataError("\n".join([*lines, _advice(list(bad.values()), rule)]))
+    files = [parse_file(path, how) for path in paths]
+    check_malformed(files, how.rule)
+    for file in files:
+        if not file.records:
+            raise nothing_left(file.path, file.counts)
+    return files
 
 
-def list_first(items: Sequence[object], most: int, total: int | None = None) -> list[str]:
-    """A line for each of the first ``most`` items, and how many more there are.
+def read_records(path: str | Path, how: Reading) -> RecordFile:
+    """``read_files`` for one file."""
+    return read_files([path], how)[0]
 
-    ``total`` is their number where not all of them are in ``items``.
+
+@dataclass(frozen=True)
+class FileRules:
+    """Rules by which the lines of one file, of which the format is known, become records."""
+
+    path: str
+    format: str
+    kind: RecordKind
+    reading: Reading
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the label columns; a label that a record lacks is missing."""
+        return self.reading.set_columns_of(self.kind)
+
+    def records(
+        self, lines: Sequence[AnyLine], counts: Counter[str], malformed: list[MalformedRecord]
+    ) -> Iterator[Record]:
+        """Yield the records of a block that are not dropped for what their texts say.
+
+        The others are counted, or put into ``malformed``.
+        """
+        how = self.reading
+        columns = how.columns_of(self.kind)
+        counts["rows_in_cells"] += count_swallowed(lines)
+        chosen = format_named(self.format, how.pair_keys)
+        parsed = parse_lines(
+            chosen, lines, self.path, WantedLabels(columns, how.loss_mask_val, how.neutral)
+        )
+        for each in parsed:
+            record = _with_prompts(each, how.prompts)
+            counts["read"] += 1
+            if isinstance(record, MalformedRecord):
+                counts["malformed"] += 1
+                malformed.append(record)
+                continue
+            reason = why_drop(record, bool(columns), how.ties)
+            if reason is not None:
+                counts[reason] += 1
+                continue
+            if isinstance(record, Comparison) and _have_different_prompts(record):
+                counts["different_prompts"] += 1
+            yield record
+
+
+def open_file(path: str | Path, how: Reading) -> tuple[FileRules, Iterator[Block]]:
+    """Find out a file's format; return the rules that make records of it, and its blocks.
+
+    Raises:
+        ConfigError: there is no format of that name.
+        DataError: the file as a whole cannot be read; see the table of ``clean.py``.
     """
-    lines = [f"  {item}" for item in items[:most]]
-    rest = (len(items) if total is None else total) - most
-    return [*lines, f"  and {rest} more"] if rest > 0 else lines
+    file = BlockFile(path)
+    chosen = choose_format(how.format, how.kind, file.objects(), str(path), how.pair_keys)
+    # Before any record: an error in the middle would come after hours of tokenizing.
+    check_lines_are_whole(chosen, file.lines(), str(path))
+    rules = FileRules(str(path), chosen.name, chosen.kind, how)
+    return rules, file.blocks(chosen.lines_per_record)
 
 
-def list_malformed(
-    records: Sequence[MalformedRecord], most: int, total: int | None = None
-) -> list[str]:
-    """``list_first`` of malformed records, those of a file with the same reason on one line."""
-    alike: dict[tuple[str, str], list[MalformedRecord]] = {}
-    for record in records:
-        alike.setdefault((record.origin.path, record.reason), []).append(record)
-    shown = list(alike.values())[:most]
-    lines = [f"  {first}{_same_reason(others)}" for first, *others in shown]
-    rest = (len(records) if total is None else total) - sum(map(len, shown))
-    return [*lines, f"  and {rest} more"] if rest > 0 else lines
+def parse_file(path: str | Path, how: Reading) -> RecordFile:
+    """Read one file, whatever number of its records is malformed, or left to use.
+
+    Raises:
+        ConfigError: there is no format of that name.
+        DataError: the file as a whole cannot be read; see the table of ``clean.py``.
+    """
+    rules, blocks = open_file(path, how)
+    counts: Counter[str] = Counter()
+    file = RecordFile(rules.path, rules.kind, rules.format, [], rules.columns)
+    for block in blocks:
+        file.records.extend(rules.records(block.lines(rules.path), counts, file.malformed))
+    file.counts.update(+counts, kept=len(file.records))
+    return file
 
 
-def _same_reason(others: Sequence[MalformedRecord]) -> str:
-    if not others:
-        return ""
-    lines = ", ".join(str(record.origin.line) for record in others[:_LINES_NAMED])
-    more = ", ..." if len(others) > _LINES_NAMED else ""
-    return f" ({len(others)} more on line{'s' * (len(others) > 1)} {lines}{more})"
+def _with_prompts(
+    record: Record | MalformedRecord, prompts: PromptWrapping | None
+) -> Record | MalformedRecord:
+    if prompts is None or isinstance(record, MalformedRecord):
+        return record
+    try:
+        return prompts.put_around(record)
+    except DataError as error:
+        return MalformedRecord(record.origin, str(error))
 
 
-def malformed_fraction(file: ReadFile) -> float:
-    """Share of the file's records that are malformed."""
-    return _count(file) / max(file.counts.get("read", 0), 1)
-
-
-def _count(file: ReadFile) -> int:
-    # Of many, only the first are at hand.
-    return max(len(file.malformed), file.counts.get("malformed", 0))
-
-
-def _how_many(file: ReadFile) -> str:
-    return (
-        f"{_count(file)} of its {file.counts['read']} records "
-        f"({malformed_fraction(file):.2%}) are malformed"
-    )
-
-
-def _advice(files: Sequence[ReadFile], rule: MalformedRule) -> str:
-    allowed = f"{rule.section}max_malformed={rule.most:g}"
-    if rule.action is Malformed.drop:
-        return f"{allowed} allows {rule.most:.2%} of a file; fix the data, or raise the limit"
-    advice = f"{rule.section}malformed=drop would leave them out"
-    if max(map(malformed_fraction, files)) > rule.most:
-        return f"{advice}, but {allowed} allows {rule.most:.2%} of a file"
-    return advice
+def _have_different_prompts(record: Comparison) -> bool:
+    first, *others = map(question_of, record.texts)
+    return any(other != first for other in others)
 
 
 # Text around the prompts of a file: a system prompt, more words, or a raw text.
@@ -189,14 +234,6 @@ def _advice(files: Sequence[ReadFile], rule: MalformedRule) -> str:
 # In the last two ``{}`` is where the prompt goes.
 
 PLACE = "{}"
-
-
-class PromptSettings(Protocol):
-    """The section of the settings that says it."""
-
-    system_prompt_file: str | None
-    prompt_file: str | None
-    input_template: str | None
 
 
 @dataclass(frozen=True)
@@ -215,7 +252,7 @@ class PromptWrapping:
     raw: str | None = None
 
     @classmethod
-    def of(cls, settings: PromptSettings, section: str) -> PromptWrapping | None:
+    def of(cls, settings: ReaderSettings, section: str) -> PromptWrapping | None:
         """Read a section of the settings; None where nothing is set.
 
         Raises:
@@ -301,300 +338,3 @@ def _as_raw(conversation: Messages, template: str) -> str:
 def _put(template: str, prompt: str) -> str:
     # Not str.format: a template may have other braces.
     return template.replace(PLACE, prompt)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Rules by which files are read.
-
-    Attributes:
-        kind: what their records are; None takes either.
-        format: ``auto``, or a name of ``formats/``.
-        attributes: the labels of ratings, in order; without them ratings come with no labels.
-        loss_mask_val: the number that, like null, stands for a missing label.
-        pair_columns: the labels of comparisons, in order.
-        pair_keys: which fields of pairs have their texts, where they have other names.
-        prompts: what is put around them.
-        rule: what becomes of malformed records.
-        ties: keep comparisons whose completions are all tied.
-        neutral: label of a step that is rated as neither right nor wrong; None leaves it out.
-    """
-
-    kind: RecordKind | None = None
-    format: str = "auto"
-    attributes: Sequence[str] = ()
-    loss_mask_val: float | None = None
-    pair_columns: Sequence[str] = ()
-    pair_keys: PairKeys | None = None
-    prompts: PromptWrapping | None = None
-    rule: MalformedRule = field(default_factory=MalformedRule)
-    ties: bool = False
-    neutral: float | None = 1.0
-
-    def columns_of(self, kind: RecordKind) -> tuple[str, ...]:
-        """Names of the label columns of such records."""
-        return tuple(self.attributes if kind is RecordKind.rating else self.pair_columns)
-
-    def set_columns_of(self, kind: RecordKind) -> tuple[str, ...]:
-        """The same of a data set that they may be in beside others, where both kinds are taken."""
-        return self.columns_of(kind if self.kind is not None else RecordKind.rating)
-
-
-@dataclass(frozen=True)
-class RecordFile:
-    """The records of one file; ``counts`` has ``read``, ``kept`` and every reason that occurred.
-
-    ``columns`` are what the records' labels are called; where files of both kinds are taken, what
-    those of ratings are.
-    """
-
-    path: str
-    kind: RecordKind
-    format: str
-    records: list[Any]
-    columns: tuple[str, ...]
-    counts: dict[str, int] = field(default_factory=dict)
-    malformed: list[MalformedRecord] = field(default_factory=list)
-
-
-def read_files(paths: Sequence[str | Path], how: Reading) -> list[RecordFile]:
-    """Read files of comparisons or ratings.
-
-    Raises:
-        ConfigError: there is no format of that name.
-        DataError: see the table above; a file with nothing left to use is one, too.
-    """
-    files = [parse_file(path, how) for path in paths]
-    check_malformed(files, how.rule)
-    for file in files:
-        if not file.records:
-            raise nothing_left(file.path, file.counts)
-    return files
-
-
-def read_records(path: str | Path, how: Reading) -> RecordFile:
-    """``read_files`` for one file."""
-    return read_files([path], how)[0]
-
-
-@dataclass(frozen=True)
-class FileRules:
-    """Rules by which the lines of one file, of which the format is known, become records."""
-
-    path: str
-    format: str
-    kind: RecordKind
-    reading: Reading
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Names of the label columns; a label that a record lacks is missing."""
-        return self.reading.set_columns_of(self.kind)
-
-    def records(
-        self, lines: Sequence[AnyLine], counts: Counter[str], malformed: list[MalformedRecord]
-    ) -> Iterator[Record]:
-        """Yield the records of a block that are not dropped for what their texts say.
-
-        The others are counted, or put into ``malformed``.
-        """
-        how = self.reading
-        columns = how.columns_of(self.kind)
-        counts["rows_in_cells"] += count_swallowed(lines)
-        chosen = format_named(self.format, how.pair_keys)
-        parsed = parse_lines(
-            chosen, lines, self.path, WantedLabels(columns, how.loss_mask_val, how.neutral)
-        )
-        for each in parsed:
-            record = _with_prompts(each, how.prompts)
-            counts["read"] += 1
-            if isinstance(record, MalformedRecord):
-                counts["malformed"] += 1
-                malformed.append(record)
-                continue
-            reason = _why_drop(record, bool(columns), how.ties)
-            if reason is not None:
-                counts[reason] += 1
-                continue
-            if isinstance(record, Comparison) and _have_different_prompts(record):
-                counts["different_prompts"] += 1
-            yield record
-
-
-def open_file(path: str | Path, how: Reading) -> tuple[FileRules, Iterator[Block]]:
-    """Find out a file's format; return the rules that make records of it, and its blocks.
-
-    Raises:
-        ConfigError: there is no format of that name.
-        DataError: the file as a whole cannot be read; see the table above.
-    """
-    file = BlockFile(path)
-    chosen = choose_format(how.format, how.kind, file.objects(), str(path), how.pair_keys)
-    check_lines_are_whole(chosen, file.lines(), str(path))
-    rules = FileRules(str(path), chosen.name, chosen.kind, how)
-    return rules, file.blocks(chosen.lines_per_record)
-
-
-def parse_file(path: str | Path, how: Reading) -> RecordFile:
-    """Read one file, whatever number of its records is malformed, or left to use.
-
-    Raises:
-        ConfigError: there is no format of that name.
-        DataError: the file as a whole cannot be read; see the table above.
-    """
-    rules, blocks = open_file(path, how)
-    counts: Counter[str] = Counter()
-    file = RecordFile(rules.path, rules.kind, rules.format, [], rules.columns)
-    for block in blocks:
-        file.records.extend(rules.records(block.lines(rules.path), counts, file.malformed))
-    file.counts.update(+counts, kept=len(file.records))
-    return file
-
-
-def _with_prompts(
-    record: Record | MalformedRecord, prompts: PromptWrapping | None
-) -> Record | MalformedRecord:
-    if prompts is None or isinstance(record, MalformedRecord):
-        return record
-    try:
-        return prompts.put_around(record)
-    except DataError as error:
-        return MalformedRecord(record.origin, str(error))
-
-
-def _have_different_prompts(record: Comparison) -> bool:
-    first, *others = map(question_of, record.texts)
-    return any(other != first for other in others)
-
-
-def nothing_left(path: str, counts: Mapping[str, int]) -> DataError:
-    """Build the error of a file that has no record to use."""
-    advice = (
-        "; they are longer than model.data.seq_length: raise it, or set "
-        "model.data.overlong=truncate_left"
-    ) * bool(counts.get("overlong"))
-    return DataError(f"{path}: no usable record in it: {_describe(counts)}{advice}")
-
-
-def _describe(counts: Mapping[str, int]) -> str:
-    found = (f"{count} {name}" for name, count in counts.items() if count)
-    return ", ".join(found) or "it is empty"
-
-
-def _why_drop(record: Record, labelled: bool, ties: bool) -> str | None:
-    if any(not reply_of(text).strip() for text in record.texts):
-        return "empty_reply"
-    if isinstance(record, Comparison):
-        if all(text == record.texts[0] for text in record.texts):
-            return "identical"
-        return "tied" if record.is_tied and not ties else None
-    rows = [record.labels] if record.steps is None else record.steps
-    if labelled and all(label is None for row in rows for label in row):
-        return "no_label"
-    return None
-
-
-# What the tokens of a record show.
-
-
-class EncodedRecord(NamedTuple):
-    """A record with the tokens of its texts; for one that is too long, the error that says so.
-
-    ``reply_tokens`` are the lengths of all replies, where somebody needs them.
-    """
-
-    record: Record
-    texts: Sequence[EncodedText | OverlongError]
-    reply_tokens: Sequence[int] = ()
-
-
-def encode_record(
-    record: Record, encode: Callable[[Sequence[Text]], list[Item]]
-) -> list[Item] | MalformedRecord:
-    """Encode a record's texts; where one of them is refused, the reason names it and says why.
-
-    Raises:
-        DataError: there is no chat template, which is no fault of this record.
-    """
-    try:
-        return encode(record.texts)
-    except NoTemplateError as error:
-        raise DataError(f"{record.origin}: {error}") from error
-    except DataError as error:
-        for name, text in zip(text_names(record), record.texts, strict=True):
-            try:
-                encode([text])
-            except DataError as why:
-                # Places in a conversation are counted from the first message of its prompt.
-                where = name if isinstance(text, str) else f"prompt and {name}"
-                return MalformedRecord(record.origin, f"{where}: {why}")
-        return MalformedRecord(record.origin, str(error))
-
-
-def usable_encoded(
-    encoded: Iterable[EncodedRecord | MalformedRecord],
-    counts: Counter[str],
-    malformed: list[MalformedRecord],
-    overlong_error: str | None,
-) -> Iterator[tuple[EncodedRecord, list[EncodedText]]]:
-    """Yield the records that are not dropped for what their tokens show, with their tokens.
-
-    The others are counted, or put into ``malformed``.
-
-    Raises:
-        DataError: a text is too long, and ``overlong_error``, which ends the message, is not None.
-    """
-    for each in encoded:
-        if isinstance(each, MalformedRecord):
-            malformed.append(each)
-            counts["malformed"] += 1
-            continue
-        texts = [text for text in each.texts if isinstance(text, EncodedText)]
-        if len(texts) < len(each.texts):
-            if overlong_error is not None:
-                first = next(text for text in each.texts if isinstance(text, OverlongError))
-                raise DataError(f"{each.record.origin}: {first}{overlong_error}") from first
-            counts["overlong"] += 1
-        elif _are_same_tokens(texts):
-            counts["same_tokens"] += 1
-        else:
-            if (reason := _check_steps(each.record, texts[0])) is not None:
-                malformed.append(MalformedRecord(each.record.origin, reason))
-                counts["malformed"] += 1
-                continue
-            counts["truncated"] += any(text.truncated for text in texts)
-            counts["labels_cut_off"] += _count_cut_off(each.record, texts[0])
-            yield each, texts
-
-
-def _check_steps(record: Record, text: EncodedText) -> str | None:
-    """Why the labels of a record's steps are not those of the steps that the contract finds.
-
-    Raises:
-        DataError: the contract has no steps at all, which is no fault of this record.
-    """
-    if not isinstance(record, Rating) or record.steps is None:
-        return None
-    if text.reads is None:
-        raise DataError(
-            f"{record.origin}: got labels of {len(record.steps)} turns or steps, wanted a model "
-            "that has a reward for each: model.head.reads=turns or step_ends, for example"
-        )
-    found = len(text.reads) + text.lost
-    if found != len(record.steps):
-        return (
-            f"got labels of {len(record.steps)} turns or steps, and the scoring contract finds "
-            f"{found} in the text (model.head.reads, model.data.step_separator)"
-        )
-    return None
-
-
-def _count_cut_off(record: Record, text: EncodedText) -> int:
-    """Steps of a rated record that are cut off and have a label."""
-    steps = record.steps if isinstance(record, Rating) else None
-    return sum(any(label is not None for label in own) for own in (steps or ())[: text.lost])
-
-
-def _are_same_tokens(encoded: Sequence[EncodedText]) -> bool:
-    first, *others = (text.token_ids for text in encoded)
-    return bool(others) and all(other == first for other in others)

@@ -164,6 +164,7 @@ def _normal(text: str) -> str:
 
 def short_hash(*parts: bytes) -> int:
     """64 bits that are the same in every process."""
+    # Not hash(), which has another salt in every process.
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(part)
@@ -172,6 +173,7 @@ def short_hash(*parts: bytes) -> int:
 
 def prompt_hash(record: Record) -> int:
     """64 bits that records of the same prompt share, by ``prompt_key``."""
+    # JSON can hold half of a surrogate pair, which plain UTF-8 cannot.
     return short_hash(prompt_key(record).encode(errors="surrogatepass"))
 
 
@@ -314,6 +316,7 @@ def as_json(value: Mapping[str, Any]) -> str:
     What JSON has no kind for, such as dates, becomes its text.
     """
     try:
+        # At a NaN this raises, and only then is the value walked through.
         text = json.dumps(value, ensure_ascii=False, default=_plain, allow_nan=False)
     except (ValueError, TypeError):
         text = json.dumps(_without_nan(value), ensure_ascii=False, default=_plain)

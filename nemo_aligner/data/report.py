@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nemo_aligner.batch.packed import LabelColumns
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.contract.messages import reply_of
-from nemo_aligner.data.readers import list_first, list_malformed, malformed_fraction
-from nemo_aligner.data.record_arrays import FarLabel, label_range
+from nemo_aligner.data.clean import list_first, list_malformed, malformed_fraction
 from nemo_aligner.data.records import (
-    Comparison,
     MalformedRecord,
     Origin,
-    Rating,
     Record,
     better_and_worse,
     prompt_hash,
@@ -109,28 +106,7 @@ def _find_origin(key: np.ndarray, training: Sequence[Prompts]) -> Origin:
     return Origin(last.path, int(last.lines[np.searchsorted(last.keys, key)]))
 
 
-# The length baseline: what the length of a reply alone would score.
-
-
-def render_length_baseline(
-    train: Sequence[Record], heldout: Sequence[Record], attributes: Sequence[str]
-) -> list[str]:
-    """Lines: how often the longer reply of ``heldout`` is right, or Pearson r of its labels."""
-    if isinstance(heldout[0], Comparison):
-        lengths = [length for record in heldout for length in _lengths(record)]
-        wins = longer_chosen(heldout, lengths)
-        return [f"always taking the longer reply (in characters) is right in {wins:.1%} of heldout"]
-    lines, values = [], []
-    for index, name in enumerate(attributes):
-        # A line fitted to the training lengths: of its slope only the sign matters to r.
-        sign = np.sign(_length_correlation(train, index))
-        values.append(sign * _length_correlation(heldout, index))
-        lines.append(
-            f"{name}: Pearson r {values[-1]:.3f} in heldout for a line fitted to reply lengths"
-        )
-    if values:
-        lines.append(f"mean over attributes: {np.mean(values):.3f}")
-    return lines
+# How often the better reply is the longer one.
 
 
 def longer_chosen(records: Sequence[Record], lengths: Sequence[int]) -> float | None:
@@ -147,21 +123,66 @@ def longer_wins(lengths: Sequence[tuple[int, ...]]) -> float:
     return float(np.mean([0.5 if a == b else float(a > b) for a, b in lengths]))
 
 
-def _lengths(record: Record) -> tuple[int, ...]:
-    return tuple(len(reply_of(text)) for text in record.texts)
+# The range of a label column, and outliers among its labels.
+#
+# A label is far out if it is more than ten times as far from its column's median as
+#
+# * all labels but the farthest hundredth (at least three of them, at most a quarter), and
+# * zero is from the median (1, if that leaves nothing to compare with).
+#
+# By the first, outliers are few: a long tail, or every fiftieth label at the scale's other end, is
+# none. By the second, ratings from 0 to 4 that are nearly all 4 have no outliers, but a 400 is.
+
+_TIMES = 10
+_FARTHEST = 0.01
+_AT_LEAST = 3
 
 
-def _length_correlation(records: Sequence[Record], index: int) -> float:
-    """Pearson r of the reply's characters with one label; 0 where either does not vary."""
-    points = [
-        (_lengths(record)[0], record.labels[index])
-        for record in records
-        if isinstance(record, Rating) and record.labels and record.labels[index] is not None
-    ]
-    known = np.array(points, dtype=np.float64).reshape(-1, 2)
-    if len(known) < 2 or not known.std(axis=0).all():
-        return 0.0
-    return float(np.corrcoef(known.T)[0, 1])
+@dataclass(frozen=True)
+class FarLabel:
+    """A label in the column ``name``, ``times`` as far from the median as others are."""
+
+    origin: Origin
+    name: str
+    value: float
+    median: float
+    times: float
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.name} is {self.value:g}, the median {self.median:g}"
+
+
+def label_range(labels: LabelColumns) -> tuple[list[float], list[float]]:
+    """The smallest and the largest label of every column; NaN where there is none."""
+    columns = [_present(column) for column in labels.values.double().unbind(1)]
+    none = torch.tensor([torch.nan])
+    known = [column if column.numel() else none for column in columns]
+    return [float(column.min()) for column in known], [float(column.max()) for column in known]
+
+
+def far_labels(labels: LabelColumns, origins: Sequence[Origin]) -> list[FarLabel]:
+    """The labels of N records that are far out, by the rule above, the farthest first."""
+    columns = zip(labels.names, labels.values.double().unbind(1), strict=True)
+    found = [label for name, column in columns for label in _far(name, column, origins)]
+    return sorted(found, key=lambda label: -label.times)
+
+
+def _far(name: str, column: Tensor, origins: Sequence[Origin]) -> Iterator[FarLabel]:
+    known = _present(column)
+    if not known.numel():
+        return
+    median = float(known.median())
+    ordered = (known - median).abs().sort().values
+    apart = min(max(_AT_LEAST, int(_FARTHEST * len(ordered))), len(ordered) // 4)
+    reach = max(float(ordered[len(ordered) - 1 - apart]), abs(median)) or 1.0
+    # NaN, a label that is missing, is not above anything.
+    for index in torch.nonzero((column - median).abs() > _TIMES * reach).flatten().tolist():
+        value = float(column[index])
+        yield FarLabel(origins[index], name, value, median, abs(value - median) / reach)
+
+
+def _present(column: Tensor) -> Tensor:
+    return column[~torch.isnan(column)]
 
 
 # Summary of a file's records, small enough for a JSON file.
@@ -183,6 +204,7 @@ class LengthSummary:
         """Summarize ``[S]`` integers; without any there are no quantiles."""
         if not len(lengths):
             return cls(0, ())
+        # Lengths that occur: nothing is interpolated between two of them.
         at = np.rint(_PERCENT / 100 * (len(lengths) - 1)).astype(np.int64)
         return cls(int(lengths.sum()), tuple(np.sort(lengths)[at].tolist()))
 

@@ -36,6 +36,7 @@ class Rollout:
         What comes after has none, as attention is causal; 0 is a sequence without any.
         """
         learned = self.mask != 0
+        # argmax is where the first True is, here from the end.
         last = learned.shape[1] - learned[:, ::-1].argmax(axis=1)
         return np.where(learned.any(axis=1), last, 0)
 

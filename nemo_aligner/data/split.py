@@ -7,23 +7,17 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from nemo_aligner.config.common import Checks, Malformed, RecordKind
-from nemo_aligner.config.model import DataConfig
-from nemo_aligner.contract.messages import first_prompt
+import numpy as np
+
+from nemo_aligner.contract.messages import first_prompt, reply_of
+from nemo_aligner.data.clean import list_malformed
 from nemo_aligner.data.files import Line, read_lines
-from nemo_aligner.data.formats.base import PairKeys
-from nemo_aligner.data.readers import (
-    MalformedRule,
-    Reading,
-    RecordFile,
-    list_malformed,
-    read_records,
-)
-from nemo_aligner.data.records import Record, prompt_key, write_lines
-from nemo_aligner.data.report import render_length_baseline
+from nemo_aligner.data.readers import Reading, RecordFile, read_records
+from nemo_aligner.data.records import Comparison, Rating, Record, prompt_key, write_lines
+from nemo_aligner.data.report import longer_chosen
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 _MALFORMED_SHOWN = 3
@@ -41,26 +35,14 @@ class Split:
             which is the first user turn of a conversation.
         similar: with a number, prompts whose sets of three consecutive words have at least this
             Jaccard similarity stay in one part, too.
-
-    The others are as in ``Reading`` and ``MalformedRule``.
+        reading: rules by which the file is read.
     """
 
     heldout: float = 0.2
     seed: int = 1
     by: str = "prompt"
     similar: float | None = None
-    kind: RecordKind | None = None
-    format: str = "auto"
-    pair_keys: PairKeys | None = None
-    attributes: Sequence[str] = ()
-    loss_mask_val: float | None = -100.0
-    neutral: float | None = DataConfig.neutral_label
-    malformed: Malformed = DataConfig.malformed
-    max_malformed: float = DataConfig.max_malformed
-
-    def __post_init__(self) -> None:
-        with Checks("", self) as checks:
-            checks.fraction("max_malformed")
+    reading: Reading = field(default_factory=Reading)
 
 
 def split_file(source: Path, folder: Path, how: Split) -> str:
@@ -73,8 +55,8 @@ def split_file(source: Path, folder: Path, how: Split) -> str:
             needs a package that is not installed.
         DataError: the file cannot be read, or has too few prompts to hold some out.
     """
-    check_names(how.attributes)
-    file = read_records(source, _reading(how))
+    check_names(how.reading.attributes)
+    file = read_records(source, how.reading)
     keys = prompt_keys(file.records, how.by)
     if how.similar is not None:
         keys = _merge_similar(keys, how.similar)
@@ -100,7 +82,7 @@ def split_file(source: Path, folder: Path, how: Split) -> str:
         prompts = len(held) if name == "heldout" else len(set(keys)) - len(held)
         lines.append(f"{name}: {len(records)} records, {prompts} prompts -> {written}")
     lines += _unlike_asked(keys, len(sides["heldout"]), how.heldout)
-    lines += render_length_baseline(sides["train"], sides["heldout"], how.attributes)
+    lines += _render_length_baseline(sides["train"], sides["heldout"], how.reading.attributes)
     return "\n".join(lines)
 
 
@@ -140,18 +122,6 @@ def _check_apart(source: Path, parts: Iterable[Path]) -> None:
             )
 
 
-def _reading(how: Split) -> Reading:
-    return Reading(
-        kind=how.kind,
-        format=how.format,
-        pair_keys=how.pair_keys,
-        attributes=how.attributes,
-        loss_mask_val=how.loss_mask_val,
-        neutral=how.neutral,
-        rule=MalformedRule(how.malformed, how.max_malformed, section=""),
-    )
-
-
 def check_names(attributes: Sequence[str]) -> None:
     """Refuse what cannot be the keys of labels.
 
@@ -188,6 +158,7 @@ def _same_beginnings(begins: Sequence[str]) -> list[str]:
     """Merge prompts of raw texts: one that begins another counts as the same prompt."""
     group: dict[str, str] = {}
     last = None
+    # In this order a text comes behind those that it begins with.
     for start in sorted(set(begins)):
         if last is None or not start.startswith(last):
             last = start
@@ -241,6 +212,7 @@ def _held_keys(keys: Sequence[str], heldout: float, seed: int) -> set[str]:
     A prompt whose records would overshoot that by more than the tolerance is left for training.
     """
     sizes = Counter(keys)
+    # Sorted, so that what is drawn does not depend on the order of the file.
     order = sorted(sizes)
     random.Random(seed).shuffle(order)
     wanted = heldout * len(keys)
@@ -253,3 +225,44 @@ def _held_keys(keys: Sequence[str], heldout: float, seed: int) -> set[str]:
             held.add(key)
             owned += sizes[key]
     return held
+
+
+# The length baseline: what the length of a reply alone would score.
+
+
+def _render_length_baseline(
+    train: Sequence[Record], heldout: Sequence[Record], attributes: Sequence[str]
+) -> list[str]:
+    """Lines: how often the longer reply of ``heldout`` is right, or Pearson r of its labels."""
+    if isinstance(heldout[0], Comparison):
+        lengths = [length for record in heldout for length in _lengths(record)]
+        wins = longer_chosen(heldout, lengths)
+        return [f"always taking the longer reply (in characters) is right in {wins:.1%} of heldout"]
+    lines, values = [], []
+    for index, name in enumerate(attributes):
+        # A line fitted to the training lengths: of its slope only the sign matters to r.
+        sign = np.sign(_length_correlation(train, index))
+        values.append(sign * _length_correlation(heldout, index))
+        lines.append(
+            f"{name}: Pearson r {values[-1]:.3f} in heldout for a line fitted to reply lengths"
+        )
+    if values:
+        lines.append(f"mean over attributes: {np.mean(values):.3f}")
+    return lines
+
+
+def _lengths(record: Record) -> tuple[int, ...]:
+    return tuple(len(reply_of(text)) for text in record.texts)
+
+
+def _length_correlation(records: Sequence[Record], index: int) -> float:
+    """Pearson r of the reply's characters with one label; 0 where either does not vary."""
+    points = [
+        (_lengths(record)[0], record.labels[index])
+        for record in records
+        if isinstance(record, Rating) and record.labels and record.labels[index] is not None
+    ]
+    known = np.array(points, dtype=np.float64).reshape(-1, 2)
+    if len(known) < 2 or not known.std(axis=0).all():
+        return 0.0
+    return float(np.corrcoef(known.T)[0, 1])

@@ -16,9 +16,10 @@ from nemo_aligner.contract.messages import (
     said,
     with_tools,
 )
+from nemo_aligner.data.clean import MOST_LISTED, list_malformed
 from nemo_aligner.data.files import AnyLine, BadLine, read_lines
 from nemo_aligner.data.formats.base import checked
-from nemo_aligner.data.readers import MOST_LISTED, Reading, list_malformed, read_records
+from nemo_aligner.data.readers import Reading, read_records
 from nemo_aligner.data.records import MalformedRecord, Origin
 from nemo_aligner.utils.errors import ConfigError, DataError, shown
 

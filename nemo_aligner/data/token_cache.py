@@ -1,4 +1,4 @@
-"""The token cache: a data file's records as token ids on disk, made once and checked before use."""
+"""The token cache: indexes of data files on disk, made once and checked before use."""
 
 from __future__ import annotations
 
@@ -11,288 +11,25 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from nemo_aligner import __version__
-from nemo_aligner.batch.packed import LabelColumns
-from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.tokenizer import Tokenizer
-from nemo_aligner.data.readers import FileRules, Reading, open_file
-from nemo_aligner.data.record_arrays import (
-    Arrays,
+from nemo_aligner.data.readers import Reading
+from nemo_aligner.data.token_index import (
     ArraysInFolder,
     ArraysInMemory,
-    Origins,
-    far_labels,
+    FileIndex,
+    IndexFacts,
+    IndexRules,
+    make_index,
 )
-from nemo_aligner.data.report import (
-    MOST_KEPT,
-    FileSummary,
-    LabelSummary,
-    LengthSummary,
-    PrefixSummary,
-    Prompts,
-    first_of_each,
-)
-from nemo_aligner.data.tokenize import (
-    TokenizedBlock,
-    TokenRules,
-    tokenize_blocks,
-    usable_processes,
-)
+from nemo_aligner.data.tokenize import usable_processes
 from nemo_aligner.distributed.collectives import run_on_some
 from nemo_aligner.utils.console import say, show_duration
 from nemo_aligner.utils.errors import ConfigError, DataError
 from nemo_aligner.utils.processes import find_process, make_temporary, remove_temporary
-
-# The index of a data file: its records as token ids, and all that a run needs of them.
-
-_INT = np.dtype(np.int64)
-_COUNT = np.dtype(np.int32)  # of what every rank has in memory for each pair
-_KEY = np.dtype(np.uint64)
-_LABEL = np.dtype(np.float32)
-# Called with the number of records tokenized so far.
-Told = Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class IndexRules:
-    """Rules that, with the file, decide what an index holds."""
-
-    reading: Reading
-    contract: ScoringContract
-    tokenizer: Tokenizer
-
-
-@dataclass(frozen=True)
-class IndexFacts:
-    """Facts about a file that an index holds beside its arrays.
-
-    Attributes:
-        summary: summary of the file.
-        columns: names of the label columns.
-        parsed: records that were read and not dropped before they were tokenized.
-        token_type: type of the ids.
-        digest: sha256 (hex) of token ids, labels and ranks (see ``digest_of``).
-        has_steps: whether sequences have a reward for each of their turns or steps.
-    """
-
-    summary: FileSummary
-    columns: tuple[str, ...]
-    parsed: int
-    token_type: str
-    digest: str
-    has_steps: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {**vars(self), "summary": self.summary.to_dict(), "columns": list(self.columns)}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any], path: str) -> IndexFacts:
-        """The inverse of ``to_dict``, of the file at ``path``."""
-        summary = FileSummary.from_dict(values["summary"], path)
-        return cls(**{**values, "summary": summary, "columns": tuple(values["columns"])})
-
-
-class FileIndex:
-    """N records with S sequences of T tokens.
-
-    Attributes:
-        tokens: ``[T]`` uint16 or int32, sequence after sequence.
-        offsets: ``[S + 1]`` int64, from 0 to T.
-        bounds: ``[N + 1]`` int64 sequences of the records, from 0 to S.
-        ranks, reply_lengths: ``[S]`` int32, as in ``TokenizedDataset``.
-        prefixes: ``[N]`` int32, as there.
-        lines: ``[N]`` int64.
-        sources: ``[N]`` int32, which of the names in ``facts.summary.sources``.
-        labels: ``[N, C]`` float32.
-        reads, read_bounds: where there are steps, ``[S]`` int32 places of rewards and ``[Q + 1]``
-            int64 rewards of Q sequences; ``labels`` of ratings are then ``[S, C]``.
-        record_keys: uint64 in ascending order, of records that differ.
-        prompts: prompts of all records.
-    """
-
-    def __init__(self, facts: IndexFacts, arrays: Arrays) -> None:
-        self.facts = facts
-        self.tokens = arrays.read("tokens", np.dtype(facts.token_type))
-        self.offsets = arrays.read("offsets", _INT)
-        self.bounds = arrays.read("bounds", _INT)
-        self.ranks = arrays.read("ranks", _COUNT)
-        self.reply_lengths = arrays.read("reply_lengths", _COUNT)
-        self.prefixes = arrays.read("prefixes", _COUNT)
-        self.lines = arrays.read("lines", _INT)
-        self.sources = arrays.read("sources", np.dtype(np.int32))
-        self.labels = _labels(arrays, len(self.lines), facts.columns)
-        self.reads = arrays.read("reads", _COUNT) if facts.has_steps else None
-        self.read_bounds = arrays.read("read_bounds", _INT) if facts.has_steps else None
-        self.record_keys = arrays.read("record_keys", _KEY)
-        prompts = arrays.read("prompt_keys", _KEY), arrays.read("prompt_lines", _INT)
-        self.prompts = Prompts(facts.summary.path, *prompts)
-
-    def __len__(self) -> int:
-        return len(self.lines)
-
-
-def _labels(arrays: Arrays, records: int, columns: Sequence[str]) -> np.ndarray:
-    if not columns:
-        return np.zeros((records, 0), _LABEL)
-    return arrays.read("labels", _LABEL, len(columns))
-
-
-def make_index(
-    path: str,
-    rules: IndexRules,
-    arrays: Arrays,
-    processes: int = 1,
-    told: Told | None = None,
-) -> FileIndex:
-    """Tokenize a file into ``arrays``, which are empty.
-
-    Raises:
-        ConfigError: there is no format of the name.
-        DataError: the file as a whole cannot be read, or see ``tokenize_blocks``.
-        OSError: the arrays cannot be written.
-    """
-    of_file, blocks = open_file(path, rules.reading)
-    to_tokens = TokenRules(of_file, rules.contract, rules.tokenizer)
-    writer = _Writer(arrays, rules.contract.has_steps)
-    for block in tokenize_blocks(blocks, to_tokens, processes):
-        writer.add(block)
-        if told is not None:
-            told(writer.records)
-    return FileIndex(writer.finish(of_file, to_tokens.token_type.name), arrays)
-
-
-class _Writer:
-    """Block after block to arrays; what is left in memory does not grow with them."""
-
-    def __init__(self, arrays: Arrays, has_steps: bool) -> None:
-        self.records = 0
-        self._arrays = arrays
-        self._all = TokenizedBlock()
-        self._names: dict[str, int] = {}
-        self._sources: list[int] = []
-        self._ends = {"offsets": 0, "bounds": 0}
-        self._digest = hashlib.sha256()
-        if has_steps:
-            self._ends["read_bounds"] = 0
-        for name in self._ends:
-            arrays.append(name, np.zeros(1, _INT))
-
-    def add(self, block: TokenizedBlock) -> None:
-        """Append a block."""
-        every, parts = self._all, dict(block.arrays)
-        every.counts.update(block.counts)
-        every.parsed += block.parsed
-        every.malformed += block.malformed[: MOST_KEPT - len(every.malformed)]
-        every.pairs += block.pairs
-        every.longer += block.longer
-        self._add_to_digest(parts["tokens"], parts["lengths"])
-        self._add_ends("offsets", parts.pop("lengths"))
-        self._add_ends("bounds", parts.pop("sizes"))
-        if "read_bounds" in self._ends:
-            self._add_ends("read_bounds", parts.pop("read_counts"))
-        parts["sources"] = self._codes(block.sources)
-        for name, part in parts.items():
-            self._arrays.append(name, part)
-        self.records += len(block.sources)
-
-    def _add_ends(self, name: str, lengths: np.ndarray) -> None:
-        ends = self._ends[name] + lengths.cumsum()
-        self._arrays.append(name, ends)
-        self._ends[name] += int(lengths.sum())
-
-    def _codes(self, sources: Sequence[str]) -> np.ndarray:
-        names, counts = self._names, self._sources
-        codes = [names.setdefault(source, len(names)) for source in sources]
-        counts += [0] * (len(names) - len(counts))
-        for code in codes:
-            counts[code] += 1
-        return np.array(codes, dtype=np.int32)
-
-    def _add_to_digest(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        start = 0
-        for length in lengths.tolist():
-            add_sequence(self._digest, tokens[start : start + length])
-            start += length
-
-    def finish(self, rules: FileRules, token_type: str) -> IndexFacts:
-        """Summary of all blocks, after the last one."""
-        arrays, every = self._arrays, self._all
-        lines = arrays.read("lines", _INT)
-        different = np.unique(arrays.read("record_keys", _KEY))
-        keys, first_lines = first_of_each(arrays.read("prompt_keys", _KEY), lines)
-        arrays.replace("record_keys", different)
-        arrays.replace("prompt_keys", keys)
-        arrays.append("prompt_lines", first_lines)
-        counts = {
-            **every.counts,
-            "duplicates": self.records - len(different),
-            "kept": self.records,
-        }
-        has_steps = "read_bounds" in self._ends
-        labels = _labels(arrays, self.records, rules.columns)
-        ranks, bounds = arrays.read("ranks", _COUNT), arrays.read("bounds", _INT)
-        prefixes = arrays.read("prefixes", _COUNT)
-        saved = prefixes * (np.diff(bounds) - 1)
-        summary = FileSummary(
-            path=rules.path,
-            kind=rules.kind,
-            format=rules.format,
-            counts={reason: count for reason, count in counts.items() if count or reason == "kept"},
-            lengths=LengthSummary.of(np.diff(arrays.read("offsets", _INT))),
-            reply_lengths=LengthSummary.of(arrays.read("reply_lengths", _COUNT)),
-            sources=dict(zip(self._names, self._sources, strict=True)),
-            labels=LabelSummary(),
-            longer_chosen=every.longer / every.pairs if every.pairs else None,
-            prefixes=PrefixSummary(int(saved.sum()), int((prefixes == 0).sum())),
-            malformed=every.malformed,
-        )
-        reads = arrays.read("reads", _COUNT) if has_steps else None
-        if has_steps:
-            bounds = arrays.read("read_bounds", _INT)[bounds]
-        sizes = np.diff(bounds) if len(labels) == bounds[-1] else 1
-        summary = _with_labels(summary, rules.columns, labels, np.repeat(lines, sizes))
-        end_digest(self._digest, labels, ranks, bounds, reads)
-        digest = self._digest.hexdigest()
-        return IndexFacts(summary, rules.columns, every.parsed, token_type, digest, has_steps)
-
-
-def _with_labels(
-    summary: FileSummary, names: Sequence[str], labels: np.ndarray, lines: np.ndarray
-) -> FileSummary:
-    columns = LabelColumns.of(names, torch.from_numpy(labels))
-    far = far_labels(columns, Origins([(summary.path, lines)]))
-    return replace(summary, labels=LabelSummary.of(columns), far_labels=far)
-
-
-def add_sequence(digest: Any, tokens: np.ndarray) -> None:
-    """Add the ids of one sequence to a digest, whatever their type."""
-    digest.update(len(tokens).to_bytes(8, "little"))
-    digest.update(tokens.astype(np.int32).tobytes())
-
-
-def end_digest(
-    digest: Any,
-    labels: np.ndarray,
-    ranks: np.ndarray,
-    bounds: np.ndarray,
-    reads: np.ndarray | None = None,
-) -> None:
-    """Add labels to a digest, ranks where the order of completions does not say them, and reads."""
-    digest.update(np.ascontiguousarray(labels).tobytes())
-    places = np.arange(len(ranks)) - np.repeat(bounds[:-1], np.diff(bounds))
-    if not np.array_equal(ranks, places):
-        digest.update(ranks.astype(_INT).tobytes())
-    if reads is not None:
-        add_sequence(digest, reads)
-
 
 # The folder of a file's index, and whether the index still fits the file.
 #
@@ -329,6 +66,7 @@ class Stamp:
 
     size: int
     mtime_ns: int
+    # mtime can be set back, as cp -p and rsync -t do; ctime cannot.
     ctime_ns: int
 
     @classmethod
@@ -381,6 +119,7 @@ def open_index(folder: Path, path: str) -> FileIndex | None:
     try:
         held = json.loads((folder / _FACTS).read_text())
         arrays = ArraysInFolder(folder)
+        # Sizes first: a copy that was cut off shows in them, without reading it.
         if arrays.sizes() != held["sizes"] or not _is_of(held, folder, path):
             return None
         return FileIndex(IndexFacts.from_dict(held["facts"], path), arrays)
@@ -423,6 +162,7 @@ def write_index(path: str, rules: IndexRules, folder: Path, say: Say) -> None:
     """
     part = make_temporary(f".{folder.name}.part-", folder.parent)
     try:
+        # mkdtemp lets its owner alone in; an index is for all who may read the folder it is in.
         os.chmod(part, folder.parent.stat().st_mode & 0o777)
         _fill(path, rules, part, say)
         _publish(part, folder, path)
@@ -434,6 +174,7 @@ def _fill(path: str, rules: IndexRules, part: Path, say: Say) -> None:
     begun, stamp, arrays = time.time_ns(), Stamp.of(path), ArraysInFolder(part)
     processes = min(usable_processes(), 1 + stamp.size // _BYTES_PER_PROCESS)
     with ThreadPoolExecutor(1) as beside:
+        # hashlib lets go of the GIL: the file is hashed while it is tokenized.
         content = beside.submit(content_digest, path)
         index = make_index(path, rules, arrays, processes, _Told(path, say))
         arrays.close()
@@ -451,6 +192,7 @@ def _fill(path: str, rules: IndexRules, part: Path, say: Say) -> None:
 
 
 def _write_facts(folder: Path, held: dict[str, Any]) -> None:
+    # On the disk before it gets its name: after a crash there is a whole one or none.
     new = folder / f".{_FACTS}.{os.getpid()}"
     with new.open("w") as file:
         json.dump(held, file, indent=1)
@@ -463,6 +205,7 @@ def _publish(part: Path, folder: Path, path: str) -> None:
     """Give what is written its name; one that another process has written meanwhile stays."""
     for _ in range(_TRIES):
         with suppress(OSError):
+            # It fails where there is such a folder, unless that is empty.
             part.rename(folder)
             return
         if open_index(folder, path) is not None:
@@ -556,6 +299,7 @@ def _prepare_on_nodes(prepare: Callable[[], Folders]) -> Folders:
         return host, prepare()
 
     made = run_on_some(on_node if process.rank == 0 else None)
+    # Rank 0 comes first, so that nodes with its disk find its files and write none.
     if process.local_world_size < process.world_size:
         first_elsewhere = process.local_rank == 0 and process.rank > 0
         made += run_on_some(on_node if first_elsewhere else None)
@@ -588,6 +332,7 @@ def _can_write(folder: Path, place: IndexPlace) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".nemo_aligner_{os.getpid()}"
+        # Tried, as os.access is wrong where a server has the last word, as on NFS.
         probe.mkdir()
         probe.rmdir()
     except OSError as error:

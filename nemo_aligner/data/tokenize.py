@@ -22,8 +22,9 @@ import numpy as np
 from nemo_aligner.config.common import Overlong
 from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract
 from nemo_aligner.contract.tokenizer import TextIds, Tokenizer
+from nemo_aligner.data.clean import EncodedRecord, encode_record, usable_encoded
 from nemo_aligner.data.files import Block
-from nemo_aligner.data.readers import EncodedRecord, FileRules, encode_record, usable_encoded
+from nemo_aligner.data.readers import FileRules
 from nemo_aligner.data.records import (
     Comparison,
     MalformedRecord,
@@ -41,7 +42,7 @@ from nemo_aligner.utils.processes import environment
 # This runs in processes of its own, which have no need of torch: it takes seconds to import, and
 # memory in each of them.
 #
-# What is dropped and counted is decided in ``readers.py``. Ties are counted here:
+# What is dropped and counted is decided in ``clean.py``. Ties are counted here:
 #
 # ================  ===============================================================================
 # ``all_tied``      kept, as the objective learns from ties: no completion is better than another
@@ -73,7 +74,7 @@ class TokenizedBlock:
     """N records with S sequences, what became of the others, and what is to be told of them.
 
     Attributes:
-        counts: as in ``readers.py`` and above, without ``kept``.
+        counts: as in ``clean.py`` and above, without ``kept``.
         parsed: records that were read and not dropped before they were tokenized.
         arrays: ``tokens [T]``, ``lengths [S]``, ``ranks [S]``, ``reply_lengths [S]``,
             ``sizes [N]`` (sequences of a record), ``prefixes [N]``, ``lines [N]``,
@@ -120,19 +121,24 @@ def tokenize_block(block: Block, rules: TokenRules) -> TokenizedBlock:
         DataError: it is not UTF-8, a record is too long and the contract's rule is ``error``, or
             there is no chat template.
     """
-    done = TokenizedBlock()
+    counts: Counter[str] = Counter()
+    malformed: list[MalformedRecord] = []
     lines = block.lines(rules.file.path)
-    records = list(rules.file.records(lines, done.counts, done.malformed))
-    done.parsed = len(records)
-    kept = list(_kept(records, rules, done))
-    done.sources = [each.record.source for each in kept]
-    done.malformed.sort(key=lambda record: record.origin.line)
+    records = list(rules.file.records(lines, counts, malformed))
+    kept = list(_kept(records, rules, counts, malformed))
+    malformed.sort(key=lambda record: record.origin.line)
     pairs = better_and_worse(
         [each.record for each in kept], [n for each in kept for n in _reply_lengths(each)]
     )
-    done.pairs, done.longer = len(pairs), sum((a > b) + 0.5 * (a == b) for a, b in pairs)
-    done.arrays = _arrays(kept, rules)
-    return done
+    return TokenizedBlock(
+        counts=counts,
+        parsed=len(records),
+        malformed=malformed,
+        arrays=_arrays(kept, rules),
+        sources=[each.record.source for each in kept],
+        pairs=len(pairs),
+        longer=sum((a > b) + 0.5 * (a == b) for a, b in pairs),
+    )
 
 
 def _reply_lengths(kept: _Kept) -> list[int]:
@@ -142,20 +148,25 @@ def _reply_lengths(kept: _Kept) -> list[int]:
     return [sum(islice(lengths, count)) for count in counts]
 
 
-def _kept(records: Sequence[Record], rules: TokenRules, done: TokenizedBlock) -> Iterator[_Kept]:
+def _kept(
+    records: Sequence[Record],
+    rules: TokenRules,
+    counts: Counter[str],
+    malformed: list[MalformedRecord],
+) -> Iterator[_Kept]:
     stops = rules.contract.overlong == Overlong.error.value
     error = " (model.data.overlong is 'error')" if stops else None
     encoded = _encode_all(records, rules.contract, rules.tokenizer)
-    for each, texts in usable_encoded(encoded, done.counts, done.malformed, error):
+    for each, texts in usable_encoded(encoded, counts, malformed, error):
         record = each.record
         if isinstance(record, Comparison) and record.has_ties:
-            done.counts["all_tied" if record.is_tied else "some_tied"] += 1
+            counts["all_tied" if record.is_tied else "some_tied"] += 1
         sequences = [np.array(text.token_ids, dtype=np.int32) for text in texts]
         reads = [text.reads for text in texts if text.reads is not None]
         if not reads:
             yield _Kept(record, sequences, each.reply_tokens)
             continue
-        done.counts["steps"] += sum(map(len, reads))
+        counts["steps"] += sum(map(len, reads))
         lengths = [
             length
             for tokens, own in zip(each.reply_tokens, reads, strict=True)
@@ -318,6 +329,7 @@ def _share_out(blocks: Iterable[Block], workers: list[_Worker]) -> Iterator[Toke
             free.put(worker)
 
     pending: deque[Future[TokenizedBlock]] = deque()
+    # Threads only wait for the pipes; the work is in the processes.
     executor = ThreadPoolExecutor(len(workers), thread_name_prefix="tokenize")
     try:
         for block in blocks:
@@ -327,6 +339,7 @@ def _share_out(blocks: Iterable[Block], workers: list[_Worker]) -> Iterator[Toke
         while pending:
             yield pending.popleft().result()
     finally:
+        # Not waited for: where the reader stopped, the workers are ended next.
         executor.shutdown(wait=False, cancel_futures=True)
 
 

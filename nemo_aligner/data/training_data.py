@@ -16,11 +16,11 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.dataset import TokenizedDataset, check_indexes, join_indexes, weighted_order
-from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.packing import largest_record, pack_records, record_cost, share_out
-from nemo_aligner.data.readers import MalformedRule, PromptWrapping, Reading
+from nemo_aligner.data.readers import Reading
 from nemo_aligner.data.report import check_overlap
-from nemo_aligner.data.token_cache import IndexPlace, IndexRules, open_indexes
+from nemo_aligner.data.token_cache import IndexPlace, open_indexes
+from nemo_aligner.data.token_index import IndexRules
 from nemo_aligner.losses import build_objective
 from nemo_aligner.losses.base import Objective, fitted, label_limits, readout_of
 from nemo_aligner.utils.errors import ConfigError, DataError
@@ -89,8 +89,10 @@ def build_training_data(
         _mark_overlap(join_indexes([index], name), train, config.data.allow_prompt_overlap)
         for index, name in zip(indexes[split:], names, strict=True)
     ]
+    # Where a long text is rotated otherwise (LongRoPE), its states differ from the first token on.
     if rotation_by_length is not None:
         train, *heldout = (each.sharing_by(rotation_by_length) for each in (train, *heldout))
+    # Bins and quantiles may be set by the labels, which are known only now.
     objective = _fitted(objective, train, contract)
     contract = contract.with_readout(readout_of(objective))
     for dataset in (train, *heldout):
@@ -125,19 +127,14 @@ def _check_reads(contract: ScoringContract, objective: Objective) -> None:
 def how_to_read(config: ModelConfig, objective: Objective) -> Reading:
     """Rules by which the files of ``model.data.data_prefix`` become records."""
     is_rating = objective.record_kind is RecordKind.rating
-    return Reading(
+    return Reading.of(
+        config.data,
+        "model.data",
         kind=None if getattr(objective, "takes_comparisons", False) else objective.record_kind,
-        format=config.data.format,
         attributes=objective.columns if is_rating else (),
         loss_mask_val=config.regression.loss_mask_val,
         pair_columns=() if is_rating else objective.columns,
-        pair_keys=PairKeys.of(
-            config.data.prompt_key, config.data.chosen_key, config.data.rejected_key
-        ),
-        prompts=PromptWrapping.of(config.data, "model.data"),
         ties=objective.learns_from_ties,
-        neutral=config.data.neutral_label,
-        rule=MalformedRule(config.data.malformed, config.data.max_malformed),
     )
 
 

@@ -23,18 +23,16 @@ from nemo_aligner.batch.packed import LabelColumns, Records
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.contract import EncodedText, OverlongError, one_reward
 from nemo_aligner.contract.messages import Text, reply_of
-from nemo_aligner.data.dataset import as_records, label_columns
-from nemo_aligner.data.readers import (
+from nemo_aligner.data.clean import (
     EncodedRecord,
     MalformedRule,
-    Reading,
-    RecordFile,
     check_malformed,
     encode_record,
     list_malformed,
-    read_records,
     usable_encoded,
 )
+from nemo_aligner.data.dataset import as_records, label_columns
+from nemo_aligner.data.readers import Reading, RecordFile, read_records
 from nemo_aligner.data.records import (
     Comparison,
     MalformedRecord,

@@ -10,11 +10,9 @@ from typing import Any
 
 from nemo_aligner.config.common import Aggregate, RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig
-from nemo_aligner.config.idle import idle_notes
-from nemo_aligner.config.load import config_to_dict, flatten
+from nemo_aligner.config.load import config_to_dict, flatten, idle_notes
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.data.formats.base import PairKeys
-from nemo_aligner.data.readers import MalformedRule, PromptWrapping, Reading
+from nemo_aligner.data.readers import Reading
 from nemo_aligner.distributed.collectives import on_main
 from nemo_aligner.evaluation.evaluate import EvalResult, evaluate_file, right_from
 from nemo_aligner.evaluation.report.run_report import RunReport
@@ -143,15 +141,8 @@ def _check_unread(config: EvaluateConfig) -> None:
 
 def _reading(config: EvaluateConfig) -> Reading:
     data = config.data
-    return Reading(
-        kind=RecordKind.comparison if config.robustness_pairs or config.swapped else None,
-        format=data.format,
-        loss_mask_val=data.loss_mask_val,
-        pair_keys=PairKeys.of(data.prompt_key, data.chosen_key, data.rejected_key),
-        prompts=PromptWrapping.of(data, "data"),
-        rule=MalformedRule(data.malformed, data.max_malformed, section="data."),
-        neutral=data.neutral_label,
-    )
+    kind = RecordKind.comparison if config.robustness_pairs or config.swapped else None
+    return Reading.of(data, "data", kind=kind, loss_mask_val=data.loss_mask_val)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nemo_aligner.checkpoint.nemo.archive import no_such_archive
-from nemo_aligner.config.idle import idle_notes
+from nemo_aligner.config.load import idle_notes
 from nemo_aligner.config.model import layout_sizes
 from nemo_aligner.config.serving import (
     GatewayConfig,

@@ -23,14 +23,7 @@ from nemo_aligner.config.common import Checks, RecordKind
 from nemo_aligner.config.load import config_to_dict
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.messages import Text, as_json, reply_of
-from nemo_aligner.data.formats.base import PairKeys
-from nemo_aligner.data.readers import (
-    MalformedRule,
-    PromptWrapping,
-    Reading,
-    RecordFile,
-    read_records,
-)
+from nemo_aligner.data.readers import Reading, RecordFile, read_records
 from nemo_aligner.data.records import Comparison, write_lines
 from nemo_aligner.data.split import lines_by_origin, prompt_keys
 from nemo_aligner.losses.pairwise import LABEL_MARGIN
@@ -87,7 +80,9 @@ def filter_file(source: Path, folder: Path, how: Filter, config: TrainConfig) ->
         StoppedError: a training was stopped; the same call goes on from there.
     """
     _check(config)
-    file = read_records(source, _reading(config))
+    file = read_records(
+        source, Reading.of(config.model.data, "model.data", kind=RecordKind.comparison)
+    )
     lines = lines_by_origin(file)
     margins = _cross_fit(file, lines, folder, how, config)
     known = torch.from_numpy(margins[~np.isnan(margins)])
@@ -115,17 +110,6 @@ def filter_file(source: Path, folder: Path, how: Filter, config: TrainConfig) ->
             *(["most likely mislabelled:"] * bool(doubted)),
             *map(_shown, doubted[:_SHOWN]),
         ]
-    )
-
-
-def _reading(config: TrainConfig) -> Reading:
-    data = config.model.data
-    return Reading(
-        kind=RecordKind.comparison,
-        format=data.format,
-        pair_keys=PairKeys.of(data.prompt_key, data.chosen_key, data.rejected_key),
-        prompts=PromptWrapping.of(data, "model.data"),
-        rule=MalformedRule(data.malformed, data.max_malformed),
     )
 
 

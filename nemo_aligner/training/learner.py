@@ -16,7 +16,7 @@ from torch import Tensor
 from nemo_aligner.batch.packed import LabelColumns, PackedBatch, Records
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.packing import measure_record, pack_records
-from nemo_aligner.data.record_arrays import far_labels
+from nemo_aligner.data.report import far_labels
 from nemo_aligner.data.training_data import (
     Imbalance,
     StepPlan,

@@ -178,14 +178,25 @@ def _routed_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     """Bytes per token that a mixture keeps beside its products.
 
     A copy of the token for each of its k experts, and what each gives it; in fp32 the shares of all
-    experts and the weights of k, and the numbers and the places of k in 8 bytes each. Expert
-    parallelism exchanges as many rows on average; one that is unbalanced needs more on some ranks.
+    experts and the weights of k, and the numbers and the places of k in 8 bytes each. The shared
+    expert's gate keeps its output, and the token in fp32; sequence parallelism splits the latter,
+    but not the shared expert's input. Expert parallelism exchanges as many rows on average; one
+    that is unbalanced needs more on some ranks.
+
+    Ignored: a copy of the token in fp32 for a router that is trained.
     """
     if shape.experts is None:
         return 0.0
     k, size = shape.experts.top_k, ELEMENT_BYTES[plan.precision]
-    rows = 1 + keeps_input(shape, plan, layer, "linear_fc1")
-    return k * rows * shape.hidden_size * size + FP32_BYTES * (shape.experts.count + 6 * k)
+    is_input_kept = keeps_input(shape, plan, layer, "linear_fc1")
+    rows: float = k * (1 + is_input_kept) + shape.experts.shared_gate
+    split = plan.tp if plan.sequence_parallel else 1
+    if shape.experts.shared_width is not None and is_input_kept:
+        rows += 1 - 1 / split
+    in_fp32: float = shape.experts.count + 6 * k
+    if shape.experts.shared_gate and size < FP32_BYTES:
+        in_fp32 += shape.hidden_size / split
+    return rows * shape.hidden_size * size + FP32_BYTES * in_fp32
 
 
 def _key_width(shape: ModelShape, plan: Plan) -> float:

@@ -15,7 +15,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import PretrainedModel, save_rewa
 from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.idle import idle_notes
+from nemo_aligner.config.load import idle_notes
 from nemo_aligner.config.model import ModelConfig, Recompute, layout_sizes
 from nemo_aligner.config.training import (
     CheckpointCallbackConfig,

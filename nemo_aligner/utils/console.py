@@ -130,6 +130,7 @@ def waiting_for(
             pause = time.monotonic() - begun
             tell(f"{what} ({show_duration(pause)})")
 
+    # A daemon, so that a process which ends by an error does not wait for it.
     watcher = threading.Thread(target=watch, name="waiting", daemon=True)
     if is_main():
         watcher.start()

@@ -8,8 +8,7 @@ from typing import Any
 
 from nemo_aligner.config.describe import list_keys
 from nemo_aligner.config.evaluation import EvaluateConfig
-from nemo_aligner.config.idle import idle_notes, idle_settings
-from nemo_aligner.config.load import load_config
+from nemo_aligner.config.load import idle_notes, idle_settings, load_config
 from nemo_aligner.config.training import TrainConfig
 from tests.config.test_load import SCHEMAS
 
@@ -107,58 +106,6 @@ KINDS: list[tuple[str, int, tuple[str, ...], set[str]]] = [
     ("gateway", 1, (), set()),
 ]
 
-RUN = (
-    "explicit_log_dir resume_if_exists create_tensorboard_logger create_csv_logger "
-    "create_wandb_logger create_mlflow_logger report"
-)
-SHAPE = (
-    "batch_invariant tensor_model_parallel_size pipeline_model_parallel_size "
-    "expert_model_parallel_size context_parallel_size "
-    "sequence_parallel micro_batch_tokens"
-)
-TEXTS = "format prompt_key chosen_key rejected_key system_prompt_file prompt_file input_template"
-# What does something in every use of its verb, or is refused where it would not.
-AT_WORK = {
-    *under("", "rm_model_file hf_model server expect_contract precision task robustness_pairs"),
-    *under("", "threshold threshold_from aggregate"),
-    *under("", "swapped source.head"),
-    *under("", "output output_rewards report backends backend_token_file backend_token_variable"),
-    *under(
-        "pretrained_checkpoint",
-        "restore_from_path allow_contract_change new_head load_rm_head_weights rm_head_names",
-    ),
-    *under("trainer", "precision max_time"),
-    *under("trainer.rm", "max_epochs max_steps save_interval gradient_clip_val"),
-    *under("trainer.ppo", "combine_rm_and_critic_server infer_while_training gradient_clip_val"),
-    *under("model", SHAPE),
-    *under("model", "reward_model_type objective objective_kwargs global_batch_size seed"),
-    *under("model", "activations_checkpoint_granularity activations_checkpoint_num_layers"),
-    *under("model", "train_router moe_aux_loss_coeff"),
-    *under("model", "freeze_layers loss_clip_val offload_adam_states"),
-    *under("model.head", "reads bias mlp_size"),
-    "model.lora.rank",
-    *under("model.optim", "lr weight_decay betas eps head_lr_mult layer_lr_decay cpu_offload"),
-    *under("model.optim.sched", "name warmup_steps"),
-    *under("model.data.data_prefix", "train validation test train_weights"),
-    *under("model.data", TEXTS),
-    *under("model.data", "seq_length overlong template chat_template_kwargs add_bos add_eos"),
-    *under("model.data", "malformed index_dir keep_index step_separator neutral_label"),
-    *under("exp_manager", RUN),
-    f"{CALLBACKS}.monitor",
-    f"{EARLY}.patience",
-    *under("server", "host port token_file token_variable max_batch_size max_request_bytes"),
-    *under("server", "max_queue_rows prefix_cache_tokens report_every_secs exit_timeout_secs"),
-    *under("server", "triton_log_file ready_file"),
-    *under("shaping", "standardize mean std statistics_file attribute_weights spread_penalty"),
-    *under("shaping", "length_penalty length_penalty_from clip threshold"),
-    "ensemble.files",
-    *under("source", "attribute_weights tokenizer token_variable timeout_s"),
-    *under("data", f"path {TEXTS} malformed neutral_label"),
-    *under("gateway", "host port token_file token_variable certificate_file key_file"),
-    *under("gateway", "complete_turns reward_threshold max_request_bytes max_queue_rows"),
-    *under("gateway", "max_connections timeout_s retry_s drift_rows exit_timeout_secs ready_file"),
-}
-
 
 def found_idle(verb: str, ranks: int, asked: tuple[str, ...]) -> set[str]:
     """Each setting in turn is another; those that are asked for stay."""
@@ -181,19 +128,6 @@ def test_idle_settings_are_told_of_every_kind_of_use() -> None:
         if got != wanted:
             off[verb, ranks, asked] = got ^ wanted
     assert not off
-
-
-def test_idle_settings_of_every_verb_are_known_or_always_at_work() -> None:
-    """A new setting belongs into ``KINDS``, or into ``AT_WORK``."""
-    keys = {verb: {key.name for key in list_keys(schema)} for verb, schema in SCHEMAS.items()}
-    of_kinds: dict[str, set[str]] = {verb: set() for verb in SCHEMAS}
-    for verb, _, _, idle in KINDS:
-        of_kinds[verb] |= idle
-    unclassified = {verb: keys[verb] - of_kinds[verb] - AT_WORK for verb in SCHEMAS}
-    assert not any(unclassified.values()), unclassified
-    # One that does nothing for one verb may be at work for another, but not for the same alone.
-    at_work = set().union(*(keys[verb] - of_kinds[verb] for verb in SCHEMAS))
-    assert not AT_WORK - at_work
 
 
 def test_idle_settings_are_told_with_those_that_have_it_so() -> None:

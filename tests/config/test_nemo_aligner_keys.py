@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.compat_keys import FILES, RULES
+from nemo_aligner.config.compat import FILES, RULES
 from nemo_aligner.config.describe import list_keys
 from nemo_aligner.config.load import load_config, load_with_notes
 from nemo_aligner.config.model import Recompute, Schedule

@@ -15,8 +15,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.contract.messages import joined_content, read_text
-from nemo_aligner.contract.template_check import check_template
-from nemo_aligner.contract.template_probe import template_reading
+from nemo_aligner.contract.template_check import check_template, template_reading
 from nemo_aligner.contract.templates import (
     BUILT_IN_TEMPLATES,
     canonical_kwargs,

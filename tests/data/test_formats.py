@@ -11,16 +11,9 @@ from typing import Any
 import pytest
 
 from nemo_aligner.config.common import Malformed, RecordKind
-from nemo_aligner.data.readers import (
-    MalformedRule,
-    Reading,
-    RecordFile,
-    check_malformed,
-    list_first,
-    read_records,
-)
+from nemo_aligner.data.clean import MalformedRule, check_malformed, list_first
+from nemo_aligner.data.readers import Reading, RecordFile, read_records
 from nemo_aligner.data.records import MalformedRecord, Origin
-from nemo_aligner.data.split import Split
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contract.refusals import assert_refused
 from tests.data.files import read
@@ -289,4 +282,4 @@ def test_malformed_rule_allows_a_fraction_of_each_file() -> None:
     (line,) = list_first(file_of(1, 1, reason="x" * 9999).malformed, 3)
     assert len(line) < 400
     with pytest.raises(ConfigError, match=r"^max_malformed: got 1.5, wanted"):
-        Split(max_malformed=1.5)
+        MalformedRule(most=1.5, section="")

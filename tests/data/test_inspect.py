@@ -13,8 +13,9 @@ from nemo_aligner.batch.packed import LabelColumns
 from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.inspect import Inspection, inspect_files, mark_specials
-from nemo_aligner.data.record_arrays import far_labels, label_range
+from nemo_aligner.data.readers import Reading
 from nemo_aligner.data.records import Origin
+from nemo_aligner.data.report import far_labels, label_range
 from nemo_aligner.data.texts import label_of, labelled_texts, write_first_replies
 from nemo_aligner.utils.errors import DataError
 from tests import tiny
@@ -129,7 +130,9 @@ def test_inspect_names_labels_that_are_far_out(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{n}", "response": "r", "help": n % 5, "deep": 4} for n in range(40)]
     rows[6]["help"], rows[8]["help"], rows[9]["deep"] = 400, -1e38, 0
     path = write(tmp_path / "rated.jsonl", *rows)
-    (table,) = inspect_files([str(path)], [], Inspection(show=0, attributes=["help", "deep"]))
+    (table,) = inspect_files(
+        [str(path)], [], Inspection(show=0, reading=Reading(attributes=["help", "deep"]))
+    )
     assert table.is_good
     lines = table.text.splitlines()
     assert "  labels from               help -1e+38, deep 0" in lines

@@ -29,8 +29,8 @@ from nemo_aligner.data.packing import (
     share_out,
     take_oldest,
 )
-from nemo_aligner.data.record_arrays import TokenSequences
 from nemo_aligner.data.records import Origin
+from nemo_aligner.data.token_index import TokenSequences
 from nemo_aligner.data.tokenize import common_prefix, prefix_of_all
 from nemo_aligner.utils.errors import DataError
 

@@ -10,8 +10,9 @@ import pytest
 
 from nemo_aligner.config.common import Malformed, RecordKind
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.data.clean import MalformedRule
 from nemo_aligner.data.formats.base import PairKeys
-from nemo_aligner.data.readers import MalformedRule, PromptWrapping
+from nemo_aligner.data.readers import PromptWrapping
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contract.refusals import assert_refused
 from tests.contracts import Contracts

@@ -13,9 +13,10 @@ import pytest
 
 from nemo_aligner.config.common import Malformed, RecordKind
 from nemo_aligner.contract.messages import Conversation, reply_of
+from nemo_aligner.data.clean import MalformedRule
 from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.data.formats.base import WantedLabels
-from nemo_aligner.data.readers import MalformedRule, Reading, read_records
+from nemo_aligner.data.readers import Reading, read_records
 from nemo_aligner.data.records import Comparison, Origin
 from nemo_aligner.utils.errors import DataError
 from tests.contract.refusals import assert_refused

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.cli.main import load
-from nemo_aligner.config.compat_keys import FILES
+from nemo_aligner.config.compat import FILES
 from nemo_aligner.config.describe import list_keys
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import load_config

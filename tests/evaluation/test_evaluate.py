@@ -15,7 +15,8 @@ from nemo_aligner.config.evaluation import SourceConfig
 from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract
 from nemo_aligner.contract.messages import Text, reply_of
 from nemo_aligner.contract.tokenizer import Tokenizer
-from nemo_aligner.data.readers import MalformedRule, Reading
+from nemo_aligner.data.clean import MalformedRule
+from nemo_aligner.data.readers import Reading
 from nemo_aligner.data.records import Comparison, Origin, Rating
 from nemo_aligner.evaluation import sources
 from nemo_aligner.evaluation.evaluate import (

@@ -36,6 +36,7 @@ from nemo_aligner.models.offload import OffloadManager
 from nemo_aligner.models.reward_model import (
     build_reward_model,
     freeze_lower_layers,
+    set_routers,
     wrap_for_training,
 )
 from nemo_aligner.models.shape import ModelShape
@@ -199,6 +200,7 @@ def one_rank(
     kinds = {"precision": Precision(precision), "recompute": Recompute(recompute)}
     model = build_reward_model(shape, layout, num_attributes=1, **kinds)
     freeze_lower_layers(model, freeze_layers, shape.num_layers)
+    set_routers(model, trained=False, aux_loss_coeff=0.0)
     wrapped = wrap_for_training(model)
     optimizer = build_optimizer(wrapped, OptimConfig(), 1.0, 10)
     batches = packs_of(layout, prefix)

@@ -12,8 +12,8 @@ from nemo_aligner.batch.packed import Records
 from nemo_aligner.config.common import Precision, RecordKind
 from nemo_aligner.config.model import OptimConfig, SchedulerConfig
 from nemo_aligner.data.dataset import TokenizedDataset
-from nemo_aligner.data.record_arrays import TokenSequences
 from nemo_aligner.data.records import Origin
+from nemo_aligner.data.token_index import TokenSequences
 from nemo_aligner.data.tokenize import prefix_of_all
 from nemo_aligner.data.training_data import TrainingData, TrainLoader
 from nemo_aligner.distributed.layout import ParallelLayout

@@ -12,7 +12,7 @@ from nemo_aligner.batch.packed import LabelColumns
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.training import ExpManagerConfig, MonitorMode
 from nemo_aligner.data.packing import pack_records
-from nemo_aligner.data.record_arrays import TokenSequences
+from nemo_aligner.data.token_index import TokenSequences
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.losses.base import PairObjective
 from nemo_aligner.losses.multi_head import Odin

@@ -59,8 +59,7 @@ from nemo_aligner.contract.messages import (
     reply_of,
 )
 from nemo_aligner.contract.readout import BINS, Readout
-from nemo_aligner.contract.template_check import freeze_date
-from nemo_aligner.contract.template_probe import TemplateReading
+from nemo_aligner.contract.template_check import TemplateReading, freeze_date
 from nemo_aligner.contract.templates import names_in
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.contract.turns import TurnMarks

@@ -1,38 +1,6 @@
-"""The public data formats, one file each; found by sniffing the first record, or by name.
+"""The public data formats, a file for each kind; found by sniffing the first record, or by name.
 
-=====================  ==========  ==============================================================
-name                   kind        one record
-=====================  ==========  ==============================================================
-comparison_text        comparison  two adjacent lines, ``{"text": prompt + chosen}`` and then
-                                   ``{"text": prompt + rejected}``: raw text, as NeMo-Aligner has
-                                   it
-hh                     comparison  ``{"chosen", "rejected"}`` in HH-RLHF's writing, ``"\\n\\nHuman:
-                                   ... \\n\\nAssistant: ..."``; a ``"prompt"`` goes in front of
-                                   both
-text_pairs             comparison  ``{"chosen", "rejected"}``: raw texts, without a prompt
-chat_pairs             comparison  ``{"prompt", "chosen", "rejected"}``: strings or lists of
-                                   messages; other keys by ``PairKeys``
-nemo_rl_preference     comparison  ``{"context", "completions": [{"rank", "completion"}, ...]}``
-openai_preference      comparison  ``{"input": {"messages", "tools"}, "preferred_output",
-                                   "non_preferred_output"}``
-helpsteer3             comparison  ``{"context", "response1", "response2", "overall_preference"}``
-helpsteer2_preference  comparison  ``{"prompt", "response_1", "response_2",
-                                   "preference_strength"}``
-ultrafeedback          comparison  ``{"instruction", "completions": [{"response",
-                                   "fine-grained_score"}, ...]}``
-qa_feedback            comparison  ``{"question", "passages", "prediction 1", ... "prediction 4",
-                                   "preference"}``
-pandalm                comparison  ``{"instruction", "input", "response1", "response2",
-                                   "annotator1", "annotator2", "annotator3"}``
-rated_text             rating      ``{"text", "label"}``: raw text, a number or null per attribute
-rated_chat             rating      ``{"prompt", "response", "<attribute>": number or null, ...}``
-stepwise               rating      ``{"prompt", "completions", "labels"}``: TRL's, a label for each
-                                   step
-math_shepherd          rating      ``{"input", "label"}``: a mark and a sign behind each step
-prm800k                rating      ``{"question": {"problem"}, "label": {"steps"}}``: one record or
-                                   more
-labelled_turns         rating      ``{"messages"}``, with a ``"label"`` in assistant turns
-=====================  ==========  ==============================================================
+docs/data.md shows a record of each.
 
 But for raw text a string prompt is one user turn, and a string reply one assistant turn. A reply
 that is a list either begins with an assistant turn and goes on from the prompt, or is the whole
@@ -46,7 +14,7 @@ Label columns of pairs are fields of their names; where a format says by how muc
 better, ``label_margin`` is that, unless the record has a field of this name.
 
 ``FORMATS`` is the registry; of several that a first record fits, the first is taken. What a record
-lacks makes it a malformed one; what becomes of those is decided elsewhere (``readers.py``).
+lacks makes it a malformed one; what becomes of those is decided elsewhere (``clean.py``).
 """
 
 from __future__ import annotations
@@ -61,19 +29,31 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.messages import with_tools
 from nemo_aligner.data.files import AnyLine, BadLine, Line
 from nemo_aligner.data.formats.base import Format, PairKeys, WantedLabels, read_source
-from nemo_aligner.data.formats.helpsteer import HELPSTEER2_PREFERENCE, HELPSTEER3
-from nemo_aligner.data.formats.hh import HH
 from nemo_aligner.data.formats.pairs import (
     CHAT_PAIRS,
     COMPARISON_TEXT,
+    HH,
     MAYBE_PROMPTS,
+    OPENAI_PREFERENCE,
     TEXT_PAIRS,
     pairs_by,
 )
-from nemo_aligner.data.formats.preference import NEMO_RL_PREFERENCE, OPENAI_PREFERENCE
-from nemo_aligner.data.formats.ratings import RATED_CHAT, RATED_TEXT
-from nemo_aligner.data.formats.steps import LABELLED_TURNS, MATH_SHEPHERD, PRM800K, STEPWISE
-from nemo_aligner.data.formats.ultrafeedback import PANDALM, QA_FEEDBACK, ULTRAFEEDBACK
+from nemo_aligner.data.formats.rankings import (
+    HELPSTEER2_PREFERENCE,
+    HELPSTEER3,
+    NEMO_RL_PREFERENCE,
+    PANDALM,
+    QA_FEEDBACK,
+    ULTRAFEEDBACK,
+)
+from nemo_aligner.data.formats.ratings import (
+    LABELLED_TURNS,
+    MATH_SHEPHERD,
+    PRM800K,
+    RATED_CHAT,
+    RATED_TEXT,
+    STEPWISE,
+)
 from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Rating, Record
 from nemo_aligner.utils.errors import ConfigError, DataError
 
@@ -129,6 +109,7 @@ def choose_format(
         if fmt not in {known.name for known in fitting}:
             raise ConfigError(f"model.data.format: got {fmt!r}, wanted auto or one of {names}")
         return FORMATS[fmt]
+    # Not of the first record alone: that may be the malformed one.
     first = None
     for line in lines:
         first = first or line
@@ -199,6 +180,7 @@ def _find_misspelt(value: dict[str, Any], fitting: Sequence[Format]) -> str | No
             found.append((len(keys), known, names))
     if not found:
         return None
+    # The more keys fit, the less likely it is by chance.
     _, meant, names = max(found, key=lambda each: each[0])
     fields = ", ".join(f"{key!r} for {name!r}" for key, name in names.items())
     return f"did you mean {fields}? {meant.name} wants {meant.wanted}"

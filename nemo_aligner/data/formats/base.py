@@ -230,46 +230,7 @@ def read_label(value: object, name: str, wanted: WantedLabels) -> float | None:
     return float(value)
 
 
-# By how much a chosen reply is better, out of what public pairs call its score.
-
-# Names of the chosen and the rejected reply's scores: in UltraFeedback as binarized for
-# Zephyr and by TRL, in argilla's editions of it, and by RLHFlow.
-_SCORES = (
-    ("score_chosen", "score_rejected"),
-    ("chosen-rating", "rejected-rating"),
-    ("chosen_rating", "rejected_rating"),
-    ("chosen_score", "rejected_score"),
-)
-
-
-def read_margin_labels(value: dict[str, Any], wanted: WantedLabels) -> tuple[float | None, ...]:
-    """``read_pair_labels``; a ``label_margin`` may also be TRL's ``margin``, or of two scores.
-
-    Scores are fields of the record, or of its ``metadata``. The margin is that of the chosen reply
-    over the rejected one, and negative where that has the higher score.
-    """
-    if LABEL_MARGIN in wanted.names and LABEL_MARGIN not in value:
-        return read_pair_labels({**_margin(value, wanted), **value}, wanted)
-    return read_pair_labels(value, wanted)
-
-
-def _margin(value: dict[str, Any], wanted: WantedLabels) -> dict[str, float | None]:
-    if "margin" in value:
-        return {LABEL_MARGIN: read_label(value["margin"], "margin", wanted)}
-    metadata = value.get("metadata")
-    for scored in (value, metadata if isinstance(metadata, dict) else {}):
-        for keys in _SCORES:
-            if set(keys) <= set(scored):
-                chosen, rejected = (read_label(scored[key], key, wanted) for key in keys)
-                if chosen is None or rejected is None:
-                    return {LABEL_MARGIN: None}
-                return {LABEL_MARGIN: chosen - rejected}
-    return {}
-
-
 # Completions in order of how good they are, by ranks, scores or the strength of a preference.
-
-_STRONGEST = 3
 
 
 def ranked(
@@ -286,22 +247,3 @@ def ranked(
     levels = sorted(set(standing))
     ranks = tuple(levels.index(standing[number]) for number in order)
     return Comparison(tuple(texts[number] for number in order), ranks, origin, labels=labels)
-
-
-def ranked_by_strength(
-    texts: Sequence[Text], key: str, value: dict[str, Any], origin: Origin, wanted: WantedLabels
-) -> Comparison:
-    """Two texts by the field ``key``: by how much the second is better than the first.
-
-    It is from -3 (the first is much better) to 3 (the second is); 0 is a tie. Where the record has
-    no ``label_margin``, its absolute value is one.
-    """
-    strength = value[key]
-    is_number = isinstance(strength, int | float) and not isinstance(strength, bool)
-    if not is_number or not -_STRONGEST <= strength <= _STRONGEST:
-        raise DataError(
-            f"{key}: got {strength!r:.60}, wanted a number from -{_STRONGEST} (the first response "
-            f"is much better) to {_STRONGEST} (the second is); 0 is a tie"
-        )
-    labels = read_pair_labels({LABEL_MARGIN: abs(strength), **value}, wanted)
-    return ranked(texts, (strength, -strength), origin, labels)

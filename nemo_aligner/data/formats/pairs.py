@@ -1,22 +1,92 @@
-"""Pairs by plain field names: chat_pairs, text_pairs and NeMo-Aligner's comparison_text."""
+"""Pairs, a chosen and a rejected reply: chat_pairs, text_pairs, comparison_text, hh, OpenAI's."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
+from nemo_aligner.contract.messages import Messages, with_tools
 from nemo_aligner.data.formats.base import (
+    LABEL_MARGIN,
     Format,
     PairKeys,
     WantedLabels,
+    checked,
+    has,
     read_conversation,
-    read_margin_labels,
+    read_label,
     read_pair_labels,
     read_string,
 )
-from nemo_aligner.data.formats.hh import is_hh
 from nemo_aligner.data.records import Comparison, Origin
+from nemo_aligner.utils.errors import DataError
+
+# HH-RLHF's writing (Bai et al. 2022, arXiv:2204.05862): ``"\n\nHuman: ... \n\nAssistant: ..."``.
+
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+def is_hh(value: dict[str, Any]) -> bool:
+    """True if a pair's texts are written this way."""
+    if not {"chosen", "rejected"} <= set(value):
+        return False
+    start = value.get("prompt", value["chosen"])
+    return isinstance(start, str) and start.startswith("\n\nHuman:")
+
+
+def _parse_hh(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
+    prompt = read_string(values[0], "prompt") if "prompt" in values[0] else ""
+    chosen, rejected = (
+        checked(turns_of(_whole(prompt, read_string(values[0], key), key), key), key)
+        for key in ("chosen", "rejected")
+    )
+    return Comparison.of_pair(chosen, rejected, origin, labels=read_pair_labels(values[0], wanted))
+
+
+def _whole(prompt: str, text: str, key: str) -> str:
+    """Prompt and reply, of which the second field may have both."""
+    if text.startswith(prompt):
+        return text
+    if text.startswith("\n\nHuman:"):
+        raise DataError(
+            f"{key}: got {text[:40]!r}, a conversation that does not begin with the prompt; "
+            "wanted a reply, or the whole conversation"
+        )
+    return prompt + text
+
+
+def turns_of(text: str, key: str) -> Messages:
+    """The messages of a text in this writing, whoever speaks last.
+
+    Raises:
+        DataError: it is in another; ``key`` is the field that it stands in.
+    """
+    before, *rest = _TURN.split(text)
+    if before.strip() or not rest:
+        raise DataError(f"{key}: got {text[:40]!r}, wanted a text that begins with '\\n\\nHuman:'")
+    return [
+        {"role": _ROLES[speaker], "content": said.strip()}
+        for speaker, said in zip(rest[::2], rest[1::2], strict=True)
+    ]
+
+
+HH = Format(
+    name="hh",
+    kind=RecordKind.comparison,
+    matches=is_hh,
+    wanted="'chosen' and 'rejected', texts that begin with '\\n\\nHuman:'",
+    parse=_parse_hh,
+    sample=(
+        {
+            "chosen": "\n\nHuman: 2+2?\n\nAssistant: 4",
+            "rejected": "\n\nHuman: 2+2?\n\nAssistant: 5",
+        },
+    ),
+)
+
 
 # Prompt, chosen and rejected reply, each a string or a list of messages.
 #
@@ -124,4 +194,82 @@ COMPARISON_TEXT = Format(
     parse=_parse_comparison_text,
     sample=({"text": "User: 2+2?\nAssistant: 4"}, {"text": "User: 2+2?\nAssistant: 5"}),
     lines_per_record=2,
+)
+
+
+# By how much a chosen reply is better, out of what public pairs call its score.
+
+# Names of the chosen and the rejected reply's scores: in UltraFeedback as binarized for
+# Zephyr and by TRL, in argilla's editions of it, and by RLHFlow.
+_SCORES = (
+    ("score_chosen", "score_rejected"),
+    ("chosen-rating", "rejected-rating"),
+    ("chosen_rating", "rejected_rating"),
+    ("chosen_score", "rejected_score"),
+)
+
+
+def read_margin_labels(value: dict[str, Any], wanted: WantedLabels) -> tuple[float | None, ...]:
+    """``read_pair_labels``; a ``label_margin`` may also be TRL's ``margin``, or of two scores.
+
+    Scores are fields of the record, or of its ``metadata``. The margin is that of the chosen reply
+    over the rejected one, and negative where that has the higher score.
+    """
+    if LABEL_MARGIN in wanted.names and LABEL_MARGIN not in value:
+        return read_pair_labels({**_margin(value, wanted), **value}, wanted)
+    return read_pair_labels(value, wanted)
+
+
+def _margin(value: dict[str, Any], wanted: WantedLabels) -> dict[str, float | None]:
+    if "margin" in value:
+        return {LABEL_MARGIN: read_label(value["margin"], "margin", wanted)}
+    metadata = value.get("metadata")
+    for scored in (value, metadata if isinstance(metadata, dict) else {}):
+        for keys in _SCORES:
+            if set(keys) <= set(scored):
+                chosen, rejected = (read_label(scored[key], key, wanted) for key in keys)
+                if chosen is None or rejected is None:
+                    return {LABEL_MARGIN: None}
+                return {LABEL_MARGIN: chosen - rejected}
+    return {}
+
+
+# OpenAI's preference fine-tuning: a request of the chat API, and two outputs, the better named.
+#
+# ``input`` has ``messages`` and, where there are any, ``tools``; both outputs are messages that go
+# on from it (OpenAI, "Direct preference optimization", preparing the data).
+
+_OUTPUTS = ("preferred_output", "non_preferred_output")
+_PROMPT = "input.messages"
+
+
+def _parse_openai_preference(
+    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+) -> Comparison:
+    value = values[0]
+    asked = value["input"]
+    if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list):
+        raise DataError(f"input: got {asked!r:.60}, wanted an object with messages, a list")
+    better, worse = (
+        with_tools(
+            read_conversation(asked["messages"], value[key], key, _PROMPT), asked.get("tools")
+        )
+        for key in _OUTPUTS
+    )
+    return Comparison.of_pair(better, worse, origin, labels=read_pair_labels(value, wanted))
+
+
+OPENAI_PREFERENCE = Format(
+    name="openai_preference",
+    kind=RecordKind.comparison,
+    matches=has("input", *_OUTPUTS),
+    wanted="'input' with 'messages', 'preferred_output' and 'non_preferred_output'",
+    parse=_parse_openai_preference,
+    sample=(
+        {
+            "input": {"messages": [{"role": "user", "content": "2+2?"}], "tools": []},
+            "preferred_output": [{"role": "assistant", "content": "4"}],
+            "non_preferred_output": [{"role": "assistant", "content": "5"}],
+        },
+    ),
 )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from nemo_aligner.data.formats.base import read_string
-from nemo_aligner.data.formats.hh import turns_of
+from nemo_aligner.data.formats.pairs import turns_of
 from nemo_aligner.evaluation.predictions import Item, Prediction
 from nemo_aligner.evaluation.tasks.base import (
     Level,

@@ -17,8 +17,8 @@ from typing import Any
 from nemo_aligner.cli.main import run_verb
 from nemo_aligner.cli.parser import Parser
 from nemo_aligner.contract.tokenizer import load_tokenizer
-from nemo_aligner.data import token_cache
-from nemo_aligner.data.record_arrays import ArraysInFolder
+from nemo_aligner.data import token_cache, token_index
+from nemo_aligner.data.token_index import ArraysInFolder
 from nemo_aligner.data.training_data import TrainLoader, build_training_data
 from nemo_aligner.distributed.collectives import gather_objects
 from nemo_aligner.distributed.launch import launch
@@ -26,21 +26,21 @@ from tests.contracts import Contracts
 
 
 def die_at_half(place: Path) -> None:
-    add = token_cache._Writer.add
+    add = token_index._Writer.add
 
     def die(*block: object) -> None:
         add(*block)  # type: ignore[arg-type]
         print(json.dumps([part.name for part in place.iterdir()]), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    token_cache._Writer.add = die  # type: ignore[assignment,method-assign]
+    token_index._Writer.add = die  # type: ignore[assignment,method-assign]
 
 
 def run(options: argparse.Namespace) -> int:
     made: list[str] = []
     make_index = token_cache.make_index
 
-    def make(path: str, rules: Any, arrays: Any, *rest: Any) -> token_cache.FileIndex:
+    def make(path: str, rules: Any, arrays: Any, *rest: Any) -> token_index.FileIndex:
         if isinstance(arrays, ArraysInFolder):
             made.append(path)
         return make_index(path, rules, arrays, *rest)

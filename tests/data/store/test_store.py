@@ -16,8 +16,8 @@ from tokenizers import Tokenizer as Backend
 
 from nemo_aligner.config.common import Malformed, Overlong
 from nemo_aligner.contract.tokenizer import load_tokenizer
-from nemo_aligner.data import token_cache, tokenize
-from nemo_aligner.data.record_arrays import ArraysInFolder
+from nemo_aligner.data import token_cache, token_index, tokenize
+from nemo_aligner.data.token_index import ArraysInFolder
 from nemo_aligner.data.training_data import StepPlan, TrainingData, TrainLoader
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests import tiny
@@ -268,7 +268,7 @@ def test_index_that_another_process_made_meanwhile_stays(
 ) -> None:
     """The other one begins and ends while the first is at work."""
     path, place = pairs(tmp_path / "a.jsonl"), {"index_dir": str(tmp_path / "index")}
-    add, of_other = token_cache._Writer.add, list[int]()
+    add, of_other = token_index._Writer.add, list[int]()
 
     def meanwhile(*block: Any) -> None:
         add(*block)
@@ -277,7 +277,7 @@ def test_index_that_another_process_made_meanwhile_stays(
             [folder] = (tmp_path / "index").glob("a.*")
             of_other.append(folder.stat().st_ino)
 
-    monkeypatch.setattr(token_cache._Writer, "add", meanwhile)
+    monkeypatch.setattr(token_index._Writer, "add", meanwhile)
     mapped = build(contracts, [path], **place)
     assert len(made) == 2
     assert [folder.stat().st_ino for folder in (tmp_path / "index").iterdir()] == of_other

@@ -25,8 +25,8 @@ from nemo_aligner.config.model import (
 )
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.data.dataset import StepReads, TokenizedDataset
-from nemo_aligner.data.record_arrays import TokenSequences
 from nemo_aligner.data.records import Origin
+from nemo_aligner.data.token_index import TokenSequences
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.losses.regression import BinaryCrossEntropy
 from nemo_aligner.models.reward_model import make_batch_invariant

@@ -1,12 +1,15 @@
-"""Ranked completions of published sets: UltraFeedback, QA-Feedback and PandaLM."""
+"""Completions in order of preference: NeMo RL, HelpSteer, UltraFeedback, QA-Feedback, PandaLM."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 from statistics import median
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
+from nemo_aligner.contract.messages import Text
 from nemo_aligner.data.formats.base import (
     LABEL_MARGIN,
     Format,
@@ -17,10 +20,144 @@ from nemo_aligner.data.formats.base import (
     read_label,
     read_objects,
     read_pair_labels,
+    read_source,
     read_string,
+    split_turns,
 )
 from nemo_aligner.data.records import Comparison, Origin
 from nemo_aligner.utils.errors import DataError
+
+# NeMo RL's ``PreferenceDataset``: a context, and completions with a rank each.
+#
+# A lower rank is better, as NeMo RL's guide of reward models says (NVIDIA-NeMo/RL,
+# docs/guides/rm.md, "Datasets"). It trains on two completions; here there may be more, and equal
+# ranks are a tie.
+
+
+def _parse_nemo_rl_preference(
+    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+) -> Comparison:
+    value = values[0]
+    completions = read_objects(value, "completions", "rank", "completion")
+    texts = [
+        read_conversation(
+            value["context"], one["completion"], f"completions[{number}].completion", "context"
+        )
+        for number, one in enumerate(completions)
+    ]
+    ranks = [_rank(one["rank"], number) for number, one in enumerate(completions)]
+    return ranked(texts, ranks, origin, read_pair_labels(value, wanted))
+
+
+def _rank(rank: object, number: int) -> int:
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise DataError(f"completions[{number}].rank: got {rank!r:.60}, wanted a whole number")
+    return rank
+
+
+NEMO_RL_PREFERENCE = Format(
+    name="nemo_rl_preference",
+    kind=RecordKind.comparison,
+    matches=has("context", "completions"),
+    wanted="'context' and 'completions', two or more objects with 'rank' and 'completion'",
+    parse=_parse_nemo_rl_preference,
+    sample=(
+        {
+            "context": [{"role": "user", "content": "2+2?"}],
+            "completions": [
+                {"rank": 0, "completion": [{"role": "assistant", "content": "4"}]},
+                {"rank": 1, "completion": [{"role": "assistant", "content": "5"}]},
+                {"rank": 1, "completion": [{"role": "assistant", "content": "3"}]},
+            ],
+        },
+    ),
+)
+
+
+# HelpSteer2-Preference: two responses to a prompt, and which is better by how much.
+#
+# Wang et al. 2024, arXiv:2410.01257. ``preference_strength`` is from -3 (response 1 is much better)
+# to 3 (response 2 is much better), by the card of the data set nvidia/HelpSteer2. A prompt may have
+# several turns (``split_turns``).
+
+
+def _parse_helpsteer2_preference(
+    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+) -> Comparison:
+    value = values[0]
+    prompt = split_turns(value["prompt"])
+    texts = [read_conversation(prompt, value[key], key) for key in ("response_1", "response_2")]
+    return ranked_by_strength(texts, "preference_strength", value, origin, wanted)
+
+
+HELPSTEER2_PREFERENCE = Format(
+    name="helpsteer2_preference",
+    kind=RecordKind.comparison,
+    matches=has("prompt", "response_1", "response_2", "preference_strength"),
+    wanted="'prompt', 'response_1', 'response_2' and 'preference_strength', from -3 to 3",
+    parse=_parse_helpsteer2_preference,
+    sample=({"prompt": "2+2?", "response_1": "5", "response_2": "4", "preference_strength": 3},),
+)
+
+
+# HelpSteer3-Preference: two responses to a context, and which is better by how much.
+#
+# Wang et al. 2025, arXiv:2505.11475. ``overall_preference`` is from -3 (response 1 is much better)
+# to 3 (response 2 is much better), by the card of the data set nvidia/HelpSteer3; NeMo RL reads the
+# sign so, too. Its ``domain`` is the source.
+
+
+def _parse_helpsteer3(
+    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+) -> Comparison:
+    value = values[0]
+    texts = [
+        read_conversation(value["context"], value[key], key, "context")
+        for key in ("response1", "response2")
+    ]
+    record = ranked_by_strength(texts, "overall_preference", value, origin, wanted)
+    return replace(record, source=read_source(value.get("domain")))
+
+
+HELPSTEER3 = Format(
+    name="helpsteer3",
+    kind=RecordKind.comparison,
+    matches=has("context", "response1", "response2", "overall_preference"),
+    wanted="'context', 'response1', 'response2' and 'overall_preference', from -3 to 3",
+    parse=_parse_helpsteer3,
+    sample=(
+        {
+            "domain": "stem",
+            "context": [{"role": "user", "content": "2+2?"}],
+            "response1": "4",
+            "response2": "5",
+            "overall_preference": -2,
+        },
+    ),
+)
+
+
+_STRONGEST = 3
+
+
+def ranked_by_strength(
+    texts: Sequence[Text], key: str, value: dict[str, Any], origin: Origin, wanted: WantedLabels
+) -> Comparison:
+    """Two texts by the field ``key``: by how much the second is better than the first.
+
+    It is from -3 (the first is much better) to 3 (the second is); 0 is a tie. Where the record has
+    no ``label_margin``, its absolute value is one.
+    """
+    strength = value[key]
+    is_number = isinstance(strength, int | float) and not isinstance(strength, bool)
+    if not is_number or not -_STRONGEST <= strength <= _STRONGEST:
+        raise DataError(
+            f"{key}: got {strength!r:.60}, wanted a number from -{_STRONGEST} (the first response "
+            f"is much better) to {_STRONGEST} (the second is); 0 is a tie"
+        )
+    labels = read_pair_labels({LABEL_MARGIN: abs(strength), **value}, wanted)
+    return ranked(texts, (strength, -strength), origin, labels)
+
 
 # UltraFeedback: an instruction, and completions with scores.
 #

@@ -1,0 +1,457 @@
+"""Index of a data file: its records as token ids, and all that a run needs of them, as arrays."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO, Generic, TypeAlias, TypeVar, overload
+
+import numpy as np
+import torch
+
+from nemo_aligner.batch.packed import LabelColumns
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.data.readers import FileRules, Reading, open_file
+from nemo_aligner.data.records import Origin
+from nemo_aligner.data.report import (
+    MOST_KEPT,
+    FileSummary,
+    LabelSummary,
+    LengthSummary,
+    PrefixSummary,
+    Prompts,
+    far_labels,
+    first_of_each,
+)
+from nemo_aligner.data.tokenize import TokenizedBlock, TokenRules, tokenize_blocks
+
+# The index of a data file: its records as token ids, and all that a run needs of them.
+
+_INT = np.dtype(np.int64)
+_COUNT = np.dtype(np.int32)  # of what every rank has in memory for each pair
+_KEY = np.dtype(np.uint64)
+_LABEL = np.dtype(np.float32)
+# Called with the number of records tokenized so far.
+Told = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class IndexRules:
+    """Rules that, with the file, decide what an index holds."""
+
+    reading: Reading
+    contract: ScoringContract
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True)
+class IndexFacts:
+    """Facts about a file that an index holds beside its arrays.
+
+    Attributes:
+        summary: summary of the file.
+        columns: names of the label columns.
+        parsed: records that were read and not dropped before they were tokenized.
+        token_type: type of the ids.
+        digest: sha256 (hex) of token ids, labels and ranks (see ``digest_of``).
+        has_steps: whether sequences have a reward for each of their turns or steps.
+    """
+
+    summary: FileSummary
+    columns: tuple[str, ...]
+    parsed: int
+    token_type: str
+    digest: str
+    has_steps: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**vars(self), "summary": self.summary.to_dict(), "columns": list(self.columns)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], path: str) -> IndexFacts:
+        """The inverse of ``to_dict``, of the file at ``path``."""
+        summary = FileSummary.from_dict(values["summary"], path)
+        return cls(**{**values, "summary": summary, "columns": tuple(values["columns"])})
+
+
+class FileIndex:
+    """N records with S sequences of T tokens.
+
+    Attributes:
+        tokens: ``[T]`` uint16 or int32, sequence after sequence.
+        offsets: ``[S + 1]`` int64, from 0 to T.
+        bounds: ``[N + 1]`` int64 sequences of the records, from 0 to S.
+        ranks, reply_lengths: ``[S]`` int32, as in ``TokenizedDataset``.
+        prefixes: ``[N]`` int32, as there.
+        lines: ``[N]`` int64.
+        sources: ``[N]`` int32, which of the names in ``facts.summary.sources``.
+        labels: ``[N, C]`` float32.
+        reads, read_bounds: where there are steps, ``[S]`` int32 places of rewards and ``[Q + 1]``
+            int64 rewards of Q sequences; ``labels`` of ratings are then ``[S, C]``.
+        record_keys: uint64 in ascending order, of records that differ.
+        prompts: prompts of all records.
+    """
+
+    def __init__(self, facts: IndexFacts, arrays: Arrays) -> None:
+        self.facts = facts
+        self.tokens = arrays.read("tokens", np.dtype(facts.token_type))
+        self.offsets = arrays.read("offsets", _INT)
+        self.bounds = arrays.read("bounds", _INT)
+        self.ranks = arrays.read("ranks", _COUNT)
+        self.reply_lengths = arrays.read("reply_lengths", _COUNT)
+        self.prefixes = arrays.read("prefixes", _COUNT)
+        self.lines = arrays.read("lines", _INT)
+        self.sources = arrays.read("sources", np.dtype(np.int32))
+        self.labels = _labels(arrays, len(self.lines), facts.columns)
+        self.reads = arrays.read("reads", _COUNT) if facts.has_steps else None
+        self.read_bounds = arrays.read("read_bounds", _INT) if facts.has_steps else None
+        self.record_keys = arrays.read("record_keys", _KEY)
+        prompts = arrays.read("prompt_keys", _KEY), arrays.read("prompt_lines", _INT)
+        self.prompts = Prompts(facts.summary.path, *prompts)
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+
+def _labels(arrays: Arrays, records: int, columns: Sequence[str]) -> np.ndarray:
+    if not columns:
+        return np.zeros((records, 0), _LABEL)
+    return arrays.read("labels", _LABEL, len(columns))
+
+
+def make_index(
+    path: str,
+    rules: IndexRules,
+    arrays: Arrays,
+    processes: int = 1,
+    told: Told | None = None,
+) -> FileIndex:
+    """Tokenize a file into ``arrays``, which are empty.
+
+    Raises:
+        ConfigError: there is no format of the name.
+        DataError: the file as a whole cannot be read, or see ``tokenize_blocks``.
+        OSError: the arrays cannot be written.
+    """
+    of_file, blocks = open_file(path, rules.reading)
+    to_tokens = TokenRules(of_file, rules.contract, rules.tokenizer)
+    writer = _Writer(arrays, rules.contract.has_steps)
+    for block in tokenize_blocks(blocks, to_tokens, processes):
+        writer.add(block)
+        if told is not None:
+            told(writer.records)
+    return FileIndex(writer.finish(of_file, to_tokens.token_type.name), arrays)
+
+
+class _Writer:
+    """Block after block to arrays; what is left in memory does not grow with them."""
+
+    def __init__(self, arrays: Arrays, has_steps: bool) -> None:
+        self.records = 0
+        self._arrays = arrays
+        self._all = TokenizedBlock()
+        self._names: dict[str, int] = {}
+        self._sources: list[int] = []
+        self._ends = {"offsets": 0, "bounds": 0}
+        self._digest = hashlib.sha256()
+        if has_steps:
+            self._ends["read_bounds"] = 0
+        for name in self._ends:
+            arrays.append(name, np.zeros(1, _INT))
+
+    def add(self, block: TokenizedBlock) -> None:
+        """Append a block."""
+        every, parts = self._all, dict(block.arrays)
+        every.counts.update(block.counts)
+        every.parsed += block.parsed
+        every.malformed += block.malformed[: MOST_KEPT - len(every.malformed)]
+        every.pairs += block.pairs
+        every.longer += block.longer
+        self._add_to_digest(parts["tokens"], parts["lengths"])
+        self._add_ends("offsets", parts.pop("lengths"))
+        self._add_ends("bounds", parts.pop("sizes"))
+        if "read_bounds" in self._ends:
+            self._add_ends("read_bounds", parts.pop("read_counts"))
+        parts["sources"] = self._codes(block.sources)
+        for name, part in parts.items():
+            self._arrays.append(name, part)
+        self.records += len(block.sources)
+
+    def _add_ends(self, name: str, lengths: np.ndarray) -> None:
+        ends = self._ends[name] + lengths.cumsum()
+        self._arrays.append(name, ends)
+        self._ends[name] += int(lengths.sum())
+
+    def _codes(self, sources: Sequence[str]) -> np.ndarray:
+        names, counts = self._names, self._sources
+        codes = [names.setdefault(source, len(names)) for source in sources]
+        counts += [0] * (len(names) - len(counts))
+        for code in codes:
+            counts[code] += 1
+        return np.array(codes, dtype=np.int32)
+
+    def _add_to_digest(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        start = 0
+        for length in lengths.tolist():
+            add_sequence(self._digest, tokens[start : start + length])
+            start += length
+
+    def finish(self, rules: FileRules, token_type: str) -> IndexFacts:
+        """Summary of all blocks, after the last one."""
+        arrays, every = self._arrays, self._all
+        lines = arrays.read("lines", _INT)
+        different = np.unique(arrays.read("record_keys", _KEY))
+        keys, first_lines = first_of_each(arrays.read("prompt_keys", _KEY), lines)
+        arrays.replace("record_keys", different)
+        arrays.replace("prompt_keys", keys)
+        arrays.append("prompt_lines", first_lines)
+        counts = {
+            **every.counts,
+            "duplicates": self.records - len(different),
+            "kept": self.records,
+        }
+        has_steps = "read_bounds" in self._ends
+        labels = _labels(arrays, self.records, rules.columns)
+        ranks, bounds = arrays.read("ranks", _COUNT), arrays.read("bounds", _INT)
+        prefixes = arrays.read("prefixes", _COUNT)
+        saved = prefixes * (np.diff(bounds) - 1)
+        reads = arrays.read("reads", _COUNT) if has_steps else None
+        if has_steps:
+            bounds = arrays.read("read_bounds", _INT)[bounds]
+        # A row of labels for each record or, of rated steps, for each reward.
+        rows = np.diff(bounds) if len(labels) == bounds[-1] else 1
+        columns = LabelColumns.of(rules.columns, torch.from_numpy(labels))
+        summary = FileSummary(
+            path=rules.path,
+            kind=rules.kind,
+            format=rules.format,
+            counts={reason: count for reason, count in counts.items() if count or reason == "kept"},
+            lengths=LengthSummary.of(np.diff(arrays.read("offsets", _INT))),
+            reply_lengths=LengthSummary.of(arrays.read("reply_lengths", _COUNT)),
+            sources=dict(zip(self._names, self._sources, strict=True)),
+            labels=LabelSummary.of(columns),
+            longer_chosen=every.longer / every.pairs if every.pairs else None,
+            prefixes=PrefixSummary(int(saved.sum()), int((prefixes == 0).sum())),
+            malformed=every.malformed,
+            far_labels=far_labels(columns, Origins([(rules.path, np.repeat(lines, rows))])),
+        )
+        end_digest(self._digest, labels, ranks, bounds, reads)
+        digest = self._digest.hexdigest()
+        return IndexFacts(summary, rules.columns, every.parsed, token_type, digest, has_steps)
+
+
+def add_sequence(digest: Any, tokens: np.ndarray) -> None:
+    """Add the ids of one sequence to a digest, whatever their type."""
+    digest.update(len(tokens).to_bytes(8, "little"))
+    digest.update(tokens.astype(np.int32).tobytes())
+
+
+def end_digest(
+    digest: Any,
+    labels: np.ndarray,
+    ranks: np.ndarray,
+    bounds: np.ndarray,
+    reads: np.ndarray | None = None,
+) -> None:
+    """Add labels to a digest, ranks where the order of completions does not say them, and reads."""
+    digest.update(np.ascontiguousarray(labels).tobytes())
+    places = np.arange(len(ranks)) - np.repeat(bounds[:-1], np.diff(bounds))
+    if not np.array_equal(ranks, places):
+        digest.update(ranks.astype(_INT).tobytes())
+    if reads is not None:
+        add_sequence(digest, reads)
+
+
+# Named arrays that grow at their end: files of a folder, or bytes in memory.
+#
+# Not megatron-core's IndexedDataset: it has sequences and documents alone, so ranks, labels, reply
+# lengths and lines would need such files beside it anyway.
+
+
+class ArraysInMemory:
+    """Arrays that live as long as the process."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, bytearray] = {}
+
+    def append(self, name: str, part: np.ndarray) -> None:
+        """Append ``part`` to an array."""
+        self._bytes.setdefault(name, bytearray()).extend(part.tobytes())
+
+    def replace(self, name: str, array: np.ndarray) -> None:
+        """Replace an array."""
+        self._bytes[name] = bytearray(array.tobytes())
+
+    def read(self, name: str, dtype: np.dtype, width: int | None = None) -> np.ndarray:
+        """Read a whole array, ``[n]`` or ``[n, width]``."""
+        return _shaped(np.frombuffer(bytearray(self._bytes.get(name, b"")), dtype), width)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each."""
+        return {name: len(content) for name, content in self._bytes.items()}
+
+
+class ArraysInFolder:
+    """Arrays in files of ``folder``, without a header; they are memory-mapped when read.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, BinaryIO] = {}
+
+    def append(self, name: str, part: np.ndarray) -> None:
+        """Append ``part`` to an array."""
+        if name not in self._open:
+            self._open[name] = self._path(name).open("ab")
+        self._open[name].write(part.tobytes())
+
+    def replace(self, name: str, array: np.ndarray) -> None:
+        """Replace an array."""
+        file = self._open.pop(name, None)
+        if file is not None:
+            file.close()
+        # Not written over: what is mapped of the old file stays.
+        self._path(name).unlink(missing_ok=True)
+        self.append(name, array)
+
+    def read(self, name: str, dtype: np.dtype, width: int | None = None) -> np.ndarray:
+        """Map a whole array, ``[n]`` or ``[n, width]``; writes to it stay in this process."""
+        if name in self._open:
+            self._open[name].flush()
+        path = self._path(name)
+        if not path.exists() or path.stat().st_size == 0:
+            return _shaped(np.zeros(0, dtype), width)
+        return _shaped(np.memmap(path, dtype, mode="c"), width)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each."""
+        return {path.stem: path.stat().st_size for path in self._folder.glob("*.bin")}
+
+    def close(self) -> None:
+        """Have all of it on the disk."""
+        for file in self._open.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        self._open.clear()
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.bin"
+
+
+Arrays: TypeAlias = ArraysInMemory | ArraysInFolder
+"""Arrays that are written part by part, and read from once they are complete."""
+
+
+def _shaped(array: np.ndarray, width: int | None) -> np.ndarray:
+    # Not a memmap: each slice of one costs much more than one of a plain array.
+    plain = array.view(np.ndarray)
+    if width is None:
+        return plain
+    return plain.reshape(-1, width) if width else np.zeros((0, 0), array.dtype)
+
+
+# Views of a data set as sequences of records, without an object for each record.
+#
+# Arrays of several files are not joined, so that mapped ones cost no memory.
+
+Item = TypeVar("Item")
+
+
+class FileParts(Sequence[Item], Generic[Item]):
+    """Items of several files, of which each has so many."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._starts = [0, *accumulate(sizes)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        if isinstance(index, slice):
+            return [self._at(each) for each in range(*index.indices(len(self)))]
+        return self._at(range(len(self))[index])
+
+    def _at(self, index: int) -> Item:
+        part = bisect_right(self._starts, index) - 1
+        return self._of_part(part, index - self._starts[part])
+
+    @abstractmethod
+    def _of_part(self, part: int, index: int) -> Item: ...
+
+
+class Origins(FileParts[Origin]):
+    """File and line of every record; ``parts`` are a path and ``[n]`` lines for each file."""
+
+    def __init__(self, parts: Sequence[tuple[str, np.ndarray]]) -> None:
+        super().__init__([len(lines) for _, lines in parts])
+        self._parts = parts
+
+    def _of_part(self, part: int, index: int) -> Origin:
+        path, lines = self._parts[part]
+        return Origin(path, int(lines[index]))
+
+
+class Sources(FileParts[str]):
+    """Sources of records; ``parts`` are names, and ``[n]`` indices of the name that each has."""
+
+    def __init__(self, parts: Sequence[tuple[Sequence[str], np.ndarray]]) -> None:
+        super().__init__([len(codes) for _, codes in parts])
+        self._parts = parts
+
+    def _of_part(self, part: int, index: int) -> str:
+        names, codes = self._parts[part]
+        return names[codes[index]]
+
+
+class TokenSequences(FileParts[np.ndarray]):
+    """S sequences as ``[L]`` int32 each.
+
+    ``parts`` are for each file ``[T]`` tokens, and ``[s + 1]`` offsets of its sequences into them.
+    """
+
+    def __init__(self, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        super().__init__([len(offsets) - 1 for _, offsets in parts])
+        self._parts = parts
+
+    @classmethod
+    def of(cls, sequences: Sequence[Sequence[int] | np.ndarray]) -> TokenSequences:
+        """Build from sequences that lie anywhere in memory."""
+        flat = [np.asarray(sequence, dtype=np.int32) for sequence in sequences]
+        offsets = np.array([0, *accumulate(map(len, flat))], dtype=np.int64)
+        return cls([(np.concatenate([np.zeros(0, np.int32), *flat]), offsets)])
+
+    def _of_part(self, part: int, index: int) -> np.ndarray:
+        tokens, offsets = self._parts[part]
+        return tokens[offsets[index] : offsets[index + 1]].astype(np.int32)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, of all of them."""
+        return sum(int(offsets[-1]) for _, offsets in self._parts)
+
+    def lengths(self, start: int, stop: int) -> np.ndarray:
+        """``[stop - start]`` int64 tokens of these sequences."""
+        found = [np.zeros(0, np.int64)]
+        for (_, offsets), first in zip(self._parts, self._starts, strict=False):
+            low = min(max(start - first, 0), len(offsets) - 1)
+            high = min(max(stop - first, 0), len(offsets) - 1)
+            found.append(np.diff(offsets[low : high + 1]))
+        return np.concatenate(found)
