@@ -110,9 +110,9 @@ def our_scorer(nemo: Path, precision: Any, layout: Any, freeze: bool = False) ->
 def encode_pairs(data: Path, pairs: int, encode: Callable[[Any], list[int]]) -> list[list[int]]:
     """Both replies of the first ``pairs`` of a file."""
     from nemo_aligner.config.common import RecordKind
-    from nemo_aligner.data.readers import Reading, read_records
+    from nemo_aligner.data.readers import ReaderConfig, read_records
 
-    records = read_records(data, Reading(RecordKind.comparison)).records[:pairs]
+    records = read_records(data, ReaderConfig(RecordKind.comparison)).records[:pairs]
     return [encode(text) for record in records for text in record.texts]
 
 

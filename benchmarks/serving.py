@@ -336,9 +336,9 @@ class Pairs:
 
     def _read(self) -> Iterator[Any]:
         from nemo_aligner.config.common import RecordKind
-        from nemo_aligner.data.readers import Reading, read_records
+        from nemo_aligner.data.readers import ReaderConfig, read_records
 
-        yield from read_records(self._data, Reading(RecordKind.comparison)).records
+        yield from read_records(self._data, ReaderConfig(RecordKind.comparison)).records
 
 
 class Draw:

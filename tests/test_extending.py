@@ -18,7 +18,7 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.model import DataConfig, DataPrefixConfig, ModelConfig
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.formats import FORMATS
-from nemo_aligner.data.readers import Reading, read_records
+from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.training_data import build_training_data
 from nemo_aligner.metrics import table
 from nemo_aligner.metrics.ranking import PairRewards
@@ -89,11 +89,11 @@ def test_a_format_is_found_by_its_keys(
     monkeypatch.setitem(FORMATS, example.name, example)
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(example.sample[0]))
-    file = read_records(path, Reading(RecordKind.comparison))
+    file = read_records(path, ReaderConfig(RecordKind.comparison))
     assert (file.format, file.records[0].texts[0][-1]["content"]) == ("a_or_b", "4")
     path.write_text(json.dumps({**example.sample[0], "better": "c"}))
     with pytest.raises(DataError, match=r"pairs.jsonl:1: better: got 'c', wanted"):
-        read_records(path, Reading(RecordKind.comparison))
+        read_records(path, ReaderConfig(RecordKind.comparison))
 
 
 def test_a_metric_is_measured_with_the_others(

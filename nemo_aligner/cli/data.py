@@ -23,7 +23,7 @@ from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nemo_aligner.data.readers import Reading
+    from nemo_aligner.data.readers import ReaderConfig
 
 _SETTING = re.compile(r"\w+(\.\w+)*=.*")
 
@@ -62,12 +62,12 @@ def add_format(parser: Parser, *, of_ratings: bool = True) -> None:
     )  # fmt: skip
 
 
-def _reading(options: argparse.Namespace, **others: Any) -> Reading:
+def _reading(options: argparse.Namespace, **others: Any) -> ReaderConfig:
     """The rules that the options of ``add_format`` say."""
     from nemo_aligner.data.formats.base import PairKeys
-    from nemo_aligner.data.readers import Reading
+    from nemo_aligner.data.readers import ReaderConfig
 
-    return Reading(
+    return ReaderConfig(
         format=options.format,
         pair_keys=PairKeys.of(options.prompt_key, options.chosen_key, options.rejected_key),
         attributes=options.attributes,

@@ -80,7 +80,7 @@ class SteppedText:
 def aggregate_steps(rewards: np.ndarray, how: Aggregate) -> np.ndarray:
     """One reward of a text, ``[A]`` float32, of the rewards ``[S, A]`` of its turns or steps.
 
-    ``product`` is ``sum log sigmoid(r)``, as where a model is trained by it (``losses/steps.py``).
+    ``product`` is ``sum log sigmoid(r)``, as training has it (``losses/pairwise.py``).
     """
     if how is Aggregate.last:
         return rewards[-1]

@@ -11,7 +11,7 @@ from typing import Any
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.messages import messages_of
-from nemo_aligner.data.readers import Reading, read_records
+from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.records import Comparison, prompt_key, write_lines
 from nemo_aligner.utils.errors import ConfigError, DataError
 
@@ -29,7 +29,7 @@ class Augment:
 
     share: float = 0.3
     seed: int = 1
-    reading: Reading = field(default_factory=Reading)
+    reading: ReaderConfig = field(default_factory=ReaderConfig)
 
 
 def augment_file(source: Path, output: Path, how: Augment) -> str:

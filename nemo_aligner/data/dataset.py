@@ -1,4 +1,4 @@
-"""Tokenized records, ready to be packed: a view of the indexes of their files (``store/``)."""
+"""Tokenized records, ready to be packed: a view of their files' indexes (``token_index.py``)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from nemo_aligner.contract.messages import Text, messages_of, prompt_of, reply_o
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import MOST_LISTED
 from nemo_aligner.data.dataset import label_columns, report_on
-from nemo_aligner.data.readers import Reading, RecordFile, parse_file
+from nemo_aligner.data.readers import ReaderConfig, RecordFile, parse_file
 from nemo_aligner.data.records import Comparison, Record, label_rows, text_names
 from nemo_aligner.data.report import (
     FileReport,
@@ -44,7 +44,7 @@ class Inspection:
 
     rules: TextRules | None = None
     show: int = 2
-    reading: Reading = field(default_factory=Reading)
+    reading: ReaderConfig = field(default_factory=ReaderConfig)
     marks: tuple[str, str] = ("[", "]")
 
 

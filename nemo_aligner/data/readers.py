@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
-from nemo_aligner.config.common import Malformed, RecordKind
+from nemo_aligner.config.common import RecordKind
+from nemo_aligner.config.evaluation import EvaluateDataConfig
+from nemo_aligner.config.model import DataConfig
 from nemo_aligner.contract.messages import (
     Conversation,
     Messages,
@@ -30,24 +32,12 @@ from nemo_aligner.data.formats.base import PairKeys, WantedLabels
 from nemo_aligner.data.records import Comparison, MalformedRecord, Rating, Record
 from nemo_aligner.utils.errors import ConfigError, DataError
 
-
-class ReaderSettings(Protocol):
-    """A section of the settings that says how files are read."""
-
-    format: str
-    prompt_key: str | None
-    chosen_key: str | None
-    rejected_key: str | None
-    system_prompt_file: str | None
-    prompt_file: str | None
-    input_template: str | None
-    malformed: Malformed
-    max_malformed: float
-    neutral_label: float | None
+ReaderSettings: TypeAlias = DataConfig | EvaluateDataConfig
+"""A section of the settings that says how files are read."""
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReaderConfig:
     """Rules by which files are read.
 
     Attributes:
@@ -75,7 +65,7 @@ class Reading:
     neutral: float | None = 1.0
 
     @classmethod
-    def of(cls, settings: ReaderSettings, section: str, **others: Any) -> Reading:
+    def of(cls, settings: ReaderSettings, section: str, **others: Any) -> ReaderConfig:
         """The rules of a ``section`` of the settings; ``others`` are what it does not say.
 
         Raises:
@@ -116,24 +106,18 @@ class RecordFile:
     malformed: list[MalformedRecord] = field(default_factory=list)
 
 
-def read_files(paths: Sequence[str | Path], how: Reading) -> list[RecordFile]:
-    """Read files of comparisons or ratings.
+def read_records(path: str | Path, how: ReaderConfig) -> RecordFile:
+    """Read a file of comparisons or ratings.
 
     Raises:
         ConfigError: there is no format of that name.
         DataError: see the table of ``clean.py``; a file with nothing left to use is one, too.
     """
-    files = [parse_file(path, how) for path in paths]
-    check_malformed(files, how.rule)
-    for file in files:
-        if not file.records:
-            raise nothing_left(file.path, file.counts)
-    return files
-
-
-def read_records(path: str | Path, how: Reading) -> RecordFile:
-    """``read_files`` for one file."""
-    return read_files([path], how)[0]
+    file = parse_file(path, how)
+    check_malformed([file], how.rule)
+    if not file.records:
+        raise nothing_left(file.path, file.counts)
+    return file
 
 
 @dataclass(frozen=True)
@@ -143,7 +127,7 @@ class FileRules:
     path: str
     format: str
     kind: RecordKind
-    reading: Reading
+    reading: ReaderConfig
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -180,7 +164,7 @@ class FileRules:
             yield record
 
 
-def open_file(path: str | Path, how: Reading) -> tuple[FileRules, Iterator[Block]]:
+def open_file(path: str | Path, how: ReaderConfig) -> tuple[FileRules, Iterator[Block]]:
     """Find out a file's format; return the rules that make records of it, and its blocks.
 
     Raises:
@@ -195,7 +179,7 @@ def open_file(path: str | Path, how: Reading) -> tuple[FileRules, Iterator[Block
     return rules, file.blocks(chosen.lines_per_record)
 
 
-def parse_file(path: str | Path, how: Reading) -> RecordFile:
+def parse_file(path: str | Path, how: ReaderConfig) -> RecordFile:
     """Read one file, whatever number of its records is malformed, or left to use.
 
     Raises:

@@ -15,7 +15,7 @@ import numpy as np
 from nemo_aligner.contract.messages import first_prompt, reply_of
 from nemo_aligner.data.clean import list_malformed
 from nemo_aligner.data.files import Line, read_lines
-from nemo_aligner.data.readers import Reading, RecordFile, read_records
+from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
 from nemo_aligner.data.records import Comparison, Rating, Record, prompt_key, write_lines
 from nemo_aligner.data.report import longer_chosen
 from nemo_aligner.utils.errors import ConfigError, DataError
@@ -42,7 +42,7 @@ class Split:
     seed: int = 1
     by: str = "prompt"
     similar: float | None = None
-    reading: Reading = field(default_factory=Reading)
+    reading: ReaderConfig = field(default_factory=ReaderConfig)
 
 
 def split_file(source: Path, folder: Path, how: Split) -> str:

@@ -19,7 +19,7 @@ from nemo_aligner.contract.messages import (
 from nemo_aligner.data.clean import MOST_LISTED, list_malformed
 from nemo_aligner.data.files import AnyLine, BadLine, read_lines
 from nemo_aligner.data.formats.base import checked
-from nemo_aligner.data.readers import Reading, read_records
+from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.records import MalformedRecord, Origin
 from nemo_aligner.utils.errors import ConfigError, DataError, shown
 
@@ -122,7 +122,7 @@ def write_first_replies(source: Path, target: Path) -> str:
     Raises:
         DataError: the file cannot be read.
     """
-    records = read_records(source, Reading()).records
+    records = read_records(source, ReaderConfig()).records
     texts = [text for record in records[:2] for text in record.texts][:2]
     rows = [{"text": text} if isinstance(text, str) else _row(as_json(text)) for text in texts]
     target.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner import __version__
-from nemo_aligner.data.readers import Reading
+from nemo_aligner.data.readers import ReaderConfig
 from nemo_aligner.data.token_index import (
     ArraysInFolder,
     ArraysInMemory,
@@ -99,7 +99,7 @@ def describe_rules(rules: IndexRules) -> dict[str, Any]:
         "pair_keys": None if how.pair_keys is None else asdict(how.pair_keys),
         "prompts": None if how.prompts is None else asdict(how.prompts),
         "ties": how.ties,
-        **({} if how.neutral == Reading.neutral else {"neutral": how.neutral}),
+        **({} if how.neutral == ReaderConfig.neutral else {"neutral": how.neutral}),
     }
 
 

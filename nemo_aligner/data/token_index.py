@@ -18,7 +18,7 @@ import torch
 from nemo_aligner.batch.packed import LabelColumns
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.tokenizer import Tokenizer
-from nemo_aligner.data.readers import FileRules, Reading, open_file
+from nemo_aligner.data.readers import FileRules, ReaderConfig, open_file
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.report import (
     MOST_KEPT,
@@ -46,7 +46,7 @@ Told = Callable[[int], None]
 class IndexRules:
     """Rules that, with the file, decide what an index holds."""
 
-    reading: Reading
+    reading: ReaderConfig
     contract: ScoringContract
     tokenizer: Tokenizer
 

@@ -17,7 +17,7 @@ from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.dataset import TokenizedDataset, check_indexes, join_indexes, weighted_order
 from nemo_aligner.data.packing import largest_record, pack_records, record_cost, share_out
-from nemo_aligner.data.readers import Reading
+from nemo_aligner.data.readers import ReaderConfig
 from nemo_aligner.data.report import check_overlap
 from nemo_aligner.data.token_cache import IndexPlace, open_indexes
 from nemo_aligner.data.token_index import IndexRules
@@ -124,10 +124,10 @@ def _check_reads(contract: ScoringContract, objective: Objective) -> None:
         )
 
 
-def how_to_read(config: ModelConfig, objective: Objective) -> Reading:
+def how_to_read(config: ModelConfig, objective: Objective) -> ReaderConfig:
     """Rules by which the files of ``model.data.data_prefix`` become records."""
     is_rating = objective.record_kind is RecordKind.rating
-    return Reading.of(
+    return ReaderConfig.of(
         config.data,
         "model.data",
         kind=None if getattr(objective, "takes_comparisons", False) else objective.record_kind,

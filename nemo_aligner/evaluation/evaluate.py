@@ -32,7 +32,7 @@ from nemo_aligner.data.clean import (
     usable_encoded,
 )
 from nemo_aligner.data.dataset import as_records, label_columns
-from nemo_aligner.data.readers import Reading, RecordFile, read_records
+from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
 from nemo_aligner.data.records import (
     Comparison,
     MalformedRecord,
@@ -59,7 +59,7 @@ from nemo_aligner.utils.console import fit_row
 from nemo_aligner.utils.errors import DataError
 
 _MALFORMED_SHOWN = 3
-_HOW = Reading(rule=MalformedRule(section="data."))
+_HOW = ReaderConfig(rule=MalformedRule(section="data."))
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ def _measure(
 def evaluate_file(
     source: RewardSource,
     path: str | Path,
-    how: Reading = _HOW,
+    how: ReaderConfig = _HOW,
     *,
     swapped: bool = False,
 ) -> EvalResult:

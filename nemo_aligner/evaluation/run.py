@@ -12,7 +12,7 @@ from nemo_aligner.config.common import Aggregate, RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import config_to_dict, flatten, idle_notes
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.data.readers import Reading
+from nemo_aligner.data.readers import ReaderConfig
 from nemo_aligner.distributed.collectives import on_main
 from nemo_aligner.evaluation.evaluate import EvalResult, evaluate_file, right_from
 from nemo_aligner.evaluation.report.run_report import RunReport
@@ -95,7 +95,7 @@ def evaluate_source(config: EvaluateConfig, source: RewardSource) -> Evaluation:
     )
 
 
-def _check(config: EvaluateConfig) -> tuple[Task | None, Reading]:
+def _check(config: EvaluateConfig) -> tuple[Task | None, ReaderConfig]:
     """The benchmark, if one is asked for, and how to read a file of records.
 
     Raises:
@@ -139,10 +139,10 @@ def _check_unread(config: EvaluateConfig) -> None:
             )
 
 
-def _reading(config: EvaluateConfig) -> Reading:
+def _reading(config: EvaluateConfig) -> ReaderConfig:
     data = config.data
     kind = RecordKind.comparison if config.robustness_pairs or config.swapped else None
-    return Reading.of(data, "data", kind=kind, loss_mask_val=data.loss_mask_val)
+    return ReaderConfig.of(data, "data", kind=kind, loss_mask_val=data.loss_mask_val)
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class _Measured:
 
 
 def _measure(
-    config: EvaluateConfig, task: Task | None, how: Reading, source: RewardSource
+    config: EvaluateConfig, task: Task | None, how: ReaderConfig, source: RewardSource
 ) -> _Measured:
     path = str(config.data.path)
     about = {"checkpoint": source.name, "contract": source.about_contract, "data": path}

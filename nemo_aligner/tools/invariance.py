@@ -34,7 +34,7 @@ from nemo_aligner.config.model import BATCH_INVARIANT_ROWS, Recompute
 from nemo_aligner.contract.contract import NoTemplateError, OverlongError, ScoringContract
 from nemo_aligner.data.demo import build_demo_pairs
 from nemo_aligner.data.packing import pack_sequences
-from nemo_aligner.data.readers import Reading, parse_file
+from nemo_aligner.data.readers import ReaderConfig, parse_file
 from nemo_aligner.distributed.launch import launch, run_ranks
 from nemo_aligner.distributed.layout import (
     LayoutSizes,
@@ -158,7 +158,7 @@ def _choose_texts(check: Check) -> list[Any]:
 
 def _pairs(path: str | None, left_out: Counter[str]) -> Iterator[tuple[Any, ...]]:
     if path is not None:
-        file = parse_file(path, Reading(RecordKind.comparison))
+        file = parse_file(path, ReaderConfig(RecordKind.comparison))
         # Any pairs will do, as nothing is learned from them: malformed ones are only counted.
         if file.malformed:
             left_out["malformed"] += len(file.malformed)

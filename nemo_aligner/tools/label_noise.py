@@ -23,7 +23,7 @@ from nemo_aligner.config.common import Checks, RecordKind
 from nemo_aligner.config.load import config_to_dict
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.messages import Text, as_json, reply_of
-from nemo_aligner.data.readers import Reading, RecordFile, read_records
+from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
 from nemo_aligner.data.records import Comparison, write_lines
 from nemo_aligner.data.split import lines_by_origin, prompt_keys
 from nemo_aligner.losses.pairwise import LABEL_MARGIN
@@ -81,7 +81,7 @@ def filter_file(source: Path, folder: Path, how: Filter, config: TrainConfig) ->
     """
     _check(config)
     file = read_records(
-        source, Reading.of(config.model.data, "model.data", kind=RecordKind.comparison)
+        source, ReaderConfig.of(config.model.data, "model.data", kind=RecordKind.comparison)
     )
     lines = lines_by_origin(file)
     margins = _cross_fit(file, lines, folder, how, config)

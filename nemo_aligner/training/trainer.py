@@ -21,7 +21,7 @@ from nemo_aligner.config.training import MonitorMode, TrainConfig
 from nemo_aligner.contract.contract import ScoringContract, one_reward
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.data.dataset import TokenizedDataset
-from nemo_aligner.data.readers import Reading, parse_file
+from nemo_aligner.data.readers import ReaderConfig, parse_file
 from nemo_aligner.data.records import PAIR_COLUMNS, Origin, replace_lines, reward_row, row_lines
 from nemo_aligner.distributed.collectives import agree, agree_on, gather_objects, wait_for_device
 from nemo_aligner.distributed.cpu_products import FreedMemory
@@ -301,7 +301,7 @@ class HeldoutRewards:
     """
 
     def __init__(
-        self, run: Path, how: Reading, contract: ScoringContract, most: int = MOST_RECORDS
+        self, run: Path, how: ReaderConfig, contract: ScoringContract, most: int = MOST_RECORDS
     ) -> None:
         self._folder = run / HELDOUT_NAME
         self._how = how

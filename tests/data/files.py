@@ -13,7 +13,7 @@ import pytest
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.model import DataPrefixConfig
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.data.readers import Reading, RecordFile, read_records
+from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
 from nemo_aligner.data.training_data import TrainingData, build_training_data
 from tests import tiny
 from tests.contracts import Contracts
@@ -39,7 +39,7 @@ def read(
     folder: Path, *records: object, kind: RecordKind = RecordKind.comparison, **options: Any
 ) -> RecordFile:
     """What is read of a file ``data.jsonl`` of these records."""
-    return read_records(write(folder / "data.jsonl", *records), Reading(kind, **options))
+    return read_records(write(folder / "data.jsonl", *records), ReaderConfig(kind, **options))
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import pytest
 
 from nemo_aligner.config.common import Malformed, RecordKind
 from nemo_aligner.data.clean import MalformedRule, check_malformed, list_first
-from nemo_aligner.data.readers import Reading, RecordFile, read_records
+from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
 from nemo_aligner.data.records import MalformedRecord, Origin
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contract.refusals import assert_refused
@@ -118,16 +118,16 @@ def test_file_is_read_by_its_content(tmp_path: Path) -> None:
         path = tmp_path / f"data.{suffix}"
         content = b"\xef\xbb\xbf" + text.encode()
         path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
-        file = read_records(path, Reading(RecordKind.comparison))
+        file = read_records(path, ReaderConfig(RecordKind.comparison))
         assert file.counts == {"read": 2, "kept": 2}
         lines = [record.origin.line for record in file.records]
         assert lines == ([2, 7] if as_list else [1, 3]), suffix
     path.write_text(json.dumps([PAIR, {**PAIR, "chosen": "a"}, {"prompt": 1}]))
-    file = read_records(path, Reading(RecordKind.comparison, rule=LEFT_OUT))
+    file = read_records(path, ReaderConfig(RecordKind.comparison, rule=LEFT_OUT))
     assert [record.origin.line for record in file.records] == [1, 2]
     assert [bad.origin.line for bad in file.malformed] == [3]
     path.write_text(json.dumps({**PAIR, "chosen": "a\u2028b\x85c"}, ensure_ascii=False) + "\n")
-    [pair] = read_records(path, Reading(RecordKind.comparison)).records
+    [pair] = read_records(path, ReaderConfig(RecordKind.comparison)).records
     assert pair.texts[0][-1]["content"] == "a\u2028b\x85c"  # type: ignore[union-attr,index]
 
 
@@ -200,13 +200,13 @@ def test_format_can_be_named(tmp_path: Path) -> None:
 
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
-        read_records(tmp_path / "missing.jsonl", Reading(RecordKind.comparison))
+        read_records(tmp_path / "missing.jsonl", ReaderConfig(RecordKind.comparison))
     (tmp_path / "cut.gz").write_bytes(gzip.compress(json.dumps(PAIR).encode())[:-12])
     with pytest.raises(DataError, match="cannot be read"):
-        read_records(tmp_path / "cut.gz", Reading(RecordKind.comparison))
+        read_records(tmp_path / "cut.gz", ReaderConfig(RecordKind.comparison))
     (tmp_path / "latin.jsonl").write_bytes(b"\n\n\xe9")
     with pytest.raises(DataError, match=r"latin.jsonl:3: not valid UTF-8"):
-        read_records(tmp_path / "latin.jsonl", Reading(RecordKind.comparison))
+        read_records(tmp_path / "latin.jsonl", ReaderConfig(RecordKind.comparison))
 
 
 def test_malformed_records_are_left_out_by_the_rule(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from nemo_aligner.batch.packed import LabelColumns
 from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.inspect import Inspection, inspect_files, mark_specials
-from nemo_aligner.data.readers import Reading
+from nemo_aligner.data.readers import ReaderConfig
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.report import far_labels, label_range
 from nemo_aligner.data.texts import label_of, labelled_texts, write_first_replies
@@ -131,7 +131,7 @@ def test_inspect_names_labels_that_are_far_out(tmp_path: Path) -> None:
     rows[6]["help"], rows[8]["help"], rows[9]["deep"] = 400, -1e38, 0
     path = write(tmp_path / "rated.jsonl", *rows)
     (table,) = inspect_files(
-        [str(path)], [], Inspection(show=0, reading=Reading(attributes=["help", "deep"]))
+        [str(path)], [], Inspection(show=0, reading=ReaderConfig(attributes=["help", "deep"]))
     )
     assert table.is_good
     lines = table.text.splitlines()

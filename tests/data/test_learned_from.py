@@ -12,7 +12,7 @@ import torch
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.readout import Readout
 from nemo_aligner.data.formats import FORMATS
-from nemo_aligner.data.readers import Reading, read_records
+from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.losses.base import measure_set, measure_step
 from nemo_aligner.utils.errors import ConfigError, DataError
@@ -49,7 +49,7 @@ def rows_of(data: TrainingData) -> dict[str, str]:
 def test_ties_are_counted_as_dropped_where_nothing_is_learned_from_them(
     ranked: Path, contracts: Contracts
 ) -> None:
-    kept = read_records(ranked, Reading(RecordKind.comparison, ties=True))
+    kept = read_records(ranked, ReaderConfig(RecordKind.comparison, ties=True))
     assert kept.counts == {"read": 4, "kept": 3, "identical": 1}
     assert [record.is_tied for record in kept.records] == [True, False, False]
     assert [record.has_ties for record in kept.records] == [True, True, False]

@@ -16,7 +16,7 @@ from nemo_aligner.cli.main import main
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.demo import build_demo_pairs, write_demo
 from nemo_aligner.data.files import fetch
-from nemo_aligner.data.readers import Reading, read_records
+from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests import tiny
 from tests.data.conftest import Run
@@ -123,7 +123,7 @@ def test_demo_set_is_large_and_balanced(demo: Path) -> None:
         assert shorter == {kind: count // 2 for kind, count in kinds.items()}
     assert len({json.dumps(row) for row in train + heldout}) == len(train) + len(heldout)
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in heldout}
-    file = read_records(demo / "train.jsonl", Reading(RecordKind.comparison))
+    file = read_records(demo / "train.jsonl", ReaderConfig(RecordKind.comparison))
     assert file.counts["kept"] == len(train)
     # It is the one that figures were measured on.
     digests = {
@@ -172,5 +172,7 @@ def test_demo_set_of_steps_has_an_error_in_every_second_chain(tmp_path: Path) ->
         assert False not in known[:-1]
         wrong += known[-1] is False
     assert wrong == 30
-    file = read_records(tmp_path / "train.jsonl", Reading(RecordKind.rating, attributes=["right"]))
+    file = read_records(
+        tmp_path / "train.jsonl", ReaderConfig(RecordKind.rating, attributes=["right"])
+    )
     assert (file.format, len(file.records)) == ("stepwise", 54)

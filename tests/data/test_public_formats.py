@@ -16,7 +16,7 @@ from nemo_aligner.contract.messages import Conversation, reply_of
 from nemo_aligner.data.clean import MalformedRule
 from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.data.formats.base import WantedLabels
-from nemo_aligner.data.readers import Reading, read_records
+from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.records import Comparison, Origin
 from nemo_aligner.utils.errors import DataError
 from tests.contract.refusals import assert_refused
@@ -313,7 +313,7 @@ def objects(path: Path) -> list[dict[str, Any]]:
 
 def test_published_qa_feedback_keeps_every_preference_in_its_ranks() -> None:
     path = published("pairs/qa_feedback/dev_feedback.json.gz")
-    file = read_records(path, Reading(RecordKind.comparison))
+    file = read_records(path, ReaderConfig(RecordKind.comparison))
     assert (file.format, file.counts["read"], file.counts["tied"]) == ("qa_feedback", 500, 12)
     preferred = 0
     for value in objects(path):
@@ -336,6 +336,6 @@ def test_published_pandalm_has_the_majorities_that_its_readme_counts() -> None:
     best = Counter("tie" if one.ranks == (0, 0) else replies(one)[0] for one in judged)
     assert best == {"tie": 105, "1": 422, "2": 472}
     rule = MalformedRule(Malformed.drop, most=0.01)
-    file = read_records(path, Reading(RecordKind.comparison, rule=rule))
+    file = read_records(path, ReaderConfig(RecordKind.comparison, rule=rule))
     # In six of them a response is the JSON value true.
     assert (file.counts["read"], file.counts["malformed"]) == (999, 6)

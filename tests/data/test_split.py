@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.data.readers import Reading
+from nemo_aligner.data.readers import ReaderConfig
 from nemo_aligner.data.split import Split, split_file
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests import tiny
@@ -115,7 +115,7 @@ def test_split_of_ratings_shows_what_length_scores(tmp_path: Path, run: Run) -> 
         "ConfigError: --attributes: got ['up', '', 'down'], wanted names that are not empty\n"
     )
     with pytest.raises(ConfigError, match=r"^attributes: got \[''\]"):
-        split_file(source, tmp_path, Split(reading=Reading(attributes=("",))))
+        split_file(source, tmp_path, Split(reading=ReaderConfig(attributes=("",))))
 
 
 def chats(openings: Counter[str]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from nemo_aligner.config.common import Malformed, Overlong, Precision, RecordKin
 from nemo_aligner.config.model import DataPrefixConfig, HeadConfig, ScoredPosition
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.data.packing import pack_records
-from nemo_aligner.data.readers import Reading, read_records
+from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.records import Rating
 from nemo_aligner.data.training_data import TrainingData, build_training_data
 from nemo_aligner.utils.errors import ConfigError, DataError
@@ -58,7 +58,7 @@ PRM800K = {
 
 def read(tmp_path: Path, *rows: Any, names: tuple[str, ...] = ("right",), **how: Any) -> Any:
     path = write(tmp_path / "a.jsonl", *rows)
-    return read_records(path, Reading(RecordKind.rating, attributes=names, **how))
+    return read_records(path, ReaderConfig(RecordKind.rating, attributes=names, **how))
 
 
 def steps_of(rating: Rating) -> list[tuple[str, Any]]:

@@ -13,7 +13,7 @@ import pytest
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.files import AnyLine, BadLine, Line, read_lines
-from nemo_aligner.data.readers import Reading, read_records
+from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.utils.errors import DataError
 from tests.contract.refusals import assert_refused
 from tests.contracts import Contracts
@@ -55,7 +55,7 @@ def test_table_columns_of_numbers_are_labels_and_texts_stay_texts(tmp_path: Path
     """A cell that is no number is blamed alone, where most of its column are numbers."""
     path = tmp_path / "ratings.csv"
     path.write_text("prompt,response,help,depth,id\n2+2?,4,3,,a1\n3+3?,6,-1.5e0,2,7\n")
-    how = Reading(RecordKind.rating, attributes=["help", "depth"])
+    how = ReaderConfig(RecordKind.rating, attributes=["help", "depth"])
     file = read_records(path, how)
     assert file.format == "rated_chat"
     assert [rating.labels for rating in file.records] == [(3.0, None), (-1.5, 2.0)]
@@ -70,7 +70,7 @@ def test_table_columns_of_numbers_are_labels_and_texts_stay_texts(tmp_path: Path
     assert line.value["help"] == 7.0
     path.write_text("prompt,response,help,note\np,a,3,1\np,b,N/A,x\np,c,,\np,d,4,2\np,e,1,y\n")
     with pytest.raises(DataError, match=r"^.*: 1 of its 5 records.*\n.*:3: help: got 'N/A', want"):
-        read_records(path, Reading(RecordKind.rating, attributes=["help"]))
+        read_records(path, ReaderConfig(RecordKind.rating, attributes=["help"]))
     notes = [line.value["note"] for line in read_lines(path) if isinstance(line, Line)]
     assert notes == ["1", "x", "", "2", "y"], "half of them are no numbers"
 
@@ -82,7 +82,7 @@ def test_table_that_is_malformed_is_refused(tmp_path: Path) -> None:
 
     def take(text: str) -> None:
         (tmp_path / "a.csv").write_text(text)
-        read_records(tmp_path / "a.csv", Reading(RecordKind.comparison))
+        read_records(tmp_path / "a.csv", ReaderConfig(RecordKind.comparison))
 
     own_names = r"a.csv:1: got the columns .*, wanted a name for each"
     cases = [
@@ -122,7 +122,7 @@ def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
 def test_table_of_parquet_or_arrow_has_messages_and_nulls(tmp_path: Path) -> None:
     for name in ("a.parquet", "a.arrow"):
         write_table(tmp_path / name, ROWS)
-        how = Reading(RecordKind.comparison, pair_columns=["label_margin"])
+        how = ReaderConfig(RecordKind.comparison, pair_columns=["label_margin"])
         file = read_records(tmp_path / name, how)
         assert (file.format, file.counts) == ("chat_pairs", {"read": 2, "kept": 2})
         assert [pair.labels for pair in file.records] == [(2.0,), (None,)]
@@ -135,13 +135,13 @@ def test_table_of_parquet_or_arrow_has_messages_and_nulls(tmp_path: Path) -> Non
     lines = tmp_path / "a.jsonl"
     lines.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     of_table, of_lines = (
-        read_records(path, Reading(RecordKind.comparison)).records
+        read_records(path, ReaderConfig(RecordKind.comparison)).records
         for path in (tmp_path / "a.parquet", lines)
     )
     assert [pair.texts for pair in of_table] == [pair.texts for pair in of_lines]
     write_table(tmp_path / "a.parquet", [*ROWS, {**ROWS[0], "rejected": None}])
     with pytest.raises(DataError, match=r"a.parquet:3: rejected: got None, wanted"):
-        read_records(tmp_path / "a.parquet", Reading(RecordKind.comparison))
+        read_records(tmp_path / "a.parquet", ReaderConfig(RecordKind.comparison))
 
 
 def read_binary(folder: Path, start: bytes) -> None:
@@ -215,7 +215,7 @@ def test_table_with_cells_that_look_like_rows_says_so(tmp_path: Path, contracts:
     marked = [isinstance(line, Line) and line.holds_rows for line in read_lines(path)]
     assert marked == [True, False, False, False]
     counts = {"read": 4, "kept": 4, "rows_in_cells": 1}
-    assert read_records(path, Reading(RecordKind.comparison)).counts == counts
+    assert read_records(path, ReaderConfig(RecordKind.comparison)).counts == counts
     data = build(contracts, [path]).train
     assert data.counts == counts
     assert "  cells with rows in them   1; is a quote missing?" in data.table()
@@ -230,7 +230,7 @@ def test_table_with_a_cell_that_has_json_on_a_line_is_a_table(
 ) -> None:
     path = tmp_path / "a.csv"
     path.write_text(f'{HEAD}p1,"an empty one:\n{{}}\n",r1\np2,c2,r2\n')
-    file = read_records(path, Reading(RecordKind.comparison))
+    file = read_records(path, ReaderConfig(RecordKind.comparison))
     assert file.counts == {"read": 2, "kept": 2}
     assert build(contracts, [path]).train.counts == file.counts
     # Half of the lines, or the first, say that there is one on each.
@@ -249,7 +249,7 @@ def test_table_with_a_cell_that_has_json_on_a_line_is_a_table(
 def test_record_of_a_numbered_source_has_it(tmp_path: Path) -> None:
     def source(text: str, name: str) -> str:
         (tmp_path / name).write_text(text)
-        [record] = read_records(tmp_path / name, Reading(RecordKind.comparison)).records
+        [record] = read_records(tmp_path / name, ReaderConfig(RecordKind.comparison)).records
         return record.source
 
     assert source("prompt,chosen,rejected,subset\np,a,b,3\n", "a.csv") == "3"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.data.readers import Reading, read_records
+from nemo_aligner.data.readers import ReaderConfig, read_records
 from tests import tiny
 from tests.data.files import published, rows_of
 from tests.serving.engine import company
@@ -119,7 +119,7 @@ def token_lists(pairs: Path, model: Path) -> list[list[int]]:
 
     tokenizer, contract = read_text_rules(model)
     assert contract is not None
-    records = read_records(pairs, Reading(RecordKind.comparison)).records
+    records = read_records(pairs, ReaderConfig(RecordKind.comparison)).records
     return [contract.encode(tokenizer, text).token_ids for each in records for text in each.texts]
 
 

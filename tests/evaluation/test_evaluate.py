@@ -16,7 +16,7 @@ from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringCo
 from nemo_aligner.contract.messages import Text, reply_of
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import MalformedRule
-from nemo_aligner.data.readers import Reading
+from nemo_aligner.data.readers import ReaderConfig
 from nemo_aligner.data.records import Comparison, Origin, Rating
 from nemo_aligner.evaluation import sources
 from nemo_aligner.evaluation.evaluate import (
@@ -116,13 +116,13 @@ def test_evaluated_file_leaves_out_malformed_records_where_the_rule_says_so(tmp_
     with pytest.raises(DataError, match=r"pairs.jsonl:9: got keys(.|\n)*data.malformed=drop"):
         evaluate_file(of_scorer(Refusing()), path)
     rule = MalformedRule(Malformed.drop, most=0.2, section="data.")
-    report = evaluate_file(of_scorer(Refusing()), path, Reading(rule=rule))
+    report = evaluate_file(of_scorer(Refusing()), path, ReaderConfig(rule=rule))
     assert report.counts == {"read": 10, "malformed": 2, "kept": 8}
     table = report.render({}).splitlines()
     assert table[1] == "left out as malformed:"
     assert table[3] == f"  {path}:10: prompt and chosen: refused by the template"
     with pytest.raises(DataError, match=r"2 of its 10 records(.|\n)*data.max_malformed=0.15"):
-        evaluate_file(of_scorer(Refusing()), path, Reading(rule=replace(rule, most=0.15)))
+        evaluate_file(of_scorer(Refusing()), path, ReaderConfig(rule=replace(rule, most=0.15)))
 
 
 def test_evaluated_attributes_make_one_reward_by_their_weights() -> None:
@@ -216,7 +216,7 @@ def test_regression_model_takes_ratings_and_pairs_and_a_ranking_model_pairs(tmp_
         {"prompt": "x", "response": "bb", "a": None, "b": 1},
     ]
     rated_file = write(tmp_path / "r.jsonl", *rated)
-    report = evaluate_file(of_scorer(scorer), rated_file, Reading(loss_mask_val=-100))
+    report = evaluate_file(of_scorer(scorer), rated_file, ReaderConfig(loss_mask_val=-100))
     assert report.kind is RecordKind.rating
     np.testing.assert_array_equal(np.isnan(report.predictions.labels), [[0, 0], [0, 1], [1, 0]])
     pairs = [{"prompt": "x", "chosen": "ab", "rejected": "a"}]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.data.readers import Reading, read_records
+from nemo_aligner.data.readers import ReaderConfig, read_records
 from tests import tiny
 from tests.data.files import write
 
@@ -137,7 +137,7 @@ def test_the_better_rated_reply_is_the_chosen_one(tmp_path: Path) -> None:
         [*command, f"--output={output}", "--each=3"], capture_output=True, text=True, check=True
     )
     assert done.stdout == f"{output}: 10 pairs by helpfulness\n"
-    records = read_records(output, Reading()).records
+    records = read_records(output, ReaderConfig()).records
     # Three others have another rating than 5 or 1, two another than 3.
     assert len(records) == 3 + 3 + 2 + 2
     for record in records:

@@ -253,7 +253,7 @@ def test_index_of_a_process_that_is_killed_is_not_used(
 ) -> None:
     path, folder = pairs(tmp_path / "a.jsonl"), tmp_path / "index"
     arguments = map(str, (tokenizer_folder, folder, path))
-    done = tiny.run_script("tests/data/store/ranks.py", "--die", *arguments, check=False)
+    done = tiny.run_script("tests/data/token_cache_ranks.py", "--die", *arguments, check=False)
     assert done.returncode == -signal.SIGKILL
     assert [name[0] for name in json.loads(done.stdout.splitlines()[-1])] == ["."]
     end = time.monotonic() + 10
@@ -365,7 +365,7 @@ def test_one_rank_makes_what_all_map_and_says_what_fails(
     bad.write_bytes(b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n\xff\n')
     place = tmp_path / "index"
     arguments = map(str, (tokenizer_folder, place, good, good, bad))
-    done = tiny.run_script("tests/data/store/ranks.py", *arguments, processes=2, check=False)
+    done = tiny.run_script("tests/data/token_cache_ranks.py", *arguments, processes=2, check=False)
     first, second = (json.loads(line) for line in done.stdout.splitlines() if line[0] == "[")
     assert [made for made, *_ in first] == [1, 0]
     assert [made for made, *_ in second] == [0, 0]

@@ -1,4 +1,4 @@
-"""A rank that opens tokens on the disk, for test_store.py.
+"""A rank that opens tokens on the disk, for test_token_cache.py.
 
 ``ranks.py TOKENIZER FOLDER FILE ...`` opens one file after the other, and says of each what its
 ranks have. With ``--die`` it is killed when half of an index is written.
