@@ -25,7 +25,6 @@ from nemo_aligner.checkpoint.hf.check import (
 )
 from nemo_aligner.checkpoint.hf.convert import RewardArchive
 from nemo_aligner.checkpoint.hf.export import (
-    HF_MODEL,
     ExportOptions,
     as_exported,
     choose_pad,
@@ -99,7 +98,7 @@ def _export_adapter(
     say(f"scoring texts with {folder.source} ...")
     loaded = reward_model_of(folder, layout, Precision.fp32)
     contract = ScoringContract.from_dict(folder.contract or {})
-    check_plain_reading(contract, str(folder.source), HF_MODEL)
+    check_plain_reading(contract, str(folder.source), "a reward model of Hugging Face")
     check_is_linear(shape.head, str(folder.source), "an adapter of peft")
     head, exported = head_of(archive, contract, ExportOptions(merge=options.merge))
     texts = encode_texts(contract, loaded.tokenizer)

@@ -14,7 +14,7 @@ from nemo_aligner.contract.steps import ANSWERS, MARKS, TURNS
 _CARD = """---
 license: {license}
 library_name: {library}
-pipeline_tag: {task}-classification
+pipeline_tag: {task}
 tags:
 - reward-model
 ---
@@ -110,6 +110,18 @@ with torch.no_grad():
     {head}
 rewards = {read}{plus_means}  # [texts, {count}]"""
 
+# Of the mean of a reply, whose prompt sentence-transformers leaves out.
+
+_POOLED = """import torch
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("{name}", model_kwargs={{"dtype": torch.float32}})
+tokenizer = model.tokenizer
+{texts}
+before, marker, reply = texts[0].rpartition(tokenizer.decode({marker}))
+logits = model.encode([reply], prompt=before + marker, convert_to_tensor=True).cpu()
+rewards = {read}{plus_means}  # [replies, {count}]"""
+
 # Of steps: a text is tokenized in parts, at whose ends rewards are read.
 
 _STEPPED = """{parts}
@@ -196,13 +208,16 @@ def model_card(
     ``is_loaded_whole`` transformers has a class for the decoder only.
     """
     has_steps = contract.has_steps
+    library, task = "transformers", f"{'token' if has_steps else 'text'}-classification"
+    if contract.reply_marker is not None:
+        library, task = "sentence-transformers", "feature-extraction"
     snippet = _step_snippet if has_steps else _snippet
     return _CARD.format(
         name=name,
-        task="token" if has_steps else "text",
+        task=task,
         number="one number at each step" if has_steps else "one number",
         reading=_reading(contract, pad_token),
-        library="transformers" if base is None else "peft",
+        library=library if base is None else "peft",
         license=base_license,
         attributes=", ".join(contract.attributes),
         kind={"binary_ranking": "ranking of pairs"}.get(contract.reward_model_type, "regression"),
@@ -223,12 +238,15 @@ def _snippet(
     code = _LOADED + _SCORED if is_loaded_whole else _WITH_BODY + _SCORED_BY_BODY
     if base is not None:
         code = (_PEFT if is_loaded_whole else _MADE_CLASS) + _ADAPTED + _SCORED
+    if contract.reply_marker is not None:
+        code = _POOLED
     return code.format(
         name=name,
         base=base,
         auto="AutoModelForSequenceClassification"
         if is_loaded_whole or base is None
         else "RewardModel",
+        marker=list(contract.reply_marker or ()),
         texts=_CONVERSATION if contract.template else f"texts = [{_raw('a text', contract)}]",
         **_read(contract, form),
     )
@@ -294,6 +312,12 @@ def _raw_parts(contract: ScoringContract) -> str:
 
 
 def _reading(contract: ScoringContract, pad_token: str) -> str:
+    if contract.reply_marker is not None:
+        return (
+            "The reward is read off the mean of the reply's tokens: what comes before the reply is "
+            "the prompt, as above,\nof any number of replies. A text without roles is all reply, "
+            "with no prompt. A program that takes\nthe prompt into the mean gives other numbers."
+        )
     if not contract.has_steps:
         return (
             "The reward is read at the last token that is not padding, so a text must not end with "

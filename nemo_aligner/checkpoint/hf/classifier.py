@@ -297,8 +297,9 @@ def _with_own_head(name: str, dtype: torch.dtype, choice: str | None = None) -> 
         head = find_head(found, choice)
         if head is None:
             raise CheckpointError("it has no reward head")
-        if reads_steps(found):
-            raise CheckpointError("its head reads steps: wanted its conversion to .nemo")
+        contract = found.contract or {}
+        if reads_steps(found) or contract.get("reply_marker") is not None:
+            raise CheckpointError("its head reads steps or means: wanted its conversion to .nemo")
         if head.rows:
             found.save_tokenizer(Path(scratch) / "tokenizer")
             head = head.with_rows_of(load_tokenizer(Path(scratch) / "tokenizer"))

@@ -57,7 +57,9 @@ from nemo_aligner.checkpoint.hf.heads import (
     TWO_LAYERS,
     VALUE_LAYER,
     HeadOut,
+    form_with_biases,
 )
+from nemo_aligner.checkpoint.hf.pooling import check_pooled_folder, require_package, write_modules
 from nemo_aligner.checkpoint.hf.source import HEAD_NAME, REWARD_SUFFIX
 from nemo_aligner.checkpoint.nemo.open import (
     CONTRACT_NAME,
@@ -69,10 +71,7 @@ from nemo_aligner.checkpoint.nemo.open import (
 from nemo_aligner.checkpoint.nemo.reward_model import reward_model_without_weights
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import format_of
-from nemo_aligner.contract.contract import (
-    ScoringContract,
-    check_last_token,
-)
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.readout import HEADS
 from nemo_aligner.contract.steps import MARKS
@@ -172,10 +171,11 @@ def _export(
     say(f"scoring texts with {folder.source} ...")
     loaded = reward_model_without_weights(folder, layout, Precision.fp32, with_adapters=False)
     contract, tokenizer = ScoringContract.from_dict(folder.contract or {}), loaded.tokenizer
-    if not contract.has_steps:
-        check_last_token(contract, str(folder.source), HF_MODEL)
+    reads_mean = contract.reply_marker is not None
     archive = RewardArchive.of(folder)
     head, exported = head_of(archive, contract, options)
+    if reads_mean:
+        require_package()
     stored = format_of(options.dtype or archive.embedding_dtype)
     check = _Check.of(contract, tokenizer)
     read_as_it_runs(loaded.model, partial(archive.read_as_exported, dtype=options.dtype))
@@ -191,7 +191,10 @@ def _export(
         archive.family, archive.config, exported, architecture, pad_id, stored.torch_name
     ) | step_settings(exported, tokenizer)
     say(f"writing {output} ...")
-    shards = _write_weights(archive, head.tensors, staging, config["vocab_size"], options)
+    beside = {} if reads_mean else head.tensors
+    shards = _write_weights(archive, beside, staging, config["vocab_size"], options)
+    if reads_mean:
+        write_modules(staging, head, config["hidden_size"])
     if head.form == VALUE_LAYER.last:
         save_file(head.tensors, staging / HEAD_NAME, metadata={"format": "pt"})
     write_json(staging / "config.json", config)
@@ -230,8 +233,6 @@ def _export(
 _LANGUAGE_MODEL = "ForCausalLM"
 _SUFFIXES = {TWO_LAYERS.last: TWO_LAYERS_SUFFIX, VALUE_LAYER.last: _LANGUAGE_MODEL}
 _STEP_SUFFIXES = {SCORE_WITH_BIAS: TOKEN_SUFFIX, TWO_LAYERS.last: STEP_SUFFIX}
-# For errors: whose model it is to be.
-HF_MODEL = "a reward model of Hugging Face"
 
 
 def head_of(
@@ -244,9 +245,11 @@ def head_of(
     """
     stored = read_head(archive, contract, merge=options.merge)
     exported = exported_contract(contract, merge=options.merge, dtype=options.dtype)
-    are_rewards = exported.readout is None
+    are_rewards, form = exported.readout is None, options.head
+    if contract.reply_marker is not None:
+        form = form_with_biases(stored, form, "means")
     put = HeadOut.of_steps if contract.has_steps else HeadOut.of
-    head = put(stored, options.head, exported.label_means, are_rewards=are_rewards)
+    head = put(stored, form, exported.label_means, are_rewards=are_rewards)
     if contract.has_steps and head.form == TWO_LAYERS.last:
         _check_step_layers(archive, head, exported)
     return head, exported.with_label_means(head.means)
@@ -276,7 +279,10 @@ class _Check:
     def of(cls, contract: ScoringContract, tokenizer: Tokenizer) -> _Check:
         if contract.has_steps:
             return cls(contract, encode_steps(contract, tokenizer), ())
-        return cls(contract, (), encode_texts(contract, tokenizer))
+        texts = encode_texts(contract, tokenizer)
+        if contract.reply_marker is not None:  # its reader takes no ids that were cut
+            texts = [(text, ids) for text, ids in texts if cut(ids, contract.seq_length) == ids]
+        return cls(contract, (), texts)
 
     @property
     def last_ids(self) -> list[int]:
@@ -294,13 +300,17 @@ class _Check:
         """As ``check_folder``."""
         if self.stepped:
             return check_step_folder(folder, exported, self.stepped, logits)
+        if self.contract.reply_marker is not None:
+            return check_pooled_folder(folder, exported, self.whole, logits)
         return check_folder(folder, exported, self.whole, logits)
 
 
 def _class_of(model_type: str, head: HeadOut, contract: ScoringContract) -> str:
     """Name of the class that a decoder of this type is with such a head."""
-    suffixes = _STEP_SUFFIXES if contract.has_steps else _SUFFIXES
     decoder = architecture_of(model_type).removesuffix(REWARD_SUFFIX)
+    if contract.reply_marker is not None:  # as a reward model it would be read at the last token
+        return decoder + "Model"
+    suffixes = _STEP_SUFFIXES if contract.has_steps else _SUFFIXES
     return decoder + suffixes.get(head.form, REWARD_SUFFIX)
 
 
@@ -339,6 +349,8 @@ def _notes(contract: ScoringContract, exported: ScoringContract, form: str) -> I
             "its readers have to cut a text into steps, and read each where the model card says "
             "(scored_position and step_separator in config.json)"
         )
+    elif contract.reply_marker is not None:
+        yield "sentence-transformers reads it, given what comes before a reply as its prompt"
     elif form == SCORE_WITH_BIAS:
         yield "WARNING: transformers leaves score.bias out; vLLM and this package read it"
 
@@ -380,7 +392,7 @@ def folder_when_whole(output: Path) -> Iterator[Path]:
         staging = scratch / "folder"
         staging.mkdir()
         yield staging
-        for file in staging.iterdir():
+        for file in staging.rglob("*"):
             sync_to_disk(file)
         staging.rename(output)
     sync_to_disk(output.parent)
@@ -481,6 +493,9 @@ def write_tokenizer(
     changes: dict[str, Any] = {}
     if tokenizer.pad_token != pad_token:
         changes["pad_token"] = pad_token
+    if contract.reply_marker is not None:
+        # sentence-transformers would not count the last token of a prompt if it were one of these.
+        changes |= dict.fromkeys(("extra_special_tokens", "additional_special_tokens"))
     template = with_kwargs_inside(contract.template, contract.template_kwargs)
     if template and contract.reward_token_id is not None:
         # For programs that do not know of it.
@@ -533,9 +548,7 @@ def hf_config(
     readout = contract.output_readout
     statistics: dict[str, Any] = {}
     reward_token_id = contract.reward_token_id
-    is_read_by_openrlhf = (
-        len(names) == 1 and not contract.has_steps and not architecture.endswith(_LANGUAGE_MODEL)
-    )
+    is_read_by_openrlhf = len(names) == 1 and architecture.endswith(REWARD_SUFFIX)
     if contract.reward_mean and contract.reward_std and is_read_by_openrlhf:
         # For OpenRLHF, which normalizes logits by them if it is told --normalize_reward.
         mean = contract.reward_mean[0] - contract.label_means[0]

@@ -440,9 +440,7 @@ class HeadOut:
         One reward becomes two outputs, 0 and the reward, as readers of such models take two: the
         softmax of them is ``1 - sigmoid(reward)`` and ``sigmoid(reward)``.
         """
-        own = TWO_LAYERS.last if "hidden.weight" in head else SCORE_WITH_BIAS
-        if form not in (None, own):
-            raise CheckpointError(f"head: got {shown(form)} for a head of steps, wanted {own}")
+        own = form_with_biases(head, form, "steps")
         rows = head["weight"].size(0)
         whole = {"bias": torch.zeros(rows), **head}
         if own == TWO_LAYERS.last:
@@ -458,6 +456,14 @@ class HeadOut:
         names = (TWO_LAYERS if own == TWO_LAYERS.last else LINEAR).names()
         tensors = {names[ours]: each for ours, each in whole.items()}
         return cls(tensors, own, list(means), shift, is_pair)
+
+
+def form_with_biases(head: Mapping[str, Tensor], form: str | None, read: str) -> str:
+    """The only form of a head by what is ``read``, as steps, if ``form`` asks for no other."""
+    own = TWO_LAYERS.last if "hidden.weight" in head else SCORE_WITH_BIAS
+    if form not in (None, own):
+        raise CheckpointError(f"head: got {shown(form)} for a head of {read}, wanted {own}")
+    return own
 
 
 def _check_form(form: str, own: str, head: Mapping[str, Tensor], *, are_rewards: bool) -> None:

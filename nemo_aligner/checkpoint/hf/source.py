@@ -47,11 +47,11 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
 )  # fmt: skip
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# Not downloaded: files in subfolders, which some repositories use for other formats, and Mistral's
-# second copy of its weights.
+# Not downloaded: files in subfolders, which some repositories use for other formats, but for those
+# of our exports' heads (score*); and Mistral's second copy of its weights.
 _TOKENIZER = ["*.json", "*.jinja"]
 _DOWNLOADED = ["*.safetensors", *_TOKENIZER]
-_NOT_DOWNLOADED = ["*/*", "consolidated*"]
+_NOT_DOWNLOADED = ["[!s]*/*", "consolidated*"]
 _LONGEST_NAME = 255  # of a file on the usual file systems; a longer one is an OSError to open
 _DTYPES = safetensors_dtypes()
 
@@ -161,6 +161,8 @@ def _open_folder(folder: Path) -> Source:
             f"{folder / _PICKLED_HEAD}: got a pickled reward head, which is not read; wanted it as "
             f"{HEAD_NAME}"
         )
+    if contract.is_file():
+        tensors |= _head_of_modules(folder)
     found = Source(
         config,
         tensors,
@@ -168,6 +170,15 @@ def _open_folder(folder: Path) -> Source:
         _read_json(contract) if contract.is_file() else None,
     )
     return _text_decoder(found) if is_multimodal(config) else found
+
+
+def _head_of_modules(folder: Path) -> dict[str, LazyTensor]:
+    """Layers of a head in folders of their own, as in our exports for sentence-transformers."""
+    return {
+        name.replace("linear", file.parent.name): tensor
+        for file in sorted(folder.glob(f"score*/{_WHOLE_NAME}"))
+        for name, tensor in _outlines(file).items()
+    }
 
 
 def _text_decoder(found: Source) -> Source:

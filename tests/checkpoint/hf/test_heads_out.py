@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
@@ -23,9 +25,10 @@ from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.utils.errors import AlignerError
 from tests import tiny
 from tests.checkpoint.hf.exporting import config_of
-from tests.environments import package, vllm_python
-from tests.heads import KINDS, write_archive
+from tests.environments import kept_environment, make_environment, package, vllm_python
+from tests.heads import KINDS, TWO_LAYERS, write_archive
 
+SENTENCE_TRANSFORMERS = "sentence-transformers==6.2.0"
 CLIENTS = Path(__file__).parents[2] / "integrations" / "clients"
 TEXTS = [
     tiny.chat("why", "thank you"),
@@ -117,7 +120,7 @@ def test_head_that_has_no_such_form_is_refused(tmp_path: Path) -> None:
         ("two layers", {"head": "score"}, "got 'score' for a head of two layers, wanted score.2"),
         ("bins with a bias", {}, "head: got score for bins with a bias, wanted score.bias"),
         ("bins with a bias", {"merge": True}, "merge: got a head of bins, whose outputs are no"),
-        ("the mean of a reply", {}, "its head reads the mean of the reply"),
+        ("the mean of a reply", {"head": "score"}, "for a head of means, wanted score.bias"),
     ):
         archive = tmp_path / f"{name}.nemo"
         if not archive.exists():
@@ -126,6 +129,45 @@ def test_head_that_has_no_such_form_is_refused(tmp_path: Path) -> None:
             na.RewardModel.from_pretrained(archive).export(tmp_path / "out", **options)
         assert said in str(caught.value), str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def sentence_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package and what it asks for, some 70 MB, can be imported."""
+    if importlib.util.find_spec("sentence_transformers") is None:
+        folder = kept_environment(
+            "sentence_transformers", (SENTENCE_TRANSFORMERS,), with_sentence_transformers
+        )
+        (packages,) = folder.glob("lib/python*/site-packages")
+        monkeypatch.setattr(sys, "path", [*sys.path, str(packages)])
+
+
+def with_sentence_transformers(folder: Path) -> None:
+    make_environment(folder, SENTENCE_TRANSFORMERS)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_mean_of_a_reply_has_its_rewards_in_sentence_transformers(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sentence_transformers: None
+) -> None:
+    kind = KINDS["the mean of a reply"]
+    if dtype == "bf16":
+        kind = dataclasses.replace(kind, tensors=TWO_LAYERS)
+    archive = write_archive(tmp_path / "rm.nemo", kind)
+    ours = na.RewardModel.from_pretrained(archive)
+    summary = str(ours.export(tmp_path / "out", dtype=dtype))
+    assert "given what comes before a reply as its prompt" in summary
+    assert config_of(tmp_path / "out")["architectures"] == ["LlamaModel"]
+    with pytest.raises(AlignerError, match="reads steps or means: wanted its conversion"):
+        na.RewardModel.from_pretrained(hf_model=tmp_path / "out")
+    convert(tmp_path / "out", tmp_path / "again.nemo")
+    again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
+    assert again.contract().reply_marker == ours.contract().reply_marker
+    # An archive of bf16 computes in it; the card's program in fp32, as the export's own check.
+    near = 1e-5 if dtype == "fp32" else 0.1
+    np.testing.assert_allclose(again.score(TEXTS), ours.score(TEXTS), atol=near)
+    conversation, rewards = by_card(tmp_path / "out", monkeypatch)
+    np.testing.assert_allclose(rewards, again.score([conversation]), atol=near)
 
 
 def ids_of(folder: Path) -> list[list[int]]:
