@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
 from nemo_aligner.checkpoint.run import RunCheckpoints
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME
 from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import ModelConfig
+from nemo_aligner.config.serving import CriticModelConfig
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import build_contract, continue_contract
@@ -30,6 +31,7 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.losses.base import auxiliary_heads, reads_language, start_of_learned
 from nemo_aligner.models.lora import LoraDropout, train_adapters_alone
 from nemo_aligner.models.reward_model import (
+    GPTRewardModel,
     freeze_lower_layers,
     make_batch_invariant,
     set_routers,
@@ -48,7 +50,7 @@ from nemo_aligner.models.shape import (
 from nemo_aligner.training.cost import Packs, Plan, step_flops
 from nemo_aligner.training.learner import KeepHeldout, RewardLearner
 from nemo_aligner.training.loggers import known_peak
-from nemo_aligner.training.optimizer import build_optimizer
+from nemo_aligner.training.optimizer import Optimizer, build_optimizer
 from nemo_aligner.utils.console import say, show_bytes
 from nemo_aligner.utils.errors import ConfigError
 
@@ -114,16 +116,13 @@ def build_learner(
     loader = build_loader(config, data, layout.dp, layout.dp_rank, query_key_cost)
     # The learning rate's schedule ends with the data, so the loader is built first.
     total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)
-    make_batch_invariant(pretrained.model, options.invariant_rows)
-    # What is frozen has to be so before it is wrapped: Megatron gives every parameter that requires
-    # a gradient a place in its buffers, and the optimizer takes its parameters from there.
     if options.lora.rank > 0:
         train_adapters_alone(pretrained.model)
     trained, coeff = options.train_router, options.moe_aux_loss_coeff
     set_routers(pretrained.model, trained=trained, aux_loss_coeff=coeff)
-    freeze_lower_layers(pretrained.model, options.freeze_layers, shape.num_layers)
-    model = wrap_for_training(pretrained.model)
-    optimizer = build_optimizer(model, options.optim, loop.gradient_clip_val, total_steps)
+    model, optimizer = build_optimized(
+        pretrained.model, shape, options, loop.gradient_clip_val, total_steps
+    )
     learner = RewardLearner(
         model,
         optimizer,
@@ -137,6 +136,26 @@ def build_learner(
         num_layers=shape.num_layers if shape.experts else None,
     )
     return learner, pretrained, total_steps
+
+
+def build_optimized(
+    model: GPTRewardModel,
+    shape: ModelShape,
+    options: ModelConfig | CriticModelConfig,
+    clip_grad: float,
+    total_steps: int,
+) -> tuple[Any, Optimizer]:
+    """Wrap a model in Megatron's data parallelism, without its frozen layers; and its optimizer.
+
+    Raises:
+        ConfigError: no layer is left to train, or see ``build_optimizer``.
+    """
+    make_batch_invariant(model, options.invariant_rows)
+    # What is frozen has to be so before it is wrapped: Megatron gives every parameter that requires
+    # a gradient a place in its buffers, and the optimizer takes its parameters from there.
+    freeze_lower_layers(model, options.freeze_layers, shape.num_layers)
+    wrapped = wrap_for_training(model)
+    return wrapped, build_optimizer(wrapped, options.optim, clip_grad, total_steps)
 
 
 def check_experts(config: TrainConfig, shape: ModelShape) -> None:
@@ -225,15 +244,11 @@ def trained_model_config(config: TrainConfig) -> dict[str, Any]:
 
 
 def _flops_counter(config: TrainConfig, shape: ModelShape) -> Callable[[Packs], float] | None:
-    """Counter of FLOPs; None where the device's peak is not known."""
+    """Counter of FLOPs, over all ranks; None where the device's peak is not known."""
     if known_peak(current_device(), config.trainer.precision) is None:
         return None
-    return partial(count_flops, shape, config.model.freeze_layers)
-
-
-def count_flops(shape: ModelShape, freeze_layers: int, packs: Packs) -> float:
-    """FLOPs of a step on ``packs``, over all ranks, without recomputation."""
-    return step_flops(shape, Plan(packs=packs, freeze_layers=freeze_layers))
+    frozen = config.model.freeze_layers
+    return lambda packs: step_flops(shape, Plan(packs=packs, freeze_layers=frozen))
 
 
 def _begin_head(config: TrainConfig, data: TrainingData, pretrained: PretrainedModel) -> None:

@@ -36,17 +36,13 @@ from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.losses.value import ClippedValueLoss
-from nemo_aligner.models.reward_model import (
-    freeze_lower_layers,
-    make_batch_invariant,
-    wrap_for_training,
-)
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import gather_rewards, infer_values
+from nemo_aligner.training.build import build_optimized
 from nemo_aligner.training.learner import compute_gradients
 from nemo_aligner.training.loggers import MetricLoggers, build_loggers, check_loggers
-from nemo_aligner.training.optimizer import Optimizer, build_optimizer
-from nemo_aligner.training.resume import changed_settings, newest, write_run_config
+from nemo_aligner.training.optimizer import Optimizer
+from nemo_aligner.training.resume import load_checkpoint, newest, write_run_config
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, TrainingError
 
@@ -268,10 +264,9 @@ def open_critic(config: ServeCriticConfig, layout: ParallelLayout) -> CriticRun:
     pretrained = _load(config, contract, layout)
     options, ppo = config.model, config.trainer.ppo
     shape = ModelShape.from_config(pretrained.config)
-    make_batch_invariant(pretrained.model, options.invariant_rows)
-    freeze_lower_layers(pretrained.model, options.freeze_layers, shape.num_layers)
-    model = wrap_for_training(pretrained.model)
-    optimizer = build_optimizer(model, options.optim, ppo.gradient_clip_val, ppo.max_steps)
+    model, optimizer = build_optimized(
+        pretrained.model, shape, options, ppo.gradient_clip_val, ppo.max_steps
+    )
     folder = Path(config.exp_manager.explicit_log_dir) / CHECKPOINTS_NAME
     checkpoints = RunCheckpoints(folder, save_top_k=0)
     fresh = _new_state(config, contract, pretrained)
@@ -339,9 +334,6 @@ def _resume(
     latest = newest(checkpoints, config.exp_manager)
     if latest is not None:
         check_same_run(latest, fresh.fingerprint)
-        checkpoints.load(latest, model, optimizer)
-        say(f"resumed from {latest.path}, after {latest.state.consumed_samples} sequences")
-        for change in changed_settings(latest.state.config, fresh.config):
-            say(f"  changed since: {change}")
+        load_checkpoint(checkpoints, latest, fresh, model, optimizer, "sequences")
     write_run_config(config, config.exp_manager)
     return fresh if latest is None else latest.state

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -210,15 +210,9 @@ class RewardLearner:
         return describe_rewards(self.objective, dataset, rewards)
 
 
-class GradientOwner(Protocol):
-    """An optimizer, as far as it can forget gradients."""
-
-    def zero_grad(self) -> None: ...
-
-
 def compute_gradients(
     model: Any,
-    optimizer: GradientOwner,
+    optimizer: Optimizer,
     packs: Sequence[PackedBatch],
     layout: ParallelLayout,
     loss: RewardLoss | Tensor,
@@ -458,7 +452,7 @@ def _loss_blame(index: int, rewards: Tensor, record: Records, loss: RewardLoss) 
 def gradient_error(
     step: StepRecords,
     model: Any,
-    optimizer: GradientOwner,
+    optimizer: Optimizer,
     loss: RewardLoss,
     what: str,
 ) -> TrainingError:

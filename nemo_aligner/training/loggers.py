@@ -71,15 +71,15 @@ class MetricLoggers:
     is said, and does not end it. What a callback raises does end the run: it is its caller's.
     """
 
-    def __init__(self, file: MetricsFile | None = None, loggers: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        file: MetricsFile | None = None,
+        loggers: Sequence[Any] = (),
+        callback: Callback | None = None,
+        total_steps: int = 0,
+    ) -> None:
         self._file, self._loggers = file, list(loggers)
-        self._callback: Callback | None = None
-        self._total_steps = 0
-
-    def call(self, callback: Callback, total_steps: int) -> None:
-        """Tell ``callback``, too, on rank 0; before the first ``log``."""
-        if self._file is not None:
-            self._callback, self._total_steps = callback, total_steps
+        self._callback, self._total_steps = callback, total_steps
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write the metrics of a step, counted from 1.
@@ -112,9 +112,13 @@ class MetricLoggers:
 
 
 def build_loggers(
-    config: RunFolderConfig, settings: Mapping[str, Any], start_step: int
+    config: RunFolderConfig,
+    settings: Mapping[str, Any],
+    start_step: int,
+    callback: Callback | None = None,
+    total_steps: int = 0,
 ) -> MetricLoggers:
-    """``metrics.jsonl`` and the loggers asked for, in ``explicit_log_dir``.
+    """``metrics.jsonl`` and the loggers asked for, in ``explicit_log_dir``; and the callback.
 
     ``settings`` is the run's resolved config.
     A run that goes on keeps what was logged up to ``start_step``; later steps are logged anew, but
@@ -136,7 +140,7 @@ def build_loggers(
         loggers.append(_csv_logger(folder, start_step))
     for logger in loggers:
         logger.log_hyperparams(dict(settings))
-    return MetricLoggers(file, [*loggers, *tracked])
+    return MetricLoggers(file, [*loggers, *tracked], callback, total_steps)
 
 
 def _tensorboard_logger(folder: Path, start_step: int) -> Any:

@@ -41,6 +41,7 @@ from nemo_aligner.losses import (
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.training.build import trained_model_config
 from nemo_aligner.training.learner import RewardLearner
+from nemo_aligner.training.optimizer import Optimizer
 from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import ConfigError
 
@@ -96,17 +97,29 @@ def resume(
     checkpoints.compare_with(fresh.config)
     latest = find_latest(checkpoints, config, fresh, learner.data)
     if latest is not None:
-        say(f"loading {latest.path} ...")
-        with waiting_for(f"loading {latest.path}"):
-            checkpoints.load(latest, learner.model, learner.optimizer)
-        say(f"resumed from {latest.path}, after {latest.state.consumed_samples} records")
-        for line in changes_since(latest, fresh):
-            say(line)
+        load_checkpoint(checkpoints, latest, fresh, learner.model, learner.optimizer)
     write_run_config(config, config.exp_manager)
     checkpoints.reserve(learner.model, learner.optimizer)
     if latest is None:
         return fresh
     return go_on(fresh, latest.state)
+
+
+def load_checkpoint(
+    checkpoints: RunCheckpoints,
+    latest: Saved,
+    fresh: RunState,
+    model: Any,
+    optimizer: Optimizer,
+    samples: str = "records",
+) -> None:
+    """Load weights and moments, and say where the run goes on and what has changed since."""
+    say(f"loading {latest.path} ...")
+    with waiting_for(f"loading {latest.path}"):
+        checkpoints.load(latest, model, optimizer)
+    say(f"resumed from {latest.path}, after {latest.state.consumed_samples} {samples}")
+    for line in changes_since(latest, fresh):
+        say(line)
 
 
 def go_on(fresh: RunState, before: RunState) -> RunState:

@@ -89,9 +89,7 @@ def train(
         patience.go_on_from(start)
         if start.step >= total_steps or patience.is_over:
             say(f"step {start.step} was the last; writing the model again")
-        loggers = build_loggers(config.exp_manager, start.config, start.step)
-        if callback is not None:
-            loggers.call(callback, total_steps)
+        loggers = build_loggers(config.exp_manager, start.config, start.step, callback, total_steps)
         trainer = SupervisedTrainer(
             learner, config, total_steps, start, checkpoints, loggers, stop, world.device, patience
         )

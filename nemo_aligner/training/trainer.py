@@ -26,6 +26,7 @@ from nemo_aligner.data.records import PAIR_COLUMNS, Origin, replace_lines, rewar
 from nemo_aligner.distributed.collectives import agree, agree_on, gather_objects, wait_for_device
 from nemo_aligner.distributed.cpu_products import FreedMemory
 from nemo_aligner.metrics.table import Shown, all_metrics
+from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.loggers import (
     Gauges,
     StepProgress,
@@ -34,7 +35,7 @@ from nemo_aligner.training.loggers import (
     render_validation,
 )
 from nemo_aligner.training.signals import SignalHandler, StopReason
-from nemo_aligner.utils.console import Counter, Watch, say, waiting_for
+from nemo_aligner.utils.console import Counter, say, waiting_for
 from nemo_aligner.utils.errors import AlignerError, DataError, TrainingError
 
 _NO_PROOF = (
@@ -44,22 +45,13 @@ _NO_PROOF = (
 _SHOWN = [f"train/{metric.name}" for metric in all_metrics() if Shown.step in metric.shown]
 
 
-class Learner(Protocol):
-    """A model with its data: it trains, validates and returns metrics."""
-
-    model: Any
-    optimizer: Any
-
-    def train_step(self, step: int) -> dict[str, float]: ...
-
-    def validate(self, watch: Watch) -> dict[str, float]: ...
-
-
 class _LeftEarlyError(Exception):
     """A validation that was left as the run is to stop; on every rank."""
 
 
 class Logger(Protocol):
+    """What keeps a run's numbers: ``MetricLoggers``, or a benchmark's own."""
+
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
 
@@ -81,7 +73,7 @@ class SupervisedTrainer:
 
     def __init__(
         self,
-        learner: Learner,
+        learner: RewardLearner,
         config: TrainConfig,
         total_steps: int,
         start: RunState,
