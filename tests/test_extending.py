@@ -105,15 +105,18 @@ def test_a_metric_is_measured_with_the_others(
     assert table.measure_pairs(pairs, in_step=True)["clear_accuracy"] == 0.5
 
 
-def test_a_protocol_is_served_with_the_others(import_example: Import) -> None:
+def test_a_protocol_is_served_with_the_others(
+    import_example: Import, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("fastapi")
     from nemo_aligner.config.serving import GatewayConfig
-    from nemo_aligner.serving.http import ROUTES, build_app
+    from nemo_aligner.serving import http
     from tests.serving.fake_server import total
     from tests.serving.gateway_calls import FakeClient, call
 
     route = import_example("my_protocol").ROUTE
-    app = build_app([*ROUTES, route], FakeClient(), GatewayConfig(), None)
+    monkeypatch.setattr(http, "ROUTES", [*http.ROUTES, route])
+    app = http.build_app(FakeClient(), GatewayConfig(), None)
     assert call(app, "/one", {"text": "ab"}).json == {"reward": total("ab") / 2}
     refused = call(app, "/one", {"text": ""})
     assert (refused.status, refused.json) == (400, {"wrong": "row 0: the text is empty"})

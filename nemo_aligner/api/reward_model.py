@@ -68,7 +68,7 @@ class RewardModel:
         key, self.name = self._config.source_key()
         if key == "server":
             raise ConfigError("server: it is not of this process: see nemo_aligner.serving.client")
-        self._idle = frozenset(idle_settings(self._config))
+        self._idle = frozenset(idle_settings(self._config))  # said here, and not at each use again
         for note in idle_notes(self._config):
             say(note)
 
@@ -159,7 +159,7 @@ class RewardModel:
             ServingError: the model's reward of a text is not a finite number.
             TypeError: ``texts`` is one text, and no list of them.
         """
-        from nemo_aligner.serving.client.calls import check_on_error
+        from nemo_aligner.serving.client.reward import check_on_error
 
         check_on_error(on_error)
         if steps:
@@ -167,9 +167,7 @@ class RewardModel:
         if on_error == "nan":
             return self.score_rows(texts).rewards
         rewards = self._source().score(check_texts(texts))
-        for row, reward in enumerate(rewards):
-            if not all(map(math.isfinite, reward)):
-                raise ServingError(f"text {row}: the model's reward is not a finite number")
+        _check_finite(rewards)
         return rewards
 
     def _score_steps(self, texts: list[Text]) -> list[StepRewards]:
@@ -180,9 +178,7 @@ class RewardModel:
                 "with model.head.reads=turns or step_ends, for example"
             )
         found = score_steps(texts)
-        for row, own in enumerate(found):
-            if not all(map(math.isfinite, own.rewards.flat)):
-                raise ServingError(f"text {row}: the model's reward is not a finite number")
+        _check_finite(own.rewards.flat for own in found)
         return found
 
     def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
@@ -266,7 +262,7 @@ class RewardModel:
         """
         if self._config.rm_model_file is None:
             raise ConfigError(f"{self.name}: got a model of transformers, wanted a .nemo file")
-        release_models()
+        release_models()  # an export has a process group of its own, and checks what it wrote
         return export_archive(
             Path(self.name),
             Path(output),
@@ -295,6 +291,12 @@ class RewardModel:
     def _source(self) -> RewardSource:
         """The loaded source of rewards; loads it if need be."""
         return _SESSION.load(self, self._config)
+
+
+def _check_finite(rows: Iterable[Iterable[float]]) -> None:
+    for row, rewards in enumerate(rows):
+        if not all(map(math.isfinite, rewards)):
+            raise ServingError(f"text {row}: the model's reward is not a finite number")
 
 
 def release_models() -> None:
@@ -356,9 +358,11 @@ class _Session:
     """The process group that loaded models share, with one parallel layout at a time."""
 
     def __init__(self) -> None:
+        # megatron-core's process groups are global, so one layout is up at a time.
         self._held: ExitStack | None = None
         self._sizes: dict[str, Any] | None = None
         self._layout: ParallelLayout | None = None
+        # Weakly: a model that nobody holds any more frees its weights, closed or not.
         self._loaded: WeakKeyDictionary[RewardModel, RewardSource] = WeakKeyDictionary()
 
     def load(self, model: RewardModel, config: EvaluateConfig) -> RewardSource:
@@ -376,6 +380,8 @@ class _Session:
         try:
             return self._loaded.setdefault(model, load_source(config, layout))
         finally:
+            # Nothing could be loaded. Among several ranks the others may still be at it, and to end
+            # the group under them would hide the error.
             if not self._loaded and find_process(os.environ).world_size == 1:
                 self.close()
 

@@ -72,6 +72,7 @@ def train(
     folder = Path(load_given(TrainConfig, given, config).exp_manager.explicit_log_dir)
     parts = {"train": records, "validation": validation, "test": test}
     _check_once(settings, [f"{_PREFIX}.{part}" for part, of in parts.items() if of is not None])
+    # Their weights would lie beside the run's, which also starts a process group of its own.
     release_models()
     for part, of_part in parts.items():
         if of_part is not None:

@@ -15,15 +15,15 @@ from nemo_aligner.contract.contract import TextEncoder, one_reward
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.distributed.cpu_products import resident_bytes
 from nemo_aligner.models.offload import OffloadGroup, OffloadManager, OffloadPolicy
-from nemo_aligner.serving.engine.batcher import Batcher, ReadWriteLock
+from nemo_aligner.serving.engine.batcher import Batcher, Meter, ReadWriteLock
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from nemo_aligner.serving.failures import FailureKind, RequestError
-from nemo_aligner.serving.metrics import Meter
 from nemo_aligner.serving.protocols import critic as wire
 from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.reward import RewardService, answer_request, contract_endpoint
-from nemo_aligner.serving.service import Endpoint, Tensors, answer_of, check_size
+from nemo_aligner.serving.protocols.kserve import Tensors
+from nemo_aligner.serving.reward import RewardService, answer_of, check_size, contract_endpoint
+from nemo_aligner.serving.service import Endpoint
 from nemo_aligner.training.critic import CriticRun, ValueStep
 
 # Operations of all ranks.
@@ -61,7 +61,7 @@ class CriticService:
         # queue answers are values.
         self._intake = RewardService(
             TextEncoder(run.contract, run.tokenizer),
-            _Shared(self._batcher, self._lock),
+            self._submit_shared,
             config.server,
             self._meter,
         )
@@ -102,8 +102,12 @@ class CriticService:
             self._meter.refused()
             # A client reads the seconds from the words, as Triton sends no Retry-After.
             raise RequestError("the critic is training; retry after 1 s", FailureKind.busy)
-        reply = await answer_request(self._intake, inputs)
+        reply = await self._intake.answer(inputs)
         return wire.encode_values(inputs, reply.rewards, reply.exceeded, self._has_rewards)
+
+    def _submit_shared(self, token_lists: list[list[int]]) -> Future[np.ndarray]:
+        """Queue rows that share the model, and wait for exclusive work."""
+        return self._lock.submit(partial(self._batcher.submit, token_lists), exclusive=False)
 
     async def _train(self, inputs: Tensors) -> Tensors:
         _, num_bytes = kserve.size_of_request(inputs)
@@ -130,17 +134,6 @@ class CriticService:
         self._saved_step = self._run.learner.step
         print(f"saved {path} and the state that a restart goes on from", flush=True)
         return {"status": np.zeros(1, dtype=np.int64)}
-
-
-class _Shared:
-    """A batcher whose requests share the model, and wait for exclusive work."""
-
-    def __init__(self, batcher: Batcher, lock: ReadWriteLock) -> None:
-        self._batcher = batcher
-        self._lock = lock
-
-    def submit(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
-        return self._lock.submit(partial(self._batcher.submit, token_lists), exclusive=False)
 
 
 def _never_saved(step: int, saved: int) -> str | None:

@@ -27,13 +27,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import nemo_aligner
 from nemo_aligner.config.serving import GatewayConfig
-from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.failures import FailureKind, RequestError, failure_of
 from nemo_aligner.serving.protocols import (
     ScoredRows,
     ScoreRequest,
-    genrm,
     gym,
     openrlhf,
     rewards,
@@ -42,11 +40,17 @@ from nemo_aligner.serving.protocols import (
     tei,
     vllm,
 )
-from nemo_aligner.serving.protocols.base import HttpAnswer, PlainRoute, Route, Served
+from nemo_aligner.serving.protocols.base import (
+    HttpAnswer,
+    PlainRoute,
+    Route,
+    Served,
+    refuse_with_detail,
+)
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
-from nemo_aligner.serving.reward import TurnCompletion, UpstreamService, unreachable
 from nemo_aligner.serving.tokens import has_token
 from nemo_aligner.serving.triton import ready_file
+from nemo_aligner.serving.upstream import UpstreamService, unreachable
 from nemo_aligner.utils.errors import ServingError, one_line
 
 # Every protocol that the gateway speaks has its line here.
@@ -58,7 +62,6 @@ ROUTES: list[Route[Any]] = [
     *sglang.ROUTES,
     *tei.ROUTES,
     *gym.ROUTES,
-    *genrm.ROUTES,
 ]
 PLAIN_ROUTES: list[PlainRoute] = [*gym.PLAIN_ROUTES]
 
@@ -78,55 +81,44 @@ _ERRORS = {
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def build_app(
-    routes: Sequence[Route[Any]],
-    client: RewardClient,
-    config: GatewayConfig,
-    token: str | None,
-    at_end: Callable[[], Awaitable[None]] | None = None,
-    plain_routes: Sequence[PlainRoute] = (),
-    turn_end: Callable[[], Awaitable[TurnEnd | None]] | None = None,
-) -> ASGIApp:
+def build_app(client: RewardClient, config: GatewayConfig, token: str | None) -> ASGIApp:
     """Build the application; with a ``token``, every path but health and readiness needs it.
 
-    ``at_end`` is called in its event loop once all is answered. ``turn_end`` asks the backends what
-    their chat template writes after a reply; with None nothing is completed.
+    It ends the client when all is answered.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        if at_end is not None:
-            await at_end()
+        await client.aclose()
 
     app = _App(
-        routes,
+        ROUTES,
         lifespan=lifespan,
         title="nemo_aligner gateway",
         version=nemo_aligner.__version__,
         description="Rewards of a reward model, by several protocols.",
     )
     # One for all routes: the limit of rows in flight, and the drift, are of all protocols together.
-    relay = UpstreamService(client, config.max_queue_rows, config.drift_rows)
+    upstream = UpstreamService(client, config)
     metrics = GatewayMetrics()
-    completion = None if turn_end is None else TurnCompletion(turn_end)
     at_path: dict[str, list[Route[Any]]] = {}
-    for route in routes:
+    for route in ROUTES:
         at_path.setdefault(route.path, []).append(route)
     for path, several in at_path.items():
         about = "; ".join(route.about for route in several)
         app.add_api_route(
             path,
-            _Endpoint(several, relay, config, metrics, completion).handle,
+            _Endpoint(several, upstream, config, metrics).handle,
             methods=["POST"],
             summary=about,
             description=about,  # else the handler's docstring is on the page
             operation_id=path.strip("/").replace("/", "_"),
             openapi_extra=_described(several),
         )
-    for plain in plain_routes:
+    for plain in PLAIN_ROUTES:
         _add_plain_route(app, plain, config.max_request_bytes)
-    _add_own_routes(app, relay, client, metrics)
+    _add_own_routes(app, upstream, client, metrics)
     first = {path: several[0] for path, several in at_path.items()}
     return _Plain(app if token is None else _Guarded(app, token, first, metrics))
 
@@ -155,14 +147,12 @@ class _Endpoint:
     def __init__(
         self,
         routes: Sequence[Route[Any]],
-        relay: UpstreamService,
+        upstream: UpstreamService,
         config: GatewayConfig,
         metrics: GatewayMetrics,
-        completion: TurnCompletion | None,
     ) -> None:
         self._route, *self._others = routes
-        self._relay, self._completion = relay, completion
-        self._config, self._metrics = config, metrics
+        self._upstream, self._config, self._metrics = upstream, config, metrics
 
     async def handle(self, request: Request) -> Response:
         """Answer by the route's protocol, and count the answer."""
@@ -199,14 +189,11 @@ class _Endpoint:
             ServingError: any failure of it; see ``failure_of``.
         """
         asked = route.read(body)
-        if self._completion is not None and route.completes_turns:
-            try:
-                asked, completed = await self._completion.complete(asked)
-            except ServingError as error:
-                raise unreachable(error) from error
+        if route.completes_turns:
+            asked, completed = await self._upstream.complete_turns(asked)
             self._metrics.completed(route.path, completed)
         try:
-            return await self._relay.answer(asked, route.sets_rows_aside)
+            return await self._upstream.answer(asked, route.sets_rows_aside)
         except RequestError as refusal:
             if refusal.row is None or route.with_other_reply is None:
                 raise
@@ -214,14 +201,14 @@ class _Endpoint:
 
     async def _whose_fault(self, refusal: RequestError, other: ScoreRequest) -> ScoredRows:
         """Ask with another reply: the refusal becomes a row's error, or the prompt's failure."""
-        found = await self._relay.answer(other, False, is_probe=True)
+        found = await self._upstream.answer(other, False, is_probe=True)
         reason = refusal.message.removeprefix(f"row {refusal.row}: ")
         # The reward of the other reply says how many attributes there are, and is not used.
         nothing = np.full_like(found.rewards, np.nan)
         return ScoredRows(nothing, {0: reason}, np.zeros(1, dtype=bool))
 
     def _served(self, scored: ScoredRows) -> Served:
-        contract, threshold = self._relay.contract, self._config.reward_threshold
+        contract, threshold = self._upstream.contract, self._config.reward_threshold
         if contract is not None:
             return Served(MODEL_NAME, contract.attributes, contract.attribute_weights, threshold)
         # A backend of NeMo-Aligner, which publishes no contract with the names of its attributes.
@@ -238,19 +225,22 @@ async def _read(request: Request, most: int) -> bytes:
     """
     # The header spares reading a body that says its size; one in chunks has none, or may lie.
     said = request.headers.get("content-length", "")
-    too_large = RequestError(
-        f"got a body of more than {most} bytes (gateway.max_request_bytes); send less at once",
-        FailureKind.too_large,
-    )
     if said.isdecimal() and int(said) > most:
-        raise too_large
+        raise _too_large(most)
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
         if size > most:
-            raise too_large
+            raise _too_large(most)
         parts.append(part)
     return b"".join(parts)
+
+
+def _too_large(most: int) -> RequestError:
+    return RequestError(
+        f"got a body of more than {most} bytes (gateway.max_request_bytes); send less at once",
+        FailureKind.too_large,
+    )
 
 
 def respond(answer: HttpAnswer, retry_after_s: float | None = None) -> Response:
@@ -272,7 +262,7 @@ class _Plain:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Before the token is asked for: routes, and the paths that need none, are known without it.
-        path = gym.without_rollout(scope["path"]) if scope["type"] == "http" else None
+        path = gym.OF_ROLLOUT.sub("", scope["path"]) if scope["type"] == "http" else None
         if path is not None and path != scope["path"]:
             scope = {**scope, "path": path, "raw_path": path.encode()}
         await self._app(scope, receive, send)
@@ -294,7 +284,7 @@ class _Guarded:
         failure = RequestError("the bearer token is missing or wrong", FailureKind.unauthorized)
         route = self._routes.get(scope["path"])
         if route is None:
-            answer = _plain_answer(failure)
+            answer = refuse_with_detail(failure, None)
         else:
             answer = route.refuse(failure, None)
             self._metrics.answered(route.path, answer.status, 0.0)
@@ -305,24 +295,19 @@ class _Guarded:
         return has_token(sent, self._token)
 
 
-def _plain_answer(failure: RequestError) -> HttpAnswer:
-    """The answer of paths that belong to no protocol, in FastAPI's own shape."""
-    return HttpAnswer(failure.kind.status, {"detail": failure.message})
-
-
 def _add_plain_route(app: FastAPI, route: PlainRoute, max_request_bytes: int) -> None:
     async def handle(request: Request) -> Response:
         try:
             return respond(route.answer(await _read(request, max_request_bytes)))
         except ServingError as error:
-            return respond(_plain_answer(failure_of(error)))
+            return respond(refuse_with_detail(failure_of(error), None))
 
     about, method = route.about, route.method
     app.add_api_route(route.path, handle, methods=[method], summary=about, response_model=None)
 
 
 def _add_own_routes(
-    app: FastAPI, relay: UpstreamService, client: RewardClient, metrics: GatewayMetrics
+    app: FastAPI, upstream: UpstreamService, client: RewardClient, metrics: GatewayMetrics
 ) -> None:
     async def health() -> Response:
         return respond(HttpAnswer(200, {"status": "ok"}))
@@ -337,14 +322,14 @@ def _add_own_routes(
     async def contract() -> Response:
         # Asked anew each time, as a backend may have been replaced since the last reward.
         try:
-            return respond(HttpAnswer(200, (await relay.ask_contract()).to_dict()))
+            return respond(HttpAnswer(200, (await upstream.ask_contract()).to_dict()))
         except ServingError as error:
             failure = unreachable(error)
-            return respond(_plain_answer(failure), failure.retry_after_s)
+            return respond(refuse_with_detail(failure, None), failure.retry_after_s)
 
     async def scrape() -> Response:
         # The backends' own counts come with the gateway's: Triton's metrics have none of ours.
-        text, kind = metrics.render(relay, await client.statistics_async())
+        text, kind = metrics.render(upstream, await client.statistics_async())
         return Response(text, media_type=kind)
 
     own: list[tuple[str, Callable[[], Awaitable[Response]], str]] = [
@@ -522,10 +507,10 @@ class GatewayMetrics:
         if rows:
             self._rows.labels(path, "completed").inc(rows)
 
-    def render(self, relay: UpstreamService, statistics: Statistics) -> tuple[bytes, str]:
+    def render(self, upstream: UpstreamService, statistics: Statistics) -> tuple[bytes, str]:
         """The text for Prometheus, with what the backends have just said; and its content type."""
         now = CollectorRegistry()
-        now.register(_Snapshot([*_of_service(relay), *_of_backends(statistics)]))
+        now.register(_Snapshot([*_of_service(upstream), *_of_backends(statistics)]))
         return generate_latest(self._registry) + generate_latest(now), CONTENT_TYPE_LATEST
 
 
@@ -539,11 +524,11 @@ class _Snapshot:
         yield from self._families
 
 
-def _of_service(relay: UpstreamService) -> Iterator[Metric]:
+def _of_service(upstream: UpstreamService) -> Iterator[Metric]:
     yield GaugeMetricFamily(
-        f"{_GATEWAY}_rows_in_flight", "texts not answered yet", value=relay.rows_in_flight
+        f"{_GATEWAY}_rows_in_flight", "texts not answered yet", value=upstream.rows_in_flight
     )
-    contract = relay.contract
+    contract = upstream.contract
     gauges = {
         name: GaugeMetricFamily(f"nemo_aligner_reward_{name}", about, labels=["attribute"])
         for name, about in (
@@ -554,7 +539,7 @@ def _of_service(relay: UpstreamService) -> Iterator[Metric]:
             ("std_ratio", "standard deviation over the contract's"),
         )
     }
-    for column, drift in enumerate(relay.recent.drift(contract)):
+    for column, drift in enumerate(upstream.recent.drift(contract)):
         name = str(column) if contract is None else contract.attributes[column]
         for field, value in vars(drift).items():
             if value is not None:

@@ -1,35 +1,31 @@
-"""Scoring as a service: check a request, queue its rows, answer it, here or by an upstream."""
+"""Scoring as a service: check a request, queue its rows, and answer it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 
 from nemo_aligner.config.serving import ServerConfig
-from nemo_aligner.contract.contract import EncodedText, ScoringContract
-from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.contract import ScoringContract, TextEncoder
 from nemo_aligner.contract.steps import StepSpan
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.client.calls import OnError
-from nemo_aligner.serving.engine.batcher import BackpressureLimit, Batcher
-from nemo_aligner.serving.engine.executor import ModelRanks, Operation
-from nemo_aligner.serving.engine.scorer import TokenCounts
+from nemo_aligner.serving.engine.batcher import BackpressureLimit, Batcher, Meter
+from nemo_aligner.serving.engine.executor import ModelRanks, Operation, RanksLostError
+from nemo_aligner.serving.engine.scorer import Scorer
 from nemo_aligner.serving.engine.shaping import RewardShaper
-from nemo_aligner.serving.engine.steps import StepScorer, by_text, mark_reads, score_marked
-from nemo_aligner.serving.failures import FailureKind, RefusedError, RequestError
-from nemo_aligner.serving.metrics import Meter, RecentRewards
-from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, kserve, place_rows
-from nemo_aligner.serving.service import Endpoint, Tensors, answer_of, check_size
+from nemo_aligner.serving.failures import FailureKind, RequestError
+from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, StepRewards, kserve
+from nemo_aligner.serving.protocols.kserve import Tensors
+from nemo_aligner.serving.service import Endpoint
 from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
 
 # Threads that encode texts beside the model: with one, a long text would hold up all others.
@@ -39,56 +35,6 @@ _SHORT = 2000
 
 
 ReadOutputs = Callable[[np.ndarray], "tuple[np.ndarray, np.ndarray | None]"]
-
-
-class RequestEncoder(Protocol):
-    """Encoder and checker of requests."""
-
-    contract: ScoringContract
-
-    def encode(self, text: Text) -> EncodedText:
-        """Encode a text; raise AlignerError if the scoring contract refuses it."""
-
-    def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Raise AlignerError if these ids cannot be scored."""
-
-    def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
-        """Tokens of every text's reply alone."""
-
-
-class ServableScorer(RequestEncoder, StepScorer, Protocol):
-    """Scorer, as a server needs it.
-
-    ``score_token_lists`` and ``reset_cache`` are collective over the ranks, the others are not.
-    """
-
-    @property
-    def counts(self) -> TokenCounts:
-        """Tokens of all calls."""
-
-    @property
-    def tokens_per_call(self) -> int:
-        """Tokens with which a call of ``score_token_lists`` keeps all ranks at work."""
-
-    @property
-    def prefix_cache_bytes(self) -> int:
-        """Bytes of the prefix cache on each rank."""
-
-    def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-        """``[N, A]`` float32 rewards."""
-
-    def score_outputs(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-        """``[N, outputs]`` float32 of the head."""
-
-    def reset_cache(self) -> None:
-        """Empty the prefix cache."""
-
-
-class RowQueue(Protocol):
-    """Queue of rows in front of the model."""
-
-    def submit(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
-        """The future of a row of numbers for each token list."""
 
 
 @dataclass
@@ -111,17 +57,20 @@ class RewardService:
 
     def __init__(
         self,
-        scorer: RequestEncoder,
-        batcher: RowQueue,
+        scorer: Scorer | TextEncoder,
+        submit: Callable[[list[list[int]]], Future[np.ndarray]],
         config: ServerConfig,
         meter: Meter,
         shaper: RewardShaper | None = None,
         read_outputs: ReadOutputs | None = None,
     ) -> None:
-        """With ``read_outputs``, which turns outputs into rewards, ``batcher`` returns outputs."""
+        """``submit`` queues token lists in front of the model: the future of a row for each.
+
+        With ``read_outputs``, which turns outputs into rewards, these rows are outputs.
+        """
         self._scorer = scorer
         self._read_outputs = read_outputs
-        self._batcher = batcher
+        self._submit = submit
         self._max_bytes = config.max_request_bytes
         # More rows would only wait, while their senders could ask another server.
         self._limit = BackpressureLimit(config.max_queue_rows, "server.max_queue_rows")
@@ -145,20 +94,23 @@ class RewardService:
         """Rows of requests that are not answered yet."""
         return self._limit.rows_in_flight
 
-    async def answer(
-        self, rows: int, num_bytes: int, read: Callable[[], ScoreRequest]
-    ) -> ScoredRows:
-        """The reply to a request of so many rows and bytes, which ``read`` takes apart.
+    async def answer(self, inputs: Tensors) -> ScoredRows:
+        """The reply to a request's tensors.
 
         Raises:
             Exception: of any class; see ``failure_of``.
         """
         begun = time.monotonic()
+        rows, num_bytes = kserve.size_of_request(inputs)
         try:
+            # Before anything is decoded: what is refused here has cost no more than its bytes.
             check_size(num_bytes, self._max_bytes)
             with self._limit.admit(rows):
-                is_short = num_bytes <= _SHORT
-                encoded = self._encode(read()) if is_short else await self._in_encoder(read)
+                if num_bytes <= _SHORT:
+                    encoded = self._encode(inputs)
+                else:
+                    loop = asyncio.get_running_loop()
+                    encoded = await loop.run_in_executor(self._encoders, self._encode, inputs)
                 scored = await self._score(encoded)
         except Exception:
             self._meter.refused()
@@ -172,12 +124,8 @@ class RewardService:
         if self._shaper is not None:
             self._shaper.save()
 
-    async def _in_encoder(self, read: Callable[[], ScoreRequest]) -> _Encoded:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._encoders, lambda: self._encode(read()))
-
     async def _score(self, encoded: _Encoded) -> ScoredRows:
-        rewards = await answer_of(self._batcher.submit(encoded.token_lists))
+        rewards = await answer_of(self._submit(encoded.token_lists))
         outputs = spread = None
         if self._read_outputs is not None:
             outputs = rewards
@@ -189,17 +137,15 @@ class RewardService:
             what = f"row {wrong[0]}: the model's reward is not a finite number"
             raise RequestError(what, FailureKind.internal)
         exceeded = np.array(encoded.exceeded, dtype=bool)
-        found: dict[str, Any] = {"rewards": rewards, "spread": spread, "outputs": outputs}
+        scored = ScoredRows(
+            rewards, {}, exceeded, self._contract_hash, spread=spread, outputs=outputs
+        )
         if self._shaper is not None:
-            shaped = self._shaper.shape(rewards, encoded.reply_tokens, spread)
-            found |= {"raw_rewards": rewards, **vars(shaped)}
-        if self._has_steps:
-            steps, last = by_text(found["rewards"], encoded.spans)
-            found = {name: None if each is None else each[last] for name, each in found.items()}
-            found["steps"] = steps
-        return ScoredRows(errors={}, exceeded=exceeded, contract_hash=self._contract_hash, **found)
+            scored = self._shaper.shape(scored, encoded.reply_tokens)
+        return _by_text(scored, encoded.spans) if self._has_steps else scored
 
-    def _encode(self, request: ScoreRequest) -> _Encoded:
+    def _encode(self, inputs: Tensors) -> _Encoded:
+        request = kserve.decode_request(inputs)
         self._check_add_eos(request)
         encoded = _Encoded()
         # The first row that cannot be scored fails the request, before any row is in the queue.
@@ -213,6 +159,7 @@ class RewardService:
             with _naming(row):
                 found = self._scorer.encode(text)
             reads = found.reads if self._has_steps else None
+            # Marked ids are what the queue and all ranks pass on; see ``score_marked``.
             encoded.token_lists.append(mark_reads(found.token_ids, reads or ()))
             encoded.exceeded.append(found.truncated)
             encoded.spans.append(found.spans)
@@ -251,6 +198,79 @@ def _naming(row: int) -> Iterator[None]:
         raise ServingError(f"row {row}: {error}") from error
 
 
+# Rows of a model that has a reward for each turn or step. The ids that are read are marked, so that
+# a row goes through queue and ranks like any other. No id that comes from outside is negative.
+
+
+def mark_reads(token_ids: Sequence[int], reads: Sequence[int]) -> list[int]:
+    """The ids with those at the places ``reads`` as ``-1 - id``."""
+    marked = list(token_ids)
+    for place in reads:
+        marked[place] = ~marked[place]
+    return marked
+
+
+def unmark_reads(row: Sequence[int] | np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """The inverse of ``mark_reads``; without marks the last id is read."""
+    marked = np.asarray(row, dtype=np.int64)
+    reads = np.flatnonzero(marked < 0).tolist() or [len(marked) - 1]
+    return np.where(marked < 0, ~marked, marked), reads
+
+
+def score_marked(scorer: Scorer, rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """``[s, A]`` rewards of each row, of whose ids s are marked; outputs, if there is a readout."""
+    found = [unmark_reads(row) for row in rows]
+    reads = [own for _, own in found]
+    outputs = scorer.score_step_outputs([ids for ids, _ in found], reads)
+    if scorer.contract.readout is None:
+        outputs, _ = scorer.read_outputs(outputs)
+    return np.split(outputs, np.cumsum([len(own) for own in reads])[:-1])
+
+
+def _by_text(scored: ScoredRows, spans: Sequence[tuple[StepSpan, ...]]) -> ScoredRows:
+    """Rows of texts, each with ``steps``, made of a row for each turn or step of them."""
+    ends = np.cumsum([max(1, len(own)) for own in spans])
+    steps = np.full(len(spans), None, dtype=np.object_)
+    parts = np.split(scored.rewards, ends[:-1])
+    steps[:] = [StepRewards(part, own) for part, own in zip(parts, spans, strict=True)]
+    last: dict[str, Any] = {
+        name: values[ends - 1]
+        for name, values in vars(scored).items()
+        if isinstance(values, np.ndarray) and name != "exceeded"  # of which there is one a text
+    }
+    return replace(scored, **last, steps=steps)
+
+
+# Checks and waiting that endpoints have in common, with the failures of both.
+
+T = TypeVar("T")
+
+
+def check_size(num_bytes: int, most: int) -> None:
+    """Raise RequestError for a request of more than ``most`` bytes."""
+    if num_bytes > most:
+        raise RequestError(
+            f"got a request of {num_bytes} bytes, wanted at most {most} (server.max_request_bytes)",
+            FailureKind.too_large,
+        )
+
+
+async def answer_of(ranks: Future[T]) -> T:
+    """Wait for a result of all ranks, and say what kind of failure it is if there is none.
+
+    Raises:
+        RequestError: they are gone, so that another server has to answer; or the model failed.
+    """
+    try:
+        return await asyncio.wrap_future(ranks)
+    except RanksLostError as error:
+        text = f"the server cannot go on: {one_line(error)}"
+        raise RequestError(text, FailureKind.busy) from error
+    except Exception as error:
+        text = f"the model failed: {one_line(error)}"
+        raise RequestError(text, FailureKind.internal) from error
+
+
 # The endpoints of a server: the reward model and its scoring contract.
 
 _SCORE = "score"
@@ -261,7 +281,7 @@ class RewardModelServable:
 
     def __init__(
         self,
-        scorer: ServableScorer,
+        scorer: Scorer,
         config: ServerConfig,
         shaper: RewardShaper | None = None,
         prepare: Callable[[], None] = lambda: None,
@@ -303,7 +323,7 @@ class RewardModel:
 
     def __init__(
         self,
-        scorer: ServableScorer,
+        scorer: Scorer,
         config: ServerConfig,
         shaper: RewardShaper | None,
         ranks: ModelRanks,
@@ -312,13 +332,14 @@ class RewardModel:
         self._scorer = scorer
         self._config = config
         self._meter = Meter()
+        # A row with turns or steps has several rewards, which ``_by_text`` parts again.
         join = np.concatenate if scorer.contract.has_steps else np.stack
         self._batcher = Batcher(
             partial(ranks.submit, _SCORE), scorer.tokens_per_call, self._meter, join
         )
         read_outputs = None if scorer.contract.readout is None else scorer.read_outputs
         self._service = RewardService(
-            scorer, self._batcher, config, self._meter, shaper, read_outputs
+            scorer, self._batcher.submit, config, self._meter, shaper, read_outputs
         )
         self._cached = 0
         self._turn_end = turn_end
@@ -352,7 +373,7 @@ class RewardModel:
         return lines
 
     async def _answer(self, inputs: Tensors) -> Tensors:
-        return kserve.encode_rewards(await answer_request(self._service, inputs))
+        return kserve.encode_rewards(await self._service.answer(inputs))
 
     def statistics(self) -> dict[str, float]:
         """Counts since the start, and the queue now; see ``Meter.statistics``."""
@@ -388,13 +409,6 @@ def _shown(rule: Any) -> str:
     return f"{rule:.4g}" if isinstance(rule, float) else str(rule)[:12]
 
 
-async def answer_request(service: RewardService, inputs: Tensors) -> ScoredRows:
-    """Answer one request's tensors."""
-    return await service.answer(
-        *kserve.size_of_request(inputs), lambda: kserve.decode_request(inputs)
-    )
-
-
 def contract_endpoint(
     contract: ScoringContract,
     statistics: Callable[[], Mapping[str, float]],
@@ -404,7 +418,7 @@ def contract_endpoint(
 
     Counters have no endpoint of their own: each is a process more, and 1.7 s more at the start.
     """
-    published = {**kserve.encode_contract(contract), **kserve.encode_turn_end(turn_end)}
+    published = kserve.encode_contract(contract, turn_end)
 
     async def publish(inputs: Tensors) -> Tensors:
         return {**published, **kserve.encode_statistics(statistics())}
@@ -416,173 +430,3 @@ def contract_endpoint(
         publish,
         comes_first=True,  # Triton loads a model in seconds, and answers others meanwhile
     )
-
-
-# The gateway's service: requests are scored by upstream servers.
-
-logger = logging.getLogger(__name__)
-
-# When a backend comes back is unknown, so clients are asked to retry soon.
-_AGAIN_IN_S = 1
-
-
-class AsyncRewardClient(Protocol):
-    """The part of ``RewardClient`` that is used here."""
-
-    async def score_rows_async(
-        self, texts: list[Text], *, on_error: OnError = "nan"
-    ) -> ScoredRows: ...
-
-    async def score_token_rows_async(
-        self, token_lists: list[list[int]], *, on_error: OnError = "nan"
-    ) -> ScoredRows: ...
-
-    async def contract_async(self) -> ScoringContract: ...
-
-
-class UpstreamService:
-    """Forwards requests to the backends of a client; for one event loop.
-
-    ``contract`` is the backends', by which the newest rewards were made; None before any, and for
-    backends that publish none. ``recent`` has the last rewards, for their drift.
-    """
-
-    def __init__(self, client: AsyncRewardClient, max_queue_rows: int, drift_rows: int) -> None:
-        self.contract: ScoringContract | None = None
-        self.recent = RecentRewards(drift_rows)
-        self._has_none = False
-        self._client = client
-        self._limit = BackpressureLimit(max_queue_rows, "gateway.max_queue_rows")
-
-    @property
-    def rows_in_flight(self) -> int:
-        """Rows of requests that are not answered yet."""
-        return self._limit.rows_in_flight
-
-    async def answer(
-        self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool = False
-    ) -> ScoredRows:
-        """The rewards of a request's rows, and why some have none (NaN).
-
-        Unless ``sets_rows_aside``, a row that is refused is a failure of the whole request. The
-        rewards of a probe are nobody's, and not among the recent ones.
-
-        Raises:
-            RequestError: in a backend's words, if one has answered.
-        """
-        try:
-            with self._limit.admit(len(request.texts or request.token_lists or ())):
-                scored = await self._score(request, "nan" if sets_rows_aside else "raise")
-                await self._know_contract(scored.contract_hash)
-        except RefusedError as error:
-            # A backend's other refusals, such as of the gateway's own token, are not the sender's.
-            kind = error.kind if error.kind.reaction == "skip" else FailureKind.internal
-            row = error.row if kind is FailureKind.bad_request else None
-            raise RequestError(one_line(error.message), kind, row=row) from error
-        except RequestError:  # too many rows are in flight
-            raise
-        except ServingError as error:
-            raise unreachable(error) from error
-        except Exception as error:
-            logger.exception("a request could not be answered")
-            # Without its words: who is at the gateway need not learn of the code behind it.
-            text = f"internal error: {type(error).__name__}"
-            raise RequestError(text, FailureKind.internal) from error
-        if not is_probe:
-            self.recent.add(scored.rewards)
-        return _with_refused(scored, request.refused)
-
-    async def ask_contract(self) -> ScoringContract:
-        """The backends' contract, as they publish it now.
-
-        Raises:
-            ServingError: none answers, or it publishes none.
-        """
-        self.contract = await self._client.contract_async()
-        return self.contract
-
-    async def _score(self, request: ScoreRequest, on_error: OnError) -> ScoredRows:
-        if request.texts is not None:
-            return await self._client.score_rows_async(request.texts, on_error=on_error)
-        token_lists = request.token_lists or []
-        return await self._client.score_token_rows_async(token_lists, on_error=on_error)
-
-    async def _know_contract(self, contract_hash: str | None) -> None:
-        """Ask for the contract of new rewards, which names and weighs their attributes.
-
-        Only where its hash is new: one more request for each would double them.
-        """
-        if self.contract is not None and contract_hash in (None, self.contract.hash):
-            return
-        if self._has_none and contract_hash is None:  # of NeMo-Aligner, as known from before
-            return
-        try:
-            await self.ask_contract()
-        except RefusedError:
-            self._has_none = True
-
-
-def unreachable(error: ServingError) -> RequestError:
-    """The failure of a request that no backend has answered."""
-    return RequestError(one_line(error), FailureKind.unreachable, _AGAIN_IN_S)
-
-
-def _with_refused(scored: ScoredRows, refused: Mapping[int, str]) -> ScoredRows:
-    """Put the rows that were refused before they were sent among those that were."""
-    # The backends have numbered the rows that they got from 0.
-    total = len(scored.rewards) + len(refused)
-    rows = [row for row in range(total) if row not in refused]
-    arrays: dict[str, Any] = {
-        name: place_rows(values, rows, total)
-        for name, values in vars(scored).items()
-        if refused and isinstance(values, np.ndarray)
-    }
-    every = {**refused, **{rows[row]: reason for row, reason in scored.errors.items()}}
-    return replace(scored, **arrays, errors=dict(sorted(every.items())))
-
-
-# Raw texts that end at an end of turn, completed by what the reward model's template writes there.
-
-
-class TurnCompletion:
-    """Asks the backends once how their template ends a turn; for one event loop."""
-
-    def __init__(self, ask: Callable[[], Awaitable[TurnEnd | None]]) -> None:
-        self._ask = ask
-        self._has_asked = False
-        self._turn_end: TurnEnd | None = None
-
-    async def complete(self, request: ScoreRequest) -> tuple[ScoreRequest, int]:
-        """The request, and how many of its raw texts or token rows were completed.
-
-        Raises:
-            ServingError: no backend says what its template writes.
-        """
-        # Once for all: it follows from the chat template, which the contract's hash covers. An
-        # error leaves it to be asked with the next request.
-        if not self._has_asked:
-            self._turn_end = await self._ask()
-            self._has_asked = True
-            self._say()
-        turn = self._turn_end
-        if turn is None:
-            return request, 0
-        texts, token_lists = request.texts, request.token_lists
-        if texts is not None:
-            texts = [turn.complete(each) if isinstance(each, str) else each for each in texts]
-        if token_lists is not None:
-            token_lists = [turn.complete_ids(each) for each in token_lists]
-        before = [*(request.texts or ()), *(request.token_lists or ())]
-        after = [*(texts or ()), *(token_lists or ())]
-        changed = sum(new != old for old, new in zip(before, after, strict=True))
-        return replace(request, texts=texts, token_lists=token_lists), changed
-
-    def _say(self) -> None:
-        turn = self._turn_end
-        if turn is not None:
-            whole = turn.end + turn.rest
-            print(
-                f"Raw texts that end with {turn.end!r} are completed to {whole!r}, as the chat "
-                "template has it (gateway.complete_turns)",
-                flush=True,
-            )

@@ -13,12 +13,7 @@ from pathlib import Path
 from nemo_aligner.checkpoint.nemo.archive import no_such_archive
 from nemo_aligner.config.load import idle_notes
 from nemo_aligner.config.model import layout_sizes
-from nemo_aligner.config.serving import (
-    GatewayConfig,
-    GatewayRunConfig,
-    ServeConfig,
-    ServeCriticConfig,
-)
+from nemo_aligner.config.serving import GatewayRunConfig, ServeConfig, ServeCriticConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import check_expected
 from nemo_aligner.distributed.launch import launch
@@ -148,12 +143,12 @@ def run_gateway(config: GatewayRunConfig) -> int:
         AlignerError: the settings cannot be used, or the port is taken.
     """
     # Only here, as a reward server may run without the extra "gateway".
-    from nemo_aligner.serving.http import PLAIN_ROUTES, ROUTES, build_app, open_socket, run_app
+    from nemo_aligner.serving.http import build_app, open_socket, run_app
 
     # Answers say which rows are refused or cut: a line for each would only fill the log.
-    logging.getLogger("nemo_aligner.serving.client.calls").setLevel(logging.ERROR)
+    logging.getLogger("nemo_aligner.serving.client.reward").setLevel(logging.ERROR)
     own = config.gateway
-    token = read_token(own)
+    token = find_token(own.token_file, own.token_variable, "gateway.token")
     backend_token = find_token(
         config.backend_token_file, config.backend_token_variable, "backend_token"
     )
@@ -170,18 +165,7 @@ def run_gateway(config: GatewayRunConfig) -> int:
     with open_socket(own) as listening:
         print(f"Backends: {', '.join(config.backends)}", flush=True)
         say_who_may_ask(own.host, token, "gateway.token")
-        ends = client.turn_end_async if own.complete_turns else None
-        app = build_app(ROUTES, client, own, token, client.aclose, PLAIN_ROUTES, ends)
-        return run_app(app, listening, own)
-
-
-def read_token(config: GatewayConfig) -> str | None:
-    """The bearer token that requests must have, None if they need none.
-
-    Raises:
-        ConfigError: it cannot be read, is empty, or is none that a header can have.
-    """
-    return find_token(config.token_file, config.token_variable, "gateway.token")
+        return run_app(build_app(client, own, token), listening, own)
 
 
 # A server in another process, for the duration of a block.

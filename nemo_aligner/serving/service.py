@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import numpy as np
-
-from nemo_aligner.serving.engine.executor import ModelRanks, Operation, RanksLostError
-from nemo_aligner.serving.failures import FailureKind, RequestError
+from nemo_aligner.serving.engine.executor import ModelRanks, Operation
 from nemo_aligner.serving.protocols import TensorSpec
-from nemo_aligner.utils.errors import one_line
-
-Tensors = Mapping[str, np.ndarray]
+from nemo_aligner.serving.protocols.kserve import Tensors
 
 
 @dataclass(frozen=True)
@@ -75,33 +68,3 @@ class Servable(Protocol):
 
     def start(self, ranks: ModelRanks) -> Service:
         """Rank 0: begin, with a first operation that shows whether the model can run."""
-
-
-# Checks and waiting that endpoints have in common, with the failures of both.
-
-T = TypeVar("T")
-
-
-def check_size(num_bytes: int, most: int) -> None:
-    """Raise RequestError for a request of more than ``most`` bytes."""
-    if num_bytes > most:
-        raise RequestError(
-            f"got a request of {num_bytes} bytes, wanted at most {most} (server.max_request_bytes)",
-            FailureKind.too_large,
-        )
-
-
-async def answer_of(ranks: Future[T]) -> T:
-    """Wait for a result of all ranks, and say what kind of failure it is if there is none.
-
-    Raises:
-        RequestError: they are gone, so that another server has to answer; or the model failed.
-    """
-    try:
-        return await asyncio.wrap_future(ranks)
-    except RanksLostError as error:
-        text = f"the server cannot go on: {one_line(error)}"
-        raise RequestError(text, FailureKind.busy) from error
-    except Exception as error:
-        text = f"the model failed: {one_line(error)}"
-        raise RequestError(text, FailureKind.internal) from error

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.serving.engine.executor import ModelRanks
 from nemo_aligner.serving.failures import NO_TOKEN, FailureKind, RequestError, failure_of
-from nemo_aligner.serving.service import Endpoint, Servable, Service, Tensors, in_order
+from nemo_aligner.serving.protocols.kserve import Tensors
+from nemo_aligner.serving.service import Endpoint, Servable, Service, in_order
 from nemo_aligner.serving.tokens import find_token, has_token, say_who_may_ask
 from nemo_aligner.serving.triton_internals import (
     bind_unbatched,
@@ -144,11 +145,8 @@ def _answer(
     log = TritonLog(config.triton_log_file)
     print(f"Starting Triton, whose log is {log.path}", flush=True)
     guard = _start(triton, log)
-    # Every endpoint needs both of Triton's processes, the server and its Python stub.
-    processes = triton_processes(os.getpid())
     url = f"http://{config.host}:{port}"
-    report = _Report(services, config.report_every_secs)
-    watch = _Watch(triton, processes, ranks, report, log)
+    watch = _Watch(triton, log, ranks, services, config.report_every_secs)
     with ready_file(config.ready_file, url):
         names = ", ".join(endpoint.name for endpoint in endpoints)
         print(f"Serving {names} at {url} (pid {os.getpid()})", flush=True)
@@ -162,7 +160,7 @@ def _answer(
         # Where a rank dies its launcher stops the others: what is in flight has no answer then.
         watch.until(lambda: not stop.is_alive(), triton_may_end=True)
     guard.dismiss()  # only now: while Triton drains this process may still be killed
-    report.say()
+    watch.report()
     for each in services:
         each.close()
     log.close()
@@ -194,40 +192,23 @@ def _start(triton: Any, log: TritonLog) -> Guard:
     return Guard(server_pid(triton), workspace_of(triton))
 
 
-class _Report:
-    """Prints the load every few seconds, while there is work."""
-
-    def __init__(self, services: Sequence[Service], every_secs: float) -> None:
-        self._services = services
-        self._every_secs = every_secs
-        self._said = time.monotonic()
-
-    def when_due(self) -> None:
-        if self._every_secs and time.monotonic() - self._said >= self._every_secs:
-            self.say()
-
-    def say(self) -> None:
-        self._said = time.monotonic()
-        for line in [service.report() for service in self._services]:
-            if line is not None and self._every_secs:
-                print(line, flush=True)
-
-
 class _Watch:
-    """Watches everything that the server needs, and ends it if any part dies."""
+    """Watches everything that the server needs, ends it if any part dies, and prints its load."""
 
     def __init__(
         self,
         triton: Any,
-        processes: Mapping[int, str],
-        ranks: ModelRanks,
-        report: _Report,
         log: TritonLog,
+        ranks: ModelRanks,
+        services: Sequence[Service],
+        report_every_secs: float,
     ) -> None:
-        self._triton, self._log = triton, log
-        self._processes = processes
-        self._ranks = ranks
-        self._report = report
+        self._triton, self._log, self._ranks = triton, log, ranks
+        # Every endpoint needs both of Triton's processes, the server and its Python stub.
+        self._processes = triton_processes(os.getpid())
+        self._services = services
+        self._report_every_secs = report_every_secs
+        self._reported = time.monotonic()
 
     def until(self, is_over: Callable[[], bool], triton_may_end: bool = False) -> None:
         """Wait; or leave with exit code 1, and the reason."""
@@ -235,10 +216,19 @@ class _Watch:
             failure = self._ranks.failure or (None if triton_may_end else self._dead_triton())
             if failure is not None:
                 _die(failure)
-            self._report.when_due()
+            waited = time.monotonic() - self._reported
+            if self._report_every_secs and waited >= self._report_every_secs:
+                self.report()
             time.sleep(_WATCH_SECS)
         if self._ranks.failure is not None:
             _die(self._ranks.failure)
+
+    def report(self) -> None:
+        """Print the load since the last report, of each service that has had work."""
+        self._reported = time.monotonic()
+        for line in [service.report() for service in self._services]:
+            if line is not None and self._report_every_secs:
+                print(line, flush=True)
 
     def _dead_triton(self) -> str | None:
         for pid, name in self._processes.items():

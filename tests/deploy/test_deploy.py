@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from nemo_aligner.cli.main import load
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.serving import GatewayConfig
-from nemo_aligner.serving.http import _COUNTED, ROUTES, build_app
+from nemo_aligner.serving.http import _COUNTED, build_app
 from tests import tiny
 from tests.docs.test_pages import SCHEMAS
 from tests.environments import install, kept_environment, make_environment, new_environment
@@ -167,7 +167,7 @@ def shown_metrics() -> set[str]:
     client.counted = {
         "http://one": dict.fromkeys([*_COUNTED, "waiting_rows", "tokens_per_call"], 1.0)
     }
-    app = build_app(ROUTES, client, GatewayConfig(), None)
+    app = build_app(client, GatewayConfig(), None)
     call(app, "/v1/rewards", {"texts": ["ab"]})
     families = text_string_to_metric_families(call(app, "/metrics").body.decode())
     return {sample.name for family in families for sample in family.samples}

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.integrations.nemo_gym.__main__ import drop_in
+from nemo_aligner.integrations.nemo_gym import drop_in
 from tests.environments import install, kept_environment, new_environment, python_of
 from tests.launching import ROOT, free_port
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import shutil
@@ -12,22 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
-from nemo_aligner.integrations.nemo_gym.__main__ import drop_in
-from nemo_aligner.integrations.nemo_gym.reward_model import reward_server
-from nemo_aligner.integrations.nemo_gym.reward_model.reward_server import (
-    RewardServerError,
-    RewardServers,
-)
-from nemo_aligner.serving import failures
+from nemo_aligner.integrations.nemo_gym import drop_in
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from nemo_aligner.utils.errors import ConfigError
 from tests.integrations import gym
 
 QUESTION = "what is the river"
-AGENT = "clients/simple_agent.py"
+CLIENTS = Path(__file__).parent / "clients"
 REFUSED = "reward_model:refused_text"
 
 
@@ -59,51 +50,14 @@ def body(reply: str, **more: Any) -> dict[str, Any]:
     return {"responses_create_params": asked, "response": response, **more}
 
 
-def test_its_own_tests_pass_in_gym_and_the_simple_agent_ends_its_rollouts_at_a_gateway(
-    python: Path, folder: Path, server: str, gateway: str
+def test_environment_answers_in_gym_and_the_simple_agent_ends_its_rollouts_at_a_gateway(
+    python: Path, folder: Path, gateway: str
 ) -> None:
-    agent = shutil.copy(Path(__file__).parent / AGENT, folder)  # out of reach of our conftest.py
-    tests = ["resources_servers/reward_model", agent]
-    urls = {"GATEWAY": gateway, "REWARD_SERVER": server}
-    done = gym.run(python, folder, "-m", "pytest", "-q", *tests, **urls)
+    # Out of reach of our conftest.py.
+    tests = [shutil.copy(CLIENTS / name, folder) for name in ("gym_app.py", "simple_agent.py")]
+    done = gym.run(python, folder, "-m", "pytest", "-q", *tests, GATEWAY=gateway)
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("status", "kind", "times"),
-    [(500, "verifier_error", 1), (404, "verifier_error", 1), (503, "provider_unavailable", 2)],
-)
-def test_only_servers_that_are_gone_or_busy_are_asked_again(
-    status: int, kind: str, times: int
-) -> None:
-    asked = []
-
-    async def infer(request: web.Request) -> web.Response:
-        asked.append(request.path)
-        return web.json_response({"error": "row 0: no"}, status=status)
-
-    async def score() -> str:
-        app = web.Application()
-        app.router.add_post("/v2/models/reward_model/infer", infer)
-        async with TestServer(app) as server:
-            servers = RewardServers([str(server.make_url("/"))], None, 10, retry_s=0.2)
-            with pytest.raises(RewardServerError) as caught:
-                await servers.score({"messages": [{"role": "assistant", "content": "a"}]})
-            await servers.close()
-        return caught.value.kind
-
-    assert asyncio.run(score()) == kind
-    assert len(asked) == times
-
-
-def test_its_copy_of_the_failure_table_is_right() -> None:
-    """It cannot import the table: in Gym's environment this package is not installed."""
-    retried = [kind for kind in failures.FailureKind if kind.reaction == "retry"]
-    statuses = {status for kind in retried for status in (kind.status, *kind.aliases)}
-    assert set(reward_server._UNAVAILABLE) == statuses
-    for text in ("row 3: empty", "sentences, row 3: empty", "a row 3: empty", "row: empty"):
-        assert bool(reward_server._ROW.match(text)) == bool(failures._ROW.match(text)), text
 
 
 CLIP = "shaping.clip=[1.4, 1.6]"
@@ -123,6 +77,7 @@ def test_gym_gets_shaped_rewards_of_a_model_that_it_serves(
     python: Path, folder: Path, reward_model: Path, scorer: RewardScorer
 ) -> None:
     pytest.importorskip("pytriton")
+    pytest.importorskip("uvicorn")
     replies = ["thank you", "the bird sings in the tree"]
     options = {
         "model_path": str(reward_model),

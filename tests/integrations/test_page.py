@@ -19,7 +19,7 @@ import yaml
 from nemo_aligner.config.evaluation import RewardEnvironmentConfig
 from nemo_aligner.config.load import load_values
 from nemo_aligner.integrations import nemo_rl
-from nemo_aligner.integrations.nemo_gym.__main__ import drop_in
+from nemo_aligner.integrations.nemo_gym import drop_in
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from nemo_aligner.utils.errors import ConfigError
 from tests.docs.pages import blocks
@@ -125,7 +125,7 @@ def test_gym_gets_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     words = block.split()
     assert words[:3] == ["python", "-m", "nemo_aligner.integrations.nemo_gym"]
     monkeypatch.setattr(sys, "argv", [words[2], str(tmp_path)])
-    monkeypatch.delitem(sys.modules, f"{words[2]}.__main__")
+    monkeypatch.delitem(sys.modules, words[2])
     (tmp_path / "resources_servers").mkdir()
     runpy.run_module(words[2], run_name="__main__")
     folder = tmp_path / "resources_servers" / "reward_model"

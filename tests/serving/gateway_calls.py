@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 
@@ -74,6 +75,7 @@ class FakeClient:
         self.asked: list[Any] = []
         self.gate: asyncio.Event | None = None
         self.counted: dict[str, dict[str, float] | None] = {"http://one": None}
+        self.turn_end_async = AsyncMock(return_value=None)
 
     async def score_rows_async(self, texts: Sequence[Any], *, on_error: str = "nan") -> ScoredRows:
         whole = [

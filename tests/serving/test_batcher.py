@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.serving.engine.batcher import Batcher
-from nemo_aligner.serving.metrics import Meter
+from nemo_aligner.serving.engine.batcher import Batcher, Meter
 from nemo_aligner.utils.errors import ServingError
 
 WAIT_S = 30

@@ -142,7 +142,7 @@ def test_gateway_gives_the_bits_of_the_server_by_every_protocol(
     model_server: Server, rewards: np.ndarray
 ) -> None:
     pytest.importorskip("fastapi")
-    from nemo_aligner.serving.http import ROUTES, build_app
+    from nemo_aligner.serving.http import build_app
 
     raw = TEXTS[0]
     chat = next(text for text in TEXTS if not isinstance(text, str))
@@ -161,7 +161,7 @@ def test_gateway_gives_the_bits_of_the_server_by_every_protocol(
         return answer.json
 
     with RewardClient(url) as client:
-        app = build_app(ROUTES, client, GatewayConfig(), None)
+        app = build_app(client, GatewayConfig(), None)
         rollout = {"responses_create_params": {"input": asked}, "response": {"output": [
             {"role": "assistant", "content": said}
         ]}}  # fmt: skip
@@ -219,7 +219,7 @@ def _refusals(
     row: dict[str, Any],
 ) -> dict[str, str]:
     """What each door says of a conversation, or of a row of a file."""
-    from nemo_aligner.serving.http import ROUTES, build_app
+    from nemo_aligner.serving.http import build_app
 
     said: dict[str, str] = {}
     with pytest.raises(DataError) as in_process:
@@ -229,7 +229,7 @@ def _refusals(
         with pytest.raises(ServingError) as refused:
             client.score([chat])
         said["server"] = str(refused.value)
-        app = build_app(ROUTES, client, GatewayConfig(), None)
+        app = build_app(client, GatewayConfig(), None)
         for path, body in (
             ("/v1/rewards", {"conversations": [chat]}),
             ("/classify", {"messages": chat}),
@@ -310,7 +310,7 @@ def test_uncertainty_over_http_is_that_in_process_and_can_be_taken_off(
     """Of a head with two bins for one attribute, read by the same rule everywhere."""
     pytest.importorskip("pytriton")
     pytest.importorskip("fastapi")
-    from nemo_aligner.serving.http import ROUTES, build_app
+    from nemo_aligner.serving.http import build_app
 
     texts = [*TEXTS[:2], next(text for text in TEXTS if not isinstance(text, str))]
     loaded = load_reward_model(archive, scorer._layout)
@@ -334,7 +334,7 @@ def test_uncertainty_over_http_is_that_in_process_and_can_be_taken_off(
         RewardClient(server.url) as client,
     ):
         served = client.score_rows([*texts, ""])
-        app = build_app(ROUTES, client, GatewayConfig(), None)
+        app = build_app(client, GatewayConfig(), None)
         answer = call(app, "/v1/rewards", {"texts": texts[:2], "outputs": True}).json
     for name, found in (("in process", in_process), ("over HTTP", served)):
         assert found.spread is not None, name

@@ -24,9 +24,8 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.engine.scorer import RewardEnsemble, load_scorer
 from nemo_aligner.serving.engine.shaping import RewardShaper
-from nemo_aligner.serving.engine.steps import mark_reads, unmark_reads
 from nemo_aligner.serving.protocols import StepRewards
-from nemo_aligner.serving.reward import RewardModelServable
+from nemo_aligner.serving.reward import RewardModelServable, mark_reads, unmark_reads
 from nemo_aligner.utils.errors import ConfigError
 from tests.heads import OneRank
 from tests.serving.gateway_calls import FakeClient, call
@@ -66,7 +65,7 @@ def test_rewards_of_turns_have_the_same_bits_by_every_door(
 ) -> None:
     pytest.importorskip("pytriton")
     pytest.importorskip("fastapi")
-    from nemo_aligner.serving.http import ROUTES, build_app
+    from nemo_aligner.serving.http import build_app
 
     scorer = load_scorer(stepped, layout, micro_batch_tokens=512)
     wanted = scorer.score_steps(TEXTS)
@@ -92,7 +91,7 @@ def test_rewards_of_turns_have_the_same_bits_by_every_door(
             last = np.stack([own.rewards[-1] for own in wanted])
             assert scored.rewards[:3].tobytes() == last.tobytes()
         assert client.score_tokens([ids]).tobytes() == last[:1].tobytes()
-        app = build_app(ROUTES, client, GatewayConfig(), None)
+        app = build_app(client, GatewayConfig(), None)
         rows = call(app, "/v1/rewards", {"conversations": [CHAT, "no"], "steps": True}).json
         assert rows["steps"][1] is None
         both = [np.float32(step.pop("rewards")) for step in rows["steps"][0]]
@@ -172,9 +171,9 @@ async def asked(model: Any, texts: list[Any]) -> dict[str, np.ndarray]:
 
 def test_model_with_one_reward_of_a_text_says_that_it_has_no_steps(archive: Path) -> None:
     pytest.importorskip("fastapi")
-    from nemo_aligner.serving.http import ROUTES, build_app
+    from nemo_aligner.serving.http import build_app
 
-    app = build_app(ROUTES, FakeClient(), GatewayConfig(), None)  # type: ignore[arg-type]
+    app = build_app(FakeClient(), GatewayConfig(), None)  # type: ignore[arg-type]
     for path, body in {
         "/v1/rewards": {"texts": ["ab"], "steps": True},
         "/pooling": {"input": "ab", "task": "token_classify"},

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from nemo_aligner.config.load import load_config
-from nemo_aligner.config.serving import GatewayConfig, ServeConfig, ServeCriticConfig
+from nemo_aligner.config.serving import ServeConfig, ServeCriticConfig
 from nemo_aligner.serving import triton
 from nemo_aligner.serving.client import RefusedError, RewardClient, RewardCriticClient
 from nemo_aligner.serving.failures import NO_TOKEN
-from nemo_aligner.serving.run import read_token
 from nemo_aligner.serving.service import Endpoint
 from nemo_aligner.serving.tokens import find_token, has_token, say_who_may_ask
 from nemo_aligner.utils.errors import ConfigError, ServingError, SettingsError
@@ -90,7 +89,6 @@ def test_token_settings_are_one_of_two(tmp_path: Path, monkeypatch: pytest.Monke
     assert find_token(str(file), None, "key") == TOKEN
     monkeypatch.setenv("SET", "other")
     assert find_token(None, "SET", "key") == "other"
-    assert read_token(GatewayConfig(token_variable="SET")) == "other"
     assert find_token(None, None, "key") is None
     monkeypatch.delenv("UNSET", raising=False)
     for key, named in (

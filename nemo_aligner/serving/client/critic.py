@@ -11,23 +11,21 @@ import numpy as np
 
 from nemo_aligner.contract.contract import ScoringContract, one_reward
 from nemo_aligner.data.rollout import Rollout
-from nemo_aligner.serving.client.calls import (
+from nemo_aligner.serving.client.calls import ServerClient, check_token, checked_urls
+from nemo_aligner.serving.client.pool import ServerPool
+from nemo_aligner.serving.client.reward import (
     PartialRequest,
     RowCollector,
-    ServerClient,
-    check_token,
-    checked_urls,
     encoded,
     split_tokens,
     token_rows,
 )
-from nemo_aligner.serving.client.contract_check import ContractCheck
-from nemo_aligner.serving.client.pool import ServerPool
-from nemo_aligner.serving.client.server import Tensors
+from nemo_aligner.serving.client.server import ContractCheck
 from nemo_aligner.serving.failures import RefusedError
 from nemo_aligner.serving.protocols import critic as wire
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.protocols.critic import Valued
+from nemo_aligner.serving.protocols.kserve import Tensors
 from nemo_aligner.utils.errors import ServingError, shown
 
 TokenLists = Sequence[Sequence[int]]
@@ -173,6 +171,7 @@ async def _values(pool: ServerPool, token_lists: list[Sequence[int]]) -> Valued:
     whole = PartialRequest(list(range(len(token_lists))), token_lists, kserve.encode_tokens)
     replies = await _all_values(pool, whole.chunks(limit))
     rows = [row for reply in replies for row in reply.values]
+    # What a server sends is as wide as the request's longest sequence.
     values = [row[: len(tokens)] for row, tokens in zip(rows, token_lists, strict=True)]
     rewards = [reply.rewards for reply in replies if reply.rewards is not None]
     return Valued(values, np.concatenate(rewards) if rewards else None)

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import Future, wait
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from threading import Lock, Thread, current_thread
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TypeVar
 
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.client.contract_check import ContractCheck, OtherContractError
-from nemo_aligner.serving.client.server import RemoteServer, Tensors, new_session
+from nemo_aligner.serving.client.server import (
+    ContractCheck,
+    OtherContractError,
+    RemoteServer,
+    new_session,
+)
 from nemo_aligner.serving.failures import FailureKind, UnavailableError
 from nemo_aligner.serving.protocols import ScoredRows, kserve
+from nemo_aligner.serving.protocols.kserve import Tensors
 from nemo_aligner.utils.errors import ServingError
 
 logger = logging.getLogger(__name__)
@@ -362,93 +363,3 @@ def _decoded(outputs: Tensors, rows: int, server: str) -> ScoredRows:
     except (KeyError, ValueError, TypeError, IndexError):
         pass
     raise ServingError(f"{server}: the answer has no reward for each row")
-
-
-# The event loop of a client, in a thread of its own: requests from any thread share connections,
-# and are in flight while the program computes.
-
-Result = TypeVar("Result")
-
-
-class Connections(Protocol):
-    """Connections to servers, made and used in one event loop."""
-
-    def trouble(self) -> str:
-        """Reasons why servers are unavailable."""
-
-    async def close(self) -> None:
-        """Close the sockets."""
-
-
-C = TypeVar("C", bound=Connections)
-
-
-class Background(Generic[C]):
-    """Runs coroutines in a thread that holds connections to servers, until it is told to leave.
-
-    A process that ends does not wait for it, as nobody would read its answers.
-    """
-
-    def __init__(self, connect: Callable[[], C]) -> None:
-        """Start the thread; raise what ``connect``, called in it, raises."""
-        self._process = os.getpid()  # threads do not survive a fork; see belongs_here
-        self._lock = Lock()
-        self._running: set[Future[Any]] = set()
-        begun: Future[None] = Future()
-        self._thread = Thread(
-            target=lambda: asyncio.run(self._live(connect, begun)),
-            name="reward client",
-            daemon=True,
-        )
-        self._thread.start()
-        begun.result()
-
-    def belongs_here(self) -> bool:
-        """True if its thread is one of this process, and was not left behind by a fork."""
-        return self._process == os.getpid()
-
-    def is_current(self) -> bool:
-        """True in its own thread, as in a future's callback."""
-        return current_thread() is self._thread
-
-    def submit(self, work: Callable[[C], Coroutine[Any, Any, Result]]) -> Future[Result]:
-        """Run ``work``: the future of its result; cancelling it cancels the work."""
-        future = asyncio.run_coroutine_threadsafe(work(self._pool), self._loop)
-        with self._lock:
-            self._running.add(future)
-        future.add_done_callback(self._forget)
-        return future
-
-    def close(self) -> None:
-        """Wait for everything that was submitted, and close the connections."""
-        with self._lock:
-            running = list(self._running)
-        wait(running)
-        self.leave()
-        self._thread.join()
-
-    def leave(self) -> None:
-        """Cancel everything that runs, and end the thread soon."""
-        if self.belongs_here():
-            with suppress(RuntimeError):  # it has ended before
-                self._loop.call_soon_threadsafe(self._leaving.set)
-
-    def _forget(self, future: Future[Any]) -> None:
-        with self._lock:
-            self._running.discard(future)
-
-    async def _live(self, connect: Callable[[], C], begun: Future[None]) -> None:
-        self._loop, self._leaving = asyncio.get_running_loop(), asyncio.Event()
-        try:
-            self._pool = connect()
-        except Exception as error:
-            begun.set_exception(error)
-            return
-        begun.set_result(None)
-        await self._leaving.wait()
-        # Requests first, as they use the connections that are closed then.
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await self._pool.close()

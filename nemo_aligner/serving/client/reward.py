@@ -1,31 +1,37 @@
-"""RewardClient: texts, conversations or token ids -> rewards, over HTTP; sync, futures, asyncio."""
+"""RewardClient: texts, conversations or token ids -> rewards, over HTTP; sync, futures, asyncio.
+
+A call of any size is split into requests that servers accept. Refused rows cost further requests: a
+server refuses a whole request for one row, and names it, so the others are sent again without it.
+Scoring has no side effects, so that is harmless.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text, check_texts
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.client.calls import (
-    OnError,
-    RowCollector,
-    ServerClient,
-    Split,
-    check_on_error,
-    check_token,
-    checked_urls,
-    split_texts,
-    split_tokens,
-    token_rows,
-)
-from nemo_aligner.serving.client.contract_check import ContractCheck
-from nemo_aligner.serving.client.pool import ServerPool
-from nemo_aligner.serving.protocols import ScoredRows, kserve
+from nemo_aligner.serving.client.calls import ServerClient, check_token, checked_urls
+from nemo_aligner.serving.client.pool import ServerPool, TooManyRowsError
+from nemo_aligner.serving.client.server import ContractCheck
+from nemo_aligner.serving.failures import RefusedError
+from nemo_aligner.serving.protocols import ScoredRows, kserve, place_rows
+from nemo_aligner.serving.protocols.kserve import Tensors
+from nemo_aligner.utils.errors import ConfigError, DataError, shown
+
+logger = logging.getLogger(__name__)
+
+OnError = Literal["raise", "nan"]
+Split = Callable[[int], "list[PartialRequest]"]
 
 
 class RewardClient(ServerClient[ServerPool]):
@@ -190,3 +196,234 @@ class RewardClient(ServerClient[ServerPool]):
 def _of_texts(texts: Sequence[Text]) -> tuple[int, Split]:
     rows = check_texts(texts)
     return len(rows), partial(split_texts, rows)
+
+
+# Splitting: a call of any size as requests that servers accept.
+
+Encode = Callable[[Sequence[Any]], Tensors]
+
+
+@dataclass(frozen=True)
+class PartialRequest:
+    """Some of the caller's rows, by their indices in ``items``, to be sent together.
+
+    Encoded only when it is sent: a call of millions of texts has few of them in memory twice.
+    """
+
+    rows: list[int]
+    items: Sequence[Any]
+    encode: Encode
+
+    @property
+    def inputs(self) -> Tensors:
+        """The request's tensors."""
+        return self.encode([self.items[row] for row in self.rows])
+
+    def only(self, rows: list[int]) -> PartialRequest:
+        """A request for these of its rows."""
+        return replace(self, rows=rows)
+
+    def chunks(self, size: int) -> list[PartialRequest]:
+        """Requests of at most ``size`` rows."""
+        return [self.only(rows) for rows in _chunks(self.rows, size)]
+
+
+def split_texts(texts: Sequence[Text], limit: int) -> list[PartialRequest]:
+    """Requests of at most ``limit`` texts each, of raw texts or of conversations."""
+    # A request has one form, so texts and conversations of a call travel apart.
+    sentences = [row for row, text in enumerate(texts) if isinstance(text, str)]
+    conversations = [row for row, text in enumerate(texts) if not isinstance(text, str)]
+    return [
+        *PartialRequest(sentences, texts, kserve.encode_sentences).chunks(limit),
+        *PartialRequest(conversations, texts, kserve.encode_conversations).chunks(limit),
+    ]
+
+
+def token_rows(token_lists: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """The rows of a call for token sequences.
+
+    Raises:
+        TypeError: they are no list of lists.
+    """
+    wanted = "wanted a list of lists of token ids"
+    if isinstance(token_lists, str) or not isinstance(token_lists, Iterable):
+        raise TypeError(f"token_lists: got {shown(token_lists)}, {wanted}")
+    rows = list(token_lists)
+    for row, ids in enumerate(rows):
+        if isinstance(ids, str) or not _has_length(ids):
+            raise TypeError(f"token_lists, row {row}: got {shown(ids)}, {wanted}")
+    return rows
+
+
+def split_tokens(token_lists: Sequence[Sequence[int]], limit: int) -> list[PartialRequest]:
+    """Requests of at most ``limit`` token sequences each."""
+    # Alike in length, so that a request carries little padding.
+    by_length = sorted(range(len(token_lists)), key=lambda row: len(token_lists[row]))
+    return PartialRequest(by_length, token_lists, kserve.encode_tokens).chunks(limit)
+
+
+def _has_length(ids: object) -> bool:
+    try:
+        len(ids)  # type: ignore[arg-type]
+    except TypeError:  # also a number in an array of torch, which has the method
+        return False
+    return True
+
+
+def _chunks(rows: list[int], size: int) -> Iterable[list[int]]:
+    return (rows[start : start + size] for start in range(0, len(rows), size))
+
+
+# Collecting: rewards in the caller's order, and refused rows.
+
+# Of a request. Larger ones gain nothing, as the server merges those that wait; and what is refused
+# or lost is sent again as a whole.
+_MOST_ROWS = 128
+_OPTIONAL = [spec.name for spec in kserve.OPTIONAL_OUTPUTS]
+
+
+def check_on_error(on_error: str) -> None:
+    """Raise ConfigError for any other way."""
+    if on_error not in ("raise", "nan"):
+        raise ConfigError(f"on_error: got {on_error!r:.80}, wanted 'raise' or 'nan'")
+
+
+class RowCollector:
+    """Gathers the rewards of one call; ``on_error`` says what becomes of rows that are refused."""
+
+    def __init__(self, pool: ServerPool, on_error: OnError) -> None:
+        self._pool = pool
+        self._sets_aside = on_error == "nan"
+        self._outputs: dict[str, dict[int, np.ndarray]] = {
+            name: {} for name in ("rewards", *_OPTIONAL)
+        }
+        self._errors: dict[int, str] = {}
+        self._exceeded: set[int] = set()
+        self._contract_hash: str | None = None
+
+    async def collect(self, total: int, split: Split, columns: int | None) -> ScoredRows:
+        """The rewards of ``total`` rows; ``split`` makes requests of at most so many rows.
+
+        Raises:
+            ServingError: no server answers, the model failed, or a row was refused that is not
+                set aside.
+        """
+        if total:
+            limit, servers = await self._pool.limit()
+            # A call is spread over all servers, also where one could take it whole.
+            size = min(limit, _MOST_ROWS, -(-total // servers))
+            await _all_of(self._score(part) for part in split(size))
+        self._tell(total)
+        # Where every row was refused, no answer says how many attributes there are.
+        rewards = self._gathered("rewards", total)
+        if rewards is None:
+            rewards = np.full((total, columns or 1), np.nan, dtype=np.float32)
+        return ScoredRows(
+            rewards,
+            dict(sorted(self._errors.items())),
+            np.array([row in self._exceeded for row in range(total)], dtype=bool),
+            self._contract_hash,
+            **{name: self._gathered(name, total) for name in _OPTIONAL},
+        )
+
+    def _gathered(self, name: str, total: int) -> np.ndarray | None:
+        """All rows of an output, NaN where there is none; None if no row has it."""
+        rows = self._outputs[name]
+        if not rows:
+            return None
+        if name == "steps":
+            values = np.full(len(rows), None, dtype=np.object_)
+            values[:] = [*rows.values()]
+            return place_rows(values, [*rows], total)
+        return place_rows(np.stack([*rows.values()]).astype(np.float32), [*rows], total)
+
+    def _tell(self, total: int) -> None:
+        if self._exceeded:
+            logger.warning(
+                "%d of %d texts were cut to the model's seq_length", len(self._exceeded), total
+            )
+        if self._errors:
+            row = min(self._errors)
+            logger.warning(
+                "%d of %d rows have no reward; row %d: %s",
+                *(len(self._errors), total, row, self._errors[row]),
+            )
+
+    async def _score(self, part: PartialRequest) -> None:
+        """Send requests until each row has a reward or an error; one more for each refused row."""
+        while part.rows:
+            try:
+                scored = await self._pool.infer(encoded(part), len(part.rows))
+            except TooManyRowsError as error:  # its limit was another server's
+                await _all_of(self._score(each) for each in part.chunks(error.limit))
+                return
+            except RefusedError as refusal:
+                row = refusal.row
+                if row is None or row >= len(part.rows):
+                    await self._score_apart(part, refusal)
+                    return
+                part = self._without(part, row, refusal)
+            else:
+                self._keep(part, scored)
+                return
+
+    def _keep(self, part: PartialRequest, scored: ScoredRows) -> None:
+        for name, rows in self._outputs.items():
+            values = getattr(scored, name)
+            if values is not None:
+                rows.update(zip(part.rows, values, strict=True))
+        self._exceeded.update(
+            row for row, cut in zip(part.rows, scored.exceeded, strict=True) if cut
+        )
+        self._contract_hash = scored.contract_hash
+
+    def _without(self, part: PartialRequest, place: int, refusal: RefusedError) -> PartialRequest:
+        row = part.rows[place]  # the caller's number; the server's is the place in the request
+        # A reward that is not finite names a row, too, and is the model's fault, not the text's.
+        if not self._sets_aside or refusal.kind.reaction != "skip":
+            raise refusal.of_row(row) from refusal
+        self._errors[row] = refusal.reason
+        return part.only([other for other in part.rows if other != row])
+
+    async def _score_apart(self, part: PartialRequest, refusal: RefusedError) -> None:
+        """Find the rows of a refusal that names none, by sending halves."""
+        # A request that is too large is not at fault while it can be divided.
+        is_too_large = refusal.is_too_large and len(part.rows) > 1
+        if not is_too_large and not (self._sets_aside and refusal.kind.reaction == "skip"):
+            raise refusal
+        if len(part.rows) == 1:
+            self._errors[part.rows[0]] = refusal.reason
+            return
+        await _all_of(self._score(half) for half in part.chunks(-(-len(part.rows) // 2)))
+        # Each of several has the same error alone, so it is the request's, such as a wrong model.
+        if all(self._errors.get(row) == refusal.reason for row in part.rows):
+            raise refusal
+
+
+def encoded(part: PartialRequest) -> Tensors:
+    """The tensors of a request.
+
+    Raises:
+        RefusedError: one of its rows cannot be sent, by its place in the request.
+    """
+    try:
+        return part.inputs
+    except DataError as error:  # which says what row
+        raise RefusedError("client", 400, str(error)) from error
+    except (TypeError, ValueError):  # such as a lone surrogate: which row has it is yet to be found
+        for place, row in enumerate(part.rows):
+            try:
+                _ = part.only([row]).inputs
+            except (TypeError, ValueError) as error:
+                text = f"row {place}: it cannot be sent: {error}"
+                raise RefusedError("client", 400, text) from error
+        raise
+
+
+async def _all_of(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    tasks: Sequence[asyncio.Task[None]] = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:  # where one failed, nobody wants the others
+            task.cancel()

@@ -14,10 +14,10 @@ import logging
 import random
 import re
 import socket
-import struct
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 from urllib.parse import quote
@@ -26,8 +26,8 @@ import aiohttp
 import numpy as np
 
 from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.from_settings import describe_differences
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.client.contract_check import ContractCheck, OtherContractError
 from nemo_aligner.serving.failures import (
     NO_TOKEN,
     FailureKind,
@@ -37,7 +37,8 @@ from nemo_aligner.serving.failures import (
     retry_after,
 )
 from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.utils.errors import CheckpointError, ServingError, short, shown
+from nemo_aligner.serving.protocols.kserve import Tensors
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, ServingError, short
 
 logger = logging.getLogger(__name__)
 
@@ -312,11 +313,11 @@ class RemoteServer:
             self._contract_check.withdraw(self.name)
 
     async def _infer(self, model_name: str, inputs: Tensors, timeout_s: float | None) -> Tensors:
-        body, headers = encode_body(inputs)
+        body, headers = kserve.encode_body(inputs)
         path = f"models/{quote(model_name)}/infer"
         answer, said = await self._ask("POST", path, timeout_s, body, headers)
         try:
-            return decode_body(answer, said)
+            return kserve.decode_body(answer, said)
         except ServingError as error:
             raise ServingError(f"{self.name}: {error}") from error
 
@@ -409,98 +410,98 @@ def _socket(address: Any) -> socket.socket:
     return made
 
 
-# Tensors as HTTP bodies: KServe v2 with its extension for binary data. A body is JSON, whose length
-# a header gives, and then the tensors' bytes in its order, little-endian; an item of BYTES has its
-# length before it in 4 bytes. Texts as JSON would be escaped and parsed once more on each side.
+# All rewards of a client are by one scoring contract: the expected one, or that of the first.
 
-Tensors = dict[str, np.ndarray]
-
-HEADER_LENGTH = "Inference-Header-Content-Length"
-_BYTES = "BYTES"
-_TYPES = {
-    "BOOL": np.bool_,
-    "INT8": np.int8,
-    "INT16": np.int16,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "UINT8": np.uint8,
-    "UINT16": np.uint16,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
-    "FP16": np.float16,
-    "FP32": np.float32,
-    "FP64": np.float64,
-}
-_NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
+_HASH = re.compile("[0-9a-f]{64}")
 
 
-def encode_body(inputs: Mapping[str, np.ndarray]) -> tuple[bytes, dict[str, str]]:
-    """Encode a request: its body and headers; arrays of ``bytes`` become BYTES."""
-    listed, pieces = [], []
-    for name, array in inputs.items():
-        datatype = _NAMES.get(array.dtype, _BYTES)
-        raw = _packed(array) if datatype == _BYTES else np.ascontiguousarray(array).tobytes()
-        listed.append(
-            {
-                "name": name,
-                "shape": list(array.shape),
-                "datatype": datatype,
-                "parameters": {"binary_data_size": len(raw)},
-            }
-        )
-        pieces.append(raw)
-    header = json.dumps({"inputs": listed, "parameters": {"binary_data_output": True}}).encode()
-    headers = {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(header))}
-    return b"".join([header, *pieces]), headers
+class OtherContractError(ServingError):
+    """A server scores by another contract than the wanted one; ``text`` leaves out its name."""
+
+    def __init__(self, server: str, text: str) -> None:
+        super().__init__(f"{server}: {text}")
+        self.text = text
 
 
-def decode_body(body: bytes, headers: Mapping[str, str]) -> Tensors:
-    """Decode the outputs of an answer, whether they are binary or JSON.
+@dataclass(frozen=True)
+class _Known:
+    """The hash of a contract, None for a server that has none; and whose it is."""
 
-    Raises:
-        ServingError: it is no answer of KServe v2.
-    """
-    try:
-        length = int(headers.get(HEADER_LENGTH, len(body)))
-        return dict(_outputs(json.loads(body[:length])["outputs"], body[length:]))
-    except (ValueError, TypeError, KeyError, AttributeError, struct.error, RecursionError) as error:
-        raise ServingError(f"got {shown(body[:80])}, wanted an answer of KServe v2") from error
+    hash: str | None
+    contract: ScoringContract | None
+    whose: str = ""
 
 
-def _outputs(listed: list[dict[str, Any]], binary: bytes) -> Iterator[tuple[str, np.ndarray]]:
-    start = 0
-    for output in listed:
-        shape, datatype = output["shape"], output["datatype"]
-        size = output.get("parameters", {}).get("binary_data_size")
-        if size is None:
-            values = _from_json(output["data"], datatype)
-        else:
-            values = _from_binary(binary[start : start + size], datatype)
-            start += size
-        yield output["name"], values.reshape(shape)
+class ContractCheck:
+    """Compares what each server scores by; also knows how many columns its rewards have."""
+
+    def __init__(self, expect: ScoringContract | str | None) -> None:
+        """Raise ConfigError if ``expect`` is neither a contract nor a hash."""
+        if isinstance(expect, str) and not _HASH.fullmatch(expect):
+            raise ConfigError(
+                f"expect: got {expect!r:.80}, wanted a ScoringContract or its whole hash"
+            )
+        self.columns: int | None = None
+        self._wanted: _Known | None = None
+        self._published: dict[str, _Known] = {}
+        if isinstance(expect, ScoringContract):
+            self._wanted = _Known(expect.hash, expect)
+            self.columns = len(expect.attributes)
+        elif expect is not None:
+            self._wanted = _Known(expect, None)
+
+    @property
+    def is_bound(self) -> bool:
+        """True once it is known which contract is wanted, or that none is."""
+        return self._wanted is not None
+
+    @property
+    def wants_contract(self) -> bool:
+        """True if a server without a contract is a wrong one."""
+        return self._wanted is not None and self._wanted.hash is not None
+
+    def check_published(self, server: str, contract: ScoringContract | None) -> None:
+        """Check the contract that a server publishes; None if it publishes none.
+
+        Raises:
+            OtherContractError: it is not the wanted one, or not that of another server.
+        """
+        mine = _Known(contract.hash if contract is not None else None, contract, server)
+        self.withdraw(server)
+        # Before any reward nobody knows which server is right: each is compared with all others.
+        for other in [self._wanted] if self._wanted is not None else self._published.values():
+            _compare(server, mine, other)
+        self._published[server] = mine
+        if contract is not None:
+            self.columns = len(contract.attributes)
+
+    def check_reward(self, server: str, contract_hash: str | None, columns: int) -> None:
+        """Check the contract of a reward of ``columns`` attributes; the first one binds the others.
+
+        Raises:
+            OtherContractError: it is another contract.
+        """
+        # If the server has published this contract, an error can say in what it differs.
+        known = self._published.get(server)
+        is_published = known is not None and known.hash == contract_hash
+        mine = known if is_published and known else _Known(contract_hash, None, server)
+        if self._wanted is None:
+            self._wanted = mine
+        _compare(server, mine, self._wanted)
+        self.columns = columns
+
+    def withdraw(self, server: str) -> None:
+        """Drop what this server published, as another may have taken its place."""
+        self._published.pop(server, None)
 
 
-def _from_json(data: list[Any], datatype: str) -> np.ndarray:
-    if datatype == _BYTES:
-        return np.array([str(text).encode() for text in data], dtype=np.object_)
-    # JSON has no NaN: a server writes null, if anything.
-    return np.array([np.nan if value is None else value for value in data], _TYPES[datatype])
-
-
-def _from_binary(raw: bytes, datatype: str) -> np.ndarray:
-    if datatype == _BYTES:
-        return np.array(list(_unpacked(raw)), dtype=np.object_)
-    return np.frombuffer(raw, _TYPES[datatype])
-
-
-def _packed(array: np.ndarray) -> bytes:
-    return b"".join(struct.pack("<I", len(item)) + item for item in array.reshape(-1))
-
-
-def _unpacked(raw: bytes) -> Iterator[bytes]:
-    start = 0
-    while start < len(raw):
-        (size,) = struct.unpack_from("<I", raw, start)
-        start += 4
-        yield raw[start : start + size]
-        start += size
+def _compare(server: str, got: _Known, wanted: _Known) -> None:
+    if got.hash == wanted.hash:
+        return
+    text = f"got the scoring contract {got.hash or '(none)'}, "
+    text += f"wanted {wanted.hash or '(none)'}"
+    if wanted.whose:
+        text += f", that of {wanted.whose}: the rewards of one client are by one contract"
+    if got.contract is not None and wanted.contract is not None:
+        text += f": {describe_differences(wanted.contract.differences(got.contract))}"
+    raise OtherContractError(server, text)

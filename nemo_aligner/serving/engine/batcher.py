@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from threading import Condition, Lock, Thread
 from typing import Any, TypeVar
@@ -16,7 +17,6 @@ import numpy as np
 
 from nemo_aligner.data.packing import take_oldest
 from nemo_aligner.serving.failures import FailureKind, RequestError
-from nemo_aligner.serving.metrics import Meter
 from nemo_aligner.utils.errors import ServingError
 
 logger = logging.getLogger(__name__)
@@ -210,6 +210,98 @@ def _sequence(row: _Row) -> np.ndarray:
 def _fail(request: _Request, error: BaseException) -> None:
     if not request.answer.done():
         request.answer.set_exception(error)
+
+
+# Counts of requests and calls.
+
+
+@dataclass
+class _Counts:
+    """Counts since the last line."""
+
+    begun: float
+    seconds: list[float]  # of every answered request, from its arrival to its answer
+    rows: int = 0
+    tokens: int = 0
+    refused: int = 0
+
+
+@dataclass
+class _Totals:
+    """Since the start."""
+
+    requests: int = 0
+    rows: int = 0
+    tokens: int = 0
+    refused_requests: int = 0
+    calls: int = 0
+    queue_seconds: float = 0.0
+    forward_seconds: float = 0.0
+
+
+class Meter:
+    """Counts requests, and calls of the model; from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._counts = _Counts(time.monotonic(), [])
+        self._totals = _Totals()
+
+    def answered(self, seconds: float, rows: int, tokens: int) -> None:
+        """A request has its rewards, ``seconds`` after it came."""
+        with self._lock:
+            self._counts.seconds.append(seconds)
+            self._counts.rows += rows
+            self._counts.tokens += tokens
+            self._totals.requests += 1
+            self._totals.rows += rows
+            self._totals.tokens += tokens
+
+    def refused(self) -> None:
+        """A request has got an error."""
+        with self._lock:
+            self._counts.refused += 1
+            self._totals.refused_requests += 1
+
+    def called(self, queue_seconds: float, forward_seconds: float) -> None:
+        """The model was called once; its rows had waited ``queue_seconds`` for it, all added."""
+        with self._lock:
+            self._totals.calls += 1
+            self._totals.queue_seconds += queue_seconds
+            self._totals.forward_seconds += forward_seconds
+
+    def statistics(self) -> dict[str, float]:
+        """Sums since the start.
+
+        ``requests``, ``rows``, ``tokens`` that were answered, and ``refused_requests``; ``calls``
+        of the model, the ``forward_seconds`` that they took, and the ``queue_seconds`` that each
+        row had waited for its call, added.
+        """
+        with self._lock:
+            return asdict(self._totals)
+
+    def take_line(self, waiting_rows: int, cached_tokens: int = 0) -> str | None:
+        """Summarize what happened since the last line, and reset; None if nothing did."""
+        now = time.monotonic()
+        with self._lock:
+            counts, self._counts = self._counts, _Counts(now, [])
+        if not counts.seconds and not counts.refused:
+            return None
+        passed = now - counts.begun
+        parts = [
+            f"{len(counts.seconds) / passed:.3g} requests/s",
+            f"{counts.rows / passed:.3g} rows/s",
+            f"{counts.tokens / passed:,.0f} tokens/s",
+            f"{waiting_rows} in the queue",
+        ]
+        if counts.seconds:
+            middle, late = np.percentile(counts.seconds, [50, 99]) * 1000
+            parts.append(f"p50 {middle:,.0f} ms, p99 {late:,.0f} ms")
+        if cached_tokens and counts.tokens:
+            parts.append(f"{cached_tokens / counts.tokens:.0%} of tokens cached")
+        if counts.refused:
+            parts.append(f"{counts.refused} refused")
+        return " | ".join(parts)
 
 
 # Backpressure: a limit of the rows in flight.

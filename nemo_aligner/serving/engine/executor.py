@@ -207,6 +207,7 @@ class ModelRanks:
             logger.exception("rank %d could not %s", self.rank, operation)
             self._lose_where_the_device_is_lost()
         self._freed.end_step()
+        # After every call, also a good one: a rank that has failed alone must not go on by itself.
         errors = self._acknowledge(error)
         if errors:
             self._reset_cache()

@@ -80,6 +80,7 @@ class RewardScorer:
         prefix_cache_tokens: int = 0,
     ) -> None:
         """Raise ConfigError if a text of the contract's ``seq_length`` exceeds the budget."""
+        # A text is never divided over packs: causal attention needs all of it in one.
         if micro_batch_tokens < contract.seq_length:
             raise ConfigError(
                 f"model.micro_batch_tokens: got {micro_batch_tokens}, "
@@ -122,6 +123,7 @@ class RewardScorer:
             self._pool.touch()
         for tokens in (1, min(self.contract.seq_length, _BEYOND_A_SPAN)):
             self.score_token_lists([[0] * tokens])
+        # Nobody's texts begin with these; and the counts are of requests.
         self.reset_cache()
         self.counts = TokenCounts()
 
@@ -240,7 +242,7 @@ class RewardScorer:
         try:
             sequences = [np.array(tokens, dtype=np.int64) for tokens in token_lists]
             return self._score(sequences, None if reads is None else SequenceReads.number(reads))
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: what was planned counts as cached, and may be missing
             self.reset_cache()
             raise
 
@@ -261,6 +263,7 @@ class RewardScorer:
         )
         shape = (count if reads is None else sum(len(own.rows) for own in reads), self._num_outputs)
         everyone = gather_rewards(rewards, plan.packs, shape, self._layout).numpy()
+        # Steps in cached blocks: the model has not computed them again, their outputs were kept.
         for row, outputs in plan.known.items():
             everyone[row] = outputs
         plan.keep(everyone)
@@ -274,6 +277,7 @@ class RewardScorer:
             return self._cache.plan(sequences, reads)
         by_length = self.model.rotation_by_length
         packs = pack_sequences(sequences, self._micro_batch_tokens, reads, by_length)
+        # All ranks make the same packs, so each replica can take its own without a message.
         mine = packs[self._layout.dp_rank :: self._layout.dp]
         return CallPlan(mine, sum(pack.num_tokens for pack in packs), 0)
 
@@ -357,6 +361,7 @@ def load_scorer(
     """
     loaded = load_reward_model(path, layout, precision)
     make_batch_invariant(loaded.model, invariant_rows)
+    # Only now: it concerns the layers that were made batch invariant.
     if not can_offload:
         freeze_for_scoring(loaded.model)
     return RewardScorer(
@@ -398,7 +403,6 @@ class RewardEnsemble:
 
     @property
     def tokens_per_call(self) -> int:
-        """Tokens with which a call of ``score_token_lists`` has a pack for every rank."""
         return self._members[0].tokens_per_call
 
     @property
@@ -407,15 +411,12 @@ class RewardEnsemble:
         return sum(member.prefix_cache_bytes for member in self._members)
 
     def encode(self, text: Text) -> EncodedText:
-        """The token ids of one text; DataError where the contract refuses it."""
         return self._members[0].encode(text)
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Refuse, with a DataError, ids that a model would fail on or misread."""
         self._members[0].check_tokens(token_ids)
 
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
-        """Tokens of every text's reply alone, at its full length."""
         return self._members[0].count_reply_tokens(texts)
 
     def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
@@ -452,9 +453,12 @@ class RewardEnsemble:
         )
 
     def reset_cache(self) -> None:
-        """Empty the prefix cache: keys and values of a failed call may be missing."""
         for member in self._members:
             member.reset_cache()
+
+
+Scorer = RewardScorer | RewardEnsemble
+"""Of its methods those that score, and ``reset_cache``, are collective over the ranks."""
 
 
 def check_alike(contracts: Sequence[ScoringContract]) -> None:

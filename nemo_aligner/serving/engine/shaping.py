@@ -8,13 +8,12 @@ a server publishes, so a client that expects other rules refuses its rewards.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 
 from nemo_aligner.config.serving import Combine, EnsembleConfig, ShapingConfig, Standardize
 from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.serving.protocols import ScoredRows
 from nemo_aligner.utils.errors import ConfigError, short
 
 logger = logging.getLogger(__name__)
@@ -29,26 +29,6 @@ logger = logging.getLogger(__name__)
 # Rewards of this many seconds are missing from the statistics of a server that was killed.
 _SAVE_SECS = 30.0
 _MERGED = "reward"
-
-
-@dataclass(frozen=True)
-class ShapedRewards:
-    """Rewards of N texts, with one column, or with one for each attribute.
-
-    Attributes:
-        rewards: ``[N, A]`` float32.
-        deviation: ``[N, A]`` float32, between the models of an ensemble (the root of the mean
-            squared difference from their mean); None for one model.
-        passed: ``[N]`` bool, whether the reward is at least the threshold; None without one.
-        spread: ``[N, A]`` float32, the uncertainty of the rewards in their own unit, of several
-            models the mean; of weighed attributes the sum of ``|weight| * spread``, as if their
-            errors went together. None where no model tells it.
-    """
-
-    rewards: np.ndarray
-    deviation: np.ndarray | None
-    passed: np.ndarray | None
-    spread: np.ndarray | None = None
 
 
 class RewardShaper:
@@ -84,7 +64,7 @@ class RewardShaper:
         hashes = [contract.hash for contract in contracts]
         self._has_crossed = False
         self._running = None
-        if _is(shaping, Standardize.running):
+        if shaping.standardize is Standardize.running:
             self._running = RunningStatistics(shaping.statistics_file, hashes, self._shape)
         self.contract = self._published(contracts[0], hashes)
 
@@ -110,19 +90,14 @@ class RewardShaper:
         }
         return tuple(name for name in has if has[name])
 
-    def shape(
-        self,
-        raw: np.ndarray,
-        reply_tokens: Sequence[int] | None = None,
-        spreads: np.ndarray | None = None,
-    ) -> ShapedRewards:
-        """Shape raw rewards.
+    def shape(self, scored: ScoredRows, reply_tokens: Sequence[int] | None = None) -> ScoredRows:
+        """Shape raw rewards ``[N, M * A]``, model after model, which become ``raw_rewards``.
 
-        Args:
-            raw: ``[N, M * A]`` float32, model after model.
-            reply_tokens: ``[N]``, with a length penalty.
-            spreads: ``[N, M * A]`` float32, how uncertain they are; negative ones count as 0.
+        ``reply_tokens`` ``[N]`` are needed for a length penalty. ``deviation`` is that between the
+        models of an ensemble, the root of the mean squared difference from their mean. ``spread``,
+        where the models tell it, becomes that of the shaped reward, of several models the mean.
         """
+        raw, spreads = scored.rewards, scored.spread
         # In float64: differences of large means would lose digits. The answer is float32 again.
         values = raw.astype(np.float64).reshape(len(raw), *self._shape)
         spread = None
@@ -146,6 +121,7 @@ class RewardShaper:
         if spread is not None and self._shaping.spread_penalty:
             values = values - self._shaping.spread_penalty * spread
         deviation = values.std(axis=1)
+        # Before the length penalty, which is the same for all models and no doubt of theirs.
         rewards = self._combine(values, deviation)
         shaping = self._shaping
         if self.needs_lengths:
@@ -156,11 +132,13 @@ class RewardShaper:
             rewards = np.minimum(np.maximum(rewards, low), high)
         # The threshold is compared in float32, which is what the sender has to compare it with.
         shaped, least = rewards.astype(np.float32), shaping.threshold
-        return ShapedRewards(
-            shaped,
-            deviation.astype(np.float32) if "deviation" in self.outputs else None,
-            None if least is None else shaped[:, 0] >= np.float32(least),
-            None if spread is None else spread.mean(axis=1).astype(np.float32),
+        return replace(
+            scored,
+            rewards=shaped,
+            raw_rewards=raw,
+            deviation=deviation.astype(np.float32) if "deviation" in self.outputs else None,
+            passed=None if least is None else shaped[:, 0] >= np.float32(least),
+            spread=None if spread is None else spread.mean(axis=1).astype(np.float32),
         )
 
     def check_file(self) -> None:
@@ -215,7 +193,7 @@ class RewardShaper:
         if self._fixed is not None:
             rules["mean"], rules["std"] = (each.tolist() for each in self._fixed)
         if self._weights is not None:
-            contract = dataclasses.replace(
+            contract = replace(
                 contract,
                 attributes=(_MERGED,),
                 attribute_weights=(1.0,),
@@ -223,7 +201,7 @@ class RewardShaper:
                 # Its numbers are a row for each attribute, and there is one left.
                 readout=contract.readout if len(contract.attributes) == 1 else None,
             )
-        return dataclasses.replace(
+        return replace(
             contract,
             # Of the raw rewards, these are none of what is published.
             reward_mean=None,
@@ -262,6 +240,7 @@ class RunningStatistics:
 
     def add(self, values: np.ndarray) -> None:
         """Update by ``[N, M, A]`` more values."""
+        # Not by sums of squares: their difference loses all digits where the mean is large.
         count = len(values)
         mean, squares = values.mean(axis=0), values.var(axis=0) * count
         difference, total = mean - self.mean, self.count + count
@@ -302,6 +281,7 @@ class RunningStatistics:
             "mean": self.mean.tolist(),
             "squares": self._squares.tolist(),
         }
+        # A server that is killed meanwhile leaves the old file, and never half of the new one.
         partial = file.with_name(f".{file.name}.{os.getpid()}")
         try:
             partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
@@ -337,10 +317,6 @@ def build_shaper(
     return RewardShaper(shaping, ensemble, contracts)
 
 
-def _is(shaping: ShapingConfig, wanted: Standardize) -> bool:
-    return shaping.standardize is wanted
-
-
 def _weights(shaping: ShapingConfig, contract: ScoringContract) -> np.ndarray | None:
     """``[A]``, or None where the attributes stay apart."""
     given = shaping.attribute_weights
@@ -359,9 +335,9 @@ def _fixed_statistics(
     shaping: ShapingConfig, contracts: Sequence[ScoringContract]
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Mean and deviation ``[M, A]`` that do not change; None where there are none."""
-    if _is(shaping, Standardize.contract):
+    if shaping.standardize is Standardize.contract:
         return _of_contracts(contracts)
-    if not _is(shaping, Standardize.given):
+    if shaping.standardize is not Standardize.given:
         return None
     wanted = len(contracts[0].attributes)
     if len(shaping.mean) != wanted:
@@ -395,7 +371,7 @@ def _rules(shaping: ShapingConfig, ensemble: EnsembleConfig, hashes: list[str]) 
     """Rules that are not at their default; the path of a file is none."""
     rules: dict[str, Any] = {
         item.name: getattr(shaping, item.name)
-        for item in dataclasses.fields(shaping)
+        for item in fields(shaping)
         if item.name != "statistics_file"
         and getattr(shaping, item.name) != getattr(ShapingConfig(), item.name)
     }

@@ -128,10 +128,7 @@ class Route(Generic[T]):
         Raises:
             ServingError: it is no JSON, or has not the form of ``request``.
         """
-        try:
-            return self.request.model_validate_json(body)
-        except ValidationError as error:
-            raise ServingError(problems_of(error, self.request)) from error
+        return parse_body(self.request, body)
 
 
 @dataclass(frozen=True)
@@ -145,6 +142,19 @@ class PlainRoute:
     about: str
     answer: Callable[[bytes], HttpAnswer]
     method: str = "POST"
+
+
+def refuse_with_detail(failure: RequestError, body: Any) -> HttpAnswer:
+    """``{"detail"}``, FastAPI's own shape, which clients of servers made with it read."""
+    return HttpAnswer(failure.kind.status, {"detail": failure.message})
+
+
+def parse_body(form: type[T], body: bytes) -> T:
+    """Read a body of this form; raise ServingError if it has another, or is no JSON."""
+    try:
+        return form.model_validate_json(body)
+    except ValidationError as error:
+        raise ServingError(_problems_of(error, form)) from error
 
 
 def as_json(value: Any) -> str:
@@ -202,7 +212,7 @@ def _refuse_content(content: Any, where: str) -> NoReturn:
     )
 
 
-def problems_of(error: ValidationError, request: type[BaseModel]) -> str:
+def _problems_of(error: ValidationError, request: type[BaseModel]) -> str:
     """Describe what is wrong with a body, in one line."""
     # Without pydantic's links to its own pages, which nobody follows from an answer.
     problems = error.errors(include_url=False)

@@ -1,4 +1,4 @@
-"""NeMo Gym's ``POST /verify``: one rollout, and the same back with its reward.
+"""NeMo Gym's requests, first ``POST /verify``: one rollout, and the same back with its reward.
 
 The shapes are those of ``base_resources_server.py`` of nemo-gym 0.7: ``responses_create_params`` is
 what the policy was asked (``instructions``, and ``input``: a text or items of OpenAI's Responses
@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from nemo_aligner.contract.messages import Message, Messages, Text
 from nemo_aligner.serving.failures import RequestError
@@ -31,12 +31,14 @@ from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
     Body,
     HttpAnswer,
+    Items,
     PlainRoute,
     Route,
     Served,
     as_json,
     conversation_of,
-    problems_of,
+    parse_body,
+    refuse_with_detail,
     text_of,
 )
 from nemo_aligner.utils.errors import ServingError
@@ -48,6 +50,12 @@ _ROLES = {"developer": "system"}  # the Responses API's name for what chat templ
 _OF_FUNCTION = ("name", "description", "parameters", "strict")
 # A reply that no contract refuses: where a rollout is refused with it too, its prompt is at fault.
 _OTHER_REPLY = "."
+
+
+_SAID = {"type": "output_text", "text": "A rose."}
+_EXAMPLE: dict[str, Any] = {
+    "output": [{"type": "message", "role": "assistant", "content": [_SAID]}]
+}
 
 
 class ResponseParams(Body):
@@ -71,15 +79,7 @@ class VerifyRequest(Body):
         json_schema_extra={
             "example": {
                 "responses_create_params": {"input": "What is red?"},
-                "response": {
-                    "output": [
-                        {
-                            "type": "message",
-                            "role": "assistant",
-                            "content": [{"type": "output_text", "text": "A rose."}],
-                        }
-                    ]
-                },
+                "response": _EXAMPLE,
             }
         }
     )
@@ -94,7 +94,10 @@ class VerifyResponse(Body):
     responses_create_params: ResponseParams
     response: PolicyResponse
     reward: float
+    raw_reward: float | None = None
     reward_components: dict[str, float] = Field(default_factory=dict)
+    truncated: bool = False
+    contract_hash: str | None = None
     mask_sample: bool = False
     failure_kind: str | None = None
     failure_reason: str | None = None
@@ -207,6 +210,8 @@ def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str,
         "reward": reward if threshold is None else float(reward >= threshold),
         "raw_reward": reward,
         "reward_components": components,
+        "truncated": bool(scored.exceeded[0]),
+        "contract_hash": scored.contract_hash,
         "mask_sample": False,
         "failure_kind": None,
         "failure_reason": None,
@@ -218,7 +223,7 @@ def refuse(failure: RequestError, body: VerifyRequest | None) -> HttpAnswer:
     kind = failure.kind.gym_kind
     # Any other status than 200 would end a run of Gym for one of its rollouts.
     if body is None or kind is None:
-        return HttpAnswer(failure.kind.status, {"detail": failure.message})
+        return refuse_with_detail(failure, body)
     unmeasured = _unmeasured(kind, failure.message, is_masked=True)
     return HttpAnswer(200, {**_echo(body), **unmeasured})
 
@@ -236,7 +241,67 @@ def _unmeasured(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
     }
 
 
-ROUTES = [
+# ``POST /compare``: replies to one conversation, and a reward for each.
+#
+# Gym's ``GenRMStrategy`` (``resources_servers/genrm_compare``, August 2026) asks a generative
+# judge, which compares pairs of replies. A reward model needs none: each reply is scored alone,
+# ``rewards`` are the model's own numbers (the judge's are from 1 to 5), and ``comparison_results``
+# is empty. ``conversation_history`` is the messages before the replies; ``response_objs`` are read
+# as those of ``/verify``. A ``principle`` is an instruction to a judge, which no reward model
+# follows, so it is refused. A reply that cannot be scored refuses the group: a made-up reward in
+# its place would train the policy on it.
+
+
+class CompareRequest(Body):
+    """The messages before the replies, and the replies."""
+
+    conversation_history: Items[dict[str, Any]] = Field(
+        min_length=1, examples=[[{"role": "user", "content": "What is red?"}]]
+    )
+    response_objs: Items[PolicyResponse] = Field(
+        min_length=1,
+        examples=[[_EXAMPLE]],
+    )
+    principle: str | None = None
+
+
+class CompareResponse(Body):
+    """A reward for each reply, in the request's order; ``metrics`` are of these rewards."""
+
+    rewards: list[float]
+    comparison_results: list[dict[str, Any]]
+    metrics: dict[str, float]
+
+
+def read_compare(body: CompareRequest) -> ScoreRequest:
+    """Read each reply with the conversation before it; raise ServingError if one cannot be."""
+    if body.principle:
+        raise ServingError(
+            f"principle: got {as_json(body.principle)}, wanted null: a reward model follows none"
+        )
+    asked = turns_of(body.conversation_history, "conversation_history")
+    texts: list[Text] = []
+    for number, reply in enumerate(body.response_objs):
+        where = f"response_objs.{number}"
+        said = turns_of(reply.output, f"{where}.output")
+        if not said or said[-1]["role"] != "assistant":
+            raise ServingError(f"{where}.output: got no message of the assistant at its end")
+        texts.append(conversation_of(joined([*asked, *said]), where))
+    return ScoreRequest(texts=texts)
+
+
+def answer_compare(body: CompareRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
+    """The judge's names of metrics, of the rewards."""
+    rewards = served.one_reward(scored.rewards)
+    metrics = {
+        "mean_individual_score": float(np.mean(rewards)),
+        "std_individual_score": float(np.std(rewards)),
+        "tiebreak_usage_rate": 0.0,
+    }
+    return {"rewards": rewards, "comparison_results": [], "metrics": metrics}
+
+
+ROUTES: list[Route[Any]] = [
     Route(
         "/verify",
         "NeMo Gym: a rollout's reward",
@@ -246,7 +311,16 @@ ROUTES = [
         answer,
         refuse,
         with_other_reply=read_with_other_reply,
-    )
+    ),
+    Route(
+        "/compare",
+        "NeMo Gym: rewards of the replies to one conversation, in place of a generative judge",
+        CompareRequest,
+        CompareResponse,
+        read_compare,
+        answer_compare,
+        refuse_with_detail,
+    ),
 ]
 
 
@@ -264,8 +338,8 @@ _TASK = "_ng_task_index"
 _ROLLOUT = "_ng_rollout_index"
 _OWN = "_ng_"  # what begins so is Gym's own, and no measurement
 _SESSION = "resources_session_id"
-# ROLLOUT_ID_PATTERN of nemo_gym/rollout_correlation.py.
-_OF_ROLLOUT = re.compile(r"^/ng-rollout/[A-Za-z0-9][A-Za-z0-9._-]*(?=/)")
+# Before the paths of observed rollouts: ROLLOUT_ID_PATTERN of nemo_gym/rollout_correlation.py.
+OF_ROLLOUT = re.compile(r"^/ng-rollout/[A-Za-z0-9][A-Za-z0-9._-]*(?=/)")
 
 
 class SessionRequest(Body):
@@ -280,21 +354,16 @@ class AggregateRequest(Body):
     verify_responses: list[dict[str, Any]]
 
 
-def without_rollout(path: str) -> str:
-    """The path of a request without the rollout that Gym puts before it."""
-    return _OF_ROLLOUT.sub("", path)
-
-
 def answer_session(content: bytes) -> HttpAnswer:
     """The identifier, if there is one."""
-    body = _parsed(SessionRequest, content)
+    body = parse_body(SessionRequest, content)
     known = body.resources_session_id
     return HttpAnswer(200, {} if known is None else {_SESSION: known})
 
 
 def answer_aggregate(content: bytes) -> HttpAnswer:
     """Metrics by Gym's names."""
-    rollouts = _parsed(AggregateRequest, content).verify_responses
+    rollouts = parse_body(AggregateRequest, content).verify_responses
     # A masked rollout has reward 0 as a placeholder, which would lower every mean.
     measured = [each for each in rollouts if not each.get("mask_sample")]
     by_task: dict[Any, list[dict[str, Any]]] = defaultdict(list)
@@ -320,13 +389,6 @@ def answer_aggregate(content: bytes) -> HttpAnswer:
 def answer_reverify_mode(content: bytes) -> HttpAnswer:
     """Nothing is kept from one rollout to the next."""
     return HttpAnswer(200, "stateless")
-
-
-def _parsed(model: Any, content: bytes) -> Any:
-    try:
-        return model.model_validate_json(content)
-    except ValidationError as error:
-        raise ServingError(problems_of(error, model)) from error
 
 
 def _statistics(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:

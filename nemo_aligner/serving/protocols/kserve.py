@@ -44,7 +44,8 @@ touched. So is one without the server's bearer token.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,8 @@ from nemo_aligner.contract.messages import Conversation, Messages, Text, as_json
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, StepRewards, TensorSpec
 from nemo_aligner.utils.errors import DataError, ServingError, shown
+
+Tensors = dict[str, np.ndarray]
 
 MODEL_NAME = "reward_model"
 CONTRACT_MODEL_NAME = "contract"
@@ -161,10 +164,10 @@ def _decode_steps(values: np.ndarray) -> np.ndarray:
     return found
 
 
-def encode_contract(contract: ScoringContract) -> dict[str, np.ndarray]:
-    """Outputs of the ``contract`` model: the scoring contract."""
-    text = json.dumps(contract.to_dict(), ensure_ascii=False, allow_nan=False)
-    return {"contract": np.array([text.encode()], dtype=np.object_)}
+def encode_contract(contract: ScoringContract, turn_end: TurnEnd | None) -> dict[str, np.ndarray]:
+    """Outputs of the ``contract`` model that stay: the contract, and the end of its template."""
+    end = None if turn_end is None else turn_end.to_dict()
+    return {"contract": _json_output(contract.to_dict()), "turn_end": _json_output(end)}
 
 
 def decode_contract(outputs: Mapping[str, np.ndarray]) -> ScoringContract:
@@ -173,13 +176,7 @@ def decode_contract(outputs: Mapping[str, np.ndarray]) -> ScoringContract:
     Raises:
         CheckpointError: it is of another version, or was changed.
     """
-    return ScoringContract.from_dict(json.loads(_decode_bytes(outputs["contract"].reshape(-1)[0])))
-
-
-def encode_turn_end(turn_end: TurnEnd | None) -> dict[str, np.ndarray]:
-    """Outputs of the ``contract`` model: the end of the chat template."""
-    text = json.dumps(None if turn_end is None else turn_end.to_dict())
-    return {"turn_end": np.array([text.encode()], dtype=np.object_)}
+    return ScoringContract.from_dict(_decode_json(outputs["contract"]))
 
 
 def decode_turn_end(outputs: Mapping[str, np.ndarray]) -> TurnEnd | None:
@@ -189,7 +186,7 @@ def decode_turn_end(outputs: Mapping[str, np.ndarray]) -> TurnEnd | None:
         ServingError: it does not say, as one of an earlier version.
     """
     try:
-        found = json.loads(_decode_bytes(outputs["turn_end"].reshape(-1)[0]))
+        found = _decode_json(outputs["turn_end"])
         return None if found is None else TurnEnd.from_dict(found)
     except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
         raise ServingError(f"turn_end: {error}") from error
@@ -197,7 +194,7 @@ def decode_turn_end(outputs: Mapping[str, np.ndarray]) -> TurnEnd | None:
 
 def encode_statistics(statistics: Mapping[str, float]) -> dict[str, np.ndarray]:
     """Outputs of the ``contract`` model: the server's counts."""
-    return {"statistics": np.array([json.dumps(statistics).encode()], dtype=np.object_)}
+    return {"statistics": _json_output(dict(statistics))}
 
 
 def decode_statistics(outputs: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -207,10 +204,19 @@ def decode_statistics(outputs: Mapping[str, np.ndarray]) -> dict[str, float]:
         ServingError: it does not say, or not as a JSON object.
     """
     try:
-        found = json.loads(_decode_bytes(outputs["statistics"].reshape(-1)[0]))
+        found = _decode_json(outputs["statistics"])
         return {name: float(value) for name, value in found.items() if _is_number(value)}
     except (KeyError, ValueError, IndexError, AttributeError, RecursionError) as error:
         raise ServingError(f"statistics: {error}") from error
+
+
+def _json_output(value: Any) -> np.ndarray:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return np.array([text.encode()], dtype=np.object_)
+
+
+def _decode_json(values: np.ndarray) -> Any:
+    return json.loads(_decode_bytes(values.reshape(-1)[0]))
 
 
 def _is_number(value: object) -> bool:
@@ -328,3 +334,98 @@ def _conversation(row: int, text: str) -> Text:
         return read_text(given)
     except DataError as error:
         raise ServingError(f"row {row}: {error}") from error
+
+
+# Tensors as HTTP bodies: KServe v2 with its extension for binary data. A body is JSON, whose length
+# a header gives, and then the tensors' bytes in its order, little-endian; an item of BYTES has its
+# length before it in 4 bytes. Texts as JSON would be escaped and parsed once more on each side.
+
+HEADER_LENGTH = "Inference-Header-Content-Length"
+_BYTES = "BYTES"
+_TYPES = {
+    "BOOL": np.bool_,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "UINT8": np.uint8,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "FP64": np.float64,
+}
+_NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
+
+
+def encode_body(inputs: Mapping[str, np.ndarray]) -> tuple[bytes, dict[str, str]]:
+    """Encode a request: its body and headers; arrays of ``bytes`` become BYTES."""
+    listed, pieces = [], []
+    for name, array in inputs.items():
+        datatype = _NAMES.get(array.dtype, _BYTES)
+        raw = _packed(array) if datatype == _BYTES else np.ascontiguousarray(array).tobytes()
+        listed.append(
+            {
+                "name": name,
+                "shape": list(array.shape),
+                "datatype": datatype,
+                "parameters": {"binary_data_size": len(raw)},
+            }
+        )
+        pieces.append(raw)
+    header = json.dumps({"inputs": listed, "parameters": {"binary_data_output": True}}).encode()
+    headers = {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(header))}
+    return b"".join([header, *pieces]), headers
+
+
+def decode_body(body: bytes, headers: Mapping[str, str]) -> Tensors:
+    """Decode the outputs of an answer, whether they are binary or JSON.
+
+    Raises:
+        ServingError: it is no answer of KServe v2.
+    """
+    try:
+        length = int(headers.get(HEADER_LENGTH, len(body)))
+        return dict(_outputs(json.loads(body[:length])["outputs"], body[length:]))
+    except (ValueError, TypeError, KeyError, AttributeError, struct.error, RecursionError) as error:
+        raise ServingError(f"got {shown(body[:80])}, wanted an answer of KServe v2") from error
+
+
+def _outputs(listed: list[dict[str, Any]], binary: bytes) -> Iterator[tuple[str, np.ndarray]]:
+    start = 0
+    for output in listed:
+        shape, datatype = output["shape"], output["datatype"]
+        size = output.get("parameters", {}).get("binary_data_size")
+        if size is None:
+            values = _from_json(output["data"], datatype)
+        else:
+            values = _from_binary(binary[start : start + size], datatype)
+            start += size
+        yield output["name"], values.reshape(shape)
+
+
+def _from_json(data: list[Any], datatype: str) -> np.ndarray:
+    if datatype == _BYTES:
+        return np.array([str(text).encode() for text in data], dtype=np.object_)
+    # JSON has no NaN: a server writes null, if anything.
+    return np.array([np.nan if value is None else value for value in data], _TYPES[datatype])
+
+
+def _from_binary(raw: bytes, datatype: str) -> np.ndarray:
+    if datatype == _BYTES:
+        return np.array(list(_unpacked(raw)), dtype=np.object_)
+    return np.frombuffer(raw, _TYPES[datatype])
+
+
+def _packed(array: np.ndarray) -> bytes:
+    return b"".join(struct.pack("<I", len(item)) + item for item in array.reshape(-1))
+
+
+def _unpacked(raw: bytes) -> Iterator[bytes]:
+    start = 0
+    while start < len(raw):
+        (size,) = struct.unpack_from("<I", raw, start)
+        start += 4
+        yield raw[start : start + size]
+        start += size

@@ -13,15 +13,8 @@ from typing import Any
 
 from pydantic import Field
 
-from nemo_aligner.serving.failures import RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
-from nemo_aligner.serving.protocols.base import (
-    Body,
-    HttpAnswer,
-    Items,
-    Route,
-    Served,
-)
+from nemo_aligner.serving.protocols.base import Body, Items, Route, Served, refuse_with_detail
 
 
 class GetRewardRequest(Body):
@@ -54,11 +47,6 @@ def answer(body: GetRewardRequest, scored: ScoredRows, served: Served) -> dict[s
     return {"rewards": merged, "scores": merged, "extra_logs": logs}
 
 
-def refuse(failure: RequestError, body: GetRewardRequest | None) -> HttpAnswer:
-    """As FastAPI has it, by which its own server is made."""
-    return HttpAnswer(failure.kind.status, {"detail": failure.message})
-
-
 ROUTES = [
     Route(
         "/get_reward",
@@ -67,7 +55,7 @@ ROUTES = [
         GetRewardResponse,
         read,
         answer,
-        refuse,
+        refuse_with_detail,
         completes_turns=True,
     )
 ]

@@ -17,14 +17,7 @@ from pydantic import Field, RootModel
 
 from nemo_aligner.serving.failures import RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
-from nemo_aligner.serving.protocols.base import (
-    Body,
-    HttpAnswer,
-    Items,
-    Route,
-    Served,
-    as_json,
-)
+from nemo_aligner.serving.protocols.base import Body, HttpAnswer, Items, Route, Served, as_json
 from nemo_aligner.utils.errors import ServingError
 
 # Fields that would score another input, or with another model, and ask for more than a reward.

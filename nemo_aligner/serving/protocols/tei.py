@@ -21,13 +21,7 @@ from pydantic import Field, RootModel
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.serving.failures import RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
-from nemo_aligner.serving.protocols.base import (
-    Body,
-    HttpAnswer,
-    Items,
-    Route,
-    Served,
-)
+from nemo_aligner.serving.protocols.base import Body, HttpAnswer, Items, Route, Served
 from nemo_aligner.utils.errors import ServingError
 
 Direction = Literal["left", "right", "Left", "Right"]

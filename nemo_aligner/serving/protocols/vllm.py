@@ -38,44 +38,33 @@ from nemo_aligner.serving.protocols.base import (
 )
 from nemo_aligner.utils.errors import ServingError
 
-# Fields by which a client asks for another score, or another form, than there is here; with the
-# values that ask for none.
-_FIXED: dict[str, tuple[Any, ...]] = {
-    "use_activation": (None, False),
-    "activation": (None, False),
-    "normalize": (None, False),
-    "softmax": (None, False),
-    "truncate_prompt_tokens": (None,),
-    "truncation_side": (None,),
-    "padding": (None, "do_not_pad"),
-    "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "add_generation_prompt": (None, False),
-    "continue_final_message": (None, False),
-    "mm_processor_kwargs": (None, {}),
-    "media_io_kwargs": (None, {}),
-    "cache_salt": (None,),
-    "priority": (None, 0),
-    "task": (None, "classify", "token_classify"),
-    "dimensions": (None,),
-    "encoding_format": (None, "float"),
-    "instruction": (None,),
-    "max_tokens_per_query": (None, 0),
-    "max_tokens_per_doc": (None, 0),
-}
 _BY_CONTRACT = "how a text is scored is for the model's scoring contract"
 _NO_ACTIVATION = "a reward has no activation"
 _ONE_FORM = "there is no other here"
-_REASONS = {
-    "use_activation": _NO_ACTIVATION,
-    "activation": _NO_ACTIVATION,
-    "normalize": _NO_ACTIVATION,
-    "softmax": _NO_ACTIVATION,
-    "cache_salt": _ONE_FORM,
-    "priority": _ONE_FORM,
-    "task": _ONE_FORM,
-    "dimensions": _ONE_FORM,
-    "encoding_format": _ONE_FORM,
+# Fields by which a client asks for another score, or another form, than there is here: the values
+# that ask for none, and why there is no other.
+_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_activation": ((None, False), _NO_ACTIVATION),
+    "activation": ((None, False), _NO_ACTIVATION),
+    "normalize": ((None, False), _NO_ACTIVATION),
+    "softmax": ((None, False), _NO_ACTIVATION),
+    "truncate_prompt_tokens": ((None,), _BY_CONTRACT),
+    "truncation_side": ((None,), _BY_CONTRACT),
+    "padding": ((None, "do_not_pad"), _BY_CONTRACT),
+    "chat_template": ((None,), _BY_CONTRACT),
+    "chat_template_kwargs": ((None, {}), _BY_CONTRACT),
+    "add_generation_prompt": ((None, False), _BY_CONTRACT),
+    "continue_final_message": ((None, False), _BY_CONTRACT),
+    "mm_processor_kwargs": ((None, {}), _BY_CONTRACT),
+    "media_io_kwargs": ((None, {}), _BY_CONTRACT),
+    "cache_salt": ((None,), _ONE_FORM),
+    "priority": ((None, 0), _ONE_FORM),
+    "task": ((None, "classify", "token_classify"), _ONE_FORM),
+    "dimensions": ((None,), _ONE_FORM),
+    "encoding_format": ((None, "float"), _ONE_FORM),
+    "instruction": ((None,), _BY_CONTRACT),
+    "max_tokens_per_query": ((None, 0), _BY_CONTRACT),
+    "max_tokens_per_doc": ((None, 0), _BY_CONTRACT),
 }
 _STEPS = "token_classify"
 _BESIDE = ("tools", "documents")
@@ -218,11 +207,11 @@ def read_texts(body: PoolingRequest) -> ScoreRequest:
 
 def _check_fixed(body: Body, special_tokens: bool) -> None:
     """Raise ServingError if a field asks for what the scoring contract decides."""
-    fixed = {**_FIXED, "add_special_tokens": (None, special_tokens)}
+    fixed = {**_FIXED, "add_special_tokens": ((None, special_tokens), _BY_CONTRACT)}
     for name, value in (body.model_extra or {}).items():
-        if name in fixed and value not in fixed[name]:
-            allowed = " or ".join(map(json.dumps, fixed[name]))
-            why = _REASONS.get(name, _BY_CONTRACT)
+        if name in fixed and value not in fixed[name][0]:
+            values, why = fixed[name]
+            allowed = " or ".join(map(json.dumps, values))
             raise ServingError(f"{name}: got {as_json(value)}, wanted {allowed}: {why}")
 
 

@@ -1,8 +1,7 @@
 """Run by pytest in NeMo Gym's environment: its simple_agent and its strategy of comparisons, with a
 gateway as resources server.
 
-``GATEWAY`` and ``REWARD_SERVER`` are the URLs of the gateway and of the server behind it. The
-policy is a server of this process, which says what the prompt asks for.
+``GATEWAY`` is its URL. The policy is a server of this process, which says what the prompt asks for.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ async def verified(rollouts):
     """The same rollouts by this project's resources server, as Gym runs it."""
     own = RewardModelResourcesServerConfig(
         **{"name": "reward_model", "entrypoint": "app.py", "host": "127.0.0.1", "port": 1},
-        **{"domain": "rlhf", "server_url": os.environ["REWARD_SERVER"]},
+        **{"domain": "rlhf", "server_url": os.environ["GATEWAY"]},
     )
     client = ServerClient(
         head_server_config=BaseServerConfig(host="127.0.0.1", port=1),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_aligner.serving.client import RefusedError, RewardClient
-from nemo_aligner.serving.client.calls import split_texts, split_tokens
+from nemo_aligner.serving.client.reward import split_texts, split_tokens
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.utils.errors import ConfigError
 from tests.serving.client.misbehaving import Misbehaving, refuse, seconds

@@ -15,6 +15,7 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import Readout
 from nemo_aligner.serving.engine.scorer import check_alike
 from nemo_aligner.serving.engine.shaping import RewardShaper, build_shaper
+from nemo_aligner.serving.protocols import ScoredRows
 from nemo_aligner.utils.errors import ConfigError, SettingsError
 from tests.evaluation.refusals import refusal
 from tests.serving.fake_server import CONTRACT
@@ -36,6 +37,16 @@ def shaper(
     return RewardShaper(ShapingConfig(**rules), ensemble or EnsembleConfig(), [contract])
 
 
+def shape(
+    made: RewardShaper,
+    raw: np.ndarray,
+    reply_tokens: list[int] | None = None,
+    spreads: np.ndarray | None = None,
+) -> ScoredRows:
+    rows = ScoredRows(raw, {}, np.zeros(len(raw), dtype=bool), spread=spreads)
+    return made.shape(rows, reply_tokens)
+
+
 def ensemble(combine: Combine, k: float = 1.0, **rules: Any) -> RewardShaper:
     return RewardShaper(ShapingConfig(**rules), EnsembleConfig(combine=combine, k=k), [ONE, ONE])
 
@@ -51,13 +62,13 @@ def test_shaping_by_each_rule() -> None:
         "threshold": (shaper(threshold=1.0), [1.0, -2.0, 4.0]),
     }
     for rule, (made, wanted) in shapers.items():
-        shaped = made.shape(RAW, [10, 12, 3])
+        shaped = shape(made, RAW, [10, 12, 3])
         assert shaped.rewards.tolist() == [[reward] for reward in wanted], rule
         assert shaped.rewards.dtype == np.float32
         assert shaped.deviation is None
         assert (shaped.passed is None) == (rule != "threshold")
     for threshold in (0.0, 1.0):
-        passed = shaper(threshold=threshold).shape(RAW).passed
+        passed = shape(shaper(threshold=threshold), RAW).passed
         assert passed is not None
         assert passed.tolist() == [True, False, True]
     assert build_shaper(ShapingConfig(), EnsembleConfig(), [ONE]) is None
@@ -72,17 +83,17 @@ def test_shaping_takes_a_multiple_of_the_uncertainty_off(caplog: pytest.LogCaptu
     made = shaper(two, spread_penalty=2.0, attribute_weights=weights, **given)
     raw = np.array([[4.0, 2.0], [4.0, 2.0]], dtype=np.float32)
     spreads = np.array([[1.0, 0.5], [-3.0, 0.5]], dtype=np.float32)
-    shaped = made.shape(raw, None, spreads)
+    shaped = shape(made, raw, None, spreads)
     assert shaped.spread is not None
     assert shaped.spread.tolist() == [[0.75], [0.25]]
     assert shaped.rewards.tolist() == [[4 / 2 - 1 - 2 * 0.75], [4 / 2 - 1 - 2 * 0.25]]
     assert made.contract.readout is None
-    assert made.shape(raw, None, spreads).rewards.tolist() == shaped.rewards.tolist()
+    assert shape(made, raw, None, spreads).rewards.tolist() == shaped.rewards.tolist()
     crossed = [each for each in caplog.messages if "cross" in each and "-3" in each]
     assert len(crossed) == len(caplog.messages) == 1
     models = [dataclasses.replace(ONE, readout=Readout("bins", ((0.0, 4.0),)).to_json())] * 2
     both = RewardShaper(ShapingConfig(spread_penalty=1.0), EnsembleConfig(), models)
-    pair = both.shape(np.array([[1.0, 3.0]]), None, np.array([[0.5, 1.5]]))
+    pair = shape(both, np.array([[1.0, 3.0]]), None, np.array([[0.5, 1.5]]))
     assert (pair.rewards.tolist(), pair.spread.tolist()) == ([[1.0]], [[1.0]])
     with pytest.raises(ConfigError, match=r"spread_penalty: got 2\.0.*quantiles"):
         shaper(ONE, spread_penalty=2.0)
@@ -93,11 +104,11 @@ def test_shaping_standardizes_by_all_rewards_so_far() -> None:
     rng = np.random.default_rng(3)
     seen = rng.normal(5, 2, (100, 1)).astype(np.float32)
     for part in np.split(seen, [1, 2, 40]):
-        shaped = running.shape(part)
+        shaped = shape(running, part)
     wanted = (seen[40:].astype(float) - seen.astype(float).mean()) / seen.astype(float).std()
     np.testing.assert_allclose(shaped.rewards, wanted, rtol=1e-6)
     # The first reward of all has no deviation to be over.
-    assert shaper(standardize=Standardize.running).shape(RAW[:1]).rewards.tolist() == [[0.0]]
+    assert shape(shaper(standardize=Standardize.running), RAW[:1]).rewards.tolist() == [[0.0]]
 
 
 def test_shaping_statistics_go_on_after_a_restart(
@@ -112,7 +123,7 @@ def test_shaping_statistics_go_on_after_a_restart(
     folder.mkdir()
     first = shaper(**rules)
     first.check_file()
-    first.shape(RAW)
+    shape(first, RAW)
     file.unlink()
     folder.rmdir()
     first.save()
@@ -122,8 +133,8 @@ def test_shaping_statistics_go_on_after_a_restart(
     assert json.loads(file.read_text())["count"] == 3
     assert len(list(folder.iterdir())) == 1
     again, whole = shaper(**rules), shaper(standardize=Standardize.running)
-    whole.shape(RAW)
-    assert again.shape(RAW * 3).rewards.tolist() == whole.shape(RAW * 3).rewards.tolist()
+    shape(whole, RAW)
+    assert shape(again, RAW * 3).rewards.tolist() == shape(whole, RAW * 3).rewards.tolist()
     with pytest.raises(ConfigError, match="statistics of other models"):
         shaper(TWO, **rules)
     file.write_text("{")
@@ -140,17 +151,17 @@ def test_shaping_makes_several_models_one_reward_and_a_deviation() -> None:
         (ensemble(Combine.min), [1.0, -2.0]),
         (ensemble(Combine.lower_bound, k=0.5), [1.5, -1.0]),
     ):
-        shaped = made.shape(BOTH)
+        shaped = shape(made, BOTH)
         assert shaped.rewards[:, 0].tolist() == wanted
         assert shaped.deviation is not None
         assert shaped.deviation.tolist() == [[1.0], [2.0]]
     # Each is standardized by its own, or all by what is given.
     contracts = [ONE.with_statistics([1.0], [1.0], "x"), ONE.with_statistics([-1.0], [4.0], "x")]
     rules = ShapingConfig(standardize=Standardize.contract)
-    shaped = RewardShaper(rules, EnsembleConfig(), contracts).shape(BOTH)
+    shaped = shape(RewardShaper(rules, EnsembleConfig(), contracts), BOTH)
     assert shaped.rewards[:, 0].tolist() == [(0.0 + 1.0) / 2, (1.0 - 0.25) / 2]
     given = ensemble(Combine.mean, standardize=Standardize.given, mean=[1.0], std=[2.0])
-    assert given.shape(BOTH).rewards[:, 0].tolist() == [0.5, -0.5]
+    assert shape(given, BOTH).rewards[:, 0].tolist() == [0.5, -0.5]
 
 
 def test_ensemble_of_models_that_read_a_text_otherwise_is_refused() -> None:
@@ -180,9 +191,9 @@ def test_shaping_applies_its_rules_in_their_order() -> None:
     )
     assert every.contract.attributes == ("reward",)
     left_out = shaper(TWO, attribute_weights={"help": 2.0})
-    assert left_out.shape(np.array([[1.0, 4.0]], dtype=np.float32)).rewards.tolist() == [[2.0]]
+    assert shape(left_out, np.array([[1.0, 4.0]], dtype=np.float32)).rewards.tolist() == [[2.0]]
     raw = np.array([[3.0, 15.0], [9.0, 10.0], [-9.0, 10.0]], dtype=np.float32)
-    shaped = every.shape(raw, [11, 0, 0])
+    shaped = shape(every, raw, [11, 0, 0])
     np.testing.assert_allclose(shaped.rewards[:, 0], [0.9, 1.0, -1.0], rtol=1e-6)
     assert shaped.passed is not None
     assert shaped.passed.tolist() == [True, True, False]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.data.texts import labelled_conversation, labelled_texts
-from nemo_aligner.integrations import nemo_gym
 from nemo_aligner.integrations.nemo_rl import RewardModelEnvironment
 from nemo_aligner.integrations.trl import RewardFunction
 from nemo_aligner.serving.client import ScoredRows
@@ -114,22 +112,11 @@ def by_files(folder: Path) -> dict[str, Text]:
     return found
 
 
-def by_gym() -> Text:
-    path = Path(nemo_gym.__file__).parent / "reward_model" / "conversation.py"
-    spec = importlib.util.spec_from_file_location("gym_conversation", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    whole: Text = module.conversation_of(ASKED, {"output": ITEMS})
-    return whole
-
-
 def test_conversation_with_tools_has_the_same_ids_by_every_door(
     contracts: Contracts, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     contract = contracts(template="chatml", seq_length=4096)
-    texts = {**by_http(), **by_trainers(contract), **by_files(tmp_path), "Gym's own": by_gym()}
+    texts = {**by_http(), **by_trainers(contract), **by_files(tmp_path)}
     wanted = contract.encode(tokenizer, WHOLE).token_ids  # type: ignore[arg-type]
     said = tokenizer.decode(wanted)
     assert json.dumps(TOOL) in said

@@ -10,14 +10,12 @@ import pytest
 pytest.importorskip("pydantic")
 from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.serving.failures import FailureKind, RequestError
-from nemo_aligner.serving.protocols import genrm
 from nemo_aligner.serving.protocols.base import Served
 from nemo_aligner.serving.protocols.gym import ROUTES
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.protocols.bodies import not_refused, parsed, scored
 
-(GYM,) = ROUTES
-(COMPARE,) = genrm.ROUTES
+GYM, COMPARE = ROUTES
 THOUGHT = {"type": "reasoning", "id": "t", "summary": []}
 ONE = Served("reward_model", ("reward",), (1.0,))
 
@@ -133,6 +131,7 @@ def test_gym_rollout_comes_back_with_its_reward() -> None:
     assert {name: answer[name] for name in body} == body
     assert (answer["reward"], answer["raw_reward"]) == (1.5, 1.5)
     assert answer["reward_components"] == {"reward": 1.5}
+    assert (answer["truncated"], answer["contract_hash"]) == (False, "cafe")
     failed = [answer[name] for name in ("mask_sample", "failure_kind", "failure_reason")]
     assert failed == [False, None, None]
     GYM.response.model_validate(answer)

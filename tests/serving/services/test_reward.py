@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from nemo_aligner.config.serving import ServerConfig
+from nemo_aligner.serving.engine.batcher import Meter
 from nemo_aligner.serving.failures import FailureKind
-from nemo_aligner.serving.metrics import Meter
 from nemo_aligner.serving.protocols import ScoredRows, kserve
-from nemo_aligner.serving.reward import RewardService, answer_request
+from nemo_aligner.serving.reward import RewardService
 from nemo_aligner.utils.errors import CheckpointError, DataError, ServingError
 from tests.serving.fake_server import CONTRACT, SEQ_LENGTH, FakeScorer
 from tests.serving.services.answers import Failure, answered
@@ -52,11 +52,11 @@ class Service:
         self.batcher = Immediate(score or scorer.score_token_lists)
         self.meter = Meter()
         config = ServerConfig(**settings)
-        self.service = RewardService(scorer, self.batcher, config, self.meter)
+        self.service = RewardService(scorer, self.batcher.submit, config, self.meter)
 
     def ask(self, *requests: dict[str, np.ndarray]) -> list[ScoredRows | Failure]:
         async def everyone() -> list[ScoredRows | Failure]:
-            answers = (answered(answer_request(self.service, each)) for each in requests)
+            answers = (answered(self.service.answer(each)) for each in requests)
             return await asyncio.gather(*answers)
 
         return asyncio.run(everyone())

@@ -17,7 +17,7 @@ from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client import RefusedError, ScoredRows
-from nemo_aligner.serving.http import PLAIN_ROUTES, ROUTES, build_app
+from nemo_aligner.serving.http import ROUTES, build_app
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import FakeClient, call, call_async
@@ -46,7 +46,7 @@ BEARER = {"Authorization": "Bearer s3cret"}
 
 
 def make(client: FakeClient | None = None, token: str | None = None, **settings: Any) -> Any:
-    return build_app(ROUTES, client or FakeClient(), GatewayConfig(**settings), token)
+    return build_app(client or FakeClient(), GatewayConfig(**settings), token)
 
 
 def message(answer: Any) -> str:
@@ -267,7 +267,7 @@ def test_verify_masks_what_is_not_the_policys_fault() -> None:
 
 
 def test_plain_routes_answer_what_an_agent_of_gym_asks_around_rollouts() -> None:
-    app = build_app(ROUTES, FakeClient(), GatewayConfig(), None, plain_routes=PLAIN_ROUTES)
+    app = make()
     session = {"resources_session_id": "s", "episode_id": "e", "task_id": "t", "task_data": {}}
     assert call(app, "/seed_session", {}).json == {}
     for path in ("/seed_session", "/close_session"):
@@ -323,9 +323,9 @@ def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> N
     ended, whole, cut = "a<|im_end|>", "a<|im_end|>\n", "a rose"
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     conversation = Conversation(said, tools=[{"type": "function", "function": {"name": "f"}}])
-    turn_end = AsyncMock(side_effect=[ServingError("nobody"), turn])
     client = FakeClient()
-    app = build_app(ROUTES, client, GatewayConfig(), None, turn_end=turn_end)
+    client.turn_end_async = AsyncMock(side_effect=[ServingError("nobody"), turn])
+    app = make(client)
 
     async def ask() -> tuple[int, str]:
         gone = await call_async(app, "/get_reward", {"query": [ended]})
@@ -343,7 +343,7 @@ def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> N
 
     status, metrics = asyncio.run(ask())
     assert status == 503
-    assert turn_end.await_count == 2
+    assert client.turn_end_async.await_count == 2
     assert client.asked == [
         [whole, whole, cut], [whole], [conversation], [[5, 7, 8], [5, 7, 8], [5]],
         [whole], [whole], [whole], [ended], [[5, 7]],
@@ -352,8 +352,9 @@ def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> N
     for path, count in counts.items():
         assert f'rows_total{{outcome="completed",route="{path}"}} {count}.0' in metrics
 
-    for ends in (None, AsyncMock(return_value=None)):
+    for ends, completes in ((turn, False), (None, True)):
         client = FakeClient()
-        off = build_app(ROUTES, client, GatewayConfig(), None, turn_end=ends)
+        client.turn_end_async = AsyncMock(return_value=ends)
+        off = make(client, complete_turns=completes)
         assert call(off, "/classify", {"input": ended}).status == 200
         assert client.asked == [[ended]]

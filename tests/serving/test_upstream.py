@@ -10,11 +10,11 @@ from unittest.mock import AsyncMock
 import numpy as np
 import pytest
 
+from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.serving.client import RefusedError
 from nemo_aligner.serving.failures import FailureKind
-from nemo_aligner.serving.metrics import AttributeDrift, RecentRewards
 from nemo_aligner.serving.protocols import ScoreRequest
-from nemo_aligner.serving.reward import UpstreamService
+from nemo_aligner.serving.upstream import AttributeDrift, RecentRewards, UpstreamService
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import FakeClient
@@ -24,39 +24,39 @@ TWO = ScoreRequest(texts=["ab", "c"])
 
 
 def service(client: FakeClient, most_rows: int = 100) -> UpstreamService:
-    return UpstreamService(client, most_rows, drift_rows=100)
+    return UpstreamService(client, GatewayConfig(max_queue_rows=most_rows, drift_rows=100))
 
 
-def ask(relay: UpstreamService, request: ScoreRequest, sets_rows_aside: bool = False) -> Any:
-    return asyncio.run(answered(relay.answer(request, sets_rows_aside)))
+def ask(upstream: UpstreamService, request: ScoreRequest, sets_rows_aside: bool = False) -> Any:
+    return asyncio.run(answered(upstream.answer(request, sets_rows_aside)))
 
 
-def test_relay_has_the_backends_rewards_of_texts_and_tokens_and_its_newest_contract() -> None:
+def test_upstream_has_the_backends_rewards_of_texts_and_tokens_and_its_newest_contract() -> None:
     client = FakeClient()
-    relay = service(client)
-    scored = ask(relay, TWO)
+    upstream = service(client)
+    scored = ask(upstream, TWO)
     assert scored.rewards.tolist() == [[total("ab"), -total("ab")], [total("c"), -total("c")]]
     assert (scored.contract_hash, scored.errors) == (CONTRACT.hash, {})
     assert scored.exceeded.tolist() == [False, False]
-    scored = ask(relay, ScoreRequest(token_lists=[[1, 2], [3]]))
+    scored = ask(upstream, ScoreRequest(token_lists=[[1, 2], [3]]))
     assert scored.rewards[:, 0].tolist() == [3.0, 3.0]
-    assert relay.contract == CONTRACT
+    assert upstream.contract == CONTRACT
     client.contract = replace(CONTRACT, attributes=("other", "names"))
-    ask(relay, TWO)
-    assert relay.contract == client.contract
+    ask(upstream, TWO)
+    assert upstream.contract == client.contract
 
 
-def test_relay_sets_a_refused_row_aside_or_fails_the_request() -> None:
-    relay = service(FakeClient())
+def test_upstream_sets_a_refused_row_aside_or_fails_the_request() -> None:
+    upstream = service(FakeClient())
     request = ScoreRequest(texts=["ab", ""])
-    scored = ask(relay, request, sets_rows_aside=True)
+    scored = ask(upstream, request, sets_rows_aside=True)
     assert scored.errors == {1: "the text is empty"}
     assert np.isnan(scored.rewards[1]).all()
-    assert ask(relay, request) == Failure("row 1: the text is empty", FailureKind.bad_request)
-    assert relay.recent.drift(None)[0].rows == 1
+    assert ask(upstream, request) == Failure("row 1: the text is empty", FailureKind.bad_request)
+    assert upstream.recent.drift(None)[0].rows == 1
 
 
-def test_relay_puts_rows_that_were_refused_before_among_the_others() -> None:
+def test_upstream_puts_rows_that_were_refused_before_among_the_others() -> None:
     request = ScoreRequest(texts=["ab", "", "c"], refused={0: "an image", 3: "no text"})
     scored = ask(service(FakeClient()), request, sets_rows_aside=True)
     assert scored.errors == {0: "an image", 2: "the text is empty", 3: "no text"}
@@ -68,7 +68,7 @@ def test_relay_puts_rows_that_were_refused_before_among_the_others() -> None:
     assert (np.isnan(scored.rewards).tolist(), scored.errors) == ([[True, True]], {0: "an image"})
 
 
-def test_relay_says_whose_fault_each_way_to_fail_is() -> None:
+def test_upstream_says_whose_fault_each_way_to_fail_is() -> None:
     ways: list[tuple[Exception, Failure]] = [
         (RefusedError("s", 400, "row 0: no"), Failure("row 0: no", FailureKind.bad_request)),
         (RefusedError("s", 413, "too many"), Failure("too many", FailureKind.too_large)),
@@ -81,15 +81,15 @@ def test_relay_says_whose_fault_each_way_to_fail_is() -> None:
         assert ask(service(client), TWO) == wanted
 
 
-def test_relay_tells_more_rows_than_may_wait_when_to_come_again() -> None:
+def test_upstream_tells_more_rows_than_may_wait_when_to_come_again() -> None:
     async def both() -> tuple[Any, Any, int]:
         client = FakeClient()
         client.gate = asyncio.Event()
-        relay = service(client, most_rows=3)
-        first = asyncio.ensure_future(relay.answer(TWO, False))
+        upstream = service(client, most_rows=3)
+        first = asyncio.ensure_future(upstream.answer(TWO, False))
         await asyncio.sleep(0)
-        inside = relay.rows_in_flight
-        second = await answered(relay.answer(TWO, False))
+        inside = upstream.rows_in_flight
+        second = await answered(upstream.answer(TWO, False))
         client.gate.set()
         return await first, second, inside
 
@@ -101,15 +101,15 @@ def test_relay_tells_more_rows_than_may_wait_when_to_come_again() -> None:
     assert "2 rows wait of 3, gateway.max_queue_rows" in second.message
 
 
-def test_relay_asks_a_server_without_a_contract_for_it_once() -> None:
+def test_upstream_asks_a_server_without_a_contract_for_it_once() -> None:
     client = FakeClient(contract=None, columns=1)
     refused = RefusedError("http://one", 404, "no such model")
     client.contract_async = AsyncMock(side_effect=refused)  # type: ignore[method-assign]
-    relay = service(client)
+    upstream = service(client)
     for _ in range(3):
-        scored = ask(relay, TWO)
+        scored = ask(upstream, TWO)
         assert scored.contract_hash is None
-    assert (relay.contract, client.contract_async.await_count) == (None, 1)
+    assert (upstream.contract, client.contract_async.await_count) == (None, 1)
 
 
 MEASURED = CONTRACT.with_statistics([1.0, 0.0], [2.0, 0.5], "held-out pairs")

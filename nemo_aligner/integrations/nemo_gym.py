@@ -9,7 +9,8 @@ from pathlib import Path
 
 from nemo_aligner.utils.errors import ConfigError
 
-_NAME = "reward_model"
+# Not a package of this one: Gym imports it as ``resources_servers.reward_model``, from a checkout.
+_FILES = Path(__file__).parent / "resources_servers" / "reward_model"
 
 
 def drop_in(gym: Path) -> Path:
@@ -23,11 +24,10 @@ def drop_in(gym: Path) -> Path:
         raise ConfigError(
             f"{gym}: got no folder resources_servers there, wanted NeMo Gym's checkout"
         )
-    target = servers / _NAME
+    target = servers / _FILES.name
     if target.exists():
         raise ConfigError(f"{target} is there already; remove it to have it made anew")
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(Path(__file__).parent / _NAME, target, ignore=ignored)
+    shutil.copytree(_FILES, target, ignore=shutil.ignore_patterns("__pycache__"))
     return target
 
 

@@ -1,14 +1,13 @@
 """A reward model as the verifier of NeMo Gym: the reward of a response is what the model gives.
 
-The model runs in servers of nemo_aligner (``server_url``), or in one that is started for this
-environment (``model_path``). Where no server gives a reward, the sample is masked: it says nothing
-of the policy.
+A gateway of nemo_aligner scores it (``server_url``), or one that is started for this environment,
+with a server of the model behind it (``model_path``). Where there is no reward, the sample is
+masked: it says nothing of the policy.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from typing import Any, ClassVar, Literal
 
@@ -21,21 +20,9 @@ from nemo_gym.base_resources_server import (
     SimpleResourcesServer,
 )
 from pydantic import Field, PrivateAttr, model_validator
-from resources_servers.reward_model.conversation import (
-    NoReplyError,
-    UnscorableError,
-    conversation_of,
-)
-from resources_servers.reward_model.reward_server import (
-    OTHER_REPLY,
-    RefusedReplyError,
-    RewardServerError,
-    RewardServers,
-    ScoredConversation,
-    StartedServer,
-)
+from resources_servers.reward_model.gateway import GatewayError, Gateways, StartedGateway
 
-# As the gateway of nemo_aligner calls it, too; a kind of one's own has a prefix in Gym.
+# As the gateway calls it; in Gym a kind that is not its own has a prefix.
 REFUSED = "reward_model:refused_text"
 # Of a model that is started here; a server that runs has its own settings for them.
 _WITH_MODEL_PATH = (
@@ -58,7 +45,7 @@ class RewardModelResourcesServerConfig(BaseResourcesServerConfig):
 
     REVERIFY_MODE: ClassVar[ReverifyMode] = ReverifyMode.STATELESS
 
-    server_url: str | list[str] | None = Field(None, description="running servers of one model")
+    server_url: str | list[str] | None = Field(None, description="gateways of one model")
     server_token_variable: str | None = Field(
         None, description="environment variable with the bearer token of server_url"
     )
@@ -67,11 +54,11 @@ class RewardModelResourcesServerConfig(BaseResourcesServerConfig):
     refused_reward: float | None = Field(
         None, description="of a reply that the model does not score; null: such a sample is masked"
     )
-    timeout_s: float = Field(600.0, gt=0, description="for one answer of a server")
+    timeout_s: float = Field(600.0, gt=0, description="for one answer of a gateway")
     retry_s: float = Field(300.0, ge=0, description="for servers that are gone")
 
     command: list[str] = Field(["nemo-aligner"], description="what runs nemo-aligner")
-    start_s: float = Field(600.0, gt=0, description="for the server to load its model")
+    start_s: float = Field(600.0, gt=0, description="for it to load the model")
     device: Literal["cuda", "cpu"] | None = Field(None, description="null: a GPU if there is one")
     batch_size: int | None = Field(None, gt=0, description="replies of max_length in one pass")
     max_length: int | None = Field(None, gt=0, description="tokens, see batch_size")
@@ -156,92 +143,86 @@ class RewardModelResourcesServer(SimpleResourcesServer):
 
     ray_enabled = False
     config: RewardModelResourcesServerConfig
-    _started: StartedServer | None = PrivateAttr(None)
-    _servers: RewardServers | None = PrivateAttr(None)
+    _started: StartedGateway | None = PrivateAttr(None)
+    _gateways: Gateways | None = PrivateAttr(None)
 
     def model_post_init(self, context: Any) -> None:
         """Begin to load the model, if it is not served yet."""
         super().model_post_init(context)
         config = self.config
         if config.model_path is not None:
-            self._started = StartedServer(config.command, config.settings(), config.device)
+            self._started = StartedGateway(config.command, config.settings(), config.device)
 
     async def verify(self, body: RewardModelVerifyRequest) -> RewardModelVerifyResponse:
         """The reward of a response; never an error: what is wrong stands in the answer."""
-        asked = body.responses_create_params.model_dump(exclude_none=True)
+        rollout = body.model_dump(
+            include={"responses_create_params", "response"}, exclude_none=True
+        )
         try:
-            conversation = conversation_of(asked, body.response.model_dump(exclude_none=True))
-            other = conversation_of(asked, {"output": [OTHER_REPLY]})
-            scored = await (await self._reached()).score(conversation, other)
-            if not math.isfinite(scored.reward):
-                raise RewardServerError("verifier_error", "the reward is not a finite number")
-        except (NoReplyError, RefusedReplyError) as error:
-            return self._refused(body, str(error))
-        except UnscorableError as error:
-            return _unmeasured(body, "verifier_error", str(error))
-        except RewardServerError as error:
-            return _unmeasured(body, error.kind, str(error))
-        return _measured(body, scored)
+            answer = await (await self._reached()).verify(rollout)
+            kind, reason = answer["failure_kind"], answer["failure_reason"]
+            if kind is None:
+                return self._measured(body, answer)
+        except GatewayError as error:
+            kind, reason = error.kind, str(error)
+        reward = None
+        if kind == REFUSED:  # the reply is at fault: with a threshold it has failed
+            reward = self.config.refused_reward if body.reward_threshold is None else 0.0
+        return RewardModelVerifyResponse(
+            **body.model_dump(),
+            reward=reward or 0.0,
+            mask_sample=reward is None,
+            failure_kind=kind,
+            failure_reason=reason,
+        )
 
     async def close(self) -> None:
-        """Close the connections, and end a server that was started here."""
-        if self._servers is not None:
-            await self._servers.close()
+        """Close the connections, and end what was started here."""
+        if self._gateways is not None:
+            await self._gateways.close()
         if self._started is not None:
             self._started.stop()
 
-    async def _reached(self) -> RewardServers:
-        """The servers; of one that is started here, once its URL is known."""
-        if self._servers is None:
+    async def _reached(self) -> Gateways:
+        """The gateways; of one that is started here, once its URL is known."""
+        if self._gateways is None:
             config = self.config
             urls = config.server_url or []
             if self._started is not None:
                 urls = [await self._started.url(config.start_s)]
             urls = [urls] if isinstance(urls, str) else urls
             token = _token(config.server_token_variable)
-            found = RewardServers(urls, config.attribute, config.timeout_s, config.retry_s, token)
-            self._servers = self._servers or found  # of requests that waited together, the first
-        return self._servers
+            found = Gateways(urls, config.timeout_s, config.retry_s, token)
+            self._gateways = self._gateways or found  # of requests that waited together, the first
+        return self._gateways
 
-    def _refused(self, body: RewardModelVerifyRequest, reason: str) -> RewardModelVerifyResponse:
-        """Answer for a reply at fault: with a threshold it has failed."""
-        reward = self.config.refused_reward if body.reward_threshold is None else 0.0
-        return _unmeasured(body, REFUSED, reason, reward)
+    def _measured(
+        self, body: RewardModelVerifyRequest, answer: dict[str, Any]
+    ) -> RewardModelVerifyResponse:
+        attribute, components = self.config.attribute, answer["reward_components"]
+        if attribute not in (None, *components):
+            known = ", ".join(components)
+            reason = f"attribute: got {attribute!r}, wanted one of {known}"
+            raise GatewayError("verifier_error", reason)
+        # Not ``reward``, which a gateway with a threshold of its own has compared with that.
+        reward = answer["raw_reward"] if attribute is None else components[attribute]
+        threshold = body.reward_threshold
+        return RewardModelVerifyResponse(
+            **body.model_dump(),
+            reward=reward if threshold is None else float(reward >= threshold),
+            raw_reward=reward,
+            reward_components=components,
+            truncated=answer["truncated"],
+            contract_hash=answer["contract_hash"],
+        )
 
 
 def _token(variable: str | None) -> str | None:
-    """Read the token; raise RewardServerError if the variable is not set."""
+    """Read the token; raise GatewayError if the variable is not set."""
     if variable is not None and variable not in os.environ:
         reason = f"server_token_variable: {variable}: it is not set in the environment"
-        raise RewardServerError("verifier_error", reason)
+        raise GatewayError("verifier_error", reason)
     return None if variable is None else os.environ[variable].strip()
-
-
-def _measured(
-    body: RewardModelVerifyRequest, scored: ScoredConversation
-) -> RewardModelVerifyResponse:
-    threshold = body.reward_threshold
-    return RewardModelVerifyResponse(
-        **body.model_dump(),
-        reward=scored.reward if threshold is None else float(scored.reward >= threshold),
-        raw_reward=scored.reward,
-        reward_components=scored.rewards,
-        truncated=scored.truncated,
-        contract_hash=scored.contract_hash,
-    )
-
-
-def _unmeasured(
-    body: RewardModelVerifyRequest, kind: str, reason: str, reward: float | None = None
-) -> RewardModelVerifyResponse:
-    """Masked, unless there is a reward for it."""
-    return RewardModelVerifyResponse(
-        **body.model_dump(),
-        reward=reward or 0.0,
-        mask_sample=reward is None,
-        failure_kind=kind,
-        failure_reason=reason,
-    )
 
 
 if __name__ == "__main__":

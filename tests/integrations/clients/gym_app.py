@@ -1,0 +1,292 @@
+"""Run by pytest in NeMo Gym's environment: answers of the resources server, with a stand-in for the
+gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from fastapi.testclient import TestClient
+from nemo_gym.failure_kinds import FAILURE_KINDS
+from nemo_gym.server_utils import ServerClient
+from pydantic import ValidationError
+from resources_servers.reward_model import app
+from resources_servers.reward_model.app import (
+    RewardModelResourcesServer,
+    RewardModelResourcesServerConfig,
+    RewardModelRunRequest,
+    RewardModelVerifyRequest,
+)
+
+SERVED = {"host": "127.0.0.1", "port": 0, "entrypoint": "app.py", "name": "reward_model"}
+ROWS = [
+    json.loads(line)
+    for line in Path(app.__file__).with_name("data").joinpath("example.jsonl").open()
+]
+SCORED = {
+    "reward": 1.0,  # of a gateway with a threshold of its own
+    "raw_reward": 2.5,
+    "reward_components": {"help": 6.0, "length": 7.0},
+    "truncated": True,
+    "contract_hash": "h",
+    "mask_sample": False,
+    "failure_kind": None,
+    "failure_reason": None,
+}
+
+
+def failed(kind: str, reason: str) -> dict[str, Any]:
+    """Answer of a gateway to a rollout without a reward."""
+    said = {"failure_kind": kind, "failure_reason": reason}
+    return {"reward": 0.0, "mask_sample": True, **said}
+
+
+def config(**options: Any) -> RewardModelResourcesServerConfig:
+    return RewardModelResourcesServerConfig(**SERVED, **options)
+
+
+def said(*texts: str) -> dict[str, Any]:
+    """A response of the Responses API."""
+    parts = [{"type": "output_text", "text": text, "annotations": []} for text in texts]
+    message = {"id": "m", "type": "message", "role": "assistant", "status": "completed"}
+    return {
+        "id": "r",
+        "created_at": 0.0,
+        "model": "policy",
+        "object": "response",
+        "output": [{**message, "content": parts}],
+        "parallel_tool_calls": False,
+        "tool_choice": "none",
+        "tools": [],
+    }
+
+
+class FakeGateway:
+    """Says what it is told to, one answer after the other and the last one again."""
+
+    def __init__(self, *answers: tuple[int, Any]) -> None:
+        self._answers = list(answers or [(200, SCORED)])
+        self.asked: list[dict[str, Any]] = []
+
+    async def verify(self, request: web.Request) -> web.Response:
+        self.asked.append(await request.json())
+        status, body = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        return web.json_response(body, status=status)
+
+
+@asynccontextmanager
+async def standing(gateway: FakeGateway) -> AsyncIterator[str]:
+    """The URL of the stand-in."""
+    application = web.Application()
+    application.router.add_post("/verify", gateway.verify)
+    async with TestServer(application) as server:
+        yield str(server.make_url("/"))
+
+
+async def answers(
+    count: int, body: dict[str, Any], settings: RewardModelResourcesServerConfig
+) -> list[dict[str, Any]]:
+    """Answers of so many requests side by side."""
+    server = served(settings)
+    request = RewardModelVerifyRequest.model_validate(body)
+    found = await asyncio.gather(*(server.verify(request) for _ in range(count)))
+    await server.close()
+    return [answer.model_dump() for answer in found]
+
+
+def verified(gateway: FakeGateway, body: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Answer of ``verify`` to a body, with the stand-in behind it."""
+
+    async def run() -> dict[str, Any]:
+        async with standing(gateway) as url:
+            (answer,) = await answers(
+                1, body, config(**{"server_url": url, "retry_s": 0, **options})
+            )
+            return answer
+
+    return asyncio.run(run())
+
+
+def served(settings: RewardModelResourcesServerConfig) -> RewardModelResourcesServer:
+    return RewardModelResourcesServer(config=settings, server_client=MagicMock(spec=ServerClient))
+
+
+def body(row: int = 0, reply: str = "a rose", **more: Any) -> dict[str, Any]:
+    return {**ROWS[row], "response": said(reply), **more}
+
+
+def test_reward_is_that_of_the_gateway() -> None:
+    gateway = FakeGateway()
+    answer = verified(gateway, body(reward_threshold=None))
+    (asked,) = gateway.asked
+    (prompt,) = asked["responses_create_params"]["input"]
+    assert prompt["content"] == ROWS[0]["responses_create_params"]["input"][0]["content"]
+    assert asked["response"]["output"][0]["content"][0]["text"] == "a rose"
+    assert answer["reward"] == answer["raw_reward"] == 2.5
+    assert answer["reward_components"] == {"help": 6, "length": 7}
+    assert (answer["truncated"], answer["contract_hash"]) == (True, "h")
+    assert (answer["mask_sample"], answer["failure_kind"]) == (False, None)
+    assert answer["response"]["output"][0]["content"][0]["text"] == "a rose"
+
+
+def test_one_attribute_may_be_the_reward() -> None:
+    assert verified(FakeGateway(), body(), attribute="help")["reward"] == 6
+    answer = verified(FakeGateway(), body(), attribute="kind")
+    assert "attribute: got 'kind', wanted one of help, length" in answer["failure_reason"]
+    assert answer["mask_sample"]
+
+
+@pytest.mark.parametrize(("threshold", "reward"), [(6, 1.0), (6.5, 0.0)])
+def test_with_a_threshold_a_reward_is_enough_or_not(threshold: float, reward: float) -> None:
+    answer = verified(FakeGateway(), body(reward_threshold=threshold), attribute="help")
+    assert (answer["reward"], answer["raw_reward"]) == (reward, 6)
+
+
+def test_reply_that_is_not_scored_is_the_policys_doing() -> None:
+    gateway = FakeGateway((200, failed("reward_model:refused_text", "it ends so")))
+    answer = verified(gateway, body(), refused_reward=-3.0)
+    assert (answer["reward"], answer["mask_sample"]) == (-3.0, False)
+    assert answer["failure_kind"] == "reward_model:refused_text"
+    assert answer["failure_reason"] == "it ends so"
+    assert verified(gateway, body())["mask_sample"]
+    judged = verified(gateway, body(reward_threshold=-1), refused_reward=5.0)
+    assert (judged["reward"], judged["mask_sample"]) == (0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "kind", "reason"),
+    [
+        (200, failed("verifier_error", "the prompt"), "verifier_error", "the prompt"),
+        (401, {"detail": "no token"}, "verifier_error", "HTTP 401: no token"),
+        (404, {"error": "no"}, "verifier_error", "server_url is that of a gateway"),
+        (413, "too large", "verifier_error", 'HTTP 413: "too large"'),
+        (503, {"detail": "no"}, "provider_unavailable", "HTTP 503: no"),
+        (200, {"rewards": []}, "verifier_error", "HTTP 200"),
+    ],
+)
+def test_failure_of_the_gateway_masks_the_sample(
+    status: int, said: Any, kind: str, reason: str
+) -> None:
+    answer = verified(FakeGateway((status, said)), body(reward_threshold=0.5), refused_reward=-3)
+    assert (answer["reward"], answer["mask_sample"], answer["raw_reward"]) == (0.0, True, None)
+    assert answer["failure_kind"] == kind
+    assert reason in answer["failure_reason"]
+    assert kind in FAILURE_KINDS
+
+
+def test_gateway_that_is_gone_masks_the_sample() -> None:
+    answer = verified(FakeGateway(), body(), server_url="http://127.0.0.1:9")
+    assert (answer["mask_sample"], answer["failure_kind"]) == (True, "transport_unreachable")
+
+
+@pytest.mark.parametrize(
+    ("first", "times"),
+    [
+        ((500, {"detail": "no"}), 1),
+        ((200, failed("verifier_error", "no")), 1),
+        ((503, {"detail": "no"}), 2),
+        ((200, failed("transport_unreachable", "no")), 2),
+    ],
+)
+def test_only_what_is_gone_or_busy_is_asked_again(first: tuple[int, Any], times: int) -> None:
+    gateway = FakeGateway(first, (200, SCORED))
+    answer = verified(gateway, body(), retry_s=30)
+    assert len(gateway.asked) == times
+    assert answer["mask_sample"] == (times == 1)
+
+
+def test_another_gateway_is_asked_where_one_is_gone() -> None:
+    async def ask() -> list[float]:
+        async with standing(FakeGateway()) as url:
+            settings = config(server_url=["http://127.0.0.1:9", url], attribute="help")
+            return [answer["reward"] for answer in await answers(4, body(), settings)]
+
+    assert asyncio.run(ask()) == [6.0] * 4
+
+
+def test_every_route_of_a_resources_server_answers() -> None:
+    server = served(config(server_url="http://127.0.0.1:9", retry_s=0))
+    with TestClient(server.setup_webserver()) as client:
+        answer = client.post("/verify", json={**ROWS[0], "response": {**said(), "output": []}})
+        assert (answer.status_code, answer.json()["mask_sample"]) == (200, True)
+        assert client.get("/reverify_mode").json() == "stateless"
+        assert client.post("/seed_session", json={}).status_code == 200
+
+
+def test_rows_of_the_sample_are_what_a_run_takes() -> None:
+    assert [RewardModelRunRequest.model_validate(row).reward_threshold for row in ROWS] == [
+        None,
+        0.0,
+        None,
+        0.5,
+        None,
+    ]
+
+
+def test_the_options_are_settings_of_the_server_that_is_started() -> None:
+    settings = config(
+        model_path="/m/rm.nemo",
+        batch_size=4,
+        max_length=2048,
+        normalize_rewards=True,
+        reward_mean=0.5,
+        reward_std=2.0,
+        clip=[-5, 5],
+        length_penalty=0.001,
+        length_penalty_from=500,
+        ensemble=["/m/b.nemo"],
+        ensemble_combine="lower_bound",
+        server_settings=["server.max_queue_rows=9"],
+    ).settings()
+    assert settings == [
+        "rm_model_file=/m/rm.nemo",
+        "model.micro_batch_tokens=8192",
+        "shaping.standardize=given",
+        "shaping.mean=[0.5]",
+        "shaping.std=[2.0]",
+        "shaping.clip=[-5.0, 5.0]",
+        "shaping.length_penalty=0.001",
+        "shaping.length_penalty_from=500",
+        'ensemble.files=["/m/b.nemo"]',
+        "ensemble.combine=lower_bound",
+        "ensemble.k=1.0",
+        "server.max_queue_rows=9",
+    ]
+    measured = config(model_path="/m/rm.nemo", normalize_rewards=True).settings()
+    assert measured == ["rm_model_file=/m/rm.nemo", "shaping.standardize=contract"]
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, "server_url, model_path: wanted one of them"),
+        ({"server_url": "http://x", "model_path": "y"}, "wanted one of them"),
+        ({"server_url": "http://x", "clip": [0, 1]}, "clip: wanted with model_path alone"),
+        ({"model_path": "x", "num_workers": 2}, "num_workers"),
+        ({"model_path": "x", "reward_mean": 1, "reward_std": 1}, "normalize_rewards: true"),
+        ({"model_path": "x", "normalize_rewards": True, "reward_std": 1}, "wanted both"),
+        ({"model_path": "x", "batch_size": 2}, "max_length"),
+    ],
+)
+def test_options_that_do_not_fit_are_errors(options: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(ValidationError, match=wanted):
+        config(**options)
+
+
+def test_a_server_that_cannot_start_masks_the_sample(tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("import sys; sys.exit(3)")
+    settings = config(model_path="x", command=[sys.executable, str(script)])
+    (answer,) = asyncio.run(answers(1, body(), settings))
+    assert (answer["mask_sample"], answer["failure_kind"]) == (True, "provider_unavailable")
+    assert answer["failure_reason"].endswith("ended with exit code 3; its output says why")
