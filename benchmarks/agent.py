@@ -26,8 +26,7 @@ from typing import Any
 import numpy as np
 from common import WorkerFailed, choose_device, machine, render, require, write_json
 from serving_model import WORDS, export, prepare_reward_model
-from serving_servers import Clients, Load, Recipe, Server, start_gateway
-from serving_work import Contestants
+from serving_servers import Clients, Contestants, Load, Recipe, Server, start_gateway
 
 OURS, UNCACHED, VLLM = "nemo_aligner", "nemo_aligner without cache", "vLLM"
 TOLD, SAID = 70, 40  # words of a tool's message, and of a reply

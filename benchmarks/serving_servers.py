@@ -226,6 +226,63 @@ class Recipe:
         return environment
 
 
+class Contestants:
+    """The servers by name, each started when it is first asked; a peer that fails is not again.
+
+    ``rest_s`` passes before each load: a server may compute on after its last answer.
+    """
+
+    def __init__(
+        self, recipes: Sequence[Recipe], work: Path, clients: Clients, rest_s: float = 0.0
+    ) -> None:
+        self._recipes = {recipe.name: recipe for recipe in recipes}
+        self._work = work
+        self._clients = clients
+        self._rest_s = rest_s
+        self._running: dict[str, tuple[Server, str]] = {}
+        self.failures: dict[str, str] = {}
+
+    def ask(
+        self, name: str, token_lists: Sequence[list[int]], clients: int, limit_s: float
+    ) -> Load | None:
+        """What the server answered; None where it is left out, or has failed.
+
+        Raises:
+            WorkerFailed: ours has failed.
+        """
+        if name in self.failures or name not in self._recipes:
+            return None
+        recipe = self._recipes[name]
+        log = self._work / f"{name.replace(' ', '_')}.log"
+        try:
+            if name not in self._running:
+                print(f"starting {name} ...", flush=True)
+                self._running[name] = recipe.start(log)
+            requests = [recipe.request(token_ids) for token_ids in token_lists]
+            url = self._running[name][1]
+            time.sleep(self._rest_s)
+            load = self._clients.put(url, requests, clients, limit_s, len(requests))
+            if load.refused:
+                said = load.said[0] if load.said else f"no answer within {limit_s:g} s"
+                raise WorkerFailed(f"{load.refused} requests have no reward: {said}")
+        except WorkerFailed as error:
+            if recipe.is_ours:
+                raise WorkerFailed(f"{error}\nits log: {log}") from None
+            self.failures[name] = str(error)
+            self._stop(name)
+            return None
+        return load
+
+    def close(self) -> None:
+        """End all servers."""
+        for name in list(self._running):
+            self._stop(name)
+
+    def _stop(self, name: str) -> None:
+        if name in self._running:
+            self._running.pop(name)[0].stop()
+
+
 def start_gateway(backend: str, work: Path) -> tuple[Server, str]:
     """The gateway in front of a server of ours, and its URL."""
     ready = work / "gateway.ready"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install what is missing, then check lint, types and imports, and test with a worker on each core:
-#   bash scripts/run_tests.sh                        the quick tier: what took up to 4 s
+#   bash scripts/run_tests.sh                        the quick tier: what took up to 3 s
 #   bash scripts/run_tests.sh --all                  everything, as CI does
 #   bash scripts/run_tests.sh tests/serving -k client      these alone; arguments go to pytest
 #   bash scripts/run_tests.sh --all --store-durations      and measure which tier each belongs to

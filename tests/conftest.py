@@ -73,6 +73,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     DURATIONS.longest_first(items)
 
 
+def pytest_collection_finish() -> None:
+    """The million objects of what was imported live on: each search for garbage took a second."""
+    gc.collect()
+    gc.freeze()
+
+
 class Groups(LoadScopeScheduling):
     """What is one group goes to one worker, in a row."""
 

@@ -43,13 +43,18 @@ def make_environment(folder: Path, *requirements: str, alone: tuple[str, ...] = 
 
 def new_environment(folder: Path, base: str) -> Path:
     """The python of a new environment of ``base``, without packages."""
-    subprocess.run([base, "-m", "venv", str(folder)], check=True)
+    # Nor pip: to install that takes longer than most of what is installed then.
+    subprocess.run([base, "-m", "venv", "--without-pip", str(folder)], check=True)
     return folder / "bin" / "python"
 
 
 def install(python: Path, *wanted: str) -> None:
-    """By pip; the test is skipped, saying why, where that cannot be."""
-    command = [str(python), "-m", "pip", "install", "--quiet", *wanted]
+    """By this environment's pip; the test is skipped, saying why, where that cannot be.
+
+    What is imported of it compiles itself, once: a fraction of all.
+    """
+    pip = [sys.executable, "-m", "pip", "--python", str(python)]
+    command = [*pip, "install", "--quiet", "--no-compile", *wanted]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_S)
     except subprocess.TimeoutExpired:

@@ -21,6 +21,7 @@ from typing import Any
 from tests.once import TURNS
 
 ROOT = Path(__file__).resolve().parent.parent
+LOCAL_RANKS = str(ROOT / "tests/local_ranks.py")
 HOST = "127.0.0.1"
 GRACE_SECS = 30  # as torchrun gives the other ranks of one that failed
 Done = subprocess.CompletedProcess[str]
@@ -193,18 +194,19 @@ def run_code(code: str, *arguments: str, environment: Mapping[str, str] | None =
 
 def start_local_ranks(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
     """Have a process start ``command`` on two local ranks, as the package does without torchrun."""
-    program = (
-        "import sys; from nemo_aligner.distributed.launch import run_ranks; "
-        "sys.exit(run_ranks(sys.argv[1:], 2))"
-    )
     return subprocess.Popen(
-        [sys.executable, "-c", program, *command],
+        [sys.executable, LOCAL_RANKS, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
         cwd=ROOT,
     )
+
+
+def run_local_ranks(command: list[str], environment: dict[str, str]) -> Done:
+    """The same to its end, the process that starts them being a prepared one."""
+    return launch_script([LOCAL_RANKS, *command], environment, timeout=120)
 
 
 def free_port() -> int:

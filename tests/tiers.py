@@ -18,7 +18,7 @@ from tests.launching import ROOT
 from tests.once import TURNS
 
 FILE = ROOT / "tests" / "durations.json"
-QUICK_SECS = 4.0
+QUICK_SECS = 3.0
 KEPT_SECS = 2.0
 _PROPERTY = "measured"
 
@@ -55,15 +55,20 @@ class Clock:
 
     def __init__(self) -> None:
         self._shared: dict[int, float] = {}  # by fixture
+        self._takes_turns: set[int] = set()  # fixtures, whose tests all belong to one worker
         self._began = 0.0
         self._apart = 0.0  # what this test spent on fixtures that others share
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[Any]:
         before, apart = TURNS.now(), self._apart
+        was_taken, TURNS.was_taken = TURNS.was_taken, False
         try:
             return (yield)
         finally:
+            if TURNS.was_taken:
+                self._takes_turns.add(id(fixturedef))
+            TURNS.was_taken |= was_taken
             if fixturedef.scope != "function":
                 # What it asked for while it was made is counted there.
                 took = TURNS.now() - before
@@ -78,10 +83,11 @@ class Clock:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Function, call: Any) -> Iterator[Any]:
         if call.when == "teardown":
-            fixtures = item._fixtureinfo.name2fixturedefs.values()
-            shared = sum(self._shared.get(id(found[-1]), 0.0) for found in fixtures)
+            fixtures = {id(found[-1]) for found in item._fixtureinfo.name2fixturedefs.values()}
+            shared = sum(self._shared.get(fixture, 0.0) for fixture in fixtures)
             seconds = TURNS.now() - self._began - self._apart + shared
-            item.user_properties.append((_PROPERTY, (seconds, TURNS.was_taken)))
+            takes_turns = TURNS.was_taken or not self._takes_turns.isdisjoint(fixtures)
+            item.user_properties.append((_PROPERTY, (seconds, takes_turns)))
         return (yield)
 
 

@@ -67,6 +67,7 @@ def pair_rows(bounds: Tensor, ranks: Tensor, with_ties: bool = False) -> PairRow
     """The pairs of records that own the rows from ``bounds [R + 1]`` on, by ``ranks [S]``."""
     sizes = bounds.diff()
     if bool((sizes == 2).all()) and bool((ranks[::2] < ranks[1::2]).all()):
+        # Pairs, better first, as nearly all data is: slices are views, and nothing is copied.
         every = slice(None)
         return PairRows(slice(0, None, 2), slice(1, None, 2), every, None, None, len(sizes))
     owner = torch.arange(len(sizes)).repeat_interleave(sizes)

@@ -61,7 +61,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Stamp:
+class FileStat:
     """Size and times by which a file counts as unchanged without reading it."""
 
     size: int
@@ -70,7 +70,7 @@ class Stamp:
     ctime_ns: int
 
     @classmethod
-    def of(cls, path: str) -> Stamp:
+    def of(cls, path: str) -> FileStat:
         """Raises DataError where there is no such file."""
         try:
             found = os.stat(path)
@@ -128,7 +128,7 @@ def open_index(folder: Path, path: str) -> FileIndex | None:
 
 
 def _is_of(held: dict[str, Any], folder: Path, path: str) -> bool:
-    now, then = Stamp.of(path), Stamp(**held["stamp"])
+    now, then = FileStat.of(path), FileStat(**held["stamp"])
     if now == then and held["settled"]:
         return True
     if now.size != then.size or content_digest(path) != held["content"]:
@@ -139,7 +139,7 @@ def _is_of(held: dict[str, Any], folder: Path, path: str) -> bool:
     return True
 
 
-def _is_settled(stamp: Stamp, now_ns: int) -> bool:
+def _is_settled(stamp: FileStat, now_ns: int) -> bool:
     """True if a change after ``now_ns`` would show in the file's times."""
     return now_ns - stamp.mtime_ns > _TICK_NS
 
@@ -171,12 +171,12 @@ def write_index(path: str, rules: IndexRules, folder: Path, say: Say) -> None:
 
 
 def _fill(path: str, rules: IndexRules, part: Path, say: Say) -> None:
-    begun, stamp, arrays = time.time_ns(), Stamp.of(path), ArraysInFolder(part)
+    begun, stamp, arrays = time.time_ns(), FileStat.of(path), ArraysInFolder(part)
     processes = min(usable_processes(), 1 + stamp.size // _BYTES_PER_PROCESS)
     with ThreadPoolExecutor(1) as beside:
         # hashlib lets go of the GIL: the file is hashed while it is tokenized.
         content = beside.submit(content_digest, path)
-        index = make_index(path, rules, arrays, processes, _Told(path, say))
+        index = make_index(path, rules, arrays, processes, _ProgressLines(path, say))
         arrays.close()
         held = {
             "rules": describe_rules(rules),
@@ -186,7 +186,7 @@ def _fill(path: str, rules: IndexRules, part: Path, say: Say) -> None:
             "sizes": arrays.sizes(),
             "facts": index.facts.to_dict(),
         }
-    if Stamp.of(path) != stamp:
+    if FileStat.of(path) != stamp:
         raise DataError(f"{path}: it changed while it was read; start again when it is complete")
     _write_facts(part, held)
 
@@ -217,7 +217,7 @@ def _publish(part: Path, folder: Path, path: str) -> None:
     part.rename(folder)
 
 
-class _Told:
+class _ProgressLines:
     """A line about a file every few seconds."""
 
     _SECONDS = 20.0
@@ -281,7 +281,7 @@ def are_kept(paths: Sequence[str], place: IndexPlace) -> bool:
 
 
 def _is_indexed(path: str, place: IndexPlace) -> bool:
-    return place.folder is not None or Stamp.of(path).size >= SMALL_BYTES
+    return place.folder is not None or FileStat.of(path).size >= SMALL_BYTES
 
 
 def _open(path: str, folder: Path) -> FileIndex:

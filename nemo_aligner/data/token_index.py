@@ -39,7 +39,7 @@ _COUNT = np.dtype(np.int32)  # of what every rank has in memory for each pair
 _KEY = np.dtype(np.uint64)
 _LABEL = np.dtype(np.float32)
 # Called with the number of records tokenized so far.
-Told = Callable[[int], None]
+ShowProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def make_index(
     rules: IndexRules,
     arrays: Arrays,
     processes: int = 1,
-    told: Told | None = None,
+    show: ShowProgress | None = None,
 ) -> FileIndex:
     """Tokenize a file into ``arrays``, which are empty.
 
@@ -146,8 +146,8 @@ def make_index(
     writer = _Writer(arrays, rules.contract.has_steps)
     for block in tokenize_blocks(blocks, to_tokens, processes):
         writer.add(block)
-        if told is not None:
-            told(writer.records)
+        if show is not None:
+            show(writer.records)
     return FileIndex(writer.finish(of_file, to_tokens.token_type.name), arrays)
 
 

@@ -57,6 +57,7 @@ def agree_on(flags: Sequence[bool], device: torch.device | str) -> list[bool]:
     if dist.get_world_size() == 1:
         return list(flags)
     box = to_device(torch.tensor([int(flag) for flag in flags]), device)
+    # One collective, however many questions: each costs a round trip through the GPU.
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return [bool(value) for value in box.tolist()]
 

@@ -291,6 +291,7 @@ def _environment(
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": _HOST,
         "MASTER_PORT": str(port),
+        # All ranks join the store that runs here; else rank 0 would open one at the same port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 

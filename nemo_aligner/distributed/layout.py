@@ -117,6 +117,7 @@ def initialize_layout(
 
 def destroy_layout() -> None:
     """Destroy Megatron's process groups, if any, so that others can be built in this process."""
+    # Not imported: where nothing was built, megatron-core need not be loaded either.
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is not None:
         parallel_state.destroy_model_parallel()

@@ -40,7 +40,7 @@ from nemo_aligner.data.records import (
     label_rows,
     write_lines,
 )
-from nemo_aligner.evaluation.predictions import Item, Prediction, Predictions
+from nemo_aligner.evaluation.predictions import Prediction, Predictions
 from nemo_aligner.evaluation.sources import Measure, RewardSource, Score
 from nemo_aligner.losses import default_objective, default_step_objective
 from nemo_aligner.losses.base import RatingObjective, measure_set
@@ -210,10 +210,11 @@ def evaluate_ratings(
         )
     labels = label_columns(ratings, attributes).values
     rows = [
-        Prediction(
-            item=Item("", record.source, record.texts, num_right=0),
-            rewards=rewards[row],
+        Prediction.of_rating(
             record=str(record.origin),
+            source=record.source,
+            text=record.response,
+            rewards=rewards[row],
             labels=labels[row].numpy(),
             spread=None if spreads is None else spreads[row],
         )
@@ -257,10 +258,11 @@ def _evaluate_steps(source: RewardSource, ratings: Sequence[Rating]) -> EvalResu
         [record.source for record in ratings],
     )
     rows = [
-        Prediction(
-            item=Item("", record.source, record.texts, num_right=0),
-            rewards=each.rewards[-1],
+        Prediction.of_rating(
             record=str(record.origin),
+            source=record.source,
+            text=record.response,
+            rewards=each.rewards[-1],
             labels=np.array(own[-1]),
         )
         for record, each, own in zip(ratings, scored, labels, strict=True)

@@ -89,6 +89,20 @@ class Prediction:
         found = cls(Item("", source, texts), rewards, record=record)
         return replace(found, right=(float(np.sign(found.margin)) + 1) / 2)
 
+    @classmethod
+    def of_rating(
+        cls,
+        record: str,
+        source: str,
+        text: Text,
+        rewards: np.ndarray,
+        labels: np.ndarray,
+        spread: np.ndarray | None = None,
+    ) -> Prediction:
+        """A rated reply."""
+        item = Item("", source, (text,), num_right=0)
+        return cls(item, rewards, record=record, labels=labels, spread=spread)
+
     @property
     def closest(self) -> tuple[int, int]:
         """Indices of the right reply with the lowest reward, and of the wrong one with the highest.
@@ -287,5 +301,5 @@ def _read_rated(value: Mapping[str, Any], names: Sequence[str]) -> Prediction:
     rewards, labels = (
         np.array([value[key][name] for name in names], dtype=float) for key in ("rewards", "labels")
     )
-    item = Item("", str(value.get("source", "")), (row_text(value["texts"][RATED_COLUMN]),), 0)
-    return Prediction(item, rewards, record=str(value["record"]), labels=labels)
+    text, source = row_text(value["texts"][RATED_COLUMN]), str(value.get("source", ""))
+    return Prediction.of_rating(str(value["record"]), source, text, rewards, labels)

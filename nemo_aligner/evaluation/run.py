@@ -65,12 +65,12 @@ def evaluate(config: EvaluateConfig) -> None:
     Raises:
         AlignerError: settings, data or model cannot be used.
     """
-    asked = _Asked.of(config)  # refuses wrong settings before the model is loaded
+    task, how = _check(config)  # before the model is loaded
     for note in idle_notes(config):
         say(note)
     with open_source(config) as source:
-        say(f"reading and scoring {asked.data_file} ...")
-        measured = _measure(asked, source)
+        say(f"reading and scoring {config.data.path} ...")
+        measured = _measure(config, task, how, source)
         say(measured.table())
         measured.write(config)
 
@@ -81,7 +81,7 @@ def evaluate_source(config: EvaluateConfig, source: RewardSource) -> Evaluation:
     Raises:
         AlignerError: as ``evaluate``.
     """
-    measured = _measure(_Asked.of(config), source)
+    measured = _measure(config, *_check(config), source)
     measured.write(config)
     result = measured.result
     return Evaluation(
@@ -95,43 +95,32 @@ def evaluate_source(config: EvaluateConfig, source: RewardSource) -> Evaluation:
     )
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """Measurements to make, and how to read the file."""
+def _check(config: EvaluateConfig) -> tuple[Task | None, ReaderConfig]:
+    """The benchmark, if one is asked for, and how to read a file of records.
 
-    data_file: str
-    task: Task | None
-    how: ReaderConfig
-    robustness_pairs: int | None
-    swapped: bool
-    threshold: float | None
-    threshold_from: str | None
-    aggregate: Aggregate
-
-    @classmethod
-    def of(cls, config: EvaluateConfig) -> _Asked:
-        data_file, most = config.data.path, config.robustness_pairs
-        if data_file is None:
-            raise ConfigError("data.path: it is not set, wanted a file of pairs or ratings")
-        task = None if config.task is None else find_task(config.task)
-        if task is not None:
-            _check_unread(config)
-        if task is not None and most is not None:
+    Raises:
+        ConfigError: settings do not fit together.
+    """
+    if config.data.path is None:
+        raise ConfigError("data.path: it is not set, wanted a file of pairs or ratings")
+    task = None if config.task is None else find_task(config.task)
+    if task is not None:
+        _check_unread(config)
+        if config.robustness_pairs is not None:
             check_pairwise(task)
-        if task is not None and config.swapped:
+        if config.swapped:
             raise ConfigError(f"swapped: got true with task={config.task}, wanted a file of pairs")
-        threshold, chosen_by = config.threshold, config.threshold_from
-        for key, got in (("threshold", threshold), ("threshold_from", chosen_by)):
-            if got is not None and not (task is not None and task.reads_steps):
-                raise ConfigError(f"{key}: got {got}, wanted null: no steps are judged by it")
-        how = config.aggregate
-        if how is not Aggregate.last and (task is None or task.reads_steps):
-            raise ConfigError(
-                f"aggregate: got {how.value}, wanted last: only a benchmark of texts (task=...) "
-                "takes one reward of them"
-            )
-        reading, swapped = _reading(config), config.swapped
-        return cls(data_file, task, reading, most, swapped, threshold, chosen_by, how)
+    for key in ("threshold", "threshold_from"):
+        got = getattr(config, key)
+        if got is not None and not (task is not None and task.reads_steps):
+            raise ConfigError(f"{key}: got {got}, wanted null: no steps are judged by it")
+    how = config.aggregate
+    if how is not Aggregate.last and (task is None or task.reads_steps):
+        raise ConfigError(
+            f"aggregate: got {how.value}, wanted last: only a benchmark of texts (task=...) "
+            "takes one reward of them"
+        )
+    return task, _reading(config)
 
 
 def _check_unread(config: EvaluateConfig) -> None:
@@ -193,30 +182,32 @@ class _Measured:
         save_page([replace(report, robustness=self.robustness, settings=settings)], path)
 
 
-def _measure(asked: _Asked, source: RewardSource) -> _Measured:
-    task, path = asked.task, asked.data_file
+def _measure(
+    config: EvaluateConfig, task: Task | None, how: ReaderConfig, source: RewardSource
+) -> _Measured:
+    path = str(config.data.path)
     about = {"checkpoint": source.name, "contract": source.about_contract, "data": path}
-    if asked.swapped:
+    if config.swapped:
         about["data"] += ", chosen and rejected exchanged"
     result: EvalResult | TaskResult
     if task is None:
-        result = evaluate_file(source, path, asked.how, swapped=asked.swapped)
+        result = evaluate_file(source, path, how, swapped=config.swapped)
     else:
-        result = _measure_task(task, asked, source, about)
-        source = source.by(asked.aggregate)
-    robustness, most = None, asked.robustness_pairs
+        result = _measure_task(task, path, config, source, about)
+        source = source.by(config.aggregate)
+    robustness, most = None, config.robustness_pairs
     if most is not None:
         robustness = check_robustness(result.predictions, source.score_as_one, source.fits, most)
     return _Measured(result, about, source.contract, robustness)
 
 
 def _measure_task(
-    task: Task, asked: _Asked, source: RewardSource, about: dict[str, str]
+    task: Task, path: str, config: EvaluateConfig, source: RewardSource, about: dict[str, str]
 ) -> TaskResult:
     """Run a benchmark; where it judges steps, ``about`` gets the threshold and its origin."""
     weights, score_steps = source.attribute_weights, source.score_steps
-    by, path, held = source.by(asked.aggregate), asked.data_file, asked.threshold_from
-    chosen, threshold = None, asked.threshold
+    by, held = source.by(config.aggregate), config.threshold_from
+    chosen, threshold = None, config.threshold
     if held is not None:
         say(f"choosing the threshold by {held} ...")
         chosen = choose_threshold(task, held, score_steps, weights, source.encode)
@@ -225,7 +216,7 @@ def _measure_task(
         threshold = right_from(source)
     result = run_task(task, path, by.score, weights, source.encode, score_steps, threshold)
     if task.reads_steps:
-        origin = "the default" if asked.threshold is None else "as set"
+        origin = "the default" if config.threshold is None else "as set"
         about["threshold"] = f"{threshold:g}, {origin}"
         if chosen is not None and held is not None:
             about["threshold"] = chosen.about(held, result)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -30,7 +30,12 @@ from nemo_aligner.serving.client import ScoredRows
 from nemo_aligner.serving.client.pool import NoKServeError
 from nemo_aligner.serving.client.posting import JsonAnswer, PostingAddress, post_all
 from nemo_aligner.serving.client.reward import RewardClient
-from nemo_aligner.serving.engine.scorer import RowValues, load_scorer, score_encodable
+from nemo_aligner.serving.engine.scorer import (
+    RewardScorer,
+    RowValues,
+    load_scorer,
+    score_encodable,
+)
 from nemo_aligner.serving.failures import FailureKind
 from nemo_aligner.serving.protocols import StepRewards
 from nemo_aligner.serving.tokens import find_token
@@ -48,26 +53,8 @@ Measure: TypeAlias = Callable[[Sequence[Text]], Sequence[int]]
 ScoreAndSpread: TypeAlias = Callable[[Sequence[Text]], tuple[np.ndarray, np.ndarray | None]]
 
 
-class EvaluableScorer(Protocol):
-    """A reward model in this process, with its scoring contract."""
-
-    contract: ScoringContract
-
-    def score(self, texts: Sequence[Text]) -> np.ndarray: ...
-
-    def encode(self, text: Text) -> EncodedText: ...
-
-    def count_reply_tokens(self, texts: Sequence[Text]) -> Sequence[int]: ...
-
-
-ScoreSteps = Callable[[Sequence[Text]], list[StepRewards]]
-
-
-@runtime_checkable
-class SpreadScorer(Protocol):
-    """A scorer whose model may report how uncertain its rewards are."""
-
-    def score_and_spread(self, texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray | None]: ...
+# N texts -> the rewards of all turns or steps of each.
+ScoreSteps: TypeAlias = Callable[[Sequence[Text]], list[StepRewards]]
 
 
 @dataclass(frozen=True)
@@ -145,12 +132,9 @@ class RewardSource:
             return False
 
 
-def of_scorer(scorer: EvaluableScorer, name: str = "a scorer") -> RewardSource:
+def of_scorer(scorer: RewardScorer, name: str = "a scorer") -> RewardSource:
     """Source of rewards from a model in this process."""
     contract = scorer.contract
-    with_spread = None
-    if contract.readout is not None and isinstance(scorer, SpreadScorer):
-        with_spread = scorer.score_and_spread
     return RewardSource(
         name=name,
         attributes=tuple(contract.attributes),
@@ -159,7 +143,7 @@ def of_scorer(scorer: EvaluableScorer, name: str = "a scorer") -> RewardSource:
         contract=contract,
         encode=scorer.encode,
         measure=scorer.count_reply_tokens,
-        score_and_spread=with_spread,
+        score_and_spread=None if contract.readout is None else scorer.score_and_spread,
     )
 
 

@@ -224,6 +224,7 @@ def reward_gradient(objective: Objective, rewards: Tensor, records: Records) -> 
     et al. 2021, "Scaling deep contrastive learning batch size under memory limited setup").
     """
     leaf = rewards.double().requires_grad_()
+    # In float64 on the host: every rank has all rewards, so no rank waits for another's part.
     total, count = objective.loss(leaf, records)
     (gradient,) = torch.autograd.grad(total, leaf)
     return (gradient * (len(records) / count.clamp(min=1))).float()

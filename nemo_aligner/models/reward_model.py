@@ -114,6 +114,7 @@ class GPTRewardModel(GPTModel):
             # Padding rows of the vocabulary are neither read nor loaded; zeros cannot spread a NaN.
             torch.nn.init.zeros_(self.embedding.word_embeddings.weight)
         if self.post_process:
+            # A parameter that gets no gradient would keep its bucket from being reduced.
             del self.output_layer
             self.rm_head = RewardHead(shape.hidden_size, num_attributes, seed, shape.head)
         self._lora_dropout = lora_dropout
@@ -161,6 +162,7 @@ class GPTRewardModel(GPTModel):
         )
         if self._lora_dropout is not None and self.training:
             self._lora_dropout.begin(batch, segments)
+        # megatron-core gives its layers nothing else of the pack: a router asks the segments.
         segments.remembered(RECORDS, lambda: len(batch.records))
         hidden = self.decoder(
             hidden_states=self._embedded(batch, positions) if self.pre_process else None,
@@ -490,6 +492,8 @@ def wrap_for_training(
     )
     wrapped = DistributedDataParallel(model.config, config, model)
     if overlaps:
+        # Megatron's schedules enter it for all micro-batches but the last, whose backward pass
+        # reduces the gradients of all.
         model.config.no_sync_func = wrapped.no_sync
         _gather_in_order_of_use(wrapped)
     return wrapped

@@ -43,6 +43,7 @@ class Rotation:
         self, position_ids: Tensor, dtype: torch.dtype, by_length: ByLength | None = None
     ) -> Tables:
         """Compute the tables at ``position_ids [T]``, of texts that are rotated ``by_length``."""
+        # In fp32 until the end: bf16 has 8 bits, and tells no positions apart from 256 on.
         positions = position_ids.float()
         if self.stretch is not None:
             positions = positions / self.stretch

@@ -206,6 +206,7 @@ def _run_schedule(
     shapes = [(batch.num_own_tokens // ranks, 1, config.hidden_size) for batch in padded]
     messages = PipelineMessages(config, shapes, inside.stream_dtype)
     outputs = run(p2p_communicator=messages, pg_collection=messages.groups())
+    # Its sends read this step's tensors, and have to be out before these are freed.
     messages.finish()
     return outputs
 
@@ -223,6 +224,8 @@ def _as_many_as_others(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
 
     An expert's product has the tokens of all of them.
     """
+    # Every layer exchanges tokens by collectives: a rank that ran fewer packs would leave the
+    # others waiting in theirs.
     most = torch.tensor(len(batches), device=current_device())
     dist.all_reduce(most, dist.ReduceOp.MAX, parallel_state.get_expert_model_parallel_group())
     one = PackedBatch.pack([torch.zeros(1, dtype=torch.int64)])

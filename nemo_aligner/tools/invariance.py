@@ -1,5 +1,6 @@
 """Are a reward's bits the same in every batch, and its value at every layout and precision?
 
+``nemo-aligner check`` asks that of a checkpoint, the benchmark and the tests of any scorer.
 ``python -m nemo_aligner.tools.invariance ASKED RESULT``, also under torchrun, answers what
 ``run_world`` asked for, file to file.
 """
@@ -11,8 +12,9 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,9 +29,12 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
     load_reward_model,
     read_text_rules,
 )
-from nemo_aligner.config.common import Precision
+from nemo_aligner.config.common import Precision, RecordKind
 from nemo_aligner.config.model import BATCH_INVARIANT_ROWS, Recompute
+from nemo_aligner.contract.contract import NoTemplateError, OverlongError, ScoringContract
+from nemo_aligner.data.demo import build_demo_pairs
 from nemo_aligner.data.packing import pack_sequences
+from nemo_aligner.data.readers import ReaderConfig, parse_file
 from nemo_aligner.distributed.launch import launch, run_ranks
 from nemo_aligner.distributed.layout import (
     LayoutSizes,
@@ -42,8 +47,8 @@ from nemo_aligner.models.shape import ModelShape, read_lora
 from nemo_aligner.models.step import forward_backward, gather_rewards
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.serving.run import served
-from nemo_aligner.utils.errors import ConfigError, PeerError
-from nemo_aligner.utils.processes import environment, is_first_rank, report
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError, PeerError
+from nemo_aligner.utils.processes import environment, is_first_rank, is_launched, report
 
 FP32_BAR = 1e-5
 # The server is not a layout, and a variant with this prefix is not scored.
@@ -55,6 +60,132 @@ _EPSILON = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 Score: TypeAlias = Callable[[list[Any]], np.ndarray]
 # Layout -> variant -> rewards [N, A].
 Rewards: TypeAlias = dict[str, dict[str, np.ndarray]]
+
+
+# The verb: which texts, and where they are scored.
+
+
+@dataclass(frozen=True)
+class Check:
+    """Check of ``pairs`` pairs of ``data`` (None: the demo set) by ``checkpoint``.
+
+    ``processes`` is the most to start at once; None is one per GPU, or 2. ``serve`` also scores
+    over HTTP. Under torchrun, layouts with fewer than ``min_model_parallel`` ranks per model
+    replica are skipped. ``precision`` None is the model's own.
+    """
+
+    checkpoint: str
+    data: str | None = None
+    pairs: int = 32
+    processes: int | None = None
+    min_model_parallel: int = 1
+    precision: str | None = None
+    serve: bool = False
+
+
+def run_check(check: Check, output: Path | None) -> bool:
+    """Score, compare, print, and write the table to ``output``; True if the bar holds.
+
+    Raises:
+        AlignerError: the checkpoint is not a reward model, or can score none of the pairs.
+    """
+    shape, contract = _read_model(check.checkpoint)
+    texts = _choose_texts(check)
+    precision = check.precision or contract.dtype
+    if is_launched():
+        least = check.min_model_parallel
+        scored = score_everywhere(check.checkpoint, texts, Precision(precision), least)
+    else:
+        scored = _in_new_worlds(check, texts, precision)
+    for reason in dict.fromkeys(scored.reasons):
+        print(f"does not fit: {reason}")
+    bars = choose_bars(precision, shape.num_layers, scored.reference)
+    rows = compare_all(scored, contract.attribute_weights, bars)
+    summary = summarise(rows, bars)
+    print(f"\n{render_rows(rows)}\n\n{precision}: {summary}", flush=True)
+    if output is not None:
+        plain = [_plain(row) for row in rows]
+        content = {"precision": precision, "summary": summary, "rows": plain}
+        output.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    return all(row.ok for row in rows)
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    """Plain values of a row; JSON has no NaN."""
+    difference = row.difference if math.isfinite(row.difference) else None
+    return {**asdict(row), "compared": row.compared.name, "difference": difference}
+
+
+def _read_model(checkpoint: str) -> tuple[ModelShape, ScoringContract]:
+    """Read a reward model's facts without its weights."""
+    with open_nemo(checkpoint, with_weights=False) as folder:
+        if folder.contract is None:
+            raise CheckpointError(
+                f"{checkpoint}: it has no scoring contract; wanted a reward model"
+            )
+        return ModelShape.from_config(folder.config), ScoringContract.from_dict(folder.contract)
+
+
+def _choose_texts(check: Check) -> list[Any]:
+    """Texts of pairs that the contract takes, as many as wanted: chosen, rejected, ..."""
+    tokenizer, contract = read_text_rules(check.checkpoint)
+    assert contract is not None, "_read_model has seen to it"
+    texts: list[Any] = []
+    left_out: Counter[str] = Counter()
+    for pair in _pairs(check.data, left_out):
+        if len(texts) == 2 * check.pairs:
+            break
+        try:
+            for text in pair:
+                contract.encode(tokenizer, text)
+        except OverlongError:
+            left_out["too long"] += 1
+            continue
+        except NoTemplateError:
+            raise
+        except DataError:
+            left_out["malformed"] += 1
+            continue
+        texts += pair
+    if not texts:
+        raise DataError(
+            f"{check.data or 'demo set'}: no pair can be scored, left out: {dict(left_out)}"
+        )
+    others = "".join(f", {count} left out as {why}" for why, count in left_out.items())
+    print(f"{len(texts) // 2} pairs{others}; scoring contract {contract.hash}")
+    return texts
+
+
+def _pairs(path: str | None, left_out: Counter[str]) -> Iterator[tuple[Any, ...]]:
+    if path is not None:
+        file = parse_file(path, ReaderConfig(RecordKind.comparison))
+        # Any pairs will do, as nothing is learned from them: malformed ones are only counted.
+        if file.malformed:
+            left_out["malformed"] += len(file.malformed)
+        # Of a ranking, the best and the worst completion.
+        yield from ((record.texts[0], record.texts[-1]) for record in file.records)
+        return
+    for pair in build_demo_pairs(2400, 0.1, 1)[1]:
+        prompt = {"role": "user", "content": pair.prompt}
+        yield tuple(
+            [prompt, {"role": "assistant", "content": reply}]
+            for reply in (pair.chosen, pair.rejected)
+        )
+
+
+def _in_new_worlds(check: Check, texts: list[Any], precision: str) -> Scored:
+    """Worlds of 1, 2, 4, ... processes and the server; the reference is of one process."""
+    job = {"checkpoint": check.checkpoint, "texts": texts, "precision": precision}
+    most = check.processes or torch.cuda.device_count() or 2
+    worlds = [run_world(job, 2**power) for power in range(10) if 2**power <= most]
+    rewards = {layout: found for world in worlds for layout, found in world.rewards.items()}
+    if check.serve:
+        rewards[SERVER] = score_over_http(check.checkpoint, precision, texts)
+    reasons = [reason for world in worlds for reason in world.reasons]
+    return Scored(rewards, worlds[0].reference, reasons)
+
+
+# Rewards, and what counts as the same.
 
 
 @dataclass(frozen=True)
@@ -270,7 +401,7 @@ def summarise(rows: Sequence[Row], bars: Mapping[Compared, Bar]) -> str:
     return "\n  ".join(lines)
 
 
-# One harness for the check, the benchmark and the tests: any scorer, and any order of calls.
+# Any scorer, in any order of calls.
 
 
 def score_alone(score: Score, texts: Sequence[Any]) -> np.ndarray:
@@ -306,9 +437,7 @@ def score_everywhere(
     """
     with launch(), open_nemo(checkpoint) as folder:
         layouts, reasons = fitting_layouts(get_world_size(), ModelShape.from_config(folder.config))
-        layouts = [
-            sizes for sizes in layouts if sizes.tp * sizes.pp * sizes.ep >= min_model_parallel
-        ]
+        layouts = [each for each in layouts if each.tp * each.pp * each.ep >= min_model_parallel]
         if not layouts:
             raise ConfigError(
                 f"no layout of {get_world_size()} processes fits: " + "; ".join(reasons)
@@ -338,8 +467,7 @@ def _alone(
     checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
 ) -> np.ndarray:
     layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel, ep=sizes.ep)
-    budget = 2**30
-    scorer = load_scorer(checkpoint, layout, precision=precision, micro_batch_tokens=budget)
+    scorer = load_scorer(checkpoint, layout, precision=precision, micro_batch_tokens=2**30)
     rewards = score_alone(scorer.score, texts)
     destroy_layout()
     return rewards

@@ -160,6 +160,7 @@ class CriticLearner:
         shares = self._packing.share(lengths[used].tolist(), self._layout.dp)
         sequences = [batch.tokens[row, : lengths[row]] for row in used]
         labels = _labels(batch, used, lengths)
+        # A rank without a sequence runs one token whose mask is 0: no loss, and no count.
         mine = shares[self._layout.dp_rank]
         if mine:
             return self._packing.pack(sequences, mine, labels)

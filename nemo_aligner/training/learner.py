@@ -108,6 +108,7 @@ class RewardLearner:
                 from before the step.
         """
         plan = self._loader.plan(step)
+        # LoRA's dropout hashes the step, so that a resumed run draws the masks of this one.
         self.model.begin_step(step)
         loss = self._loss_of(plan)
         mine = compute_gradients(self._ddp, self.optimizer, plan.packs, self._layout, loss)

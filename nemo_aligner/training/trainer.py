@@ -133,6 +133,7 @@ class SupervisedTrainer:
 
     def _run(self) -> bool:
         """The loop; whether it was asked to stop."""
+        # The best may be of the run that this one resumes.
         self._find_best()
         stopping = self._begin()
         while not self._is_over and not stopping:

@@ -158,7 +158,7 @@ def test_a_load_is_bounded() -> None:
 
 
 def test_no_turn_asks_for_texts_of_another() -> None:
-    draw = module("serving_work").Draw(1000)
+    draw = module("serving").Draw(1000)
     for kind in (draw.uniform, draw.lognormal, draw.shared):
         texts = [
             tuple(ids)
@@ -180,7 +180,7 @@ def test_no_turn_asks_for_texts_of_another() -> None:
 
 def test_a_pair_is_given_out_once(tmp_path: Path) -> None:
     data = tiny.write_pairs(tmp_path / "pairs.jsonl", 3)
-    pairs = module("serving_work").Pairs(data, lambda text: [text])
+    pairs = module("serving").Pairs(data, lambda text: [text])
     (chosen,), (rejected,) = pairs.take(2)
     assert chosen[0] == rejected[0]  # the prompt
     assert chosen[1] != rejected[1]
@@ -190,14 +190,13 @@ def test_a_pair_is_given_out_once(tmp_path: Path) -> None:
 
 
 def test_the_table_has_medians_of_turns_and_dashes() -> None:
-    serving, work = module("serving"), module("serving_work")
-    load = module("serving_servers").Load
+    serving, load = module("serving"), module("serving_servers").Load
 
     def loads(*seconds: float) -> list[Any]:
         return [load(each, [200] * 2, [each / 2] * 2, [[0.0]] * 2, []) for each in seconds]
 
-    asked = [work.Requests([[1] * 10, [2] * 30], [])] * 3
-    both = work.Work("uniform", 8, lambda turn: asked[turn], (serving.OURS, serving.COLD))
+    asked = [serving.Requests([[1] * 10, [2] * 30], [])] * 3
+    both = serving.Work("uniform", 8, lambda turn: asked[turn], (serving.OURS, serving.COLD))
     rows = serving.rows_of(
         both, asked, {serving.OURS: loads(1, 2, 1), serving.COLD: loads(2, 2, 3)}, 4.0
     )
@@ -241,12 +240,12 @@ def test_turns_of_an_agent_have_medians_and_the_rewards_of_the_last_turn() -> No
 
 
 def test_tokens_that_a_text_before_has_are_not_new() -> None:
-    requests = module("serving_work").Requests([[1, 2, 3], [1, 2, 4, 5], [1, 2, 3], [6]], [[1]])
+    requests = module("serving").Requests([[1, 2, 3], [1, 2, 4, 5], [1, 2, 3], [6]], [[1]])
     assert requests.new_tokens == [2, 2, 1, 1]
 
 
 def test_a_peer_that_does_not_start_is_left_out_with_its_last_words(tmp_path: Path) -> None:
-    work, servers = module("serving_work"), module("serving_servers")
+    servers = module("serving_servers")
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho one\necho Unsupported processor\necho\nexit 3\n")
     python.chmod(0o755)
@@ -254,7 +253,7 @@ def test_a_peer_that_does_not_start_is_left_out_with_its_last_words(tmp_path: Pa
         servers.Recipe("vLLM", tmp_path, 1, (), str(python)),
         servers.Recipe("nowhere", tmp_path, 1, (), str(tmp_path / "none")),
     ]
-    contestants = work.Contestants(recipes, tmp_path, clients=None)
+    contestants = servers.Contestants(recipes, tmp_path, clients=None)
     for name in ("vLLM", "vLLM", "nowhere", "no recipe"):
         assert contestants.ask(name, [[1]], 1, 10.0) is None
     assert contestants.failures == {

@@ -166,8 +166,8 @@ def test_index_of_a_second_start_needs_no_text(
         "train.jsonl",
         "valid.jsonl",
     }
-    stamps = {str(path): token_cache.Stamp.of(str(path)) for path in (train, valid)}
-    monkeypatch.setattr(token_cache.Stamp, "of", stamps.__getitem__)
+    stamps = {str(path): token_cache.FileStat.of(str(path)) for path in (train, valid)}
+    monkeypatch.setattr(token_cache.FileStat, "of", stamps.__getitem__)
     for path in (train, valid):
         path.unlink()
     assert_same(build(contracts, [train], [valid]), first)

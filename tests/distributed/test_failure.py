@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests import tiny
-from tests.launching import ROOT, free_port, rank_environment, start_local_ranks
+from tests.launching import ROOT, free_port, rank_environment, run_local_ranks
 
 SCRIPT = "tests/distributed/failing.py"
 
@@ -30,10 +30,9 @@ SCRIPT = "tests/distributed/failing.py"
 )
 def test_failing_ranks_say_one_error_once(who: str, what: str, code: int, said: str) -> None:
     """That rank 0 alone does so, too, is tried without a launcher, below."""
-    process = start_local_ranks([SCRIPT, who, what], tiny.environment())
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, out) == (code, "")
-    assert re.fullmatch(said, err), err
+    done = run_local_ranks([SCRIPT, who, what], tiny.environment())
+    assert (done.returncode, done.stdout) == (code, "")
+    assert re.fullmatch(said, done.stderr), done.stderr
 
 
 def fail_unattended(who: str, what: str) -> list[tuple[int, str]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.launching import run_code, start_local_ranks
+from tests.launching import run_code, run_local_ranks, start_local_ranks
 
 # Ends with a program for each rank, which prints that it has begun.
 RANKS = """
@@ -31,9 +31,8 @@ def start(program: str, folder: Path, **told: str) -> subprocess.Popen[str]:
 
 
 def run(program: str, folder: Path) -> tuple[int, str, str]:
-    process = start(program, folder)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
+    done = run_local_ranks(["-c", RANKS + program, str(folder)], tiny.environment())
+    return done.returncode, done.stdout, done.stderr
 
 
 def wait_for_two(folder: Path) -> None:

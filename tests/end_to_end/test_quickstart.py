@@ -37,7 +37,28 @@ def pairs(tmp_path: Path) -> Path:
     return tiny.write_pairs(tmp_path / "pairs.jsonl", 60)
 
 
-def check(shown: str, output: Path) -> None:
+@pytest.mark.smoke
+def test_quickstart_shows_and_does_every_step(
+    tmp_path: Path,
+    home: Path,
+    base: Path,
+    pairs: Path,
+    pytestconfig: pytest.Config,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In the quick tier its commands are run by processes that have imported their libraries."""
+    output = tmp_path / "out"
+    if pytestconfig.getoption("quick"):
+        asked = quickstart.Quickstart(output, pairs, base, SETTINGS)
+        run_prepared(asked, home, monkeypatch)
+        shown = capsys.readouterr().out
+    else:
+        given = [f"--data={pairs}", f"--base={base}", f"--output={output}", *SETTINGS]
+        environment = {"PYTRITON_HOME": str(home)}
+        # It starts ranks and a server, which another test's ranks would starve.
+        with TURNS.one():
+            shown = tiny.run_verb("quickstart", *given, timeout=600, env=environment).stdout
     for verb in VERBS:
         assert f"$ nemo-aligner {verb} " in shown
     assert "step 2/2" in shown
@@ -49,29 +70,7 @@ def check(shown: str, output: Path) -> None:
     assert 0 <= report["metrics"]["accuracy"] <= 1
 
 
-def test_quickstart_shows_and_does_every_step(
-    tmp_path: Path, home: Path, base: Path, pairs: Path
-) -> None:
-    asked = [f"--data={pairs}", f"--base={base}", f"--output={tmp_path / 'out'}"]
-    # It starts ranks and a server, which another test's ranks would starve.
-    with TURNS.one():
-        done = tiny.run_verb(
-            "quickstart", *asked, *SETTINGS, timeout=600, env={"PYTRITON_HOME": str(home)}
-        )
-    check(done.stdout, tmp_path / "out")
-
-
-@pytest.mark.smoke
-def test_quickstart_in_miniature(
-    tmp_path: Path,
-    home: Path,
-    base: Path,
-    pairs: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The same commands, on processes that have imported their libraries; the server is as ever."""
-
+def run_prepared(asked: quickstart.Quickstart, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(verb: str, *arguments: str) -> None:
         print(show_command(verb, arguments, "$ "))
         counts = [int(each[len(PROCESSES) :]) for each in arguments if each.startswith(PROCESSES)]
@@ -81,5 +80,4 @@ def test_quickstart_in_miniature(
     monkeypatch.setattr(quickstart, "run", run)
     for name, value in tiny.environment(PYTRITON_HOME=str(home)).items():
         monkeypatch.setenv(name, value)
-    quickstart.run_quickstart(quickstart.Quickstart(tmp_path / "out", pairs, base, SETTINGS))
-    check(capsys.readouterr().out, tmp_path / "out")
+    quickstart.run_quickstart(asked)

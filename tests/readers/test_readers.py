@@ -52,6 +52,7 @@ def rewards(folder: Path) -> np.ndarray:
     return found
 
 
+@pytest.mark.smoke
 def test_export_in_a_pipeline_of_transformers(folder: Path, rewards: np.ndarray) -> None:
     from transformers import AutoTokenizer, pipeline
 

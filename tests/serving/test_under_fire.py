@@ -32,7 +32,7 @@ from tests.serving.servers import (
 pytest.importorskip("pytriton")
 pytest.importorskip("fastapi")
 
-REQUESTS = 2_000
+REQUESTS = 1_000
 LARGE = 2_000_000
 
 
@@ -120,7 +120,7 @@ def test_server_under_fire_gives_every_request_its_own_answer_and_good_ones_go_o
     asyncio.run(send_all(model_server.url, [probe] * 3))
     alone, among = [], []
     for _ in range(4):  # in turns, of which the fastest count: the machine has other work at times
-        good = [traffic.good() for _ in range(500)]
+        good = [traffic.good() for _ in range(REQUESTS // 4)]
         alone.append(rows_per_second(model_server.url, good))
         among.append(rows_per_second(model_server.url, traffic.mixed(REQUESTS // 4)))
     print("rows/s alone", alone, "among others", among)

@@ -10,18 +10,21 @@ import pytest
 
 from nemo_aligner.distributed.layout import LayoutSizes
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.tools.check import Check, _choose_texts
+from nemo_aligner.tools import invariance
 from nemo_aligner.tools.invariance import (
     FP32_BAR,
     Bar,
+    Check,
     Compared,
     Row,
     Scored,
+    _choose_texts,
     choose_bars,
     compare,
     compare_all,
     fitting_layouts,
     render_rows,
+    run_check,
     run_world,
     summarise,
 )
@@ -181,6 +184,21 @@ def test_check_leaves_out_and_counts_pairs_that_cannot_be_scored(
     assert "4 pairs, 2 left out as malformed, 1 left out as too long; scoring contract" in shown
     best, worst = _choose_texts(Check(str(model), data=str(several)))
     assert (best[-1]["content"], worst[-1]["content"]) == ("a", "aaa")
+
+
+def test_check_says_once_what_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewards = {"TP=1": {"alone": REFERENCE, "all together": REFERENCE + 1}}
+    scored = Scored(rewards, REFERENCE, ["TP=4: why not", "TP=4: why not"])
+    monkeypatch.setattr(invariance, "run_world", lambda job, size: scored)
+    model = tiny.write_reward_nemo(tmp_path / "rm.nemo")
+    assert not run_check(Check(str(model), pairs=1, processes=1), tmp_path / "table.json")
+    shown = capsys.readouterr().out
+    assert shown.count("does not fit: TP=4: why not\n") == 1
+    table = json.loads((tmp_path / "table.json").read_text())
+    assert [row["ok"] for row in table["rows"]] == [True, False]
+    assert table["summary"] in shown
 
 
 def test_check_in_a_world_that_fails_says_why_once(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,20 @@
-"""Benchmarks, one file each; ``TASKS`` is the registry, by name."""
+"""Benchmarks: ``TASKS`` is the registry, by name."""
 
 from __future__ import annotations
 
 from nemo_aligner.config.describe import suggestion
 from nemo_aligner.evaluation.tasks.base import Task
 from nemo_aligner.evaluation.tasks.best_of_n import BEST_OF_N, PPE_CORRECTNESS
-from nemo_aligner.evaluation.tasks.pair_sets import AUTOJ, HHH, HUMANEVALPACK, JUDGEBENCH, LLMBAR
-from nemo_aligner.evaluation.tasks.prmbench import PRMBENCH
-from nemo_aligner.evaluation.tasks.processbench import PROCESSBENCH
+from nemo_aligner.evaluation.tasks.pair_sets import (
+    AUTOJ,
+    HHH,
+    HUMANEVALPACK,
+    JUDGEBENCH,
+    LLMBAR,
+    RM_BENCH,
+)
 from nemo_aligner.evaluation.tasks.rewardbench import REWARDBENCH, REWARDBENCH2
-from nemo_aligner.evaluation.tasks.rm_bench import RM_BENCH
+from nemo_aligner.evaluation.tasks.step_sets import PRMBENCH, PROCESSBENCH
 from nemo_aligner.utils.errors import ConfigError
 
 TASKS = {

@@ -259,6 +259,7 @@ def _in_blocks(
 
 
 def _without_keeping(attend: _AttendSegment, *arguments: Any) -> Tensor:
+    # Nothing is drawn in attention, so there is no generator's state to bring back.
     return checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 

@@ -22,12 +22,13 @@ from tests.environments import vllm_python
 from tests.heads import KINDS, write_archive
 
 QUESTION = {"role": "user", "content": "why"}
+QUICK = ("bins with a bias", "step_ends", "\n", "llama", "LlamaForTokenClassification")
 # A kind of head, where it is read, what stands between steps, the decoder and the class it becomes.
 CASES = [
     ("one matrix", "step_ends", "\n\n", "llama", "LlamaForTokenClassification"),
     ("one output and a bias", "step_marks", "\n", "qwen3", "Qwen3ForTokenClassification"),
     ("several attributes", "turns", None, "llama", "LlamaForTokenClassification"),
-    ("bins with a bias", "step_ends", "\n", "llama", "LlamaForTokenClassification"),
+    QUICK,
     ("quantiles", "step_marks", "\n", "llama", "LlamaForTokenClassification"),
     ("one matrix", "step_answers", "\n\n", "qwen3", "Qwen3ForTokenClassification"),
     # transformers has no class for it, but its decoder.
@@ -69,7 +70,9 @@ NAMED = [f"{name} of a {body}" for name, _, _, body, _ in CASES]
 
 
 @pytest.mark.parametrize(
-    ("name", "position", "separator", "body", "architecture"), CASES, ids=NAMED
+    ("name", "position", "separator", "body", "architecture"),
+    [pytest.param(*case, marks=[pytest.mark.smoke] * (case is QUICK)) for case in CASES],
+    ids=NAMED,
 )
 def test_head_of_steps_is_exported_with_its_rewards(
     name: str,
