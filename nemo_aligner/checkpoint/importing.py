@@ -89,14 +89,12 @@ def import_checkpoint(
     ):
         if folder.contract is not None:
             raise CheckpointError(f"{source}: it is an archive of this package already")
-        if HEAD not in folder.tensors:
-            given = {"template": template is not None, "attributes": bool(attributes)}
-            _refuse_reward_options(source, {**given, "keep_scaling": keep_scaling})
+        given = {"template": template is not None, "attributes": bool(attributes)}
+        _check_options(folder, source, {**given, "keep_scaling": keep_scaling})
         own_tokenizer = folder.load_tokenizer()
         settings, ignored = _settings(folder, keep_scaling)
         shape = model_shape(folder, settings)
-        # A tokenizer of another model would give ids past the table, or others' rows.
-        own_tokenizer.check_fits(shape.vocab_size)
+        own_tokenizer.check_fits(shape.vocab_size)  # another model's would give others' rows
         head = _read_head(folder, shape)
         tensors, layers = unread_decoder(folder, shape)
         # The base model's output layer, which a reward model carries along and never runs.
@@ -109,9 +107,9 @@ def import_checkpoint(
             tensors[PREFIX + HEAD] = in_memory(head[0])
         save_lazy(tensors, layers, scratch / "weights")
         own_tokenizer.save(scratch / "tokenizer")
-        score_rules = None if contract is None else contract.to_dict()
-        settings = with_lora(settings, None)
-        write_nemo(output, settings, scratch / "weights", scratch / "tokenizer", score_rules)
+        parts = scratch / "weights", scratch / "tokenizer"
+        rules = None if contract is None else contract.to_dict()
+        write_nemo(output, with_lora(settings, None), *parts, rules)
         return _summary(output, folder, ignored, contract)
 
 
@@ -124,9 +122,10 @@ def _settings(folder: NemoFolder, keep_scaling: bool) -> tuple[dict[str, Any], l
     return settings | dict.fromkeys(ignored, False), ignored
 
 
-def _refuse_reward_options(source: str | Path, given: Mapping[str, bool]) -> None:
+def _check_options(folder: NemoFolder, source: str | Path, given: Mapping[str, bool]) -> None:
+    """Refuse options of a reward model for a base model."""
     names = [name for name, is_given in given.items() if is_given]
-    if names:
+    if names and HEAD not in folder.tensors:
         raise ConfigError(
             f"{source}: got {', '.join(names)}, which is for reward models; it is a base "
             f"model (no {HEAD})"

@@ -149,8 +149,7 @@ def _convert(
 ) -> ConversionSummary:
     family = find_family(found.config.get("model_type"))
     config = family.to_nemo(found.config)
-    single = with_single_experts(family, family.rules(config), found.tensors)
-    found = replace(found, tensors=single)
+    found = replace(found, tensors=with_single_experts(family, family.rules(config), found.tensors))
     head = find_head(found, choice)
     labels = _labels_of(found, head, given.attributes)
     if head is not None and given.asks_for_steps:

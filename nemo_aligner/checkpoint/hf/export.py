@@ -23,6 +23,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.card import model_card
 from nemo_aligner.checkpoint.hf.check import (
+    CheckedText,
     architecture_of,
     check_folder,
     encode_texts,
@@ -56,9 +57,7 @@ from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.reward_model import reward_model_without_weights
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import format_of
-from nemo_aligner.contract.contract import (
-    ScoringContract,
-)
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import HEADS
 from nemo_aligner.contract.steps import MARKS
 from nemo_aligner.contract.templates import with_kwargs_inside
@@ -154,11 +153,9 @@ def _export(
     gc.collect()  # the modules form reference cycles
     logits = as_exported(logits, contract, head, merge=options.merge)
     pad_token, pad_id = choose_pad(tokenizer, {each.token_ids[-1] for each in texts})
-    model_type = archive.family.to_hf(archive.config)["model_type"]
-    architecture = _class_of(model_type, head, contract)
-    config = hf_config(
-        archive.family, archive.config, exported, architecture, pad_id, stored.torch_name
-    ) | step_settings(exported, tokenizer)
+    config = _config_of(archive, head, contract, exported, pad_id, stored.torch_name)
+    config |= step_settings(exported, tokenizer)
+    architecture, model_type = config["architectures"][0], config["model_type"]
     say(f"writing {output} ...")
     beside = {} if reads_mean else head.tensors
     shards = _write_weights(archive, beside, staging, config["vocab_size"], options)
@@ -180,10 +177,7 @@ def _export(
         is_loaded_whole=_is_whole(head, contract) and has_class(architecture, model_type),
     )
     (staging / "README.md").write_text(card, encoding="utf-8")
-    check = check_pooled_folder if reads_mean else check_folder
-    say("scoring the same texts with transformers ...")
-    with waiting_for("scoring with transformers"):
-        largest_difference = check(staging, exported, texts, logits)
+    largest_difference = _check(staging, exported, texts, logits)
     return ExportSummary(
         output=output,
         architecture=architecture,
@@ -197,6 +191,31 @@ def _export(
         zero_groups=archive.num_query_groups - archive.config["num_query_groups"],
         notes=tuple(_notes(contract, exported, head.form)),
     )
+
+
+def _check(
+    folder: Path, exported: ScoringContract, texts: list[CheckedText], logits: Tensor
+) -> float:
+    """Score the same texts with the folder, and return the largest difference of a reward."""
+    reads_mean = exported.reply_marker is not None
+    say("scoring the same texts with transformers ...")
+    with waiting_for("scoring with transformers"):
+        return (check_pooled_folder if reads_mean else check_folder)(
+            folder, exported, texts, logits
+        )
+
+
+def _config_of(
+    archive: RewardArchive,
+    head: HeadOut,
+    contract: ScoringContract,
+    exported: ScoringContract,
+    *others: Any,
+) -> dict[str, Any]:
+    """Translate an archive's settings, with the class that a decoder is with such a head."""
+    model_type = archive.family.to_hf(archive.config)["model_type"]
+    architecture = _class_of(model_type, head, contract)
+    return hf_config(archive.family, archive.config, exported, architecture, *others)
 
 
 # Ends of a class's name, by the form of its head: two layers as in vLLM's Qwen2ForRewardModel; the

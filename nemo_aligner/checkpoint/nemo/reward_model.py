@@ -135,17 +135,23 @@ def load_pretrained(
         # Checked before a byte is read: a wrong head is found in a second, not after the body.
         has_head = not new_head and _check_head(folder, shape, num_outputs, _OR_NEW_HEAD)
         _load_into(model, folder, with_head=has_head)
-        # Only now: both need the weights in place.
-        if lora is None:
-            fold_adapters(model)
-        elif read_lora(folder.config) is None:
-            draw_adapters(model, seed)
+        _set_adapters(model, folder, lora, seed)
         return PretrainedModel(
             model=model,
             config=with_lora(with_head_shape(folder.config, shape.head), lora),
             tokenizer=tokenizer,
             head_is_new=not has_head,
         )
+
+
+def _set_adapters(
+    model: GPTRewardModel, folder: NemoFolder, lora: LoraShape | None, seed: int
+) -> None:
+    """Fold an archive's adapters, or draw those that it lacks; the weights have to be in place."""
+    if lora is None:
+        fold_adapters(model)
+    elif read_lora(folder.config) is None:
+        draw_adapters(model, seed)
 
 
 def load_reward_model(

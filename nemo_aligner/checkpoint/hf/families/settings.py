@@ -15,6 +15,14 @@ NAME_KEY = "hf_model_type"
 # Settings that all families have.
 
 
+_ONLY = (
+    ("mlp_bias", False, None),
+    ("quantization_config", None),
+    ("is_causal", True, None),
+    ("use_bidirectional_attention", None, False),
+)
+
+
 def decoder_to_nemo(
     config: Config,
     *,
@@ -33,7 +41,7 @@ def decoder_to_nemo(
     Numbers and flags are what transformers' class has where the config lacks the key.
 
     Args:
-        name: of the family, for one whose decoders are another's, too.
+        name: of a family whose decoders are another's, too.
         act: values of ``hidden_act`` that are read; none if another key names the activation.
         epsilon: of the norms.
         base: of the rotation.
@@ -47,10 +55,8 @@ def decoder_to_nemo(
         read.only("hidden_act", *act)
     if attention_bias is None:
         read.only("attention_bias", False, None)
-    read.only("mlp_bias", False, None)
-    read.only("quantization_config", None)
-    read.only("is_causal", True, None)
-    read.only("use_bidirectional_attention", None, False)
+    for key, *values in _ONLY:
+        read.only(key, *values)
     heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
     nemo = {
         "num_layers": read.layers(),
