@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from nemo_aligner.checkpoint.nemo.archive import no_such_archive
 from nemo_aligner.config.load import idle_notes
@@ -49,7 +50,7 @@ def run_server(config: ServeConfig) -> int:
         layout = initialize_layout(**layout_sizes(config.model))
         for note in idle_notes(config, layout.num_ranks):
             say(note)
-        models = [_load(file, config, layout) for file in files]
+        models = [_load(file, config, layout, precision=config.precision) for file in files]
         check_expected(models[0].contract, config.expect_contract, "expect_contract")
         scorer = RewardEnsemble(models) if len(models) > 1 else models[0]
         contracts = [model.contract for model in models]
@@ -58,15 +59,17 @@ def run_server(config: ServeConfig) -> int:
         return serve([servable], config.server)
 
 
-def _load(file: str, config: ServeConfig, layout: ParallelLayout) -> RewardScorer:
+def _load(
+    file: str, config: ServeConfig | ServeCriticConfig, layout: ParallelLayout, **kinds: Any
+) -> RewardScorer:
     say(f"loading {file} ...")
     scorer = load_scorer(
         file,
         layout,
-        precision=config.precision,
         micro_batch_tokens=config.model.micro_batch_tokens,
         invariant_rows=config.model.invariant_rows,
         prefix_cache_tokens=config.server.prefix_cache_tokens,
+        **kinds,
     )
     scorer.warm_up()
     return scorer
@@ -101,15 +104,7 @@ def _servables(config: ServeCriticConfig, run: CriticRun, layout: ParallelLayout
     if not config.trainer.ppo.combine_rm_and_critic_server:
         return [CriticServable(run, config)]
     path = str(config.rm_model_file or config.pretrained_checkpoint.restore_from_path)
-    say(f"loading the reward model {path} ...")
-    scorer = load_scorer(
-        path,
-        layout,
-        micro_batch_tokens=config.model.micro_batch_tokens,
-        prefix_cache_tokens=config.server.prefix_cache_tokens,
-        invariant_rows=config.model.invariant_rows,
-        can_offload=True,
-    )
+    scorer = _load(path, config, layout, can_offload=True)
     _check_reads_alike(path, scorer.contract, run.contract)
     critic = CriticServable(run, config, scorer)
     rewards = RewardModelServable(

@@ -327,8 +327,8 @@ def _conversation(row: int, text: str) -> Text:
     messages = given.get("messages") if isinstance(given, dict) else given
     if not isinstance(messages, list) or not messages:
         raise ServingError(
-            f"conversations, row {row}: got {text[:80]}, wanted a list of messages that is not "
-            "empty, or an object with messages"
+            f"conversations, row {row}: got {text[:80]}, "
+            "wanted a list of messages that is not empty, or an object with messages"
         )
     try:
         return read_text(given)
