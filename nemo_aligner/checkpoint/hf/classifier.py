@@ -272,7 +272,9 @@ def _load(name: str, dtype: torch.dtype) -> Any:
         # transformers draws at random what is missing, and leaves out what its class does not have.
         if not missing and not any(map(is_of_head, map(str, report["unexpected_keys"]))):
             return model
-        lost = f"got no weights for {missing}, wanted a trained reward model"
+        lost = "transformers' class has no place for a part of its head"
+        if missing:
+            lost = f"got no weights for {missing}, wanted a trained reward model"
     try:
         return _with_own_head(name, dtype)
     except CheckpointError as error:
