@@ -188,7 +188,7 @@ class HfRewardModel:
         has_no_pad = self.model.config.get_text_config().pad_token_id is None
         is_alone = has_no_pad or bool(rotary_by_length(self.model))
         rows: list[int] = []
-        # The longest first: a batch that does not fit into memory fails at once, not at the end.
+        # So a batch that does not fit into memory fails at once, too, and not at the end.
         for row in sorted(range(len(token_lists)), key=lambda row: -len(token_lists[row])):
             longest = len(token_lists[rows[0]]) if rows else 0
             if rows and (is_alone or longest * (len(rows) + 1) > self.batch_tokens):

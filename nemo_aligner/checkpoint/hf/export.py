@@ -153,9 +153,10 @@ def _export(
     gc.collect()  # the modules form reference cycles
     logits = as_exported(logits, contract, head, merge=options.merge)
     pad_token, pad_id = choose_pad(tokenizer, {each.token_ids[-1] for each in texts})
-    config = _config_of(archive, head, contract, exported, pad_id, stored.torch_name)
-    config |= step_settings(exported, tokenizer)
-    architecture, model_type = config["architectures"][0], config["model_type"]
+    architecture = _class_of(archive, head, contract)
+    config = hf_config(
+        archive.family, archive.config, exported, architecture, pad_id, stored.torch_name
+    ) | step_settings(exported, tokenizer)
     say(f"writing {output} ...")
     beside = {} if reads_mean else head.tensors
     shards = _write_weights(archive, beside, staging, config["vocab_size"], options)
@@ -174,10 +175,9 @@ def _export(
         options.base_license,
         contract.dtype,
         form=head.form,
-        is_loaded_whole=_is_whole(head, contract) and has_class(architecture, model_type),
+        is_loaded_whole=_is_whole(head, contract) and has_class(architecture, config["model_type"]),
     )
     (staging / "README.md").write_text(card, encoding="utf-8")
-    largest_difference = _check(staging, exported, texts, logits)
     return ExportSummary(
         output=output,
         architecture=architecture,
@@ -186,7 +186,7 @@ def _export(
         contract=exported,
         pad_token=pad_token,
         texts=len(texts),
-        largest_difference=largest_difference,
+        largest_difference=_check(staging, exported, texts, logits),
         query_groups=archive.num_query_groups,
         zero_groups=archive.num_query_groups - archive.config["num_query_groups"],
         notes=tuple(_notes(contract, exported, head.form)),
@@ -197,25 +197,10 @@ def _check(
     folder: Path, exported: ScoringContract, texts: list[CheckedText], logits: Tensor
 ) -> float:
     """Score the same texts with the folder, and return the largest difference of a reward."""
-    reads_mean = exported.reply_marker is not None
+    check = check_folder if exported.reply_marker is None else check_pooled_folder
     say("scoring the same texts with transformers ...")
     with waiting_for("scoring with transformers"):
-        return (check_pooled_folder if reads_mean else check_folder)(
-            folder, exported, texts, logits
-        )
-
-
-def _config_of(
-    archive: RewardArchive,
-    head: HeadOut,
-    contract: ScoringContract,
-    exported: ScoringContract,
-    *others: Any,
-) -> dict[str, Any]:
-    """Translate an archive's settings, with the class that a decoder is with such a head."""
-    model_type = archive.family.to_hf(archive.config)["model_type"]
-    architecture = _class_of(model_type, head, contract)
-    return hf_config(archive.family, archive.config, exported, architecture, *others)
+        return check(folder, exported, texts, logits)
 
 
 # Ends of a class's name, by the form of its head: two layers as in vLLM's Qwen2ForRewardModel; the
@@ -225,8 +210,9 @@ _SUFFIXES = {TWO_LAYERS.last: "ForRewardModel", VALUE_LAYER.last: _LANGUAGE_MODE
 _STEP_SUFFIXES = {SCORE_WITH_BIAS: TOKEN_SUFFIX, TWO_LAYERS.last: STEP_SUFFIX}
 
 
-def _class_of(model_type: str, head: HeadOut, contract: ScoringContract) -> str:
-    """Name of the class that a decoder of this type is with such a head."""
+def _class_of(archive: RewardArchive, head: HeadOut, contract: ScoringContract) -> str:
+    """Name of the class that an archive's decoder is with such a head."""
+    model_type = archive.family.to_hf(archive.config)["model_type"]
     decoder = architecture_of(model_type).removesuffix(REWARD_SUFFIX)
     if contract.reply_marker is not None:  # as a reward model it would be read at the last token
         return decoder + "Model"
