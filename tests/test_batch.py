@@ -10,10 +10,10 @@ from nemo_aligner.batch.packed import (
     Group,
     LabelColumns,
     PackedBatch,
-    PairRows,
     Records,
     Stored,
 )
+from nemo_aligner.batch.pairs import PairRows
 
 
 def test_batch_lays_sequences_end_to_end() -> None:

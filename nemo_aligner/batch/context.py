@@ -55,8 +55,7 @@ class ContextShare:
                 filled += each - size
         rows = torch.cat([torch.arange(*chunk) for own in chunks for chunk in own])
         gathered = rows.argsort()
-        wanted = gathered[reads]
-        mine = (wanted // each == rank).nonzero().flatten()
+        mine, places = _own(gathered[reads], rank, each)
         first = rank * each
         return cls(
             rank,
@@ -64,8 +63,12 @@ class ContextShare:
             rows=rows[first : first + each],
             gathered=gathered,
             reads=mine,
-            read_rows=wanted[mine] - first,
+            read_rows=places,
         )
+
+    def own(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the pack's rows ``index [M]`` are its own, ``[m]``, and their places there."""
+        return _own(self.gathered[index], self.rank, self.rows.numel())
 
     def to(self, device: torch.device | str) -> ContextShare:
         """Move what the model computes with; the chunks stay on the host."""
@@ -74,6 +77,11 @@ class ContextShare:
             for each in (self.rows, self.gathered, self.reads, self.read_rows)
         )
         return ContextShare(self.rank, self.chunks, rows, gathered, reads, read_rows)
+
+
+def _own(places: Tensor, rank: int, each: int) -> tuple[Tensor, Tensor]:
+    mine = (places // each == rank).nonzero().flatten()
+    return mine, places[mine] - rank * each
 
 
 def _chunks_of(rank: int, ranks: int, bounds: Sequence[int]) -> list[tuple[int, int]]:

@@ -13,90 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_aligner.batch.context import ContextShare
+from nemo_aligner.batch.pairs import PairRows, pair_rows
 from nemo_aligner.utils.host_transfer import to_device
-
-# Pairs of rewards of ranked completions.
-
-
-@dataclass(frozen=True)
-class PairRows:
-    """P pairs of completions, each of one of R records, by their rows among S rewards.
-
-    Attributes:
-        better, worse: ``[P]`` int64 rows, on the host; slices where every record is one pair, the
-            better first.
-        records: ``[P]`` int64 numbers of the records, on the host; a slice in the same case.
-        shares: ``[P]`` float32, of its record's pairs each is one part; None in the same case.
-        are_ties: ``[P]`` bool, pairs of which neither is better; None where there is none.
-        num_records: how many records have a pair.
-    """
-
-    better: Tensor | slice
-    worse: Tensor | slice
-    records: Tensor | slice
-    shares: Tensor | None
-    are_ties: Tensor | None
-    num_records: int
-
-    def of(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """``values [S, ...]`` of the better ones and of the worse, ``[P, ...]`` each."""
-        return values[_on(self.better, values)], values[_on(self.worse, values)]
-
-    def of_records(self, values: Tensor) -> Tensor:
-        """``values [R, ...]`` as ``[P, ...]``."""
-        return values[_on(self.records, values)]
-
-    def sum_and_count(self, losses: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum over records of the mean of their pairs' ``losses [P]``, and how many records.
-
-        The pairs of a prompt count as one (Ouyang et al. 2022, section 3.5): they are no more
-        independent of each other than its completions.
-        """
-        if self.shares is not None:
-            losses = losses * to_device(self.shares, losses.device)
-        # Made on the device: a number of the host's would have it wait.
-        count = torch.full((), self.num_records, dtype=torch.int64, device=losses.device)
-        return losses.sum(), count
-
-
-def _on(rows: Tensor | slice, values: Tensor) -> Tensor | slice:
-    return rows if isinstance(rows, slice) else to_device(rows, values.device)
-
-
-def pair_rows(bounds: Tensor, ranks: Tensor, with_ties: bool = False) -> PairRows:
-    """The pairs of records that own the rows from ``bounds [R + 1]`` on, by ``ranks [S]``."""
-    sizes = bounds.diff()
-    if bool((sizes == 2).all()) and bool((ranks[::2] < ranks[1::2]).all()):
-        # Pairs, better first, as nearly all data is: slices are views, and nothing is copied.
-        every = slice(None)
-        return PairRows(slice(0, None, 2), slice(1, None, 2), every, None, None, len(sizes))
-    owner = torch.arange(len(sizes)).repeat_interleave(sizes)
-    found = [_pairs_of_size(bounds[:-1][sizes == size], int(size)) for size in sizes.unique()]
-    first, second = torch.cat(found).sort(dim=1).values.unbind(dim=1)
-    # Record by record, whatever the sizes of the others.
-    order = (first * len(ranks) + second).argsort()
-    first, second = first[order], second[order]
-    are_ties = ranks[first] == ranks[second]
-    if not with_ties:
-        first, second = first[~are_ties], second[~are_ties]
-    in_order = ranks[first] <= ranks[second]
-    records = owner[first]
-    counts = records.bincount(minlength=len(sizes))
-    return PairRows(
-        better=torch.where(in_order, first, second),
-        worse=torch.where(in_order, second, first),
-        records=records,
-        shares=1 / counts[records].float(),
-        are_ties=are_ties if with_ties else None,
-        num_records=int((counts > 0).sum()),
-    )
-
-
-def _pairs_of_size(starts: Tensor, size: int) -> Tensor:
-    """``[n * size * (size - 1) / 2, 2]`` rows of all pairs of records that start there."""
-    pairs = torch.combinations(torch.arange(size), 2)
-    return (starts[:, None, None] + pairs).view(-1, 2)
-
 
 # Sequences and packs that use a pool of keys and values computed before.
 
@@ -427,10 +345,26 @@ class ReplyRows:
     Attributes:
         index: ``[M]`` int64 into a pack's tokens, reply after reply; a token may be of several.
         lengths: of the S replies.
+        whole: of the S replies on all ranks of a context parallel group, of which this one has
+            parts; None is that it has all.
+        places: ``[M]`` int64, where these tokens are among those of all ranks.
     """
 
     index: Tensor
     lengths: tuple[int, ...]
+    whole: tuple[int, ...] | None = None
+    places: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> ReplyRows:
+        places = None if self.places is None else to_device(self.places, device)
+        return replace(self, index=to_device(self.index, device), places=places)
+
+    def shared(self, share: ContextShare) -> ReplyRows:
+        """The parts that a rank has, ``index`` into its own tokens."""
+        mine, rows = share.own(self.index)
+        owner = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
+        lengths = owner[mine].bincount(minlength=len(self.lengths)).tolist()
+        return ReplyRows(rows, tuple(lengths), self.lengths, mine)
 
 
 @dataclass(frozen=True)
@@ -460,6 +394,7 @@ class PackedBatch:
         replies: what is read of each sequence instead of its last token; None is that alone.
         spoken: ``[2, M]`` rows of replies, what predicts them and they themselves; None is nothing.
         share: the tokens that this rank of a context parallel group computes; None is all of them.
+        filled: tokens of a filler segment at the tail.
     """
 
     tokens: Tensor
@@ -473,6 +408,7 @@ class PackedBatch:
     replies: ReplyRows | None = None
     spoken: ReplyRows | None = None
     share: ContextShare | None = None
+    filled: int = 0
 
     @classmethod
     def pack(
@@ -539,6 +475,14 @@ class PackedBatch:
         """How many of them this rank of a context parallel group computes."""
         return self.num_tokens if self.share is None else self.share.rows.numel()
 
+    @property
+    def num_own_filled(self) -> int:
+        """How many of these, the last of them, are of the filler segment."""
+        if self.share is None:
+            return self.filled
+        first = self.num_tokens - self.filled
+        return sum(end - start for start, end in self.share.chunks if start >= first)
+
     def of_own(self, values: Tensor) -> Tensor:
         """``values [T, ...]`` of the tokens that this rank computes."""
         return values if self.share is None else values[self.share.rows]
@@ -558,7 +502,9 @@ class PackedBatch:
         bounds = self.cu_seqlens.tolist()
         reads = torch.arange(self.num_tokens) if every_token else self.scored_tokens
         share = ContextShare.of(bounds, reads, rank, ranks, multiple)
-        return replace(self._filled(share.gathered.numel() - self.num_tokens), share=share)
+        filled = self._filled(share.gathered.numel() - self.num_tokens)
+        replies = None if self.replies is None else self.replies.shared(share)
+        return replace(filled, share=share, replies=replies)
 
     def _filled(self, fill: int) -> PackedBatch:
         """The same batch with ``fill`` more tokens, in a segment of their own."""
@@ -573,6 +519,7 @@ class PackedBatch:
             ),
             cu_seqlens=torch.cat([self.cu_seqlens, total]),
             prefixes=torch.cat([self.prefixes, self.prefixes.new_tensor([-1])]),
+            filled=fill,
         )
 
     def to(self, device: torch.device | str) -> PackedBatch:
@@ -584,8 +531,7 @@ class PackedBatch:
         labels = self.records.labels
         moved = replace(labels, values=to_device(labels.values, device))
         replies, spoken = (
-            None if rows is None else replace(rows, index=to_device(rows.index, device))
-            for rows in (self.replies, self.spoken)
+            None if rows is None else rows.to(device) for rows in (self.replies, self.spoken)
         )
         return replace(
             self,

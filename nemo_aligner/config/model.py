@@ -401,11 +401,6 @@ class ModelConfig(LayoutConfig):
 
     def _check_layout(self, checks: Checks) -> None:
         checks.require(
-            self.context_parallel_size == 1 or self.head.reads is not ScoredPosition.reply_mean,
-            "context_parallel_size",
-            "1 beside model.head.reads=reply_mean, as a reply's tokens are on several ranks",
-        )
-        checks.require(
             self.activations_checkpoint_num_layers is None
             or self.activations_checkpoint_granularity is Recompute.full,
             "activations_checkpoint_num_layers",

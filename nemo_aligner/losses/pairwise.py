@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.batch.packed import PairRows, Records, sums_within
+from nemo_aligner.batch.packed import Records, sums_within
+from nemo_aligner.batch.pairs import PairRows
 from nemo_aligner.config.common import Aggregate
 from nemo_aligner.losses.base import (
     PairObjective,

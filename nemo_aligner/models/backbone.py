@@ -33,7 +33,7 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models import kernels
 from nemo_aligner.models.attention.packed import LastTokenAttention, PackedAttention
 from nemo_aligner.models.attention.segments import PackedSegments
-from nemo_aligner.models.experts import RECORDS, MixtureOfExperts
+from nemo_aligner.models.experts import COUNTED, Counted, MixtureOfExperts
 from nemo_aligner.models.internals import has_weight_gradient_kernel, mlp_spec
 from nemo_aligner.models.layers import (
     NORMS,
@@ -428,10 +428,15 @@ class PackedLayer(TransformerLayer):
         if learns(self) or isinstance(self.input_layernorm, IdentityOp):
             options["packed_seq_params"] = packed_seq_params
             if isinstance(self.mlp, MixtureOfExperts) and packed_seq_params is not None:
-                self.mlp.router.records = packed_seq_params.remembered(RECORDS, int)
+                counted = packed_seq_params.remembered(COUNTED, Counted)
+                self.mlp.router.records = counted.records
+                self.mlp.router.counted = self._counted(counted)
             return super().forward(hidden_states, *args, **options)
         assert packed_seq_params is not None
         return self._infer(hidden_states, packed_seq_params), None
+
+    def _counted(self, counted: Counted) -> int:
+        return counted.tokens
 
     def _infer(self, hidden: Tensor, segments: PackedSegments) -> Tensor:
         attention = self.self_attention
@@ -498,6 +503,9 @@ class LastLayer(PackedLayer):
         )
         read = self._read(hidden_states, packed_seq_params)
         return torch.add(read, attended, alpha=self._multiplier), None
+
+    def _counted(self, counted: Counted) -> int:
+        return counted.rows
 
     def _read(self, hidden: Tensor, segments: PackedSegments) -> Tensor:
         rows = segments.last_token

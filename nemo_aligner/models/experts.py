@@ -35,8 +35,23 @@ from nemo_aligner.distributed.cpu_products import add_weight_gradient, linear_on
 from nemo_aligner.models.layer_shape import ExpertShape
 from nemo_aligner.models.layers import invariant_linear, rows_now, sum_partial
 
-RECORDS = "records"
-"""Name under which a pack's segments remember how many records it has."""
+COUNTED = "counted"
+"""Name under which a pack's segments remember its ``Counted``."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a router counts of a pack: the rest is there only to make even shares.
+
+    Attributes:
+        records: of the pack.
+        tokens: of this rank of a context parallel group, before those that fill it up.
+        rows: that the head reads, likewise.
+    """
+
+    records: int = 0
+    tokens: int = 0
+    rows: int = 0
 
 
 class MixtureOfExperts(MegatronModule):
@@ -116,19 +131,23 @@ class Router(torch.nn.Module):
             share ``f_e`` of choices and the mean probability ``P_e`` of each of E experts (Fedus et
             al. 2021, arXiv:2101.03961, equations 4 to 6). Each pack's counts once for each of its
             ``records``.
+        records, counted: of the next pack; how many of its tokens, the first ones, are no filler,
+            all TP ranks' together.
         load: choices of each expert since the last ``take_load``, on this rank, in training.
     """
 
     aux_loss_coeff = 0.0
-    records = 0
+    records = counted = 0
 
     def __init__(self, config: TransformerConfig, shape: ExpertShape) -> None:
         super().__init__()
         self._shape = shape
         # Ranks that have the tokens of one pack.
         self._group = parallel_state.get_context_parallel_group()
+        self._part = 0  # of the tokens, which sequence parallelism splits
         if config.sequence_parallel:
             self._group = parallel_state.get_tensor_and_context_parallel_group()
+            self._part = parallel_state.get_tensor_model_parallel_rank()
         self.load = torch.zeros(shape.count, dtype=torch.int64, device=torch.cuda.current_device())
         kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         self.weight = torch.nn.Parameter(torch.empty(shape.count, config.hidden_size, **kind))
@@ -166,16 +185,18 @@ class Router(torch.nn.Module):
 
     def _balanced(self, shares: Tensor, chosen: Tensor) -> Tensor:
         """Note the load, and add the auxiliary loss's gradient to that of ``shares [T, E]``."""
-        counts = _choices(chosen, self._shape.count)
+        own = min(max(0, self.counted - self._part * len(chosen)), len(chosen))
+        counts = _choices(chosen[:own], self._shape.count)
         self.load += counts
         if not self.aux_loss_coeff:
             return shares
-        counts = torch.cat([counts, counts.new_tensor([len(chosen)])])
+        counts = torch.cat([counts, counts.new_tensor([own])])
         if self._group.size() > 1:
             dist.all_reduce(counts, group=self._group)
         count, top_k = self._shape.count, self._shape.top_k
         factor = self.aux_loss_coeff * self.records * count / top_k
-        return _WithSlope.apply(shares, counts[:-1] * (factor / counts[-1].float() ** 2))
+        slope = counts[:-1] * (factor / counts[-1].clamp(min=1).float() ** 2)
+        return _WithSlope.apply(shares, slope, own)
 
 
 def _choices(chosen: Tensor, count: int) -> Tensor:
@@ -188,16 +209,19 @@ def _choices(chosen: Tensor, count: int) -> Tensor:
 
 
 class _WithSlope(Function):
-    """``shares [T, E]``, to whose gradient ``slope [E]`` is added."""
+    """``shares [T, E]``, to the gradient of whose first ``own`` rows ``slope [E]`` is added."""
 
     @staticmethod
-    def forward(ctx: Any, shares: Tensor, slope: Tensor) -> Tensor:
+    def forward(ctx: Any, shares: Tensor, slope: Tensor, own: int) -> Tensor:
         ctx.save_for_backward(slope)
+        ctx.own = own
         return shares.view_as(shares)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] + ctx.saved_tensors[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        found = grads[0].clone()
+        found[: ctx.own] += ctx.saved_tensors[0]
+        return found, None, None
 
 
 def routers(model: Any) -> dict[int, Router]:

@@ -1,7 +1,6 @@
 """GPTRewardModel: a pretrained decoder with an fp32 reward head on each sequence's last token.
 
-Also here: the head, pooling over a reply, freezing, Megatron's data parallel wrapper, and batch
-invariance.
+Also here: the head, freezing, Megatron's data parallel wrapper, and batch invariance.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from nemo_aligner.models.attention.segments import (
     sum_of_group,
 )
 from nemo_aligner.models.backbone import layer_spec, transformer_config, use_transformer_engine
-from nemo_aligner.models.experts import RECORDS, MixtureOfExperts, routers
+from nemo_aligner.models.experts import COUNTED, Counted, MixtureOfExperts, routers
 from nemo_aligner.models.internals import fused_output_layer_allowed
 from nemo_aligner.models.layers import (
     ColumnLinear,
@@ -45,6 +44,7 @@ from nemo_aligner.models.layers import (
     rows_now,
 )
 from nemo_aligner.models.lora import LoraDropout, attach_adapters
+from nemo_aligner.models.readout import mean_of_replies, spoken_losses
 from nemo_aligner.models.rotary import ByLength, Tables, query_scale, rotations
 from nemo_aligner.models.shape import HeadShape, ModelShape
 from nemo_aligner.utils.errors import ConfigError
@@ -145,12 +145,7 @@ class GPTRewardModel(GPTModel):
             stage (``T / tp`` tokens under sequence parallelism).
         """
         positions = batch.of_own(batch.position_ids)
-        rows = batch.scored_tokens if batch.replies is None else batch.replies.index
-        if self.reads_every_token:
-            rows = torch.arange(batch.num_tokens, device=rows.device)
-        count = len(rows)
-        if batch.share is not None:
-            rows = batch.share.read_rows
+        rows, count = self._read_rows(batch)
         # The last layer goes on with these alone.
         wanted = rows if batch.spoken is None else torch.cat([rows, batch.spoken.index[0]])
         segments = PackedSegments.of(
@@ -163,7 +158,7 @@ class GPTRewardModel(GPTModel):
         if self._lora_dropout is not None and self.training:
             self._lora_dropout.begin(batch, segments)
         # megatron-core gives its layers nothing else of the pack: a router asks the segments.
-        segments.remembered(RECORDS, lambda: len(batch.records))
+        segments.remembered(COUNTED, lambda: _counted(batch, len(wanted)))
         hidden = self.decoder(
             hidden_states=self._embedded(batch, positions) if self.pre_process else None,
             attention_mask=None,
@@ -180,7 +175,9 @@ class GPTRewardModel(GPTModel):
             )
         read = hidden[: len(rows), 0]
         if batch.replies is not None:
-            read = mean_of_replies(read, batch.replies.lengths)
+            read = mean_of_replies(read, batch.replies)
+            if batch.share is not None:
+                read = read[batch.share.reads]
         outputs = self.rm_head(read)
         if batch.share is not None:
             outputs = sum_of_group(outputs, batch.share.reads, count)
@@ -191,6 +188,18 @@ class GPTRewardModel(GPTModel):
         tp, size = self.pg_collection.tp, self._vocab_size
         losses = spoken_losses(said, targets, lengths, words, size, tp)
         return torch.cat([outputs, losses], dim=1)
+
+    def _read_rows(self, batch: PackedBatch) -> tuple[Tensor, int]:
+        """Which of this rank's tokens the head reads, and how many outputs all ranks have."""
+        rows = batch.scored_tokens
+        if self.reads_every_token:
+            rows = torch.arange(batch.num_tokens, device=rows.device)
+        count = len(rows)
+        if batch.replies is not None:
+            rows = batch.replies.index
+        elif batch.share is not None:
+            rows = batch.share.read_rows
+        return rows, count
 
     def _embedded(self, batch: PackedBatch, positions: Tensor) -> Tensor:
         """Embed this rank's tokens, at these ``positions`` -> ``[T, 1, hidden]``."""
@@ -273,34 +282,11 @@ class GPTRewardModel(GPTModel):
         return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
 
 
-def mean_of_replies(hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Average ``[M, hidden]`` rows over replies of these lengths -> ``[S, hidden]`` fp32.
-
-    One reduction per reply: a segmented sum would round a reply by what stands beside it.
-    """
-    return torch.stack([reply.float().mean(dim=0) for reply in hidden.split(list(lengths))])
-
-
-def spoken_losses(
-    hidden: Tensor, targets: Tensor, lengths: Sequence[int], words: Any, vocab_size: int, tp: Any
-) -> Tensor:
-    """Mean ``-log p`` ``[S, 1]`` float32 of each text's spoken tokens; 0 for a text without any.
-
-    Args:
-        hidden: ``[M, hidden]``, what predicts them.
-        targets: ``[M]`` int64 token ids.
-        lengths: of the S texts.
-        words: megatron-core's embedding, whose weight is the output layer's.
-        tp: the tensor parallel group, over which it is split.
-    """
-    # Each rank has a part of the vocabulary, and so of the gradient.
-    hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, tp)
-    logits = F.linear(hidden, words.weight).float()
-    own = torch.arange(words.vocab_start_index, words.vocab_end_index, device=logits.device)
-    logits = logits.masked_fill(own >= vocab_size, -torch.inf)
-    losses = tensor_parallel.vocab_parallel_cross_entropy(logits[:, None], targets[:, None])
-    parts = losses[:, 0].split(list(lengths))
-    return torch.stack([part.sum() / max(1, len(part)) for part in parts])[:, None]
+def _counted(batch: PackedBatch, rows: int) -> Counted:
+    """Count a pack for its routers; one of no record is there for other ranks' experts alone."""
+    if not len(batch.records):
+        return Counted()
+    return Counted(len(batch.records), batch.num_own_tokens - batch.num_own_filled, rows)
 
 
 def build_reward_model(
@@ -327,11 +313,6 @@ def build_reward_model(
     Raises:
         ConfigError: the layout does not divide the model.
     """
-    if layout.cp > 1 and reply_marker is not None:
-        raise ConfigError(
-            f"model.context_parallel_size: got {layout.cp}, wanted 1, as the head reads the mean "
-            "of a reply, whose tokens are on several ranks"
-        )
     config = transformer_config(shape, layout, precision, recompute, recompute_layers)
     slow = slow_attention(shape, config.params_dtype)
     if slow is not None and is_main():

@@ -85,7 +85,15 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
         "tp2_sp": ("onednn", "language"),
         "pp2": ("pairs_and_ratings", "fp16", "against_length"),
         "dp2": ("onednn", "learned_ties", "quantiles", "odin", "heads", "language"),
-        "cp2": ("recompute", "learned_ties", "quantiles", "frozen", "odin", "against_length"),
+        "cp2": (
+            "recompute",
+            "learned_ties",
+            "quantiles",
+            "frozen",
+            "odin",
+            "against_length",
+            "pairs_and_ratings",
+        ),
     }
     mixed = one_process / "pairs_and_ratings"
     evaluated = tmp_path / "evaluated"

@@ -28,7 +28,7 @@ from nemo_aligner.distributed.collectives import on_main
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.losses.pairwise import BradleyTerry
-from nemo_aligner.models.reward_model import GPTRewardModel, wrap_for_training
+from nemo_aligner.models.reward_model import GPTRewardModel, set_routers, wrap_for_training
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer, infer_values
 from nemo_aligner.training.optimizer import build_optimizer
 from tests.families import SEQUENCES
@@ -54,21 +54,26 @@ LENGTHENED = [list(range(3, 3 + length)) for length in (5, 21, 1, 12)]
 
 
 def batches(
-    layout: ParallelLayout | None = None, rotation_by_length: Callable[[int], int] = one_rotation
+    layout: ParallelLayout | None = None,
+    rotation_by_length: Callable[[int], int] = one_rotation,
+    apart: bool = False,
 ) -> list[PackedBatch]:
     """Three pairs; those of the first pack, 69 tokens, have a common prefix if rotated alike.
 
-    Of two data parallel ranks the second has one pack, and the first two.
+    Of two data parallel ranks the second has one pack, and the first two. Each pair has a pack of
+    its own there, and where they are ``apart``.
     """
     is_shared = len({rotation_by_length(len(each)) for each in SEQUENCES[:2]}) == 1
     groups = [Group(2, 30)] if is_shared else None
     first = PackedBatch.pack(SEQUENCES[:2], Records.of([0], [2]), groups=groups)
+    second, third = (
+        PackedBatch.pack(SEQUENCES[at : at + 2], Records.of([at // 2], [2]), range(at, at + 2))
+        for at in (2, 4)
+    )
     if layout is not None and layout.dp > 1:
-        second, third = (
-            PackedBatch.pack(SEQUENCES[at : at + 2], Records.of([at // 2], [2]), range(at, at + 2))
-            for at in (2, 4)
-        )
         return [third] if layout.dp_rank else [first, second]
+    if apart:
+        return [first, second, third]
     return [first, PackedBatch.pack(SEQUENCES[2:], Records.of([1, 2], [2, 2]), range(2, 6))]
 
 
@@ -92,15 +97,19 @@ def step(
     recompute: Recompute = Recompute.none,
     save: Path | None = None,
 ) -> dict[str, Any]:
-    """Rewards before a step and after it, and the norm of its gradient."""
+    """Rewards before a step and after it, and the norm of its gradient.
+
+    A mixture's routers are trained, with the auxiliary loss, which depends on the packs.
+    """
     model = load(archive, layout, recompute=recompute)
+    set_routers(model, trained=True, aux_loss_coeff=0.1)
     wrapped = wrap_for_training(model)
     config = OptimConfig(lr=0.01, sched=SchedulerConfig(warmup_steps=1))
     optimizer = build_optimizer(wrapped, config, 1.0, 10)
     wrapped.train()
     wrapped.zero_grad_buffer()
     optimizer.zero_grad()
-    packs = batches(layout, model.rotation_by_length)
+    packs = batches(layout, model.rotation_by_length, apart=archive.stem in MIXTURES)
     before = forward_backward(wrapped, packs, layout, BradleyTerry().loss)
     update = optimizer.step()
     assert update.applied

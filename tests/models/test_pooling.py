@@ -10,21 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.batch.packed import Group, PackedBatch
+from nemo_aligner.batch.packed import Group, PackedBatch, ReplyRows
 from nemo_aligner.checkpoint.nemo.reward_model import (
     load_pretrained,
     load_reward_model,
     save_reward_model,
 )
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.model import HeadConfig, ModelConfig, ScoredPosition
 from nemo_aligner.contract.contract import check_plain_reading
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.turns import make_reply_marker, reply_start
-from nemo_aligner.models.reward_model import mean_of_replies
+from nemo_aligner.models.readout import mean_of_replies
 from nemo_aligner.models.step import find_reply_rows, infer_values
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
-from nemo_aligner.utils.errors import CheckpointError, ConfigError
+from nemo_aligner.utils.errors import CheckpointError
 from tests import tiny
 from tests.once import Once
 
@@ -76,7 +75,7 @@ def test_reply_rows_of_a_shared_beginning_are_of_each_sequence() -> None:
 
 def test_mean_of_replies_is_of_their_own_rows() -> None:
     hidden = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
-    found = mean_of_replies(hidden, (1, 2, 3))
+    found = mean_of_replies(hidden, ReplyRows(torch.arange(6), (1, 2, 3)))
     assert found.dtype == torch.float32
     wanted = [hidden[:1], hidden[1:3], hidden[3:]]
     torch.testing.assert_close(found, torch.stack([each.float().mean(0) for each in wanted]))
@@ -142,14 +141,3 @@ def test_mean_of_the_reply_is_the_same_in_packs_of_any_size(archive: Path, layou
         for budget in (loaded.contract.seq_length, 8192)
     ]
     np.testing.assert_allclose(found[0], found[1], atol=1e-6)
-
-
-def test_ranks_that_share_a_text_cannot_read_the_mean_of_its_reply(
-    archive: Path, layout: Any
-) -> None:
-    """Neither in training nor, of a finished model, in scoring."""
-    refused = r"model\.context_parallel_size: got 2, wanted 1"
-    with pytest.raises(ConfigError, match=refused):
-        ModelConfig(context_parallel_size=2, head=HeadConfig(reads=ScoredPosition.reply_mean))
-    with pytest.raises(ConfigError, match=refused):
-        load_scorer(archive, dataclasses.replace(layout, cp=2))

@@ -217,10 +217,10 @@ class PackedSegments:
 
     @cached_property
     def max_kv_length(self) -> int:
-        """Most keys of a part, prefixes included."""
+        """Most keys of a query of the whole pack: kernels are chosen by it, on all ranks alike."""
         return max(
-            part.end + sum(self.all_lengths[number] for number in self.chain(part))
-            for part in self.queries
+            length + sum(self.all_lengths[number] for number in chain)
+            for length, chain in zip(self.lengths, self.chains, strict=True)
         )
 
     def gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

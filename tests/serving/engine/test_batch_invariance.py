@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
 from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed import cpu_products
 from nemo_aligner.distributed.layout import ParallelLayout
@@ -117,9 +118,13 @@ def test_rewards_of_shared_texts_have_the_bits_of_one_process(
 ) -> None:
     """Attention by spans, in windows, with capped scores, and of texts shorter than a rank's rows.
 
-    What is shared out to two ranks by stages, or by chunks of each text.
+    What is shared out to two ranks by stages, or by chunks of each text; and means of replies.
     """
+    loaded, means = load_reward_model(Path(short.archive), layout), tmp_path / "means.nemo"
+    contract = replace(loaded.contract, scored_position="reply_mean", reply_marker=(5,))
+    save_reward_model(means, loaded.model, loaded.config, loaded.tokenizer, contract)
     cases = {
+        "means": replace(short, archive=str(means), texts=short.texts[:30]),
         "short": replace(short, texts=[*short.texts[:20], [5], [7, 8], [9, 8, 7]]),
         "very long": very_long,
         "gemma2": of_family(tmp_path, "gemma2"),
