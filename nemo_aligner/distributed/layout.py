@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from nemo_aligner.utils.errors import ConfigError
 
@@ -25,6 +26,11 @@ class LayoutSizes:
     @property
     def num_ranks(self) -> int:
         return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Arguments of ``initialize_layout``, which computes ``dp``."""
+        return {name: getattr(self, name) for name in ("tp", "cp", "pp", "ep", "sequence_parallel")}
 
     def __str__(self) -> str:
         context = f" CP={self.cp}" if self.cp > 1 else ""

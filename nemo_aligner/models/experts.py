@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from nemo_aligner.distributed.cpu_products import add_weight_gradient, linear_on_cpu
+from nemo_aligner.models.expert_rows import Exchange, RowCounts
 from nemo_aligner.models.layer_shape import ExpertShape
 from nemo_aligner.models.layers import invariant_linear, rows_now, sum_partial
 
@@ -114,7 +115,7 @@ class MixtureOfExperts(MegatronModule):
         group = self.experts.group
         if group.size() == 1:
             return _Combine.apply(self.experts(given, RowCounts(counts), rows), weights, places)
-        exchange = _Exchange.of(counts, group)
+        exchange = Exchange.of(counts, group)
         given = exchange.there(given)  # by the same name: what was sent is not needed again
         given = exchange.back(self.experts(given, exchange.counts, rows))
         return _Combine.apply(given, weights, places)
@@ -267,39 +268,6 @@ def _product(given: Tensor, weight: Tensor, rows: int | None) -> Tensor:
     return invariant_linear(given, weight, None, rows)
 
 
-@dataclass
-class RowCounts:
-    """Rows of each expert, one expert's behind the other's.
-
-    The host learns the numbers only where it needs them, as it has to wait for the GPU.
-
-    Attributes:
-        each: of the experts, on the device; None of one alone, which has all rows.
-        known: the same on the host, once it has asked.
-    """
-
-    each: Tensor | None
-    known: list[int] | None = None
-
-    def on_host(self) -> list[int]:
-        if self.known is None:
-            assert self.each is not None
-            self.known = self.each.tolist()
-        return self.known
-
-    def ends(self, rows: Tensor, matrices: Tensor) -> Tensor | None:
-        """Tell ``grouped_mm`` where each expert's rows end; None where it is not used.
-
-        One kernel for all experts, from torch 2.10 on. It is for bf16, and rows and columns have to
-        begin at multiples of 16 bytes. On a CPU it is a loop over products slower than ours.
-        """
-        if self.each is None or not (rows.is_cuda and rows.dtype is torch.bfloat16):
-            return None
-        if not hasattr(F, "grouped_mm") or any(size % 8 for size in matrices.shape[1:]):
-            return None
-        return self.each.cumsum(0).to(torch.int32)
-
-
 class ExpertMLP(MegatronModule):
     """Gated MLPs, ``[N, hidden] -> [N, hidden]``: partial sums if TP splits them.
 
@@ -336,8 +304,9 @@ class ExpertLinear(torch.nn.Module):
     """One matrix for each expert of this rank, ``weight [experts, ..., in]``.
 
     Args:
-        size: of one, unsharded. TP splits the axis of ffn channels, the second of it.
+        size: of one, unsharded.
         count: as in ``ExpertMLP``.
+        axis: of ``weight``, that TP splits: by default that of ffn channels.
 
     Attributes:
         first: number of this rank's first expert.
@@ -347,23 +316,27 @@ class ExpertLinear(torch.nn.Module):
     adapter: Any
 
     def __init__(
-        self, config: TransformerConfig, size: tuple[int, ...], count: int | None = None
+        self,
+        config: TransformerConfig,
+        size: tuple[int, ...],
+        count: int | None = None,
+        axis: int = 2,
     ) -> None:
         super().__init__()
         group = parallel_state.get_tensor_model_parallel_group()
         shared = parallel_state.get_expert_model_parallel_group()
-        first, split, *rest = size
         own = 1 if count is None else count // shared.size()
-        shape = (own, first, split // group.size(), *rest)
+        shape = [own, *size]
+        shape[axis] //= group.size()
         kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         self.weight = torch.nn.Parameter(torch.empty(shape, **kind))
-        set_tensor_model_parallel_attributes(self.weight, True, _SPLIT_AXIS, 1)
+        set_tensor_model_parallel_attributes(self.weight, True, axis, 1)
         # Megatron's gradients and optimizer states of such parameters have buffers of their own,
         # which are reduced over the ranks that have the same experts. Without expert parallelism,
         # too, so that a run can go on with it.
         self.weight.allreduce = count is None  # type: ignore[attr-defined]
         self._is_shared = count is None
-        self._group, self._others = group, shared
+        self.group, self._others, self.axis = group, shared, axis
         self.size, self.first = size, 0 if count is None else own * shared.rank()
         self.register_module("adapter", None)
 
@@ -371,6 +344,21 @@ class ExpertLinear(torch.nn.Module):
         """``[N, in] -> [N, out]``, rows sorted by expert."""
         product = self._product(given, counts, rows)
         return product if self.adapter is None else product + self.adapter(given, counts, rows)
+
+    @property
+    def splits_outputs(self) -> bool:
+        return self.axis < len(self.size)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """The part of ``whole [count, *size]`` that this rank has."""
+        mine = whole[self.first : self.first + len(self.weight)]
+        return mine.chunk(self.group.size(), self.axis)[self.group.rank()]
+
+    def gathered(self) -> Tensor:
+        """The weights of this rank's experts from all TP ranks."""
+        parts = [torch.empty_like(self.weight) for _ in range(self.group.size())]
+        dist.all_gather(parts, self.weight.detach().contiguous(), group=self.group)
+        return torch.cat(parts, self.axis)
 
     def _product(self, given: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
         if rows is None:
@@ -386,8 +374,7 @@ class ExpertLinear(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         before, key = len(sharded_offsets), f"{prefix}weight"
-        tensor_rank, tensor_ranks = self._group.rank(), self._group.size()
-        offsets = [(before + _SPLIT_AXIS, tensor_rank, tensor_ranks)]
+        offsets = [(before + self.axis, self.group.rank(), self.group.size())]
         copies = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if not self._is_shared:
             offsets.append((before, self._others.rank(), self._others.size()))
@@ -406,10 +393,6 @@ class ExpertLinear(torch.nn.Module):
         if self.adapter is None:
             return {}
         return self.adapter.sharded_state_dict(f"{prefix}adapter.", *how)
-
-
-# Axis of ffn channels in the weights of both products.
-_SPLIT_AXIS = 2
 
 
 class _Products(Function):
@@ -513,84 +496,3 @@ class _Combine(Function):
             to_rows[where] = (grad * weights[:, number, None]).to(rows.dtype)
             to_weights[:, number] = (grad * rows[where]).sum(1)
         return to_rows, to_weights, None
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """Rows that the ranks of ``group`` send each other, sorted by expert on both sides.
-
-    Attributes:
-        sent, received: rows to and from each rank.
-        counts: rows of each of this rank's experts.
-        order: places of the received rows by expert; ``inverse`` undoes it.
-    """
-
-    sent: list[int]
-    received: list[int]
-    counts: RowCounts
-    order: Tensor
-    inverse: Tensor
-    group: Any
-
-    @classmethod
-    def of(cls, counts: Tensor, group: Any) -> _Exchange:
-        """Tell the others ``counts [E]``, of rows for all experts."""
-        ranks = group.size()
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=group)
-        mine, theirs = counts.view(ranks, -1), theirs.view(ranks, -1)
-        own = torch.arange(mine.size(1), device=counts.device).repeat(ranks)
-        order = own.repeat_interleave(theirs.flatten()).sort(stable=True).indices
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order), device=order.device)
-        # One wait for the GPU instead of three.
-        sent, received, each = (
-            torch.cat([mine.sum(1), theirs.sum(1), theirs.sum(0)])
-            .cpu()
-            .split([ranks, ranks, mine.size(1)])
-        )
-        own_counts = RowCounts(theirs.sum(0), each.tolist())
-        return cls(sent.tolist(), received.tolist(), own_counts, order, inverse, group)
-
-    def there(self, rows: Tensor) -> Tensor:
-        """Send rows to the ranks of their experts."""
-        arrived = _AllToAll.apply(rows, self.sent, self.received, self.group)
-        return _Permute.apply(arrived, self.order, self.inverse)
-
-    def back(self, rows: Tensor) -> Tensor:
-        """Send the experts' outputs back."""
-        sorted_back = _Permute.apply(rows, self.inverse, self.order)
-        return _AllToAll.apply(sorted_back, self.received, self.sent, self.group)
-
-
-class _Permute(Function):
-    """Rows in another ``order``, which ``inverse`` undoes."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return rows[order]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0][ctx.saved_tensors[0]], None, None
-
-
-class _AllToAll(Function):
-    """Send so many ``[N, c]`` rows to each rank of ``group``, and receive so many from each."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-        ctx.sizes, ctx.group = (sent, received), group
-        return _exchanged(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, received = ctx.sizes
-        return _exchanged(grads[0], received, sent, ctx.group), None, None, None
-
-
-def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    found = rows.new_empty(sum(received), rows.size(1))
-    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
-    return found

@@ -15,6 +15,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
@@ -25,7 +27,8 @@ from torch.nn.utils import skip_init
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.model import LoraConfig
 from nemo_aligner.models.backbone import LastLayer
-from nemo_aligner.models.experts import ExpertLinear, MixtureOfExperts, RowCounts
+from nemo_aligner.models.expert_rows import RowCounts
+from nemo_aligner.models.experts import ExpertLinear, MixtureOfExperts
 from nemo_aligner.models.layers import ColumnLinear, RowLinear, invariant_linear, sum_partial
 from nemo_aligner.models.shape import EXPERT_LINEARS, LINEARS, LoraShape
 from nemo_aligner.utils.errors import ConfigError
@@ -107,29 +110,49 @@ def _product(x: Tensor, linear: torch.nn.Linear, rows: int | None) -> Tensor:
 class ExpertAdapter(MegatronModule):
     """LoRA beside ``linear``: each expert has matrices A ``[rank, in]`` and B ``[..., rank]``.
 
+    Tensor parallelism splits both: one as ``linear`` is split, the other along the rank. So no
+    gradient is a part of one, and what goes into an expert and comes out of it stays as it is.
+
     Raises:
-        ConfigError: tensor parallelism splits the experts.
+        ConfigError: tensor parallelism cannot split the rank.
     """
 
     def __init__(self, config: TransformerConfig, linear: ExpertLinear, lora: LoraShape) -> None:
         super().__init__(config)
-        if config.tensor_model_parallel_size > 1:
+        ranks = linear.group.size()
+        if lora.rank % ranks:
             raise ConfigError(
-                "model.lora.targets: got linear_fc1 or linear_fc2 of experts that tensor "
-                "parallelism splits, wanted model.tensor_model_parallel_size=1 "
-                "(model.expert_model_parallel_size shares them out), or attention's targets alone"
+                f"model.lora.rank: got {lora.rank}, wanted a multiple of "
+                f"model.tensor_model_parallel_size={ranks}, which splits the adapters of experts"
             )
-        ranks = parallel_state.get_expert_model_parallel_world_size()
-        self.count = linear.weight.size(0) * ranks
+        self.count = linear.weight.size(0) * parallel_state.get_expert_model_parallel_world_size()
         *outputs, inputs = linear.size
-        self.linear_in = ExpertLinear(config, (lora.rank, inputs), self.count)
+        axis = 1 if linear.splits_outputs else 2
+        self.linear_in = ExpertLinear(config, (lora.rank, inputs), self.count, axis)
         self.linear_out = ExpertLinear(config, (*outputs, lora.rank), self.count)
         for weight in self.parameters():
             torch.nn.init.zeros_(weight)
         self.scale = lora.scale
 
     def forward(self, given: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
-        return self.linear_out(self.linear_in(given, counts, rows) * self.scale, counts, rows)
+        low = self.linear_in(given, counts, rows) * self.scale
+        group = self.linear_in.group
+        if group.size() > 1 and self.linear_in.splits_outputs:
+            # Backward the sum over ranks, each of which has a part of the outputs, and of that
+            # this rank's part.
+            low = gather_from_tensor_model_parallel_region(low, group=group)
+            low = copy_to_tensor_model_parallel_region(low, group=group)
+        elif group.size() > 1:
+            low = sum_partial(low, group, False, rows)
+            low = scatter_to_tensor_model_parallel_region(low, group=group)
+        return self.linear_out(low, counts, rows)
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """A and B whose product is added to this rank's part of the weight."""
+        low, high = self.linear_in, self.linear_out
+        if low.splits_outputs:
+            return low.gathered(), high.weight
+        return low.weight, high.gathered()
 
 
 def attach_adapters(model: Any, lora: LoraShape, dropout: LoraDropout | None = None) -> None:
@@ -188,10 +211,10 @@ def draw_adapters(model: torch.nn.Module, seed: int) -> None:
         generator = torch.Generator().manual_seed((seed * 2**20 + number) % 2**63)
         linear.adapter.linear_out.weight.zero_()
         if isinstance(linear, ExpertLinear):
-            count, inputs = linear.adapter.count, weight.size(-1)
-            whole = torch.empty(count, *weight.shape[1:])
-            whole.normal_(std=inputs**-0.5, generator=generator)
-            weight.copy_(whole[linear.first : linear.first + len(weight)])
+            drawn = linear.adapter.linear_in
+            whole = torch.empty(linear.adapter.count, *drawn.size)
+            whole.normal_(std=drawn.size[-1] ** -0.5, generator=generator)
+            weight.copy_(drawn.own(whole))
             continue
         whole = torch.empty(weight.size(0), linear.input_size)
         whole.normal_(std=linear.input_size**-0.5, generator=generator)
@@ -221,7 +244,10 @@ def fold_adapters(model: torch.nn.Module) -> None:
     """Merge the adapters into the weights, rounding once, and remove them."""
     for _, linear in _adapted(model):
         adapter = linear.adapter
-        low, high = adapter.linear_in.weight, adapter.linear_out.weight
+        if isinstance(adapter, ExpertAdapter):
+            low, high = adapter.matrices()
+        else:
+            low, high = adapter.linear_in.weight, adapter.linear_out.weight
         linear.weight.copy_(folded(linear.weight, low, high, adapter.scale))
         linear.adapter = None
 

@@ -55,7 +55,6 @@ FP32_BAR = 1e-5
 SERVER, TRAINING = "server", "training"
 _EPSILON = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
-
 # A list of N texts -> rewards [N, ...].
 Score: TypeAlias = Callable[[list[Any]], np.ndarray]
 # Layout -> variant -> rewards [N, A].
@@ -281,6 +280,7 @@ def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSize
             fitting.append(shared)
         except ConfigError as error:
             reasons.append(f"{shared}: {error}")
+    fitting += [LayoutSizes(cp=world_size)][: world_size - 1]  # of any model
     return sorted(fitting, key=lambda sizes: -sizes.tp * sizes.pp * sizes.ep), reasons
 
 
@@ -453,7 +453,7 @@ def score_everywhere(
 def _at_layout(
     checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
 ) -> dict[str, np.ndarray]:
-    layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel, ep=sizes.ep)
+    layout = initialize_layout(**sizes.given)
     found = _scored(checkpoint, texts, precision, layout)
     for name, recompute in (("training", Recompute.none), ("training, recompute", Recompute.full)):
         _free()
@@ -466,7 +466,7 @@ def _at_layout(
 def _alone(
     checkpoint: Path, texts: list[Any], precision: Precision, sizes: LayoutSizes
 ) -> np.ndarray:
-    layout = initialize_layout(sizes.tp, sizes.pp, sizes.sequence_parallel, ep=sizes.ep)
+    layout = initialize_layout(**sizes.given)
     scorer = load_scorer(checkpoint, layout, precision=precision, micro_batch_tokens=2**30)
     rewards = score_alone(scorer.score, texts)
     destroy_layout()

@@ -276,12 +276,15 @@ def is_of_experts(shape: ModelShape, linear: str) -> bool:
 
 
 def _adapter_size(shape: ModelShape, plan: Plan, of_experts: bool = False) -> int:
-    """Parameters of a layer's adapters on a rank; of A and B the one on the split side is split."""
+    """Parameters of a layer's adapters on a rank.
+
+    Of A and B the one on the split side is split; of experts both.
+    """
     rank = 0 if shape.lora is None else shape.lora.rank
     count = 0
     for name, (inputs, outputs) in adapter_widths(shape, layer=-1).items():
         if shape.experts is not None and is_of_experts(shape, name):
-            count += shape.experts.count // plan.ep * rank * (inputs + outputs)
+            count += shape.experts.count // plan.ep * rank * (inputs + outputs) // plan.tp
             continue
         if of_experts:
             continue

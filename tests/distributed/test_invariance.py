@@ -46,6 +46,7 @@ def test_check_of_every_layout_batch_and_the_server(
         "TP=2+SP PP=1 DP=1",
         "TP=1 PP=2 DP=1",
         "TP=1 PP=1 DP=2",
+        "TP=1 CP=2 PP=1 DP=1",
         "server",
     } <= layouts
     for layout in layouts - {"server"}:
@@ -68,7 +69,13 @@ def test_check_in_a_world_of_torchrun_takes_its_layouts_and_keeps_the_verdicts_o
 ) -> None:
     in_bf16 = ("--pairs=6", "--precision=bf16")
     shown, rows = check(plain, inputs, tmp_path, *in_bf16, processes=2, fresh=True)
-    layouts = ("TP=1 PP=1 DP=2", "TP=2 PP=1 DP=1", "TP=2+SP PP=1 DP=1", "TP=1 PP=2 DP=1")
+    layouts = (
+        "TP=1 PP=1 DP=2",
+        "TP=2 PP=1 DP=1",
+        "TP=2+SP PP=1 DP=1",
+        "TP=1 PP=2 DP=1",
+        "TP=1 CP=2 PP=1 DP=1",
+    )
     assert {row["layout"] for row in rows} == {*layouts}
     assert all(layout in shown for layout in layouts)
     assert shown.count("bf16: the same everywhere") == 1

@@ -14,8 +14,8 @@ from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import LORA_TARGETS
 from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.expert_rows import RowCounts
 from nemo_aligner.models.experts import (
-    RowCounts,
     _Products,
     describe_load,
     routers,

@@ -131,6 +131,7 @@ def test_fitting_layouts_and_why_others_do_not_fit() -> None:
         "TP=2 PP=1 DP=2",
         "TP=2+SP PP=1 DP=2",
         "TP=1 PP=1 DP=4",
+        "TP=1 CP=4 PP=1 DP=1",
     ]
     assert [reason.partition(":")[0] for reason in reasons] == ["TP=1 PP=4 DP=1", "TP=4 PP=1 DP=1"]
     assert "got 4, wanted a divisor of the model's 6 layers" in reasons[0]
