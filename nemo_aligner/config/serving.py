@@ -9,6 +9,7 @@ from nemo_aligner.config.common import ANY, RANKS, Checks, IdleRule, Precision, 
 from nemo_aligner.config.model import (
     ANY_ROWS,
     IN_CONSTANT_SCHEDULES,
+    WHOLE_TEXTS,
     LayoutConfig,
     OptimConfig,
     Recompute,
@@ -221,6 +222,7 @@ class ServeConfig:
 _OF_SEVERAL: IdleRule = ({RANKS: 1}, ("server.heartbeat_secs", "server.worker_timeout_secs"))
 IDLE_IN_SERVING: tuple[IdleRule, ...] = (
     ANY_ROWS,
+    WHOLE_TEXTS,
     _OF_SEVERAL,
     ({"ensemble.files": []}, ("ensemble.combine", "ensemble.k")),
     ({"ensemble.combine": Combine.mean}, ("ensemble.k",)),
@@ -353,6 +355,7 @@ class ServeCriticConfig:
 _OF_REWARDS = ("rm_model_file", "trainer.ppo.offload_idle_model", "server.prefix_cache_tokens")
 IDLE_IN_CRITICS: tuple[IdleRule, ...] = (
     ANY_ROWS,
+    WHOLE_TEXTS,
     _OF_SEVERAL,
     *LOGGER_KWARGS,
     (

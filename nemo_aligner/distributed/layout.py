@@ -12,7 +12,8 @@ from nemo_aligner.utils.errors import ConfigError
 class LayoutSizes:
     """Sizes of the tensor, context, pipeline and data parallel groups.
 
-    Groups of ``ep`` data and context parallel ranks share the experts of a mixture.
+    Groups of ``ep`` data and context parallel ranks share the experts of a mixture. Keys and values
+    go round context parallel ranks in a ``ring``, or are gathered.
     """
 
     tp: int = 1
@@ -21,13 +22,14 @@ class LayoutSizes:
     dp: int = 1
     ep: int = 1
     sequence_parallel: bool = False
+    ring: bool = False
 
     @property
     def num_ranks(self) -> int:
         return self.tp * self.cp * self.pp * self.dp
 
     def __str__(self) -> str:
-        context = f" CP={self.cp}" if self.cp > 1 else ""
+        context = f" CP={self.cp}{'+ring' * self.ring}" if self.cp > 1 else ""
         experts = f" EP={self.ep}" if self.ep > 1 else ""
         tensor = f"TP={self.tp}{'+SP' * self.sequence_parallel}"
         return f"{tensor}{context} PP={self.pp} DP={self.dp}{experts}"
@@ -89,6 +91,7 @@ def initialize_layout(
     seed: int = 1234,
     ep: int = 1,
     cp: int = 1,
+    ring: bool = False,
 ) -> ParallelLayout:
     """Build Megatron's process groups over the initialised world, and seed its generators."""
     # Imported here, because planning a layout needs no torch.
@@ -108,6 +111,7 @@ def initialize_layout(
         dp=dp,
         ep=ep,
         sequence_parallel=sequence_parallel,
+        ring=ring,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),

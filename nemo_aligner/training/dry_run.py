@@ -100,7 +100,8 @@ def _written(config: TrainConfig) -> str:
 def _layout(config: TrainConfig, processes: int) -> LayoutSizes:
     options = config.model
     sizes = layout_sizes(options)
-    return LayoutSizes(**sizes, dp=check_sizes(processes, **sizes))
+    ring = sizes.pop("ring")
+    return LayoutSizes(**sizes, ring=ring, dp=check_sizes(processes, **sizes))
 
 
 def _plan(
@@ -130,6 +131,7 @@ def _plan(
         pp=layout.pp,
         dp=layout.dp,
         sequence_parallel=layout.sequence_parallel,
+        ring=layout.ring,
         precision=config.trainer.precision,
         recompute=options.activations_checkpoint_granularity,
         recompute_layers=options.activations_checkpoint_num_layers,
