@@ -19,7 +19,7 @@ from nemo_aligner.data.token_cache import IndexPlace, are_kept
 from nemo_aligner.data.training_data import TrainingData, TrainLoader
 from nemo_aligner.distributed.layout import LayoutSizes, check_sizes
 from nemo_aligner.losses.base import count_outputs
-from nemo_aligner.models.attention.packed import copies_keys
+from nemo_aligner.models.attention.packed import copies_keys, why_gathered
 from nemo_aligner.models.attention.segments import chains_of
 from nemo_aligner.models.reward_model import check_freezing
 from nemo_aligner.models.shape import ModelShape
@@ -113,7 +113,7 @@ def _plan(
     shape: ModelShape,
 ) -> Plan:
     """Cost per rank of the largest packs of the first steps."""
-    options = config.model
+    options, dtype = config.model, torch_dtype(config.trainer.precision)
     packs = [loader.plan(step).packs for step in range(min(total_steps, _STEPS_LOOKED_AT))]
     largest = max((pack for of_step in packs for pack in of_step), key=lambda pack: pack.num_tokens)
     sequences = largest.rows.numel()
@@ -131,15 +131,14 @@ def _plan(
         pp=layout.pp,
         dp=layout.dp,
         sequence_parallel=layout.sequence_parallel,
-        ring=layout.ring,
+        ring=layout.ring and why_gathered(shape, dtype) is None,
         precision=config.trainer.precision,
         recompute=options.activations_checkpoint_granularity,
         recompute_layers=options.activations_checkpoint_num_layers,
         freeze_layers=options.freeze_layers,
         cpu_offload=options.optim.cpu_offload,
         num_attributes=num_outputs,
-        equal_heads=torch.cuda.is_available()
-        and copies_keys(shape, torch_dtype(config.trainer.precision)),
+        equal_heads=torch.cuda.is_available() and copies_keys(shape, dtype),
     )
 
 

@@ -291,18 +291,34 @@ def _in_last_attention(shape: ModelShape, plan: Plan) -> float:
     """Bytes on top of what is kept, in the backward pass of the last layer's attention.
 
     Gradients of a hidden state, of the output, and of queries, keys and values; and what is
-    recomputed.
+    recomputed. In a ring, those of queries are added up in fp32.
     """
-    _, _, q, kv = widths(shape)
-    # Of the whole pack the keys and values, which are gathered once more, and their gradients.
-    keys = _key_width(shape, plan) if plan.cp == 1 else 4 * kv * plan.cp * plan.packs.kept_keys
-    made = (2 * q + keys) * ELEMENT_BYTES[plan.precision] / plan.tp
+    _, _, q, _ = widths(shape)
+    size = ELEMENT_BYTES[plan.precision]
+    made = (2 * q + _keys_in_attention(shape, plan)) * size / plan.tp
+    if plan.ring and size < FP32_BYTES:
+        made += q * FP32_BYTES / plan.tp
     needed = made + _state(shape, plan)
     if is_recomputed(shape, plan, shape.num_layers - 1):
         needed += _whole_layer_bytes(shape, plan, shape.num_layers - 1) - _state(shape, plan)
     elif plan.recompute is Recompute.selective:
         needed += made
     return plan.tokens * needed
+
+
+def _keys_in_attention(shape: ModelShape, plan: Plan) -> float:
+    """Numbers per token of keys, values and their gradients in attention's backward pass.
+
+    Those of the whole pack are gathered once more. In a ring a rank has two shares, of which one is
+    on its way, and gradients of three: what it adds, what it has sent, and what arrives. Nothing is
+    on its way when the last one of two ranks has come.
+    """
+    _, _, _, kv = widths(shape)
+    if plan.cp == 1:
+        return _key_width(shape, plan)
+    if plan.ring:
+        return 2 * kv * (4 if plan.cp == 2 else 5)
+    return 4 * kv * plan.cp * plan.packs.kept_keys
 
 
 def _state(shape: ModelShape, plan: Plan) -> float:

@@ -34,6 +34,7 @@ LAYOUTS = {
     "tp2+sp+dp2": steps({"tp": 2, "dp": 2, "sequence_parallel": True}),
     "pp2": steps({"pp": 2}),
     "cp2": steps({"cp": 2}, prefix=64),
+    "cp2+ring": steps({"cp": 2, "ring": True}, {"window_size": 32}, prefix=64),
 }
 # Options of one rank alone, and what is else about its shape.
 ALONE = {

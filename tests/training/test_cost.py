@@ -254,6 +254,7 @@ TWO = {
     "PP": {"pp": 2},
     "EP": {"dp": 2, "ep": 2},
     "CP": {"cp": 2},
+    "CP+ring": {"cp": 2, "ring": True},
 }
 
 
@@ -264,7 +265,7 @@ def test_memory_is_what_a_step_is_measured_to_hold(ranks: int) -> None:
     jobs = [
         {
             **{"model": {**CONFIG, **models.get(name, {})}, "tp": 1, "cp": 1, "pp": 1, "dp": 1},
-            **{"sequence_parallel": False, "precision": "fp32", "freeze_layers": 0},
+            **{"sequence_parallel": False, "ring": False, "precision": "fp32", "freeze_layers": 0},
             **{"recompute": "none", "recompute_layers": None},
             **{"sequence_length": 64, "prefix": 0, "pairs": 8, "micro_batch_tokens": 512},
             **{"steps": 0, "save": False, "cpu_offload": False},
@@ -288,7 +289,7 @@ def test_memory_is_what_a_step_is_measured_to_hold(ranks: int) -> None:
 
 def planned(job: dict[str, Any]) -> dict[str, float]:
     """What the cost model says that ``job`` holds, by part."""
-    sizes = {name: job[name] for name in ("tp", "cp", "pp", "dp", "sequence_parallel")}
+    sizes = {name: job[name] for name in ("tp", "cp", "pp", "dp", "sequence_parallel", "ring")}
     sizes["ep"] = job.get("ep", 1)
     kinds = {name: job[name] for name in ("recompute_layers", "freeze_layers")}
     packs = even_packs(8 // job["dp"], 64, 512)

@@ -149,8 +149,8 @@ class _Piece:
         return self.position + self.length
 
 
-_Plan: TypeAlias = "Sequence[Sequence[Block]] | Sequence[Sequence[_Call]]"
-"""Of each rank's share what is computed; on a GPU by fewer calls."""
+_Plan: TypeAlias = Sequence[Sequence[Any]]
+"""Of each rank's share what is computed: ``Block`` by ``Block``, or on a GPU by ``_Call``."""
 
 
 def _plan(segments: PackedSegments, window: int | None, device: torch.device) -> _Plan:
@@ -286,23 +286,29 @@ class _Call:
 
     @classmethod
     def of(cls, blocks: Sequence[Block], device: torch.device) -> _Call:
-        rows: list[Tensor | slice] = []
-        bounds, most = [], []
-        for slices in ([each.queries for each in blocks], [each.keys for each in blocks]):
-            sizes = [each.stop - each.start for each in slices]
-            bounds.append(to_device(torch.tensor([0, *sizes]).cumsum(0).int(), device))
-            most.append(max(2, *sizes))  # with one query the kernel splits the keys
-            index = torch.cat([torch.arange(each.start, each.stop) for each in slices])
-            rows.append(slices[0] if len(slices) == 1 else to_device(index, device))
+        queries, first, most = _laid_out([each.queries for each in blocks], device)
+        keys, second, longest = _laid_out([each.keys for each in blocks], device)
         if blocks[0].before is not None:
             # Behind a window all keys are seen, but no more than most of them past a query's place
             # (flash_api.cpp, set_params_fprop), which with more queries than keys can be below 0.
-            most[1] += most[0]
-        return cls(*rows, tuple(bounds), tuple(most), blocks[0].is_causal, blocks[0].before)
+            longest += most
+        kind = blocks[0].is_causal, blocks[0].before
+        return cls(queries, keys, (first, second), (most, longest), *kind)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         return *self.bounds, *self.most, 0.0, self.is_causal
+
+
+def _laid_out(slices: Sequence[slice], device: torch.device) -> tuple[Tensor | slice, Tensor, int]:
+    """Rows of the slices, the bounds of each among them, and the length of the longest."""
+    sizes = [each.stop - each.start for each in slices]
+    bounds = to_device(torch.tensor([0, *sizes]).cumsum(0).int(), device)
+    longest = max(2, *sizes)  # with one query the kernel splits the keys
+    if len(slices) == 1:
+        return slices[0], bounds, longest
+    index = torch.cat([torch.arange(each.start, each.stop) for each in slices])
+    return to_device(index, device), bounds, longest
 
 
 def _rounds(blocks: Sequence[Block]) -> list[list[Block]]:
