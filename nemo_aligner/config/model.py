@@ -190,7 +190,7 @@ class LayoutConfig:
     context_parallel_size: int = setting(1, "number of ranks that share each text, for long texts")
     cp_comm_type: ContextExchange = setting(
         ContextExchange.all_gather,
-        "their keys and values: all_gather; p2p, round a ring in less memory",
+        "how these exchange keys and values: all_gather, or p2p round a ring",
     )
     sequence_parallel: bool = setting(
         False, "also split norms along the tokens; needs tensor parallelism"

@@ -218,6 +218,18 @@ class ServeConfig:
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
 
+    def __post_init__(self) -> None:
+        _check_ring(self)
+
+
+def _check_ring(config: ServeConfig | ServeCriticConfig) -> None:
+    with Checks("", config) as checks:
+        checks.require(
+            not (config.model.is_ring and config.server.prefix_cache_tokens),
+            "server.prefix_cache_tokens",
+            "0 beside model.cp_comm_type=p2p, as each rank of a cache has the keys of whole texts",
+        )
+
 
 _OF_SEVERAL: IdleRule = ({RANKS: 1}, ("server.heartbeat_secs", "server.worker_timeout_secs"))
 IDLE_IN_SERVING: tuple[IdleRule, ...] = (
@@ -350,6 +362,9 @@ class ServeCriticConfig:
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     exp_manager: CriticRunConfig = field(default_factory=CriticRunConfig)
     server: CriticServerConfig = field(default_factory=CriticServerConfig)
+
+    def __post_init__(self) -> None:
+        _check_ring(self)
 
 
 _OF_REWARDS = ("rm_model_file", "trainer.ppo.offload_idle_model", "server.prefix_cache_tokens")
