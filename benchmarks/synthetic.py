@@ -37,6 +37,7 @@ from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models import reward_model
+from nemo_aligner.models.experts import routers, take_load
 from nemo_aligner.models.lora import train_adapters_alone
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.training.cost import Plan, even_packs
@@ -83,18 +84,22 @@ def synthetic_model(layers: int, hidden: int, vocabulary: int = 32000) -> dict[s
     }
 
 
-def plan_of(job: Mapping[str, Any]) -> Any:
+def plan_of(job: Mapping[str, Any], expert_load: float = 1.0) -> Any:
     """The job in the cost model's terms."""
     mine = -(-job["pairs"] // job["dp"])
     budget = job["micro_batch_tokens"]
     packs = even_packs(mine, job["sequence_length"], budget, job["prefix"])
     if not torch.cuda.is_available():
-        packs = replace(packs, kept_keys=1.0)  # a CPU's attention copies no keys
+        # A CPU's attention copies no keys, and takes one segment at a time.
+        longest = max(job["prefix"], job["sequence_length"] - job["prefix"])
+        packs = replace(packs, kept_keys=1.0, longest=longest)
     return Plan(
         packs,
         precision=Precision(job["precision"]),
         recompute=Recompute(job["recompute"]),
         cpu_offload=job["cpu_offload"],
+        expert_load=expert_load,
+        ep=job.get("ep", 1),
         **{key: job[key] for key in PLANNED},
     )
 
@@ -153,6 +158,7 @@ def build_synthetic_learner(
             else:
                 parameter.normal_(std=0.02)
     reward_model.freeze_lower_layers(model, job["freeze_layers"], shape.num_layers)
+    reward_model.set_routers(model, trained=False, aux_loss_coeff=0.0)
     if shape.lora is not None:
         train_adapters_alone(model)
     wrapped = reward_model.wrap_for_training(model)
@@ -194,6 +200,7 @@ def measure_memory(learner: RewardLearner, resident: int) -> dict[str, float]:
     """
     standing = _standing_bytes(learner)
     growth = _peak_growth(lambda: learner.train_step(0))
+    expert_load = _expert_load(learner)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - resident
     saved = [0]
     # In a step of its own: what a hook has seen lives longer.
@@ -202,10 +209,20 @@ def measure_memory(learner: RewardLearner, resident: int) -> dict[str, float]:
     return {
         **standing,
         "saved": float(max(saved)),
+        "expert_load": expert_load,
         "step": float(growth),
         "total": sum(standing.values()) + growth,
         "resident": float(resident),
     }
+
+
+def _expert_load(learner: RewardLearner) -> float:
+    """As ``Plan`` has it, of the step before, over the layers that compute every token."""
+    if not routers(learner.model):
+        return 1.0
+    load = take_load(learner.model, learner.model.config.num_layers)[:-1]
+    rows = load.sum(0).view(learner._layout.ep, -1).sum(1).double()
+    return float(rows.max() / rows.mean())
 
 
 @contextmanager

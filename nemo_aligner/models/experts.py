@@ -34,8 +34,6 @@ from torch.autograd import Function
 from nemo_aligner.distributed.cpu_products import add_weight_gradient, linear_on_cpu
 from nemo_aligner.models.layer_shape import ExpertShape
 from nemo_aligner.models.layers import invariant_linear, rows_now, sum_partial
-from nemo_aligner.models.shape import LoraShape
-from nemo_aligner.utils.errors import ConfigError
 
 RECORDS = "records"
 """Name under which a pack's segments remember how many records it has."""
@@ -102,9 +100,9 @@ class MixtureOfExperts(MegatronModule):
         if group.size() == 1:
             return _Combine.apply(self.experts(given, RowCounts(counts), rows), weights, places)
         exchange = _Exchange.of(counts, group)
-        received = exchange.there(given)
-        there = self.experts(received, exchange.counts, rows)
-        return _Combine.apply(exchange.back(there), weights, places)
+        given = exchange.there(given)  # by the same name: what was sent is not needed again
+        given = exchange.back(self.experts(given, exchange.counts, rows))
+        return _Combine.apply(given, weights, places)
 
 
 class Router(torch.nn.Module):
@@ -386,34 +384,6 @@ class ExpertLinear(torch.nn.Module):
         return self.adapter.sharded_state_dict(f"{prefix}adapter.", *how)
 
 
-class ExpertAdapter(MegatronModule):
-    """LoRA beside ``linear``: each expert has matrices A ``[rank, in]`` and B ``[..., rank]``.
-
-    Raises:
-        ConfigError: tensor parallelism splits the experts.
-    """
-
-    def __init__(self, config: TransformerConfig, linear: ExpertLinear, lora: LoraShape) -> None:
-        super().__init__(config)
-        if config.tensor_model_parallel_size > 1:
-            raise ConfigError(
-                "model.lora.targets: got linear_fc1 or linear_fc2 of experts that tensor "
-                "parallelism splits, wanted model.tensor_model_parallel_size=1 "
-                "(model.expert_model_parallel_size shares them out), or attention's targets alone"
-            )
-        ranks = parallel_state.get_expert_model_parallel_world_size()
-        self.count = linear.weight.size(0) * ranks
-        *outputs, inputs = linear.size
-        self.linear_in = ExpertLinear(config, (lora.rank, inputs), self.count)
-        self.linear_out = ExpertLinear(config, (*outputs, lora.rank), self.count)
-        for weight in self.parameters():
-            torch.nn.init.zeros_(weight)
-        self.scale = lora.scale
-
-    def forward(self, given: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
-        return self.linear_out(self.linear_in(given, counts, rows) * self.scale, counts, rows)
-
-
 # Axis of ffn channels in the weights of both products.
 _SPLIT_AXIS = 2
 
@@ -440,10 +410,13 @@ class _Products(Function):
             main = getattr(weight, "main_grad", None)
             summed = torch.zeros_like(weight) if main is None else main
             _add_gradients(summed.flatten(1, -2), given, grad, ctx.counts)
-            to_weight = summed
-            if main is not None:
+            if main is None:
+                to_weight = summed
+            else:
+                # The wrapper's hooks run without a gradient, too, but look for one: one number
+                # instead of as many as all experts have.
                 weight.grad_added_to_main_grad = True
-                to_weight = torch.empty_like(weight)  # only triggers the wrapper's hooks
+                weight.grad = weight.new_empty(()).expand_as(weight)
         return to_given, to_weight, None
 
 
@@ -466,7 +439,7 @@ def _add_gradients(to: Tensor, given: Tensor, grad: Tensor, counts: RowCounts) -
         products = F.grouped_mm(grad.mT, given, offs=ends)
         # Without rows it is zero on Hopper, and anything on Blackwell (pytorch/pytorch#172439).
         has_rows = ends.diff(prepend=ends.new_zeros(1)) > 0
-        to.add_(torch.where(has_rows[:, None, None], products, 0))
+        to.add_(products.masked_fill_(~has_rows[:, None, None], 0))
         return
     for some, own, its in _by_expert(counts, given, grad, to):
         add_weight_gradient(its, some, own)

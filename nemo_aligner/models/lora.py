@@ -11,18 +11,21 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.utils import skip_init
 
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.model import LoraConfig
 from nemo_aligner.models.backbone import LastLayer
-from nemo_aligner.models.experts import ExpertAdapter, ExpertLinear, MixtureOfExperts
+from nemo_aligner.models.experts import ExpertLinear, MixtureOfExperts, RowCounts
 from nemo_aligner.models.layers import ColumnLinear, RowLinear, invariant_linear, sum_partial
 from nemo_aligner.models.shape import EXPERT_LINEARS, LINEARS, LoraShape
 from nemo_aligner.utils.errors import ConfigError
@@ -99,6 +102,34 @@ class LoraAdapter(torch.nn.Module):
 def _product(x: Tensor, linear: torch.nn.Linear, rows: int | None) -> Tensor:
     # Called as a module: Megatron waits in a pre-hook for weights that are being gathered.
     return linear(x) if rows is None else invariant_linear(x, linear.weight, None, rows)
+
+
+class ExpertAdapter(MegatronModule):
+    """LoRA beside ``linear``: each expert has matrices A ``[rank, in]`` and B ``[..., rank]``.
+
+    Raises:
+        ConfigError: tensor parallelism splits the experts.
+    """
+
+    def __init__(self, config: TransformerConfig, linear: ExpertLinear, lora: LoraShape) -> None:
+        super().__init__(config)
+        if config.tensor_model_parallel_size > 1:
+            raise ConfigError(
+                "model.lora.targets: got linear_fc1 or linear_fc2 of experts that tensor "
+                "parallelism splits, wanted model.tensor_model_parallel_size=1 "
+                "(model.expert_model_parallel_size shares them out), or attention's targets alone"
+            )
+        ranks = parallel_state.get_expert_model_parallel_world_size()
+        self.count = linear.weight.size(0) * ranks
+        *outputs, inputs = linear.size
+        self.linear_in = ExpertLinear(config, (lora.rank, inputs), self.count)
+        self.linear_out = ExpertLinear(config, (*outputs, lora.rank), self.count)
+        for weight in self.parameters():
+            torch.nn.init.zeros_(weight)
+        self.scale = lora.scale
+
+    def forward(self, given: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
+        return self.linear_out(self.linear_in(given, counts, rows) * self.scale, counts, rows)
 
 
 def attach_adapters(model: Any, lora: LoraShape, dropout: LoraDropout | None = None) -> None:

@@ -30,6 +30,8 @@ class Packs:
     ``keys`` is the mean number of keys that a token attends to. ``sequences`` is per pack; the head
     reads one row of each. ``kept_keys`` is the number of keys per token that attention keeps for
     the backward pass: 1, or more if a common prefix is copied for the sequences that share it.
+    ``longest`` is the longest segment where attention's backward pass takes one at a time, as on a
+    CPU; None where a kernel takes the whole pack.
     """
 
     tokens: int
@@ -37,6 +39,7 @@ class Packs:
     keys: float
     count: int = 1
     kept_keys: float = 1.0
+    longest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,11 @@ class Plan(LayoutSizes):
     recompute: Recompute = Recompute.none
     recompute_layers: int | None = None
     freeze_layers: int = 0
+    train_router: bool = False
     cpu_offload: bool = False
     num_attributes: int = 1
     equal_heads: bool = False
+    expert_load: float = 1.0
 
     @property
     def tokens(self) -> float:

@@ -136,6 +136,7 @@ def _plan(
         recompute=options.activations_checkpoint_granularity,
         recompute_layers=options.activations_checkpoint_num_layers,
         freeze_layers=options.freeze_layers,
+        train_router=options.train_router,
         cpu_offload=options.optim.cpu_offload,
         num_attributes=num_outputs,
         equal_heads=torch.cuda.is_available() and copies_keys(shape, dtype),

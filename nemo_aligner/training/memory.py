@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.models.shape import ModelShape
@@ -153,7 +154,7 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     if not is_last and shape.experts is None:
         inner += ((2 if shape.is_gated else 1) + keeps("linear_fc2")) * f
     elif not is_last:
-        inner += (2 + keeps("linear_fc2")) * mlp_width(shape)
+        inner += (2 + keeps("linear_fc2")) * _rank_width(shape, plan)
     if shape.qk_layernorm:
         # Selective recomputation has the projection in one piece as it is.
         inner += q + kv if is_selective else 2 * q + 2 * kv
@@ -169,6 +170,13 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     return states + low + routed + (inner * size + heads * FP32_BYTES) / plan.tp
 
 
+def _rank_width(shape: ModelShape, plan: Plan) -> float:
+    """Ffn channels, for each token, of what a rank's experts are given."""
+    assert shape.experts is not None
+    more = shape.experts.top_k * shape.experts.width * (plan.expert_load - 1)
+    return mlp_width(shape) + more
+
+
 def _reads_norm(shape: ModelShape) -> bool:
     """Return True if a product keeps the normed tokens; experts keep copies of them instead."""
     return shape.experts is None or shape.experts.shared_width is not None
@@ -179,22 +187,21 @@ def _routed_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
 
     A copy of the token for each of its k experts, and what each gives it; in fp32 the shares of all
     experts and the weights of k, and the numbers and the places of k in 8 bytes each. The shared
-    expert's gate keeps its output, and the token in fp32; sequence parallelism splits the latter,
-    but not the shared expert's input. Expert parallelism exchanges as many rows on average; one
-    that is unbalanced needs more on some ranks.
-
-    Ignored: a copy of the token in fp32 for a router that is trained.
+    expert's gate keeps its output, and like a router that is trained the token in fp32; sequence
+    parallelism splits the latter, but not the shared expert's input. Expert parallelism exchanges
+    as many rows on average, of which the fullest rank gets ``plan.expert_load`` times as many.
     """
     if shape.experts is None:
         return 0.0
     k, size = shape.experts.top_k, ELEMENT_BYTES[plan.precision]
     is_input_kept = keeps_input(shape, plan, layer, "linear_fc1")
-    rows: float = k * (1 + is_input_kept) + shape.experts.shared_gate
+    rows: float = k * (1 + is_input_kept * plan.expert_load) + shape.experts.shared_gate
     split = plan.tp if plan.sequence_parallel else 1
     if shape.experts.shared_width is not None and is_input_kept:
         rows += 1 - 1 / split
     in_fp32: float = shape.experts.count + 6 * k
-    if shape.experts.shared_gate and size < FP32_BYTES:
+    reads_fp32 = shape.experts.shared_gate or plan.train_router
+    if reads_fp32 and (size < FP32_BYTES or not _reads_norm(shape)):
         in_fp32 += shape.hidden_size / split
     return rows * shape.hidden_size * size + FP32_BYTES * in_fp32
 
@@ -215,7 +222,7 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
     """Most bytes that a stage's rank needs on top of ``activations`` at any moment.
 
     The candidates are: the forward pass of frozen layers; the backward pass of each layer's MLP, or
-    of the last layer's attention, when the layers above have freed theirs; and the embedding's
+    of the whole last layer, when the layers above have freed theirs; and the embedding's
     gradient, when all layers have. Under sequence parallelism megatron-core also keeps a buffer for
     a pack's gathered states.
     """
@@ -227,10 +234,10 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
     if len(trained) < len(layers):
         # Nothing of this pack is kept yet: three MLP products, and five hidden states in flight.
         states = 5 * _state(shape, plan)
-        moments.append(tokens * (states + 3 * shape.ffn_hidden_size * size / plan.tp) - kept)
+        moments.append(tokens * (states + 3 * mlp_width(shape) * size / plan.tp) - kept)
     for layer in reversed(trained):
         is_last = layer == shape.num_layers - 1
-        in_layer = _in_last_attention(shape, plan) if is_last else _in_mlp(shape, plan, layer)
+        in_layer = _in_last_layer(shape, plan) if is_last else _in_mlp(shape, plan, layer)
         moments.append(in_layer - over)
         over += tokens * _layer_bytes(shape, plan, layer)
     if stage == 0 and plan.freeze_layers == 0 and shape.lora is None:
@@ -260,7 +267,7 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
     if not keeps_input(shape, plan, layer, "linear_fc2"):
         needed = tokens * (wide + 2) * f
     else:
-        gradient = 0 if shape.lora is not None else f * h
+        gradient = _weight_gradient(shape, plan, layer)
         weights = tokens * (h - f) + wide * gradient
         needed = max(tokens * (f + h) + gradient, tokens * (wide + 1) * f, weights)
     if is_recomputed(shape, plan, layer):
@@ -271,39 +278,77 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
 
 
 def _in_experts(shape: ModelShape, plan: Plan, layer: int) -> float:
-    """Bytes on top of what is kept, in the backward pass of a layer's mixture.
+    """Bytes on top of what is kept, in the forward or backward pass of a layer's mixture.
 
-    The maximum of four moments: the sum of a token's experts, whose outputs get gradients; the
-    second product, where these outputs are freed; the gate; and the first product. Matrices that
-    are trained have a gradient in each product.
+    The maximum of five moments: expert parallelism sorts the outputs of its experts to send them
+    back; the sum of a token's experts in fp32, whose outputs get gradients; the second product,
+    where these outputs are freed; the gate; and the first product.
     """
     assert shape.experts is not None
-    k, width = shape.experts.top_k, mlp_width(shape) / plan.tp
-    h, size = shape.hidden_size, ELEMENT_BYTES[plan.precision]
-    rows, inner = plan.tokens * k * h, plan.tokens * width
-    own = shape.experts.count // plan.ep * h * shape.experts.width / plan.tp
-    gradient = own if keeps_input(shape, plan, layer, "linear_fc2") and not shape.lora else 0
-    moments = (rows, inner + gradient, 3 * inner - rows, 2 * gradient - inner)
-    return size * (max(moments) + plan.tokens * h)
+    size = ELEMENT_BYTES[plan.precision]
+    states = plan.tokens * shape.hidden_size
+    rows = states * shape.experts.top_k * size
+    inner = plan.tokens * _rank_width(shape, plan) * size / plan.tp
+    gradient = _weight_gradient(shape, plan, layer) * size
+    in_fp32 = states * (size + FP32_BYTES * (1 if size == FP32_BYTES else 2))
+    sent = 2 * plan.expert_load * rows if plan.ep > 1 else 0.0
+    return max(sent, rows + in_fp32, inner + gradient, 3 * inner - rows, 2 * gradient - inner)
 
 
-def _in_last_attention(shape: ModelShape, plan: Plan) -> float:
-    """Bytes on top of what is kept, in the backward pass of the last layer's attention.
+def _weight_gradient(shape: ModelShape, plan: Plan, layer: int) -> float:
+    """Numbers of the gradient of an MLP's second product, before it is added to the buffer.
 
-    Gradients of a hidden state, of the output, and of queries, keys and values; and what is
-    recomputed. In a ring, those of queries are added up in fp32.
+    Of experts only the kernel that takes all at once makes it, in bf16.
+    """
+    if shape.lora is not None or not keeps_input(shape, plan, layer, "linear_fc2"):
+        return 0.0
+    if shape.experts is None:
+        return shape.ffn_hidden_size * shape.hidden_size / plan.tp
+    if plan.precision is not Precision.bf16:
+        return 0.0
+    own = shape.experts.count // plan.ep * shape.experts.width
+    return own * shape.hidden_size / plan.tp
+
+
+def _in_last_layer(shape: ModelShape, plan: Plan) -> float:
+    """Bytes on top of what is kept, in the backward pass of the last layer.
+
+    The maximum of two moments: the first product of its MLP, which has few rows, but whole
+    gradients of its weights; and attention, with gradients of a hidden state, of the output, and of
+    queries, keys and values. And what is recomputed.
     """
     _, _, q, _ = widths(shape)
-    size = ELEMENT_BYTES[plan.precision]
+    last, size = shape.num_layers - 1, ELEMENT_BYTES[plan.precision]
     made = (2 * q + _keys_in_attention(shape, plan)) * size / plan.tp
-    if plan.ring and size < FP32_BYTES:
-        made += q * FP32_BYTES / plan.tp
     needed = made + _state(shape, plan)
-    if is_recomputed(shape, plan, shape.num_layers - 1):
-        needed += _whole_layer_bytes(shape, plan, shape.num_layers - 1) - _state(shape, plan)
+    again = 0.0
+    if is_recomputed(shape, plan, last):
+        again = _whole_layer_bytes(shape, plan, last) - _state(shape, plan)
     elif plan.recompute is Recompute.selective:
         needed += made
-    return plan.tokens * needed
+    attention = plan.tokens * needed + _in_attention(shape, plan)
+    wide = 2 if shape.is_gated else 1
+    return max(attention, wide * size * _weight_gradient(shape, plan, last)) + plan.tokens * again
+
+
+def _in_attention(shape: ModelShape, plan: Plan) -> float:
+    """Bytes that one call of attention's backward pass needs beside its results.
+
+    A GPU's kernel takes a pack in 16 bits. It sums the gradients of queries in fp32, and makes
+    those of keys and values for every query head (Dao 2023, "FlashAttention-2", as implemented). A
+    CPU's takes a segment, whose gradients of all heads are then added to the pack's. In a ring each
+    takes what a share has of these, and those of queries are added up in fp32.
+    """
+    _, _, q, kv = widths(shape)
+    size, packs = ELEMENT_BYTES[plan.precision], plan.packs
+    if packs.longest is not None:
+        of_keys = 2 / plan.cp if plan.ring else 2
+        return packs.longest * (of_keys + 1 / plan.cp) * q * size / plan.tp
+    if plan.precision is Precision.fp32:
+        return 0.0
+    keys = plan.tokens if plan.ring else packs.kept_keys * packs.tokens
+    in_fp32 = plan.tokens * FP32_BYTES * q * (2 if plan.ring else 1)
+    return (in_fp32 + 2 * q * size * keys * (kv < q)) / plan.tp
 
 
 def _keys_in_attention(shape: ModelShape, plan: Plan) -> float:

@@ -15,14 +15,13 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import LORA_TARGETS
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.experts import (
-    ExpertAdapter,
     RowCounts,
     _Products,
     describe_load,
     routers,
     take_load,
 )
-from nemo_aligner.models.lora import fold_adapters
+from nemo_aligner.models.lora import ExpertAdapter, fold_adapters
 from nemo_aligner.models.reward_model import set_routers
 from nemo_aligner.models.shape import LoraShape
 from nemo_aligner.models.step import infer

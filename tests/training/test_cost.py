@@ -246,6 +246,7 @@ FAMILIES |= {
         "moe_shared_expert_gate": True,
     },
 }
+LONG = {"one long text": {"sequence_length": 2048, "pairs": 1, "micro_batch_tokens": 4096}}
 WITH_LORA = ModelShape.from_config({**CONFIG, **FAMILIES["lora"]})
 TWO = {
     "DP": {"dp": 2},
@@ -261,7 +262,7 @@ TWO = {
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_memory_is_what_a_step_is_measured_to_hold(ranks: int) -> None:
     models = {"EP": EXPERTS} if ranks == 2 else FAMILIES
-    names = list(TWO) if ranks == 2 else [*ALONE, *FAMILIES]
+    names = list(TWO) if ranks == 2 else [*ALONE, *FAMILIES, *LONG]
     jobs = [
         {
             **{"model": {**CONFIG, **models.get(name, {})}, "tp": 1, "cp": 1, "pp": 1, "dp": 1},
@@ -269,30 +270,33 @@ def test_memory_is_what_a_step_is_measured_to_hold(ranks: int) -> None:
             **{"recompute": "none", "recompute_layers": None},
             **{"sequence_length": 64, "prefix": 0, "pairs": 8, "micro_batch_tokens": 512},
             **{"steps": 0, "save": False, "cpu_offload": False},
-            **{**ALONE, **TWO}.get(name, {}),
+            **{**ALONE, **TWO, **LONG}.get(name, {}),
         }
         for name in names
     ]
     done = tiny.run_script("tests/training/points.py", json.dumps(jobs), processes=ranks)
     wrong = {}
     for name, job, line in zip(names, jobs, done.stdout.splitlines(), strict=True):
-        measured, expected = json.loads(line)["memory"], planned(job)
-        # What a step adds to the rest is most of it, and has to be right by itself.
-        near = dict.fromkeys(expected, 0.01) | {"step": 0.1, "total": 0.1}
-        if name == "EP":  # of two ranks one has more tokens
-            near["step"] = 0.15
+        measured = json.loads(line)["memory"]
+        expected = planned(job, measured["expert_load"])
+        # What a step adds to the rest is most of it, and has to be right by itself. Of the others
+        # it has the copies that oneDNN's products make of small matrices, on some CPUs.
+        step = 0.03 if name in ("none", "experts", "shared expert", *LONG) else 0.1
+        near = dict.fromkeys(expected, 0.01) | {"step": step, "total": step}
         for part in expected:
             if measured[part] != pytest.approx(expected[part], rel=near[part]):
                 wrong[name, part] = measured[part], expected[part]
     assert not wrong
 
 
-def planned(job: dict[str, Any]) -> dict[str, float]:
+def planned(job: dict[str, Any], expert_load: float) -> dict[str, float]:
     """What the cost model says that ``job`` holds, by part."""
     sizes = {name: job[name] for name in ("tp", "cp", "pp", "dp", "sequence_parallel", "ring")}
     sizes["ep"] = job.get("ep", 1)
     kinds = {name: job[name] for name in ("recompute_layers", "freeze_layers")}
-    packs = even_packs(8 // job["dp"], 64, 512)
+    length = job["sequence_length"]
+    packs = even_packs(job["pairs"] // job["dp"], length, job["micro_batch_tokens"])
+    packs, kinds["expert_load"] = replace(packs, longest=length), expert_load
     plan = Plan(packs, precision=FP32, recompute=Recompute(job["recompute"]), **sizes, **kinds)
     found = fullest_stage(ModelShape.from_config(job["model"]), plan)
     return {
