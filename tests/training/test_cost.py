@@ -339,3 +339,10 @@ def test_long_texts_are_offered_to_be_shared_and_short_ones_are_not() -> None:
     whole = replace(shared, recompute=Recompute.none, recompute_layers=None)
     keys = shared.packs.tokens * 2 * 8 * 128 * 2 / shared.tp * (shared.cp - 1) / shared.cp
     assert traffic(shape, whole, 0).context == pytest.approx(3 * 32 * keys * shared.packs.count)
+    # In a ring gradients come back to where they began.
+    ring = traffic(shape, replace(whole, ring=True), 0).context
+    home = 32 * keys / (shared.cp - 1) * shared.packs.count
+    assert ring - traffic(shape, whole, 0).context == pytest.approx(home)
+    planner = PlanRequest(seq_length=2**20, global_batch_size=16).planner(shape)
+    longest = planner.ranked(planner.candidates(32))[0].plan
+    assert "model.cp_comm_type=p2p" in settings_of(longest)
