@@ -439,7 +439,12 @@ def _measured(point: Job, layout: ParallelLayout, measure: Measure) -> dict[str,
     shape = ModelShape.from_config(point["model"])
     found: dict[str, Any] = {}
     with suppress(torch.OutOfMemoryError):
-        found = measure(build_synthetic_learner(shape, layout, dict(point)))
+        learner = build_synthetic_learner(shape, layout, dict(point))
+        try:
+            found = measure(learner)
+        finally:
+            learner.release()
+            del learner
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

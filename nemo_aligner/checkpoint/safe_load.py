@@ -138,6 +138,16 @@ def torch_archive(stored: BinaryIO) -> Any:
     return torch._C.PyTorchFileReader(stored)
 
 
+def record_size(stored: BinaryIO, archive: Any, name: str) -> int:
+    """Bytes of the record ``name`` of ``torch_archive(stored)``.
+
+    Its ``get_record_size`` is new in torch 2.12.
+    """
+    start = archive.get_record_header_offset(name)
+    members = zipfile.ZipFile(stored).infolist()
+    return next(member.file_size for member in members if member.header_offset == start)
+
+
 _MOST_PARTS = 10_000  # of a key or of arguments, which have about a dozen
 _MOST_IN_ALL = 1_000_000  # of all that a file holds beside tensors
 _PICKLE_NAME = "data.pkl"

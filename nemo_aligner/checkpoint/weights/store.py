@@ -47,6 +47,7 @@ from nemo_aligner.checkpoint.safe_load import (
     load_plain,
     outline_of,
     read_metadata,
+    record_size,
     torch_archive,
 )
 from nemo_aligner.distributed.collectives import gather_objects
@@ -395,7 +396,7 @@ def _place_of(stored: BinaryIO, shape: tuple[int, ...]) -> tuple[int, torch.dtyp
         return None
     if type(first) is not int or first < 0:
         raise ValueError("it begins before its own numbers")
-    if (first + math.prod(shape)) * dtype.itemsize > archive.get_record_size(name):
+    if (first + math.prod(shape)) * dtype.itemsize > record_size(stored, archive, name):
         raise ValueError(f"it has fewer numbers than {list(shape)} takes")
     return archive.get_record_offset(name) + first * dtype.itemsize, dtype
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from nemo_aligner.config.model import ContextExchange
@@ -219,6 +221,7 @@ def _attend_one_by_one(
 
 _AttendSegment = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scores], Tensor]
 _BLOCK_SCORES = 2**26  # 256 MiB of fp32
+_SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def _way_of_segments(query: Tensor, key: Tensor, scores: Scores) -> _AttendSegment:
@@ -235,15 +238,18 @@ def _way_of_segments(query: Tensor, key: Tensor, scores: Scores) -> _AttendSegme
 def _by_sdpa(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
 ) -> Tensor:
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        mask,
-        is_causal=mask is None,
-        scale=scores.scale,
-        enable_gqa=query.size(1) != key.size(1),
-    )
+    # Without cuDNN's kernel: it gave wrong gradients to segments of a length that an earlier pack
+    # had, too (torch 2.11, H200), probably by a plan that was cached for other strides.
+    with sdpa_kernel(_SDPA_KERNELS) if query.is_cuda else nullcontext():
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            mask,
+            is_causal=mask is None,
+            scale=scores.scale,
+            enable_gqa=query.size(1) != key.size(1),
+        )
 
 
 def _with_equal_heads(
