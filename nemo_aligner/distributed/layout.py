@@ -95,6 +95,7 @@ def initialize_layout(
 ) -> ParallelLayout:
     """Build Megatron's process groups over the initialised world, and seed its generators."""
     # Imported here, because planning a layout needs no torch.
+    import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -103,6 +104,11 @@ def initialize_layout(
     parallel_state.initialize_model_parallel(
         tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep
     )
+    if pp > 1 and torch.cuda.is_available():
+        # NCCL makes a group's communicator in the first call of all its ranks, and a pipeline
+        # begins with messages between two.
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=pipeline)
     model_parallel_cuda_manual_seed(seed)
     return ParallelLayout(
         tp=tp,

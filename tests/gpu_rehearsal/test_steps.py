@@ -169,7 +169,7 @@ def test_rehearsed_kernel_is_called_once_a_layer_and_pack_or_not_at_all(
         assert calls.pop(name) > LAYERS_AND_PACKS
     assert calls == {name: 0 if name in REFUSED else LAYERS_AND_PACKS for name in calls}
     alone = plain["one GPU"]  # a process that sees one GPU takes it
-    assert alone["device"] == alone["settings"]["device_id"] == "cuda:0"
+    assert alone["device"] == "cuda:0"
 
 
 def test_rehearsed_experts_are_multiplied_by_one_kernel(plain: dict[str, Seen]) -> None:
