@@ -374,13 +374,13 @@ def overlap(job: Job, layout: ParallelLayout) -> Iterator[Row]:
 
 
 def context(job: Job, layout: ParallelLayout) -> Iterator[Row]:
-    """A step on long texts, each on one rank, then each on all of them."""
+    """A step on long texts, each on one rank, then each on all of them, and in a ring."""
     (base,) = job["points"]
     ranks = layout.num_ranks
-    for cp in (1, ranks):
+    for cp, ring in ((1, False), (ranks, False), (ranks, True)):
         destroy_layout()
-        layout = initialize_layout(seed=_SEED, cp=cp)
-        point = {**base, "pairs": ranks, "cp": cp, "dp": layout.dp}
+        layout = initialize_layout(seed=_SEED, cp=cp, ring=ring)
+        point = {**base, "pairs": ranks, "cp": cp, "dp": layout.dp, "ring": ring}
         shape, plan = _shape_and_plan(point)
         planned = fullest_stage(shape, plan).total
         found = _measured(point, layout, _memory_of).get("total")

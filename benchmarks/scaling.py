@@ -121,6 +121,7 @@ def _layouts(base: dict[str, Any], most: int) -> Jobs:
             (f"TP={ranks}+SP", {"tp": ranks, "sequence_parallel": True}),
             (f"PP={ranks}", {"pp": ranks}),
             (f"CP={ranks}", {"cp": ranks}),
+            (f"CP={ranks}+ring", {"cp": ranks, "ring": True}),
         ):
             job = {**base, **changes}
             try:

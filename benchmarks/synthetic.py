@@ -45,7 +45,7 @@ from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer import build_optimizer
 
 TIMED = ("data", "forward", "backward", "reduce", "optimizer")
-PLANNED = ("tp", "cp", "pp", "dp", "sequence_parallel", "recompute_layers", "freeze_layers")
+PLANNED = ("tp", "cp", "pp", "dp", "sequence_parallel", "ring", "recompute_layers", "freeze_layers")
 _SEED = 1234
 
 
@@ -59,6 +59,7 @@ def make_point(model: dict[str, Any], precision: str, **changes: Any) -> dict[st
         "pp": 1,
         "dp": 1,
         "sequence_parallel": False,
+        "ring": False,
         "recompute": "none",
         "recompute_layers": None,
         "freeze_layers": 0,
@@ -111,9 +112,8 @@ def measure_point(job: dict[str, Any]) -> dict[str, Any] | None:
     """
 
     with launch() as world:
-        layout = initialize_layout(
-            job["tp"], job["pp"], job["sequence_parallel"], _SEED, job.get("ep", 1), job["cp"]
-        )
+        sizes = {key: job[key] for key in ("tp", "pp", "cp", "sequence_parallel", "ring")}
+        layout = initialize_layout(**sizes, seed=_SEED, ep=job.get("ep", 1))
         shape = ModelShape.from_config(job["model"])
         before = resident_bytes()
         learner = build_synthetic_learner(shape, layout, job)

@@ -189,6 +189,7 @@ def _trained(config: TrainConfig) -> RewardModel:
         "model.tensor_model_parallel_size": model.tensor_model_parallel_size,
         "model.pipeline_model_parallel_size": model.pipeline_model_parallel_size,
         "model.context_parallel_size": model.context_parallel_size,
+        "model.cp_comm_type": model.cp_comm_type.value,
         "model.expert_model_parallel_size": model.expert_model_parallel_size,
         "model.sequence_parallel": model.sequence_parallel,
         "model.batch_invariant": model.batch_invariant,

@@ -22,7 +22,7 @@ class ContextShare:
 
     Attributes:
         rank: index of the rank in its group.
-        chunks: first row in the pack of each of its chunks, and the row behind the last.
+        chunks: of every rank the first row in the pack of each chunk, and the row behind its last.
         rows: ``[n]`` int64, its tokens as rows of the pack, chunk after chunk.
         gathered: ``[T]`` int64, where the pack's rows lie among those of all ranks, rank by rank.
         reads: ``[r]`` int64, which of the tokens that the head reads are among its own.
@@ -30,7 +30,7 @@ class ContextShare:
     """
 
     rank: int
-    chunks: tuple[tuple[int, int], ...]
+    chunks: tuple[tuple[tuple[int, int], ...], ...]
     rows: Tensor
     gathered: Tensor
     reads: Tensor
@@ -59,7 +59,7 @@ class ContextShare:
         first = rank * each
         return cls(
             rank,
-            tuple(chunks[rank]),
+            tuple(map(tuple, chunks)),
             rows=rows[first : first + each],
             gathered=gathered,
             reads=mine,

@@ -13,7 +13,7 @@ from nemo_aligner.config.common import (
     Precision,
     setting,
 )
-from nemo_aligner.config.model import ANY_ROWS, DataConfig, ScorerModelConfig
+from nemo_aligner.config.model import ANY_ROWS, WHOLE_TEXTS, DataConfig, ScorerModelConfig
 from nemo_aligner.utils.errors import SettingsError
 
 
@@ -130,6 +130,7 @@ _LAYOUT = (
     "model.tensor_model_parallel_size",
     "model.pipeline_model_parallel_size",
     "model.context_parallel_size",
+    "model.cp_comm_type",
     "model.expert_model_parallel_size",
     "model.sequence_parallel",
     "model.batch_invariant",
@@ -139,6 +140,7 @@ IDLE_IN_EVALUATION: tuple[IdleRule, ...] = (
     ({"server": ANY}, (*_LAYOUT, "model.micro_batch_tokens")),
     ({"hf_model": ANY}, _LAYOUT),
     ANY_ROWS,
+    WHOLE_TEXTS,
     ({"data.malformed": Malformed.error}, ("data.max_malformed",)),
     ({"robustness_pairs": ANY}, ("data.loss_mask_val",)),
     ({"swapped": True}, ("data.loss_mask_val",)),

@@ -162,11 +162,18 @@ class LoraConfig:
 
 # Layout of a finished reward model.
 
+
+class ContextExchange(Enum):
+    all_gather = "all_gather"
+    p2p = "p2p"
+
+
 BATCH_INVARIANT_ROWS = 256
 EXPERT_RANKS = "number of data parallel ranks that share the experts of a mixture"
 
 
 ANY_ROWS: IdleRule = ({"model.batch_invariant": False}, ("model.batch_invariant_rows",))
+WHOLE_TEXTS: IdleRule = ({"model.context_parallel_size": 1}, ("model.cp_comm_type",))
 
 
 @dataclass
@@ -181,6 +188,10 @@ class LayoutConfig:
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
     context_parallel_size: int = setting(1, "number of ranks that share each text, for long texts")
+    cp_comm_type: ContextExchange = setting(
+        ContextExchange.all_gather,
+        "how these exchange keys and values: all_gather, or p2p round a ring",
+    )
     sequence_parallel: bool = setting(
         False, "also split norms along the tokens; needs tensor parallelism"
     )
@@ -197,6 +208,16 @@ class LayoutConfig:
             "context_parallel_size",
             "batch_invariant_rows",
         )
+        checks.require(
+            not (self.is_ring and self.batch_invariant),
+            "cp_comm_type",
+            "all_gather, or model.batch_invariant=false: the bits of a ring depend on the pack",
+        )
+
+    @property
+    def is_ring(self) -> bool:
+        """Keys and values go round a ring of ranks."""
+        return self.context_parallel_size > 1 and self.cp_comm_type is ContextExchange.p2p
 
     @property
     def invariant_rows(self) -> int | None:
@@ -210,6 +231,7 @@ def layout_sizes(model: LayoutConfig) -> dict[str, Any]:
         "tp": model.tensor_model_parallel_size,
         "pp": model.pipeline_model_parallel_size,
         "cp": model.context_parallel_size,
+        "ring": model.is_ring,
         "ep": getattr(model, "expert_model_parallel_size", 1),  # a critic has none
         "sequence_parallel": model.sequence_parallel,
     }

@@ -9,6 +9,7 @@ from nemo_aligner.config.common import ANY, RANKS, Checks, IdleRule, Precision, 
 from nemo_aligner.config.model import (
     ANY_ROWS,
     IN_CONSTANT_SCHEDULES,
+    WHOLE_TEXTS,
     LayoutConfig,
     OptimConfig,
     Recompute,
@@ -217,10 +218,23 @@ class ServeConfig:
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
 
+    def __post_init__(self) -> None:
+        _check_ring(self)
+
+
+def _check_ring(config: ServeConfig | ServeCriticConfig) -> None:
+    with Checks("", config) as checks:
+        checks.require(
+            not (config.model.is_ring and config.server.prefix_cache_tokens),
+            "server.prefix_cache_tokens",
+            "0 beside model.cp_comm_type=p2p, as each rank of a cache has the keys of whole texts",
+        )
+
 
 _OF_SEVERAL: IdleRule = ({RANKS: 1}, ("server.heartbeat_secs", "server.worker_timeout_secs"))
 IDLE_IN_SERVING: tuple[IdleRule, ...] = (
     ANY_ROWS,
+    WHOLE_TEXTS,
     _OF_SEVERAL,
     ({"ensemble.files": []}, ("ensemble.combine", "ensemble.k")),
     ({"ensemble.combine": Combine.mean}, ("ensemble.k",)),
@@ -349,10 +363,14 @@ class ServeCriticConfig:
     exp_manager: CriticRunConfig = field(default_factory=CriticRunConfig)
     server: CriticServerConfig = field(default_factory=CriticServerConfig)
 
+    def __post_init__(self) -> None:
+        _check_ring(self)
+
 
 _OF_REWARDS = ("rm_model_file", "trainer.ppo.offload_idle_model", "server.prefix_cache_tokens")
 IDLE_IN_CRITICS: tuple[IdleRule, ...] = (
     ANY_ROWS,
+    WHOLE_TEXTS,
     _OF_SEVERAL,
     *LOGGER_KWARGS,
     (

@@ -14,7 +14,13 @@ from nemo_aligner.config.common import (
     RewardModelType,
     setting,
 )
-from nemo_aligner.config.model import ANY_ROWS, IN_CONSTANT_SCHEDULES, ModelConfig, Schedule
+from nemo_aligner.config.model import (
+    ANY_ROWS,
+    IN_CONSTANT_SCHEDULES,
+    WHOLE_TEXTS,
+    ModelConfig,
+    Schedule,
+)
 
 
 class MonitorMode(Enum):
@@ -189,6 +195,7 @@ _OF_VALIDATION = (
 )
 IDLE_IN_TRAINING: tuple[IdleRule, ...] = (
     ANY_ROWS,
+    WHOLE_TEXTS,
     *LOGGER_KWARGS,
     ({"model.optim.sched.name": Schedule.constant}, IN_CONSTANT_SCHEDULES),
     ({"model.lora.rank": 0}, _OF_LORA),

@@ -30,7 +30,8 @@ _LONGEST_WAIT_S = 1.0
 
 
 def barrier() -> None:
-    dist.barrier()
+    device = [torch.cuda.current_device()] if dist.get_backend() == "nccl" else None
+    dist.barrier(device_ids=device)  # else torch warns that it takes the current one
 
 
 def broadcast_object(value: T) -> T:

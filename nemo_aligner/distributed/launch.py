@@ -80,7 +80,7 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
     backend = "nccl" if use_cuda else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     store, hook = _meet(process, timeout), sys.excepthook
-    _init_process_group(process, device, backend, store, timeout)
+    _init_process_group(process, backend, store, timeout)
     if process.world_size == 1:
         sys.excepthook = hook  # torch's prefixes every line of an error with the rank
     try:
@@ -174,18 +174,18 @@ def _meet(process: Process, timeout: timedelta) -> dist.Store:
 
 
 def _init_process_group(
-    process: Process, device: torch.device, backend: str, store: dist.Store, timeout: timedelta
+    process: Process, backend: str, store: dist.Store, timeout: timedelta
 ) -> None:
     if backend == "gloo" and process.master is not None and process.master[0] in _LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Not bound to the device (``device_id``): NCCL would make a communicator for each of Megatron's
+    # thirty groups at once, and each takes some 230 MiB of a GPU, used or not.
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("group", store),
         rank=process.rank,
         world_size=process.world_size,
         timeout=timeout,
-        # Binding the device spares pipeline ranks a collective of all before their first message.
-        device_id=device if backend == "nccl" else None,
     )
 
 

@@ -13,7 +13,8 @@ from nemo_aligner.utils.errors import ConfigError
 class LayoutSizes:
     """Sizes of the tensor, context, pipeline and data parallel groups.
 
-    Groups of ``ep`` data and context parallel ranks share the experts of a mixture.
+    Groups of ``ep`` data and context parallel ranks share the experts of a mixture. Keys and values
+    go round context parallel ranks in a ``ring``, or are gathered.
     """
 
     tp: int = 1
@@ -22,6 +23,7 @@ class LayoutSizes:
     dp: int = 1
     ep: int = 1
     sequence_parallel: bool = False
+    ring: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -30,10 +32,11 @@ class LayoutSizes:
     @property
     def given(self) -> dict[str, Any]:
         """Arguments of ``initialize_layout``, which computes ``dp``."""
-        return {name: getattr(self, name) for name in ("tp", "cp", "pp", "ep", "sequence_parallel")}
+        names = ("tp", "cp", "pp", "ep", "sequence_parallel", "ring")
+        return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
-        context = f" CP={self.cp}" if self.cp > 1 else ""
+        context = f" CP={self.cp}{'+ring' * self.ring}" if self.cp > 1 else ""
         experts = f" EP={self.ep}" if self.ep > 1 else ""
         tensor = f"TP={self.tp}{'+SP' * self.sequence_parallel}"
         return f"{tensor}{context} PP={self.pp} DP={self.dp}{experts}"
@@ -95,9 +98,11 @@ def initialize_layout(
     seed: int = 1234,
     ep: int = 1,
     cp: int = 1,
+    ring: bool = False,
 ) -> ParallelLayout:
     """Build Megatron's process groups over the initialised world, and seed its generators."""
     # Imported here, because planning a layout needs no torch.
+    import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -106,6 +111,11 @@ def initialize_layout(
     parallel_state.initialize_model_parallel(
         tp, pp, context_parallel_size=cp, expert_model_parallel_size=ep
     )
+    if pp > 1 and torch.cuda.is_available():
+        # NCCL makes a group's communicator in the first call of all its ranks, and a pipeline
+        # begins with messages between two.
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=pipeline)
     model_parallel_cuda_manual_seed(seed)
     return ParallelLayout(
         tp=tp,
@@ -114,6 +124,7 @@ def initialize_layout(
         dp=dp,
         ep=ep,
         sequence_parallel=sequence_parallel,
+        ring=ring,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),

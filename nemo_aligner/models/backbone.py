@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import torch_dtype
-from nemo_aligner.config.model import Recompute
+from nemo_aligner.config.model import ContextExchange, Recompute
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models import kernels
 from nemo_aligner.models.attention.packed import LastTokenAttention, PackedAttention
@@ -81,6 +81,7 @@ def transformer_config(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         sequence_parallel=layout.sequence_parallel,
+        cp_comm_type=(ContextExchange.p2p if layout.ring else ContextExchange.all_gather).value,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=precision is Precision.bf16,

@@ -20,6 +20,7 @@ cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # Below torch.nn.attention.varlen, which is new in torch 2.10 and complete from 2.12 on.
 gpu_flash_attention = torch.ops.aten._flash_attention_forward
+gpu_flash_attention_backward = torch.ops.aten._flash_attention_backward
 
 
 def has_weight_gradient_kernel() -> bool:

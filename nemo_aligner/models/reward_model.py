@@ -25,7 +25,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.distributed.cpu_products import reordered_for_products, try_all_sizes
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.attention.packed import PackedAttention, slow_attention
+from nemo_aligner.models.attention.packed import PackedAttention, slow_attention, why_gathered
 from nemo_aligner.models.attention.segments import (
     KeyValuePool,
     PackedSegments,
@@ -317,6 +317,11 @@ def build_reward_model(
     slow = slow_attention(shape, config.params_dtype)
     if slow is not None and is_main():
         logger.warning(slow)
+    gathered = why_gathered(shape, config.params_dtype) if layout.ring else None
+    if gathered is not None and is_main():
+        logger.warning(
+            f"model.cp_comm_type=p2p: keys and values are gathered all the same, because {gathered}"
+        )
     model = GPTRewardModel(
         config,
         shape,

@@ -113,7 +113,7 @@ class Planner:
                 yield from self._plans_of(tp, cp, pp, gpus // (tp * cp * pp))
 
     def _plans_of(self, tp: int, cp: int, pp: int, dp: int) -> Iterator[Plan]:
-        """Yield plans with any expert parallelism, and with and without sequence parallelism.
+        """Yield plans with any expert parallelism, with and without sequence parallelism or a ring.
 
         None if model and batch cannot be split so.
         """
@@ -124,8 +124,9 @@ class Planner:
         if not 1 <= dp <= self.batch:  # a data parallel rank without a pair is refused
             return
         packs = even_packs(-(-self.batch // dp), self.length, self.budget)
-        kinds = product(self._shares_of_experts(dp * cp), (False, True)[: min(tp, 2)])
-        for ep, sequence_parallel in kinds:
+        rings = (False, True) if cp > 1 and self._can_ring() else (False,)
+        kinds = product(self._shares_of_experts(dp * cp), (False, True)[: min(tp, 2)], rings)
+        for ep, sequence_parallel, ring in kinds:
             yield Plan(
                 packs,
                 tp=tp,
@@ -134,6 +135,7 @@ class Planner:
                 dp=dp,
                 ep=ep,
                 sequence_parallel=sequence_parallel,
+                ring=ring,
                 precision=self.precision,
                 freeze_layers=self.freeze_layers,
                 cpu_offload=self.cpu_offload,
@@ -145,6 +147,10 @@ class Planner:
         experts = self.shape.experts
         most = 1 if experts is None else gcd(replicas, experts.count)
         return [ep for ep in range(1, most + 1) if most % ep == 0]
+
+    def _can_ring(self) -> bool:
+        """Predict ``why_gathered`` of ``models/attention`` on Ampere GPUs and newer ones."""
+        return self.precision is not Precision.fp32 and self.shape.attn_logit_softcapping is None
 
     def _copies_keys(self) -> bool:
         """Predict ``copies_keys`` of ``models/attention`` on Ampere GPUs and newer ones.
@@ -341,6 +347,7 @@ def settings_of(plan: Plan) -> list[str]:
         f"model.tensor_model_parallel_size={plan.tp}",
         f"model.pipeline_model_parallel_size={plan.pp}",
         *([f"model.context_parallel_size={plan.cp}"] if plan.cp > 1 else []),
+        *(["model.cp_comm_type=p2p", "model.batch_invariant=false"] if plan.ring else []),
         *([f"model.expert_model_parallel_size={plan.ep}"] if plan.ep > 1 else []),
         f"model.sequence_parallel={str(plan.sequence_parallel).lower()}",
         f"model.activations_checkpoint_granularity={plan.recompute.value}",

@@ -376,18 +376,20 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
     all-reduce sends ``2 (t - 1) / t`` of the tensor. Sequence parallelism replaces it by a
     reduce-scatter and an all-gather of half that each, and gathers the inputs of two linear layers
     again for their weights' gradients. Context parallelism all-gathers a layer's keys and values in
-    both passes, and reduce-scatters their gradients, ``(c - 1) / c`` of each. A pipeline sends
-    states forward and their gradients back. Expert parallelism sends a token's state to each of its
-    experts, ``(e - 1) / e`` of which are elsewhere, and back; and gradients the same way. Data and
-    context parallelism reduce-scatter fp32 gradients and all-gather updated weights,
-    ``(d c - 1) / (d c)`` of each; those of experts among fewer ranks, ``d c / e``.
+    both passes, and reduce-scatters their gradients, ``(c - 1) / c`` of each; in a ring gradients
+    go all the way round. A pipeline sends states forward and their gradients back. Expert
+    parallelism sends a token's state to each of its experts, ``(e - 1) / e`` of which are
+    elsewhere, and back; and gradients the same way. Data and context parallelism reduce-scatter
+    fp32 gradients and all-gather updated weights, ``(d c - 1) / (d c)`` of each; those of experts
+    among fewer ranks, ``d c / e``.
     """
     size = ELEMENT_BYTES[plan.precision]
     states = plan.tokens * shape.hidden_size * size
     ring = (plan.tp - 1) / plan.tp * states
     *_, kv = widths(shape)
     keys = (plan.cp - 1) / plan.cp * plan.packs.tokens * 2 * kv * size / plan.tp
-    gathers = exchanges = 0
+    gathers, exchanges = 0.0, 0
+    home = plan.ring / (plan.cp - 1) if plan.cp > 1 else 0.0
     reductions = 1.0 if stage == 0 else 0.0  # of the embedding, whose rows are split over t
     for layer in stage_layers(shape, plan, stage):
         # The last layer's MLP has only the rows that the head reads: too few to count.
@@ -397,7 +399,7 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
         exchanges += 2 * (forward - 1)
         if has_backward(plan, stage, layer):
             passes = 2 if is_recomputed(shape, plan, layer) else 1
-            gathers += passes + 1
+            gathers += passes + 1 + home
             exchanges += 2 * (forward - 1) * passes
             has_weights = layer >= plan.freeze_layers and shape.lora is None
             again = 0.5 * 2 if plan.sequence_parallel and has_weights else 0

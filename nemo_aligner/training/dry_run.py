@@ -19,7 +19,7 @@ from nemo_aligner.data.token_cache import IndexPlace, are_kept
 from nemo_aligner.data.training_data import TrainingData, TrainLoader
 from nemo_aligner.distributed.layout import LayoutSizes, check_sizes
 from nemo_aligner.losses.base import count_outputs
-from nemo_aligner.models.attention.packed import copies_keys
+from nemo_aligner.models.attention.packed import copies_keys, why_gathered
 from nemo_aligner.models.attention.segments import chains_of
 from nemo_aligner.models.reward_model import check_freezing
 from nemo_aligner.models.shape import ModelShape
@@ -100,7 +100,8 @@ def _written(config: TrainConfig) -> str:
 def _layout(config: TrainConfig, processes: int) -> LayoutSizes:
     options = config.model
     sizes = layout_sizes(options)
-    return LayoutSizes(**sizes, dp=check_sizes(processes, **sizes))
+    ring = sizes.pop("ring")
+    return LayoutSizes(**sizes, ring=ring, dp=check_sizes(processes, **sizes))
 
 
 def _plan(
@@ -112,7 +113,7 @@ def _plan(
     shape: ModelShape,
 ) -> Plan:
     """Cost per rank of the largest packs of the first steps."""
-    options = config.model
+    options, dtype = config.model, torch_dtype(config.trainer.precision)
     packs = [loader.plan(step).packs for step in range(min(total_steps, _STEPS_LOOKED_AT))]
     largest = max((pack for of_step in packs for pack in of_step), key=lambda pack: pack.num_tokens)
     sequences = largest.rows.numel()
@@ -130,6 +131,7 @@ def _plan(
         pp=layout.pp,
         dp=layout.dp,
         sequence_parallel=layout.sequence_parallel,
+        ring=layout.ring and why_gathered(shape, dtype) is None,
         precision=config.trainer.precision,
         recompute=options.activations_checkpoint_granularity,
         recompute_layers=options.activations_checkpoint_num_layers,
@@ -137,8 +139,7 @@ def _plan(
         train_router=options.train_router,
         cpu_offload=options.optim.cpu_offload,
         num_attributes=num_outputs,
-        equal_heads=torch.cuda.is_available()
-        and copies_keys(shape, torch_dtype(config.trainer.precision)),
+        equal_heads=torch.cuda.is_available() and copies_keys(shape, dtype),
     )
 
 

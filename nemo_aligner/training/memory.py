@@ -317,11 +317,9 @@ def _in_last_layer(shape: ModelShape, plan: Plan) -> float:
     gradients of its weights; and attention, with gradients of a hidden state, of the output, and of
     queries, keys and values. And what is recomputed.
     """
-    _, _, q, kv = widths(shape)
+    _, _, q, _ = widths(shape)
     last, size = shape.num_layers - 1, ELEMENT_BYTES[plan.precision]
-    # Of the whole pack the keys and values, which are gathered once more, and their gradients.
-    keys = _key_width(shape, plan) if plan.cp == 1 else 4 * kv * plan.cp * plan.packs.kept_keys
-    made = (2 * q + keys) * size / plan.tp
+    made = (2 * q + _keys_in_attention(shape, plan)) * size / plan.tp
     needed = made + _state(shape, plan)
     again = 0.0
     if is_recomputed(shape, plan, last):
@@ -338,16 +336,34 @@ def _in_attention(shape: ModelShape, plan: Plan) -> float:
 
     A GPU's kernel takes a pack in 16 bits. It sums the gradients of queries in fp32, and makes
     those of keys and values for every query head (Dao 2023, "FlashAttention-2", as implemented). A
-    CPU's takes a segment, whose gradients of all heads are then added to the pack's.
+    CPU's takes a segment, whose gradients of all heads are then added to the pack's. In a ring each
+    takes what a share has of these, and those of queries are added up in fp32.
     """
     _, _, q, kv = widths(shape)
     size, packs = ELEMENT_BYTES[plan.precision], plan.packs
     if packs.longest is not None:
-        return packs.longest * (2 + 1 / plan.cp) * q * size / plan.tp
+        of_keys = 2 / plan.cp if plan.ring else 2
+        return packs.longest * (of_keys + 1 / plan.cp) * q * size / plan.tp
     if plan.precision is Precision.fp32:
         return 0.0
-    of_keys = 2 * q * size * packs.kept_keys * packs.tokens if kv < q else 0.0
-    return (plan.tokens * FP32_BYTES * q + of_keys) / plan.tp
+    keys = plan.tokens if plan.ring else packs.kept_keys * packs.tokens
+    in_fp32 = plan.tokens * FP32_BYTES * q * (2 if plan.ring else 1)
+    return (in_fp32 + 2 * q * size * keys * (kv < q)) / plan.tp
+
+
+def _keys_in_attention(shape: ModelShape, plan: Plan) -> float:
+    """Numbers per token of keys, values and their gradients in attention's backward pass.
+
+    Those of the whole pack are gathered once more. In a ring a rank has two shares, of which one is
+    on its way, and gradients of three: what it adds, what it has sent, and what arrives. Nothing is
+    on its way when the last one of two ranks has come.
+    """
+    _, _, _, kv = widths(shape)
+    if plan.cp == 1:
+        return _key_width(shape, plan)
+    if plan.ring:
+        return 2 * kv * (4 if plan.cp == 2 else 5)
+    return 4 * kv * plan.cp * plan.packs.kept_keys
 
 
 def _state(shape: ModelShape, plan: Plan) -> float:

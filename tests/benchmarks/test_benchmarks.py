@@ -115,7 +115,7 @@ def test_scaling_measures_what_the_cost_model_says(tmp_path: Path) -> None:
     )
     assert "expected/measured" in done.stdout
     rows = json.loads(output.read_text())["tables"]["ranks"]
-    layouts = ["one rank", "DP=2", "TP=2", "TP=2+SP", "PP=2", "CP=2"]
+    layouts = ["one rank", "DP=2", "TP=2", "TP=2+SP", "PP=2", "CP=2", "CP=2+ring"]
     assert [row["ranks"] for row in rows] == layouts
     for row in rows:
         seconds = row["seconds"]

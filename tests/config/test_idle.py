@@ -25,10 +25,11 @@ CONSTANT = "model.optim.sched.name=constant"
 SCHEDULE = under("model.optim.sched", "constant_steps min_lr")
 ROWS = {"model.batch_invariant_rows"}
 VARIANT = "model.batch_invariant=false"
+RING = (VARIANT, "model.context_parallel_size=2", "model.cp_comm_type=p2p")
 LAYOUT = ROWS | under(
     "model",
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "
-    "context_parallel_size "
+    "context_parallel_size cp_comm_type "
     "sequence_parallel batch_invariant",
 )
 OF_SEVERAL = under("server", "heartbeat_secs worker_timeout_secs")
@@ -90,6 +91,7 @@ KINDS: list[tuple[str, int, tuple[str, ...], set[str]]] = [
     ("serve", 2, ("ensemble.files=[b.nemo]", "ensemble.combine=min"), {"ensemble.k"}),
     ("serve", 2, ("ensemble.files=[b.nemo]", "ensemble.combine=lower_bound"), set()),
     ("evaluate", 1, ("rm_model_file=a.nemo",), {"data.max_malformed"}),
+    ("evaluate", 2, ("rm_model_file=a.nemo", *RING), ROWS | {"data.max_malformed"}),
     ("evaluate", 1, ("rm_model_file=a.nemo", "data.malformed=drop", VARIANT), ROWS),
     (
         "evaluate",
@@ -125,6 +127,8 @@ def test_idle_settings_are_told_of_every_kind_of_use() -> None:
     off = {}
     for verb, ranks, asked, wanted in KINDS:
         got = found_idle(verb, ranks, asked)
+        if verb != "gateway" and "model.context_parallel_size=2" not in asked:
+            wanted = wanted | {"model.cp_comm_type"}
         if got != wanted:
             off[verb, ranks, asked] = got ^ wanted
     assert not off

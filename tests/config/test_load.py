@@ -122,6 +122,19 @@ def test_settings_refused_are_what_no_optimizer_or_generator_takes(schema: type)
         load_config(schema, [setting])
 
 
+def test_settings_refused_beside_a_ring() -> None:
+    ring = ["model.context_parallel_size=2", "model.cp_comm_type=p2p"]
+    with pytest.raises(SettingsError, match=r"'p2p', wanted all_gather, or model\.batch_invariant"):
+        load_config(TrainConfig, ring)
+    variant = "model.batch_invariant=false"
+    for schema, more in (
+        (ServeConfig, ()),
+        (ServeCriticConfig, ("server.prefix_cache_tokens=99",)),
+    ):
+        with pytest.raises(SettingsError, match=r"server\.prefix_cache_tokens: got .*, wanted 0"):
+            load_config(schema, [*ring, variant, *more])
+
+
 def test_settings_refused_by_the_gateway() -> None:
     refusals = {
         "gateway.port=70000": "gateway.port: got 70000, wanted 0",

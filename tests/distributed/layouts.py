@@ -118,6 +118,7 @@ PLAIN = ("ranking", "lora")  # what every kind of layout trains
 TP2 = ("model.tensor_model_parallel_size=2",)
 PP2 = ("model.pipeline_model_parallel_size=2",)
 CP2 = ("model.context_parallel_size=2",)
+RING = ("model.cp_comm_type=p2p", "model.batch_invariant=false")
 LAYOUTS = {
     "one": (),
     "tp2": TP2,
@@ -127,7 +128,10 @@ LAYOUTS = {
     "tp2_pp2": (*TP2, *PP2),
     "pp2_dp2": PP2,
     "cp2": CP2,
+    "cp2_ring": (*CP2, *RING),
     "tp2_cp2": (*TP2, "model.sequence_parallel=true", *CP2),
+    "tp2_cp2_ring": (*TP2, *CP2, *RING),
+    "cp4_ring": ("model.context_parallel_size=4", *RING),
     "pp2_cp2": (*PP2, *CP2),
     "cp2_dp2": CP2,
 }

@@ -85,6 +85,7 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
         "tp2_sp": ("onednn", "language"),
         "pp2": ("pairs_and_ratings", "fp16", "against_length"),
         "dp2": ("onednn", "learned_ties", "quantiles", "odin", "heads", "language"),
+        "cp2_ring": ("recompute",),
         "cp2": (
             "recompute",
             "learned_ties",
@@ -119,6 +120,8 @@ def test_layout_of_four_ranks_trains_like_one_process(
         "tp2_pp2": ("ranking",),
         "pp2_dp2": ("frozen",),
         "tp2_cp2": ("lora",),
+        "tp2_cp2_ring": ("ranking",),
+        "cp4_ring": ("lora",),
         "pp2_cp2": ("ranking",),
         "cp2_dp2": ("plackett_luce",),
     }

@@ -178,7 +178,8 @@ def steps(watch: Watch, sizes: Found, shape: Found, **options: Any) -> Found:
     found: Found = {"collectives": [], "ranks": []}
     for rank in range(wanted.num_ranks):
         dist.init_process_group("nccl", rank=rank, world_size=wanted.num_ranks)
-        layout = initialize_layout(wanted.tp, wanted.pp, wanted.sequence_parallel, cp=wanted.cp)
+        kinds = {"sequence_parallel": wanted.sequence_parallel, "ring": wanted.ring}
+        layout = initialize_layout(wanted.tp, wanted.pp, cp=wanted.cp, **kinds)
         found["ranks"].append(one_rank(watch, layout, {**SHAPE, **shape}, **options))
         found["collectives"].append(dict(watch.collectives))
         destroy_layout()
@@ -218,7 +219,7 @@ def one_rank(
         "engine_modules": sum("transformer_engine.pytorch" in each for each in modules),
     }
     if layout.pp == 1:
-        sizes = {"tp": layout.tp, "cp": layout.cp, "sequence_parallel": layout.sequence_parallel}
+        sizes = {name: getattr(layout, name) for name in ("tp", "cp", "sequence_parallel", "ring")}
         batch, tokens = batches[0], batches[0].num_tokens
         if layout.cp > 1:
             batch = batch.shared(layout.cp_rank, layout.cp, 1)

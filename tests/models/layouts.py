@@ -38,6 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP=2+SP": {"tp": 2, "sequence_parallel": True},
     "PP=2": {"pp": 2},
     "CP=2": {"cp": 2},
+    "CP=2+ring": {"cp": 2, "ring": True},
     "EP=2": {"ep": 2},
     "CP=2, EP=2": {"cp": 2, "ep": 2},
 }

@@ -15,6 +15,7 @@ from nemo_aligner.batch.packed import CachedPrefix, Group, PackedBatch
 from nemo_aligner.models.attention.packed import _attend_one_by_one, varlen_kernel
 from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, Scores
 from tests import families, tiny
+from tests.models.attention.rings import attend_in_ring
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NO_KERNEL = "torch has no such kernel (windows: 2.11; soft-capping: none), nor is flash-attn here"
@@ -47,6 +48,26 @@ def test_varlen_kernel_equals_sdpa_forward_and_backward(
             results.append([out, *(leaf.grad for leaf in leaves)])
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(ours.float(), theirs.float(), atol=5e-2, rtol=5e-2)
+
+
+@pytest.mark.parametrize("window", [None, 1, 30])
+def test_ring_by_its_kernel_equals_sdpa_forward_and_backward(window: int | None) -> None:
+    if varlen_kernel(window is not None, False) is None:
+        pytest.skip(NO_KERNEL)
+    torch.manual_seed(0)
+    unused, scores = torch.zeros(0, device="cuda"), Scores(window=window)
+    sequences = [[1] * length for length in (3, 200, 77, 90)]
+    for prefixes, groups in product((None, [Group(2, 0), Group(2, 40)]), (2, 8)):
+        batch = PackedBatch.pack(sequences, groups=prefixes)
+        inputs = [draw(batch.num_tokens, heads).requires_grad_() for heads in (8, groups, groups)]
+        grad = draw(batch.num_tokens, 8)
+        segments = PackedSegments.of(batch, (), last_token=unused)
+        out = _attend_one_by_one(*inputs, segments, scores)
+        wanted = [out, *torch.autograd.grad(out, inputs, grad)]
+        for ranks in (2, 4):
+            found = attend_in_ring(ranks, batch, inputs, grad, scores)
+            for ours, theirs in zip(found, wanted, strict=True):
+                torch.testing.assert_close(ours, theirs, atol=5e-2, rtol=5e-2)
 
 
 @pytest.mark.parametrize("window", [None, 1, 30])

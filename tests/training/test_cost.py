@@ -255,6 +255,7 @@ TWO = {
     "PP": {"pp": 2},
     "EP": {"dp": 2, "ep": 2},
     "CP": {"cp": 2},
+    "CP+ring": {"cp": 2, "ring": True},
 }
 
 
@@ -265,7 +266,7 @@ def test_memory_is_what_a_step_is_measured_to_hold(ranks: int) -> None:
     jobs = [
         {
             **{"model": {**CONFIG, **models.get(name, {})}, "tp": 1, "cp": 1, "pp": 1, "dp": 1},
-            **{"sequence_parallel": False, "precision": "fp32", "freeze_layers": 0},
+            **{"sequence_parallel": False, "ring": False, "precision": "fp32", "freeze_layers": 0},
             **{"recompute": "none", "recompute_layers": None},
             **{"sequence_length": 64, "prefix": 0, "pairs": 8, "micro_batch_tokens": 512},
             **{"steps": 0, "save": False, "cpu_offload": False},
@@ -290,7 +291,7 @@ def test_memory_is_what_a_step_is_measured_to_hold(ranks: int) -> None:
 
 def planned(job: dict[str, Any], expert_load: float) -> dict[str, float]:
     """What the cost model says that ``job`` holds, by part."""
-    sizes = {name: job[name] for name in ("tp", "cp", "pp", "dp", "sequence_parallel")}
+    sizes = {name: job[name] for name in ("tp", "cp", "pp", "dp", "sequence_parallel", "ring")}
     sizes["ep"] = job.get("ep", 1)
     kinds = {name: job[name] for name in ("recompute_layers", "freeze_layers")}
     length = job["sequence_length"]
@@ -338,3 +339,10 @@ def test_long_texts_are_offered_to_be_shared_and_short_ones_are_not() -> None:
     whole = replace(shared, recompute=Recompute.none, recompute_layers=None)
     keys = shared.packs.tokens * 2 * 8 * 128 * 2 / shared.tp * (shared.cp - 1) / shared.cp
     assert traffic(shape, whole, 0).context == pytest.approx(3 * 32 * keys * shared.packs.count)
+    # In a ring gradients come back to where they began.
+    ring = traffic(shape, replace(whole, ring=True), 0).context
+    home = 32 * keys / (shared.cp - 1) * shared.packs.count
+    assert ring - traffic(shape, whole, 0).context == pytest.approx(home)
+    planner = PlanRequest(seq_length=2**20, global_batch_size=16).planner(shape)
+    longest = planner.ranked(planner.candidates(32))[0].plan
+    assert "model.cp_comm_type=p2p" in settings_of(longest)

@@ -24,12 +24,24 @@ from nemo_aligner.models.internals import cpu_flash_attention, cpu_flash_attenti
 
 
 @dataclass(frozen=True)
-class _Block:
-    """Rows of queries and of the keys they see; ``is_causal`` if these are the same tokens."""
+class Block:
+    """Rows of queries and of the keys they see; ``is_causal`` if these are the same tokens.
+
+    Of n queries and m keys number i sees number j if ``j - i >= m - n - before``; all if None.
+    """
 
     queries: slice
     keys: slice
     is_causal: bool
+    before: int | None = None
+
+    def mask(self, dtype: torch.dtype) -> Tensor | None:
+        """``[n, m]`` that is added to the scores; None if it is causal, or all keys are seen."""
+        if self.before is None:
+            return None
+        size = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
+        hidden = torch.ones(size, dtype=torch.bool).tril(size[1] - size[0] - self.before - 1)
+        return torch.zeros(size, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 def attend(
@@ -59,7 +71,7 @@ def attend(
 @lru_cache(maxsize=4)  # every layer asks for the same
 def _blocks(
     lengths: tuple[int, ...], prefixes: tuple[int, ...], parts: tuple[Queries, ...]
-) -> tuple[_Block, ...]:
+) -> tuple[Block, ...]:
     """List the calls: every part on itself and on what precedes it in its segment, then every run
     with a common prefix on that.
     """
@@ -70,9 +82,9 @@ def _blocks(
     blocks, before = [], []
     for part, rows in zip(parts, queries, strict=True):
         first = bounds[part.segment]
-        blocks.append(_Block(rows, slice(first + part.start, first + part.end), True))
+        blocks.append(Block(rows, slice(first + part.start, first + part.end), True))
         if part.start:
-            before.append(_Block(rows, slice(first, first + part.start), False))
+            before.append(Block(rows, slice(first, first + part.start), False))
     blocks += before
     every = chains_of(prefixes, cached)
     chains = [every[part.segment - cached] for part in parts]
@@ -82,11 +94,11 @@ def _blocks(
             start, own = own, own + len(list(run))
             if number >= 0:
                 keys = slice(bounds[number], bounds[number + 1])
-                blocks.append(_Block(slice(ends[start], ends[own]), keys, False))
+                blocks.append(Block(slice(ends[start], ends[own]), keys, False))
     return tuple(blocks)
 
 
-def _as_heads(x: Tensor, groups: int) -> Tensor:
+def as_heads(x: Tensor, groups: int) -> Tensor:
     """View ``[T, heads, c]`` as ``[heads / groups, groups, T, c]``: head ``g * r + i`` at [i, g].
 
     The query heads of a group lie along the batch dimension, over which keys are expanded for free.
@@ -102,7 +114,7 @@ class _PackedAttention(Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        blocks: tuple[_Block, ...],
+        blocks: tuple[Block, ...],
         scale: float | None,
     ) -> Tensor:
         # Contiguous: a saved view would keep the projection's whole output alive.
@@ -112,22 +124,9 @@ class _PackedAttention(Function):
         repeats = query.size(1) // groups
         precise = torch.promote_types(query.dtype, torch.float32)
         lse = torch.empty(repeats, groups, query.size(0), dtype=precise)
-        q, k, v, o = (_as_heads(x, groups) for x in (query, key, value, out))
+        q, k, v, o = (as_heads(x, groups) for x in (query, key, value, out))
         for block in blocks:
-            some, its_lse = cpu_flash_attention(
-                q[:, :, block.queries],
-                k[:, :, block.keys].expand(repeats, -1, -1, -1),
-                v[:, :, block.keys].expand(repeats, -1, -1, -1),
-                0.0,
-                block.is_causal,
-                attn_mask=None,
-                scale=scale,
-            )
-            if block.is_causal:
-                o[:, :, block.queries] = some
-                lse[:, :, block.queries] = its_lse
-            else:
-                add_attended(o[:, :, block.queries], lse[:, :, block.queries], some, its_lse)
+            add_block(block, (q, k, v), o, lse, scale)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.blocks, ctx.scale = blocks, scale
         return out
@@ -140,21 +139,50 @@ class _PackedAttention(Function):
         to_query, to_key, to_value = (torch.empty_like(x) for x in (query, key, value))
         if len(key) > len(query):  # else each is first written by its own causal block
             to_key.zero_(), to_value.zero_()
-        q, k, v, o, d = (_as_heads(x, groups) for x in (query, key, value, out, grad))
-        dq, dk, dv = (_as_heads(x, groups) for x in (to_query, to_key, to_value))
+        q, k, v, o, d = (as_heads(x, groups) for x in (query, key, value, out, grad))
+        dq, dk, dv = (as_heads(x, groups) for x in (to_query, to_key, to_value))
         for block in ctx.blocks:
-            _add_gradients(block, (d, q, k, v, o), lse, (dq, dk, dv), ctx.scale)
+            add_gradients(block, (d, q, k, v, o), lse, (dq, dk, dv), ctx.scale)
         return to_query, to_key, to_value, None, None
 
 
-def _add_gradients(
-    block: _Block,
+def add_block(
+    block: Block, heads: Sequence[Tensor], o: Tensor, lse: Tensor, scale: float | None
+) -> None:
+    """Add what a block's queries find in its keys to ``o`` and ``lse [repeats, groups, n]``.
+
+    A causal block is the first to write its rows. ``heads`` are queries, keys and values; these and
+    ``o`` are as ``as_heads`` gives them.
+    """
+    q, k, v = heads
+    some, its_lse = cpu_flash_attention(
+        q[:, :, block.queries],
+        k[:, :, block.keys].expand(len(q), -1, -1, -1),
+        v[:, :, block.keys].expand(len(q), -1, -1, -1),
+        0.0,
+        block.is_causal,
+        attn_mask=block.mask(q.dtype),
+        scale=scale,
+    )
+    if block.is_causal:
+        o[:, :, block.queries] = some
+        lse[:, :, block.queries] = its_lse
+    else:
+        add_attended(o[:, :, block.queries], lse[:, :, block.queries], some, its_lse)
+
+
+def add_gradients(
+    block: Block,
     saved: Sequence[Tensor],
     lse: Tensor,
     gradients: Sequence[Tensor],
     scale: float | None,
 ) -> None:
-    """Add one call's gradients; all but what it adds to is freed before the next call."""
+    """Add one call's gradients; all but what it adds to is freed before the next call.
+
+    ``saved`` are the output's gradient, queries, keys, values and the output, ``gradients`` those
+    of queries, keys and values, which a causal block is the first to write.
+    """
     d, q, k, v, o = saved
     repeats = q.size(0)
     found = cpu_flash_attention_backward(
@@ -166,7 +194,7 @@ def _add_gradients(
         lse[:, :, block.queries],
         0.0,
         block.is_causal,
-        attn_mask=None,
+        attn_mask=block.mask(q.dtype),
         scale=scale,
     )
     for rows, to, some in zip(

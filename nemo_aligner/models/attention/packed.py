@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from nemo_aligner.config.model import ContextExchange
 from nemo_aligner.models import kernels
-from nemo_aligner.models.attention import cpu_inference, cpu_training
+from nemo_aligner.models.attention import cpu_inference, cpu_training, ring
 from nemo_aligner.models.attention.segments import (
     Attend,
     PackedSegments,
@@ -52,6 +53,8 @@ class PackedAttention(MegatronModule):
             shape.softmax_scale, shape.window_of(layer_number), shape.attn_logit_softcapping
         )
         self.rotation = rotation_of(shape, layer_number)
+        is_ring = config.cp_comm_type == ContextExchange.p2p.value
+        self.is_ring = is_ring and why_gathered(shape, config.params_dtype) is None
 
     def forward(
         self,
@@ -70,11 +73,13 @@ class PackedAttention(MegatronModule):
         query, key = query.squeeze(1), key.squeeze(1)
         if segments.query_scale is not None:
             query = query * segments.query_scale
+        value = value.squeeze(1)
+        if self._goes_round(segments):
+            return self._read(ring.attend(query, key, value, segments, scores), segments)
         # Only in training: in inference the choice of kernel must not depend on the pack.
         if learns(self) and scores.window is not None and scores.window >= segments.max_kv_length:
             scores = replace(scores, window=None)
         attend = _attention_for(query, scores)
-        value = value.squeeze(1)
         if segments.share is not None and learns(self):
             laid, index = segments, segments.share.gathered
             if attend not in (_attend_on_cpu, _attend_one_by_one):
@@ -100,9 +105,16 @@ class PackedAttention(MegatronModule):
             turned = turn(turning, *segments.tables[self.rotation])
         if segments.query_scale is not None:
             turned[:, :, :-1] *= segments.query_scale[..., None]
+        if self._goes_round(segments):
+            query, key = turned[:, :, :-1].flatten(1, 2), turned[:, :, -1]
+            return self._read(ring.attend(query, key, value, segments, self.scores), segments)
         attend = cpu_inference.attend_by_kernel if has_kernel else cpu_inference.attend
         out = attend(turned, value, self.layer_number, segments, self.scores)
         return self._read(out, segments)
+
+    def _goes_round(self, segments: PackedSegments) -> bool:
+        """False also beside a prefix cache: of what it has, each rank has the whole texts."""
+        return self.is_ring and segments.share is not None and segments.cached is None
 
     def _read(self, attended: Tensor, segments: PackedSegments) -> Tensor:
         """``[T, heads, c] -> [T, 1, heads * c]``."""
@@ -141,6 +153,22 @@ def slow_attention(shape: ModelShape, dtype: torch.dtype) -> str | None:
     if shape.attn_logit_softcapping is None and not takes_equal_heads(dtype, shape.kv_channels):
         why += "; SDPA has no fused kernel for it either, and scores are made twice"
     return f"attention runs one segment at a time, which is slow: {why}"
+
+
+def why_gathered(shape: ModelShape, dtype: torch.dtype) -> str | None:
+    """Say why keys and values cannot go round a ring; None if they can.
+
+    Results are merged by their log-sum-exp, so a kernel has to give it, and to be given it.
+    """
+    if shape.attn_logit_softcapping is not None:
+        return "no kernel of torch's has logit soft-capping"
+    if not torch.cuda.is_available():
+        return None
+    layers = range(1, shape.num_layers + 1)
+    has_window = any(shape.window_of(number) is not None for number in layers)
+    if has_window and "window_size" not in _varlen_parameters():
+        return f"torch {torch.__version__} has no kernel for sliding windows"
+    return why_no_kernel(dtype, shape.kv_channels)
 
 
 def copies_keys(shape: ModelShape, dtype: torch.dtype) -> bool:

@@ -249,7 +249,7 @@ def queries_of(lengths: Sequence[int], cached: int, share: ContextShare | None) 
         return [Queries(number, 0, length) for number, length in enumerate(lengths, cached)]
     bounds = [0, *accumulate(lengths)]
     found = []
-    for start, end in share.chunks:
+    for start, end in share.chunks[share.rank]:
         segment = bisect_right(bounds, start) - 1
         found.append(Queries(cached + segment, start - bounds[segment], end - start))
     return found

@@ -14,6 +14,7 @@ from nemo_aligner.batch.packed import CachedPrefix, Group, PackedBatch, Stored
 from nemo_aligner.models.attention import cpu_inference
 from nemo_aligner.models.attention.packed import _attend_on_cpu, _attend_one_by_one
 from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, Scores
+from tests.models.attention.rings import attend_in_ring
 
 # All keys; a window that ends in a cached beginning, one before it, one that is longer than all
 # sequences, and one key.
@@ -203,6 +204,24 @@ def test_pack_has_outputs_and_gradients_of_the_definition(way: str) -> None:
             grad = torch.randn(wanted.shape, generator=GENERATOR).double()
             both = [[each, *torch.autograd.grad(each, tables, grad)] for each in (found, wanted)]
             for ours, theirs in zip(*both, strict=True):
+                torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0, msg=str(scores))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ring_has_outputs_and_gradients_of_one_rank(ranks: int) -> None:
+    """Where each has chunks of one token, and of none, and where some fill their share up."""
+    batch = PackedBatch.pack(SEQUENCES, groups=UNCACHED)
+    segments = PackedSegments.of(batch, (), torch.zeros(0))
+    for groups, scale in ((1, None), (2, 0.5), (6, None)):
+        tables = draw_tables(groups)
+        inputs = [x[batch.tokens, batch.position_ids].requires_grad_() for x in tables]
+        grad = torch.randn(inputs[0].shape, generator=GENERATOR).double()
+        for window in WINDOWS:
+            scores = Scores(scale, window)
+            out = _attend_one_by_one(*inputs, segments, scores)
+            wanted = [out, *torch.autograd.grad(out, inputs, grad)]
+            found = attend_in_ring(ranks, batch, inputs, grad, scores)
+            for ours, theirs in zip(found, wanted, strict=True):
                 torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0, msg=str(scores))
 
 
