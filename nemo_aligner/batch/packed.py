@@ -481,7 +481,8 @@ class PackedBatch:
         if self.share is None:
             return self.filled
         first = self.num_tokens - self.filled
-        return sum(end - start for start, end in self.share.chunks if start >= first)
+        own = self.share.chunks[self.share.rank]
+        return sum(end - start for start, end in own if start >= first)
 
     def of_own(self, values: Tensor) -> Tensor:
         """``values [T, ...]`` of the tokens that this rank computes."""
