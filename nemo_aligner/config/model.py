@@ -169,7 +169,6 @@ class ContextExchange(Enum):
 
 
 BATCH_INVARIANT_ROWS = 256
-EXPERT_RANKS = "number of data parallel ranks that share the experts of a mixture"
 
 
 ANY_ROWS: IdleRule = ({"model.batch_invariant": False}, ("model.batch_invariant_rows",))
@@ -188,6 +187,9 @@ class LayoutConfig:
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
     context_parallel_size: int = setting(1, "number of ranks that share each text, for long texts")
+    expert_model_parallel_size: int = setting(
+        1, "number of data parallel ranks that share the experts of a mixture"
+    )
     cp_comm_type: ContextExchange = setting(
         ContextExchange.all_gather,
         "how these exchange keys and values: all_gather, or p2p round a ring",
@@ -206,6 +208,7 @@ class LayoutConfig:
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
             "context_parallel_size",
+            "expert_model_parallel_size",
             "batch_invariant_rows",
         )
         checks.require(
@@ -232,7 +235,7 @@ def layout_sizes(model: LayoutConfig) -> dict[str, Any]:
         "pp": model.pipeline_model_parallel_size,
         "cp": model.context_parallel_size,
         "ring": model.is_ring,
-        "ep": getattr(model, "expert_model_parallel_size", 1),  # a critic has none
+        "ep": model.expert_model_parallel_size,
         "sequence_parallel": model.sequence_parallel,
     }
 
@@ -241,12 +244,11 @@ def layout_sizes(model: LayoutConfig) -> dict[str, Any]:
 class ScorerModelConfig(LayoutConfig):
     """Parallel layout of a finished reward model for scoring."""
 
-    expert_model_parallel_size: int = setting(1, EXPERT_RANKS)
     micro_batch_tokens: int = setting(8192, "tokens per forward pass")
 
     def check(self, checks: Checks) -> None:
         super().check(checks)
-        checks.positive("expert_model_parallel_size", "micro_batch_tokens")
+        checks.positive("micro_batch_tokens")
 
 
 # The model to train.
@@ -364,7 +366,6 @@ class ModelConfig(LayoutConfig):
     objective_kwargs: dict[str, Any] = setting({}, "settings of the objective")
     regression: RegressionConfig = field(default_factory=RegressionConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
-    expert_model_parallel_size: int = setting(1, EXPERT_RANKS)
     activations_checkpoint_granularity: Recompute = setting(
         Recompute.none, "which activations to recompute in the backward pass"
     )
@@ -386,7 +387,6 @@ class ModelConfig(LayoutConfig):
     def check(self, checks: Checks) -> None:
         super().check(checks)
         checks.positive(
-            "expert_model_parallel_size",
             "activations_checkpoint_num_layers",
             "global_batch_size",
             "micro_batch_tokens",

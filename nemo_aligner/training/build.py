@@ -19,7 +19,7 @@ from nemo_aligner.checkpoint.run import RunCheckpoints
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import ModelConfig
-from nemo_aligner.config.serving import CriticModelConfig
+from nemo_aligner.config.serving import CriticModelConfig, ServeCriticConfig
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import build_contract, continue_contract
@@ -158,14 +158,14 @@ def build_optimized(
     return wrapped, build_optimizer(wrapped, options.optim, clip_grad, total_steps)
 
 
-def check_experts(config: TrainConfig, shape: ModelShape) -> None:
+def check_experts(config: TrainConfig | ServeCriticConfig, shape: ModelShape) -> None:
     """Refuse settings that do not go with a mixture of experts, or without one.
 
     Raises:
         ConfigError: fp16 for experts, whose optimizer would have a loss scale of its own; or
             settings of experts for a model that has none.
     """
-    if shape.experts is None and config.model.train_router:
+    if shape.experts is None and getattr(config.model, "train_router", False):
         raise ConfigError("model.train_router: got true, wanted false: the model has no experts")
     if shape.experts is not None and config.trainer.precision is Precision.fp16:
         raise ConfigError(

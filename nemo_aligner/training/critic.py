@@ -36,9 +36,10 @@ from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.losses.value import ClippedValueLoss
+from nemo_aligner.models.reward_model import set_routers
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import gather_rewards, infer_values
-from nemo_aligner.training.build import build_optimized
+from nemo_aligner.training.build import build_optimized, check_experts
 from nemo_aligner.training.learner import compute_gradients
 from nemo_aligner.training.loggers import MetricLoggers, build_loggers, check_loggers
 from nemo_aligner.training.optimizer import Optimizer
@@ -247,7 +248,7 @@ def open_critic(config: ServeCriticConfig, layout: ParallelLayout) -> CriticRun:
     Raises:
         CheckpointError: the checkpoint is no reward model, or the run is another one.
         ConfigError: ``model.micro_batch_tokens`` is below the contract's ``seq_length``, or there
-            is a run, and ``exp_manager.resume_if_exists`` is false.
+            is a run, and ``exp_manager.resume_if_exists`` is false, or see ``check_experts``.
     """
     check_loggers(config.exp_manager)
     path = str(config.pretrained_checkpoint.restore_from_path)
@@ -265,6 +266,8 @@ def open_critic(config: ServeCriticConfig, layout: ParallelLayout) -> CriticRun:
     pretrained = _load(config, contract, layout)
     options, ppo = config.model, config.trainer.ppo
     shape = ModelShape.from_config(pretrained.config)
+    check_experts(config, shape)
+    set_routers(pretrained.model, trained=False, aux_loss_coeff=0.0)
     model, optimizer = build_optimized(
         pretrained.model, shape, options, ppo.gradient_clip_val, ppo.max_steps
     )

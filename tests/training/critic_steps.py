@@ -21,6 +21,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pp": 2},
     "dp2": {},
     "cp2": {"cp": 2},
+    "ep2": {"ep": 2},
 }
 SETTINGS = [
     "model.global_batch_size=4",

@@ -17,7 +17,7 @@ from nemo_aligner.checkpoint.hf.reward_archive import ExportOptions
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.training.critic import CriticRun
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, TrainingError
-from tests import tiny
+from tests import families, tiny
 from tests.once import Once
 from tests.training.critic_steps import PROBES, open_run, rollouts
 
@@ -120,6 +120,21 @@ def test_critic_losses_and_weights_are_those_written_out(
         assert restarted["steps"] == whole["steps"], name
         for one, other in zip(whole["after"], restarted["after"], strict=True):
             assert np.array_equal(one, other), name
+
+
+def test_critic_of_a_mixture_learns_alike_where_its_experts_are_shared_out(tmp_path: Path) -> None:
+    families.write_reward_model(tmp_path / "hf", "qwen3_moe", torch.float32)
+    convert_hf_to_nemo(tmp_path / "hf", tmp_path / "rm.nemo", seq_length=32)
+    (one, _) = run_layouts("one", 1, tmp_path, tmp_path)["one"]
+    (whole, restarted) = run_layouts("ep2", 2, tmp_path, tmp_path)["ep2"]
+    np.testing.assert_allclose(whole["steps"], one["steps"], rtol=1e-4)
+    assert restarted["steps"] == whole["steps"]
+    for values, again, wanted, before in zip(
+        whole["after"], restarted["after"], one["after"], one["before"], strict=True
+    ):
+        np.testing.assert_allclose(values, wanted, rtol=0, atol=1e-4)
+        assert np.array_equal(values, again)
+        assert np.abs(wanted - before).max() > 1e-3
 
 
 @pytest.fixture(scope="module")
