@@ -132,8 +132,15 @@ def points_of(
         memory, mfu, steps = list(_memory_points(base)), list(_mfu_points(base)), 8
         context = {**base, "sequence_length": 16384, "micro_batch_tokens": 32768}
     offload = [{**base, "steps": steps}]
-    of_ranks = {"overlap": [base], "context": [context]}
+    mixture = {**base, "model": _mixture(model["num_layers"], model["hidden_size"])}
+    of_ranks = {"overlap": [base], "context": [context, mixture]}
     return {"mfu": mfu, "memory": memory, "offload": offload, "save": [base], **of_ranks}
+
+
+def _mixture(layers: int, hidden: int) -> dict[str, Any]:
+    """The model_config of a model with eight experts a layer, of which a token has two."""
+    experts = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": hidden}
+    return {**synthetic_model(layers, hidden), **experts}
 
 
 def _mfu_points(base: Point) -> Iterator[Point]:
@@ -146,6 +153,7 @@ def _mfu_points(base: Point) -> Iterator[Point]:
             yield {**base, **sizes, "micro_batch_tokens": pack}
     for layers, hidden in ((24, 1024), (8, 4096), (3, 8192)):
         yield {**base, "model": synthetic_model(layers, hidden)}
+    yield {**base, "model": _mixture(16, 2048)}
 
 
 def _memory_points(base: Point) -> Iterator[Point]:
@@ -158,6 +166,7 @@ def _memory_points(base: Point) -> Iterator[Point]:
         yield {**base, "label": f"recompute {recompute}", "recompute": recompute}
     yield {**base, "label": "half of the layers frozen", "freeze_layers": layers // 2}
     yield {**base, "label": "moments in host memory", "cpu_offload": True}
+    yield {**base, "label": "eight experts", "model": _mixture(16, 2048)}
 
 
 def machine(job: Job) -> Iterator[Row]:
@@ -374,19 +383,25 @@ def overlap(job: Job, layout: ParallelLayout) -> Iterator[Row]:
 
 
 def context(job: Job, layout: ParallelLayout) -> Iterator[Row]:
-    """A step on long texts, each on one rank, then each on all of them, and in a ring."""
-    (base,) = job["points"]
+    """A step on long texts, each on one rank, then each on all of them, and in a ring.
+
+    Then one of a mixture, its experts on each rank, and shared out.
+    """
+    texts, mixture = job["points"]
     ranks = layout.num_ranks
-    for cp, ring in ((1, False), (ranks, False), (ranks, True)):
+    texts = {**texts, "pairs": ranks}
+    rings = [(texts, sizes) for sizes in ({}, {"cp": ranks}, {"cp": ranks, "ring": True})]
+    for base, sizes in (*rings, (mixture, {}), (mixture, {"ep": ranks})):
         destroy_layout()
-        layout = initialize_layout(seed=_SEED, cp=cp, ring=ring)
-        point = {**base, "pairs": ranks, "cp": cp, "dp": layout.dp, "ring": ring}
+        layout = initialize_layout(seed=_SEED, **sizes)
+        point = {**base, **sizes, "dp": layout.dp}
         shape, plan = _shape_and_plan(point)
         planned = fullest_stage(shape, plan).total
         found = _measured(point, layout, _memory_of).get("total")
         seconds = _measured(point, layout, partial(_time, steps=point["steps"])).get("seconds")
         yield {
             "layout": str(layout),
+            "experts": shape.experts.count if shape.experts else 0,
             "tokens of a text": point["sequence_length"],
             "s/step": seconds,
             "planned s/step": step_time(shape, plan, _machine(job)).total,

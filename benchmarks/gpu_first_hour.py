@@ -478,7 +478,7 @@ PARTS = (
     ),
     Part(
         "context",
-        "texts that ranks share",
+        "texts that ranks share, and experts",
         90,
         _on_ranks("context"),
         read_rows,

@@ -69,7 +69,8 @@ def test_the_whole_hour_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
     assert rows["save"][1]["planned"] > 0
     assert [row["over"] for row in rows["overlap"]] == ["gloo", "gloo"]
     cp2 = ["TP=1 CP=2 PP=1 DP=1", "TP=1 CP=2+ring PP=1 DP=1"]
-    assert [row["layout"] for row in rows["context"]] == ["TP=1 PP=1 DP=2", *cp2]
+    shared = [*cp2, "TP=1 PP=1 DP=2", "TP=1 PP=1 DP=2 EP=2"]
+    assert [row["layout"] for row in rows["context"]] == ["TP=1 PP=1 DP=2", *shared]
     for row in (*rows["memory"], *rows["context"]):
         assert row["measured/planned"] == pytest.approx(1, rel=0.1)
     page = (tmp_path / "first_hour.md").read_text()
