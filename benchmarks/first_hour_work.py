@@ -390,8 +390,10 @@ def context(job: Job, layout: ParallelLayout) -> Iterator[Row]:
     texts, mixture = job["points"]
     ranks = layout.num_ranks
     texts = {**texts, "pairs": ranks}
-    rings = [(texts, sizes) for sizes in ({}, {"cp": ranks}, {"cp": ranks, "ring": True})]
-    for base, sizes in (*rings, (mixture, {}), (mixture, {"ep": ranks})):
+    chunks: list[dict[str, Any]] = [{}, {"cp": ranks}, {"cp": ranks, "ring": True}]
+    experts: list[dict[str, Any]] = [{}, {"ep": ranks}]
+    points = [(texts, sizes) for sizes in chunks] + [(mixture, sizes) for sizes in experts]
+    for base, sizes in points:
         destroy_layout()
         layout = initialize_layout(seed=_SEED, **sizes)
         point = {**base, **sizes, "dp": layout.dp}
