@@ -116,31 +116,29 @@ def points_of(
     ``given`` is a model_config to take instead of a synthetic one.
     """
     if device == "cuda":
-        model, size = given or synthetic_model(16, 2048), (1024, 32, 8192, 5)
+        model, size = synthetic_model(16, 2048), (1024, 32, 8192, 5)
     else:
-        model, size = given or synthetic_model(2, 128, vocabulary=512), (64, 4, 256, 1)
+        model, size = synthetic_model(2, 128, vocabulary=512), (64, 4, 256, 1)
     sizes = dict(
         zip(("sequence_length", "pairs", "micro_batch_tokens", "steps"), size, strict=True)
     )
-    base = make_point(model, precision, **sizes)
+    base = make_point(given or model, precision, **sizes)
+    # Eight experts a layer, of which a token has two; always synthetic, whatever is given.
+    experts = {"num_moe_experts": 8, "moe_router_topk": 2}
+    width = {"moe_ffn_hidden_size": model["hidden_size"]}
+    mixture = {**base, "model": {**model, **experts, **width}}
     if device != "cuda":
         memory = [{**base, "label": "nothing recomputed"}]
         memory.append({**base, "label": "recompute full", "recompute": "full"})
         mfu, steps = [base, {**base, "sequence_length": 32, "pairs": 8}], 2
         context = {**base, "sequence_length": 128}
     else:
-        memory, mfu, steps = list(_memory_points(base)), list(_mfu_points(base)), 8
+        memory = [*_memory_points(base), {**mixture, "label": "eight experts"}]
+        mfu, steps = [*_mfu_points(base), mixture], 8
         context = {**base, "sequence_length": 16384, "micro_batch_tokens": 32768}
     offload = [{**base, "steps": steps}]
-    mixture = {**base, "model": _mixture(model["num_layers"], model["hidden_size"])}
     of_ranks = {"overlap": [base], "context": [context, mixture]}
     return {"mfu": mfu, "memory": memory, "offload": offload, "save": [base], **of_ranks}
-
-
-def _mixture(layers: int, hidden: int) -> dict[str, Any]:
-    """The model_config of a model with eight experts a layer, of which a token has two."""
-    experts = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": hidden}
-    return {**synthetic_model(layers, hidden), **experts}
 
 
 def _mfu_points(base: Point) -> Iterator[Point]:
@@ -153,7 +151,6 @@ def _mfu_points(base: Point) -> Iterator[Point]:
             yield {**base, **sizes, "micro_batch_tokens": pack}
     for layers, hidden in ((24, 1024), (8, 4096), (3, 8192)):
         yield {**base, "model": synthetic_model(layers, hidden)}
-    yield {**base, "model": _mixture(16, 2048)}
 
 
 def _memory_points(base: Point) -> Iterator[Point]:
@@ -166,7 +163,6 @@ def _memory_points(base: Point) -> Iterator[Point]:
         yield {**base, "label": f"recompute {recompute}", "recompute": recompute}
     yield {**base, "label": "half of the layers frozen", "freeze_layers": layers // 2}
     yield {**base, "label": "moments in host memory", "cpu_offload": True}
-    yield {**base, "label": "eight experts", "model": _mixture(16, 2048)}
 
 
 def machine(job: Job) -> Iterator[Row]:

@@ -280,7 +280,8 @@ def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSize
             fitting.append(shared)
         except ConfigError as error:
             reasons.append(f"{shared}: {error}")
-    fitting += [LayoutSizes(cp=world_size)][: world_size - 1]  # of any model
+    if world_size > 1:
+        fitting.append(LayoutSizes(cp=world_size))  # fits any model
     return sorted(fitting, key=lambda sizes: -sizes.tp * sizes.pp * sizes.ep), reasons
 
 

@@ -101,8 +101,10 @@ def _play_nccl(watch: Watch) -> None:
     """
     start, add = dist.init_process_group, dist.new_group
 
-    def init_process_group(backend: str, *, rank: int, world_size: int, **unused: Any) -> None:
-        watch.settings |= {"backend": backend}
+    def init_process_group(
+        backend: str, *, rank: int, world_size: int, device_id: Any = None, **unused: Any
+    ) -> None:
+        watch.settings |= {"backend": backend, "device_id": str(device_id)}
         watch.collectives.clear()
         start("fake", store=FakeStore(), rank=rank, world_size=world_size)
         dist.group.WORLD._set_group_desc(f"world, {backend}")

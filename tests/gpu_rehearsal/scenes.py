@@ -178,8 +178,7 @@ def steps(watch: Watch, sizes: Found, shape: Found, **options: Any) -> Found:
     found: Found = {"collectives": [], "ranks": []}
     for rank in range(wanted.num_ranks):
         dist.init_process_group("nccl", rank=rank, world_size=wanted.num_ranks)
-        kinds = {"sequence_parallel": wanted.sequence_parallel, "ring": wanted.ring}
-        layout = initialize_layout(wanted.tp, wanted.pp, cp=wanted.cp, **kinds)
+        layout = initialize_layout(**wanted.given)
         found["ranks"].append(one_rank(watch, layout, {**SHAPE, **shape}, **options))
         found["collectives"].append(dict(watch.collectives))
         destroy_layout()
