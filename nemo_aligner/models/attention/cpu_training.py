@@ -181,28 +181,28 @@ def add_gradients(
     """Add one call's gradients; all but what it adds to is freed before the next call.
 
     ``saved`` are the output's gradient, queries, keys, values and the output, ``gradients`` those
-    of queries, keys and values, which a causal block is the first to write.
+    of queries, keys and values, which a causal block is the first to write. 16 bits are computed in
+    fp32: torch's own backward in bf16 takes 1.1 to 5 times as long for segments of 20 to 400 tokens.
     """
-    d, q, k, v, o = saved
+    rows = (block.queries, block.queries, block.keys, block.keys, block.queries)
+    d, q, k, v, o = (x[:, :, its].to(lse.dtype) for x, its in zip(saved, rows, strict=True))
     repeats = q.size(0)
     found = cpu_flash_attention_backward(
-        d[:, :, block.queries],
-        q[:, :, block.queries],
-        k[:, :, block.keys].expand(repeats, -1, -1, -1),
-        v[:, :, block.keys].expand(repeats, -1, -1, -1),
-        o[:, :, block.queries],
+        d,
+        q,
+        k.expand(repeats, -1, -1, -1),
+        v.expand(repeats, -1, -1, -1),
+        o,
         lse[:, :, block.queries],
         0.0,
         block.is_causal,
         attn_mask=block.mask(q.dtype),
         scale=scale,
     )
-    for rows, to, some in zip(
-        (block.queries, block.keys, block.keys), gradients, found, strict=True
-    ):
+    for its, to, some in zip(rows[1:4], gradients, found, strict=True):
         if some.size(0) > to.size(0):
             some = some.sum(0, keepdim=True)
         if block.is_causal:
-            to[:, :, rows] = some
+            to[:, :, its] = some
         else:
-            to[:, :, rows] += some
+            to[:, :, its] += some
