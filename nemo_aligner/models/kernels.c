@@ -61,60 +61,89 @@ typedef struct {
     int32_t row, count, position, keys; // first token in the pack, tokens, its position, its keys
 } Item;
 
+// The two products below for `vectors` vectors of rows, a constant where they are inlined.
+
 // scores[j][row] = sum over channels of keys[j][c] * query[c][row], KEYS keys at a time.
-static inline void multiply_keys(
-    const float query[][ROWS], const float *const *keys, int count, int channels, float scores[][ROWS]
+static inline __attribute__((always_inline)) void multiply_keys_of(
+    const int vectors, const float query[][ROWS], const float *const *keys, int count, int channels,
+    float scores[][ROWS]
 ) {
-    for (int first = 0; first < ROWS; first += VECTORS * LANES) {
-        for (int j = 0; j < count; j += KEYS) {
-            vec sums[KEYS][VECTORS] = {};
-            for (int c = 0; c < channels; c++) {
-                const vec *q = (const vec *)(query[c] + first);
-#pragma GCC unroll 8
-                for (int k = 0; k < KEYS; k++)
-#pragma GCC unroll 8
-                    for (int v = 0; v < VECTORS; v++) sums[k][v] += keys[j + k][c] * q[v];
-            }
+    for (int j = 0; j < count; j += KEYS) {
+        vec sums[KEYS][VECTORS] = {};
+        for (int c = 0; c < channels; c++) {
+            const vec *q = (const vec *)query[c];
 #pragma GCC unroll 8
             for (int k = 0; k < KEYS; k++)
 #pragma GCC unroll 8
-                for (int v = 0; v < VECTORS; v++)
-                    ((vec *)(scores[j + k] + first))[v] = sums[k][v];
+                for (int v = 0; v < vectors; v++) sums[k][v] += keys[j + k][c] * q[v];
         }
+#pragma GCC unroll 8
+        for (int k = 0; k < KEYS; k++)
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++) ((vec *)scores[j + k])[v] = sums[k][v];
     }
 }
 
 // out[c][row] += sum over keys of values[j][c] * weights[j][row].
-static inline void multiply_values(
-    const float weights[][ROWS], const float *const *values, int count, int channels, float out[][ROWS]
+static inline __attribute__((always_inline)) void multiply_values_of(
+    const int vectors, const float weights[][ROWS], const float *const *values, int count,
+    int channels, float out[][ROWS]
 ) {
-    for (int first = 0; first < ROWS; first += VECTORS * LANES) {
-        for (int c = 0; c < channels; c += KEYS) {
-            vec sums[KEYS][VECTORS];
+    for (int c = 0; c < channels; c += KEYS) {
+        vec sums[KEYS][VECTORS];
+#pragma GCC unroll 8
+        for (int k = 0; k < KEYS; k++)
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++) sums[k][v] = ((vec *)out[c + k])[v];
+        for (int j = 0; j < count; j++) {
+            const vec *w = (const vec *)weights[j];
 #pragma GCC unroll 8
             for (int k = 0; k < KEYS; k++)
 #pragma GCC unroll 8
-                for (int v = 0; v < VECTORS; v++) sums[k][v] = ((vec *)(out[c + k] + first))[v];
-            for (int j = 0; j < count; j++) {
-                const vec *w = (const vec *)(weights[j] + first);
-#pragma GCC unroll 8
-                for (int k = 0; k < KEYS; k++)
-#pragma GCC unroll 8
-                    for (int v = 0; v < VECTORS; v++) sums[k][v] += values[j][c + k] * w[v];
-            }
-#pragma GCC unroll 8
-            for (int k = 0; k < KEYS; k++)
-#pragma GCC unroll 8
-                for (int v = 0; v < VECTORS; v++) ((vec *)(out[c + k] + first))[v] = sums[k][v];
+                for (int v = 0; v < vectors; v++) sums[k][v] += values[j][c + k] * w[v];
         }
+#pragma GCC unroll 8
+        for (int k = 0; k < KEYS; k++)
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++) ((vec *)out[c + k])[v] = sums[k][v];
     }
+}
+
+// Calls one of them for `used` rows of ROWS: whole groups of VECTORS, then what is left.
+#define FOR_ROWS(multiply, from, tokens, count, channels, to)                                       \
+    for (int first = 0; first < used; first += VECTORS * LANES) {                                   \
+        const void *some = from[0] + first;                                                         \
+        void *its = to[0] + first;                                                                  \
+        switch (used - first > (VECTORS - 1) * LANES ? VECTORS : (used - first + LANES - 1) / LANES) { \
+        case 1: multiply(1, some, tokens, count, channels, its); break;                             \
+        case 2: multiply(2, some, tokens, count, channels, its); break;                             \
+        case 3: multiply(VECTORS < 3 ? VECTORS : 3, some, tokens, count, channels, its); break;     \
+        case 4: multiply(VECTORS < 4 ? VECTORS : 4, some, tokens, count, channels, its); break;     \
+        case 5: multiply(VECTORS < 5 ? VECTORS : 5, some, tokens, count, channels, its); break;     \
+        default: multiply(VECTORS, some, tokens, count, channels, its);                             \
+        }                                                                                           \
+    }
+
+static void multiply_keys(
+    int used, const float query[][ROWS], const float *const *keys, int count, int channels,
+    float scores[][ROWS]
+) {
+    FOR_ROWS(multiply_keys_of, query, keys, count, channels, scores)
+}
+
+static void multiply_values(
+    int used, const float weights[][ROWS], const float *const *values, int count, int channels,
+    float out[][ROWS]
+) {
+    FOR_ROWS(multiply_values_of, weights, values, count, channels, out)
 }
 
 // Turns a tile's scores into weights; what was summed before is scaled to the new maximum.
 static inline void weigh(
-    float scores[][ROWS], int count, int channels, float *most, float *total, float out[][ROWS]
+    int used, float scores[][ROWS], int count, int channels, float *most, float *total,
+    float out[][ROWS]
 ) {
-    for (int first = 0; first < ROWS; first += LANES) {
+    for (int first = 0; first < used; first += LANES) {
         vec *known = (vec *)(most + first), *sum = (vec *)(total + first), top = *known;
         for (int j = 0; j < count; j++) {
             vec s = *(vec *)(scores[j] + first);
@@ -149,15 +178,16 @@ static void attend_item(
     float scores[TILE][ROWS] __attribute__((aligned(64)));
     float most[ROWS] __attribute__((aligned(64))), total[ROWS] __attribute__((aligned(64)));
     int32_t positions[ROWS] __attribute__((aligned(64)));
-    for (int row = 0; row < ROWS; row++) {
+    int used = (item->count * repeats + LANES - 1) / LANES * LANES;
+    for (int row = 0; row < used; row++) {
         int token = row / repeats, head = row % repeats;
-        int used = token < item->count;
-        const float *q = query + (item->row + (used ? token : 0)) * query_token + (group * width + head) * channels;
+        int is_own = token < item->count;
+        const float *q = query + (item->row + (is_own ? token : 0)) * query_token + (group * width + head) * channels;
         for (int c = 0; c < channels; c++) {
             turned[c][row] = q[c] * scale;
             sums[c][row] = 0;
         }
-        positions[row] = item->position + (used ? token : 0);
+        positions[row] = item->position + (is_own ? token : 0);
         most[row] = -INFINITY;
         total[row] = 0;
     }
@@ -173,17 +203,17 @@ static void attend_item(
             tile_keys[j] = row_of(keys, row, group);
             tile_values[j] = row_of(values, row, group);
         }
-        multiply_keys(turned, tile_keys, filled, channels, scores);
+        multiply_keys(used, turned, tile_keys, filled, channels, scores);
         if (start + count > item->position + 1 || start <= last - 1 - window) {
             for (int j = 0; j < count; j++)
-                for (int first = 0; first < ROWS; first += LANES) {
+                for (int first = 0; first < used; first += LANES) {
                     ints behind = *(ints *)(positions + first) - (start + j);
                     vec *s = (vec *)(scores[j] + first);
                     *s = select_((behind >= 0) & (behind < window), *s, (vec){} - INFINITY);
                 }
         }
-        weigh(scores, count, channels, most, total, sums);
-        multiply_values(scores, tile_values, count, channels, sums);
+        weigh(used, scores, count, channels, most, total, sums);
+        multiply_values(used, scores, tile_values, count, channels, sums);
     }
     for (int row = 0; row < item->count * repeats; row++) {
         int token = item->row + row / repeats, head = group * repeats + row % repeats;

@@ -456,8 +456,10 @@ def _plan(
     rows, items, begin, most = [], [], 0, _ROWS // repeats
     for each in own_segments(segments):
         rows.append(row_of[each.keys])
-        for position in range(each.start, each.end, most):
-            count = min(most, each.end - position)
+        own = each.end - each.start
+        size = -(-own // -(-own // most))  # of about equal items, as few as can be
+        for position in range(each.start, each.end, size):
+            count = min(size, each.end - position)
             items.append((each.row + position - each.start, count, position, begin))
         begin += len(each.keys)
     items.sort(key=lambda item: -item[2])
