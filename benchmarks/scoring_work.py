@@ -49,7 +49,8 @@ class Ours:
 class Products:
     """Times of a model's matrix products alone, in the layout and with the threads of scoring."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, dtype: Any = None) -> None:
+        """By default in fp32."""
         import torch
 
         from nemo_aligner.distributed.cpu_products import linear_in_chunks, reordered_for_products
@@ -58,7 +59,9 @@ class Products:
         linear = (ColumnLinear, RowLinear)
         shapes = [tuple(each.weight.shape) for each in model.modules() if isinstance(each, linear)]
         # As many as the model has: a weight that is used again lies in the processor's caches.
-        self._weights = [reordered_for_products(torch.randn(shape)) for shape in shapes]
+        self._dtype = dtype or torch.float32
+        drawn = (torch.randn(shape, dtype=self._dtype) for shape in shapes)
+        self._weights = [reordered_for_products(each) for each in drawn]
         self._widths = {width for _, width in shapes}
         self._multiply = linear_in_chunks
         self._seconds: dict[int, float] = {}
@@ -73,7 +76,7 @@ class Products:
     def _measure(self, rows: int) -> float:
         import torch
 
-        inputs = {width: torch.randn(rows, width) for width in self._widths}
+        inputs = {width: torch.randn(rows, width, dtype=self._dtype) for width in self._widths}
         start = time.perf_counter()
         for weight in self._weights:
             self._multiply(inputs[weight.size(1)], weight)

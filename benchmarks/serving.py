@@ -4,8 +4,9 @@
         --vllm-python vllm/bin/python
     python benchmarks/serving.py --tiny
 
-Both score one text a request, in fp32 on the CPU, with a random head; vLLM serves the folder that
-``nemo-aligner export`` writes. Of each number of ``--clients``, every client sends its next request
+Both score one text a request, in fp32 (or by ``--precision bf16``) on the CPU, with a random head;
+vLLM serves the folder that ``nemo-aligner export`` writes. First, all servers' rewards are compared
+with those of our model in this process in fp32. Of each number of ``--clients``, every client sends its next request
 once it has its answer. ``uniform`` and ``lognormal`` are lengths of texts that have nothing in
 common (224 tokens in the mean); ``pairs`` has both sides of pairs from ``--data`` one after the
 other; ``shared`` is replies of 100 tokens, one by one, to a prompt of 512 that was seen before. No
@@ -40,7 +41,7 @@ from common import (
     require,
     write_json,
 )
-from scoring_work import Products
+from scoring_work import SMALLEST_BUDGET, Products
 from serving_model import export, prepare_reward_model
 from serving_servers import SEQ_LENGTH, Clients, Contestants, Load, Recipe, percentile
 
@@ -52,6 +53,8 @@ PROMPT, REPLY = 512, 100
 _MEAN = 224
 _SPREAD = 0.8  # of the logarithm of a length
 _LOWEST_ID = 100  # below are special tokens
+_VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_ALLOWED = {"fp32": 1e-2, "bf16": 0.1}  # difference from fp32, over the largest reward
 
 
 def main() -> None:
@@ -67,7 +70,8 @@ def main() -> None:
         content = measure(arguments, work)
     else:
         content = _compare_servers(arguments, work)
-    about = {"machine": machine(), "model": str(arguments.model or "tiny"), "precision": "fp32"}
+    precision = arguments.precision
+    about = {"machine": machine(), "model": str(arguments.model or "tiny"), "precision": precision}
     print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items()))
     write_json(arguments.output, {**about, **content})
 
@@ -75,7 +79,8 @@ def main() -> None:
 def _compare_servers(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     reward_model = prepare_reward_model(arguments.model, work)
     pairs, vocabulary = _texts(arguments.data, reward_model)
-    products = _products(reward_model, arguments.threads)
+    checked = pairs.take(CHECKED)
+    rewards, products = _in_process(reward_model, arguments, checked)
     clients = Clients()
     recipes = _recipes(arguments, reward_model, work)
     contestants = Contestants(recipes, work, clients, arguments.rest)
@@ -86,7 +91,7 @@ def _compare_servers(arguments: argparse.Namespace, work: Path) -> dict[str, Any
     try:
         works = _works(arguments, pairs, Draw(vocabulary))
         names = list(dict.fromkeys(name for each in works for name in each.servers))
-        difference = _largest_difference(contestants, names, pairs.take(CHECKED), arguments.limit)
+        differences = _differences(contestants, names, checked, rewards, arguments)
         for each in works:
             rows += _compare(each, contestants, products, arguments.turns, arguments.limit)
             print(f"\n{render(rows)}", flush=True)
@@ -95,7 +100,7 @@ def _compare_servers(arguments: argparse.Namespace, work: Path) -> dict[str, Any
         clients.close()
     for name, failure in contestants.failures.items():
         print(f"\n{name}: {failure}", flush=True)
-    return {"rows": rows, "difference": difference, "failures": contestants.failures}
+    return {"rows": rows, "differences": differences, "failures": contestants.failures}
 
 
 def _texts(data: Path, reward_model: Path) -> tuple[Pairs, int]:
@@ -109,22 +114,33 @@ def _texts(data: Path, reward_model: Path) -> tuple[Pairs, int]:
     return Pairs(data, lambda text: rule.encode(tokenizer, text).token_ids), tokenizer.vocab_size
 
 
-def _products(reward_model: Path, threads: int) -> Products:
+def _in_process(
+    reward_model: Path, arguments: argparse.Namespace, token_lists: list[list[int]]
+) -> tuple[np.ndarray, Products]:
+    """Rewards of ``token_lists`` in fp32, and the model's products in the servers' precision."""
     import torch
 
     from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
+    from nemo_aligner.config.common import Precision
+    from nemo_aligner.config.dtypes import torch_dtype
     from nemo_aligner.distributed.launch import launch
     from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
+    from nemo_aligner.serving.engine.scorer import RewardScorer
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(arguments.threads)
     with launch():
-        products = Products(load_reward_model(reward_model, initialize_layout()).model)
+        layout = initialize_layout()
+        loaded = load_reward_model(reward_model, layout)
+        model, rule = loaded.model.eval(), loaded.contract
+        scorer = RewardScorer(model, rule, loaded.tokenizer, layout, SMALLEST_BUDGET)
+        rewards = scorer.score_token_lists(token_lists)[:, 0]
+        products = Products(model, torch_dtype(Precision(arguments.precision)))
         destroy_layout()
-    return products
+    return rewards, products
 
 
 def _recipes(arguments: argparse.Namespace, reward_model: Path, work: Path) -> list[Recipe]:
-    own = tuple(arguments.server)
+    own = (f"precision={arguments.precision}", *arguments.server)
     ours = [Recipe(OURS, reward_model, arguments.threads, own)]
     if arguments.compare_cache:
         settings = (*own, "server.prefix_cache_tokens=0")
@@ -133,8 +149,9 @@ def _recipes(arguments: argparse.Namespace, reward_model: Path, work: Path) -> l
         return ours
     folder = export(reward_model, work / "export")
     python, threads = arguments.vllm_python, arguments.threads
-    cold = ("--no-enable-prefix-caching",)
-    warm = ("--enable-prefix-caching", "--enable-chunked-prefill")
+    dtype = ("--dtype", _VLLM_DTYPES[arguments.precision])
+    cold = (*dtype, "--no-enable-prefix-caching")
+    warm = (*dtype, "--enable-prefix-caching", "--enable-chunked-prefill")
     return [
         *ours,
         Recipe(COLD, folder, threads, cold, python),
@@ -164,24 +181,26 @@ def _work(
     return Work(kind, clients, lambda turn: random(count, clients, turn), (OURS, COLD))
 
 
-def _largest_difference(
-    contestants: Contestants, names: Sequence[str], token_lists: list[list[int]], limit: float
-) -> float | None:
-    """Of a reward between ours and any other server; every server is warm after it."""
+def _differences(
+    contestants: Contestants,
+    names: Sequence[str],
+    token_lists: list[list[int]],
+    rewards: np.ndarray,
+    arguments: argparse.Namespace,
+) -> dict[str, float]:
+    """Each server's largest difference from ``rewards``; every server is warm after it."""
     found = {}
     for name in names:
         for clients in (1, len(token_lists)):
-            load = contestants.ask(name, token_lists, clients, limit)
+            load = contestants.ask(name, token_lists, clients, arguments.limit)
             if load is not None:
-                found[name] = np.array(load.rewards)[:, 0]
-    ours = found.pop(OURS)
-    if not found:
-        return None
-    difference = max(float(np.abs(ours - theirs).max()) for theirs in found.values())
-    print(f"the largest difference of a reward: {difference:.1e} (of up to {abs(ours).max():.2f})")
-    if difference > 1e-2 * float(np.abs(ours).max()):
+                found[name] = float(np.abs(np.array(load.rewards)[:, 0] - rewards).max())
+    largest = float(np.abs(rewards).max())
+    each = ", ".join(f"{name} {difference:.1e}" for name, difference in found.items())
+    print(f"the largest difference of a reward (of up to {largest:.2f}) from fp32: {each}")
+    if max(found.values()) > _ALLOWED[arguments.precision] * largest:
         sys.exit("the rewards differ: these are not the same computations")
-    return difference
+    return found
 
 
 def _compare(
@@ -261,6 +280,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--compare-cache", action="store_true", help="in shared, ours without its cache, too"
     )
+    parser.add_argument("--precision", choices=[*_VLLM_DTYPES], default="fp32")
     parser.add_argument("--tiny", action="store_true", help="what the server itself costs")
     parser.add_argument("--tiny-requests", type=int, default=2000, help="(default 2000)")
     parser.add_argument("--soak", type=int, default=0, metavar="N", help="with --tiny: N more")
