@@ -6,14 +6,14 @@
 
 Both score one text a request, in fp32 (or by ``--precision bf16``) on the CPU, with a random head;
 vLLM serves the folder that ``nemo-aligner export`` writes. First, all servers' rewards are compared
-with those of our model in this process in fp32. Of each number of ``--clients``, every client sends its next request
-once it has its answer. ``uniform`` and ``lognormal`` are lengths of texts that have nothing in
-common (224 tokens in the mean); ``pairs`` has both sides of pairs from ``--data`` one after the
-other; ``shared`` is replies of 100 tokens, one by one, to a prompt of 512 that was seen before. No
-turn asks for texts of another. ``products alone`` is the speed of nothing but the matrix products
-of the tokens that no text before had, one text at a time, with as many threads. vLLM runs without
-its prefix cache, with it in ``shared``, and both ways in ``pairs``. A vLLM that is not given, does
-not start or fails leaves dashes, and what it said last stands below the table.
+with those of our model in this process in fp32. Of each number of ``--clients``, every client sends
+its next request once it has its answer. ``uniform`` and ``lognormal`` are lengths of texts that
+have nothing in common (224 tokens in the mean); ``pairs`` has both sides of pairs from ``--data``
+one after the other; ``shared`` is replies of 100 tokens, one by one, to a prompt of 512 that was
+seen before. No turn asks for texts of another. ``products alone`` is the speed of nothing but the
+matrix products of the tokens that no text before had, one text at a time, with as many threads.
+vLLM runs without its prefix cache, with it in ``shared``, and both ways in ``pairs``. A vLLM that
+is not given, does not start or fails leaves dashes, and what it said last stands below the table.
 
 With ``--tiny`` a tiny model shows what the server itself costs (see serving_tiny.py).
 """

@@ -73,7 +73,24 @@ def _describe(error: Exception) -> str:
         return missing_module(error)
     if isinstance(error, AlignerError):
         return describe_error(error)
+    for said in _SAID_OUT_OF_MEMORY:
+        if said in str(error):
+            return _out_of_memory(str(error).partition(said)[2], said)
     return _unexpected(error)
+
+
+# By torch's allocators of GPUs and of the CPU, whose error has no class of its own.
+_SAID_OUT_OF_MEMORY = ("CUDA out of memory", "DefaultCPUAllocator: can't allocate memory")
+
+
+def _out_of_memory(sizes: str, said: str) -> str:
+    """What torch ``said``, the sizes with which it goes on, and what to do."""
+    told = ". ".join((said + sizes).splitlines()[0].split(". ")[:3])
+    return (
+        f"{told}\n  wanted less: a smaller model.micro_batch_tokens (a text has to fit: "
+        "model.data.seq_length), model.activations_checkpoint_granularity=full, "
+        f"model.lora.rank, or more processes; `{PROGRAM} plan` says what a layout needs"
+    )
 
 
 def _with_traceback(error: Exception) -> str:

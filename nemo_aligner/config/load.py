@@ -456,6 +456,8 @@ def _construct(loader: Any, node: yaml.Node) -> Any:
 
 def _value(key: str, text: str, kind_of: KindOf) -> Any:
     kind, stripped = kind_of(key), text.strip()
+    if text.isspace() and _is_text(kind):
+        return text  # a separator, for example
     if stripped in _NULLS:
         return None
     is_one_of_texts = _is_texts(kind) and not stripped.startswith(("[", "{", "- "))

@@ -106,6 +106,22 @@ def test_error_that_nobody_foresaw_is_one_screen_and_a_file(capsys: Captured) ->
     Path(path).unlink()
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB",
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 8 bytes. Error code 12 (Cannot allocate memory)",
+    ],
+)
+def test_full_memory_is_told_with_what_to_lower(capsys: Captured, said: str) -> None:
+    assert run_verb(failing(RuntimeError(said)), options_of()) == 1
+    error = capsys.readouterr().err
+    assert "allocate 2.00 GiB" in error or "allocate 8 bytes" in error
+    assert "enforce" not in error
+    assert "wanted less: a smaller model.micro_batch_tokens" in error
+
+
 def test_interruption_has_its_exit_code(capsys: Captured) -> None:
     assert run_verb(failing(KeyboardInterrupt()), options_of()) == 130
     assert "Traceback" not in capsys.readouterr().err

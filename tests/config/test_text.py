@@ -48,6 +48,7 @@ def test_text_in_quotes_null_and_references_stay_what_they_are() -> None:
         "null": None,
         "~": None,
         "": None,
+        "\n": "\n",
         "${model.seed}": "1234",
         "a/${model.seed}": "a/1234",
     }

@@ -182,7 +182,7 @@ def add_gradients(
 
     ``saved`` are the output's gradient, queries, keys, values and the output, ``gradients`` those
     of queries, keys and values, which a causal block is the first to write. 16 bits are computed in
-    fp32: torch's own backward in bf16 takes 1.1 to 5 times as long for segments of 20 to 400 tokens.
+    fp32: torch's backward in bf16 takes 1.1 to 5 times as long for segments of 20 to 400 tokens.
     """
     rows = (block.queries, block.queries, block.keys, block.keys, block.queries)
     d, q, k, v, o = (x[:, :, its].to(lse.dtype) for x, its in zip(saved, rows, strict=True))
