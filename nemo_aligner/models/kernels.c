@@ -23,6 +23,27 @@ static inline vec load(const float *from) { return *(const unaligned *)from; }
 
 static inline void store(float *to, vec value) { *(unaligned *)to = value; }
 
+typedef uint32_t words __attribute__((vector_size(LANES * 4)));
+typedef uint16_t shorts __attribute__((vector_size(LANES * 2), aligned(2)));
+
+// Number i of an array in bf16 or fp32, and the way back, by rounding to the nearest even.
+static inline vec load_as(int is_bf16, const void *from, int64_t i) {
+    if (!is_bf16) return load((const float *)from + i);
+    shorts upper = *(const shorts *)((const uint16_t *)from + i);
+    return (vec)(__builtin_convertvector(upper, words) << 16);
+}
+
+static inline void store_as(int is_bf16, void *to, int64_t i, vec value) {
+    if (!is_bf16) {
+        store((float *)to + i, value);
+        return;
+    }
+    words bits = (words)value, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    words kept = (words)(value == value);
+    rounded = (kept & rounded) | (~kept & 0x7fc0); // NaN stays NaN
+    *(shorts *)((uint16_t *)to + i) = __builtin_convertvector(rounded, shorts);
+}
+
 static inline vec select_(ints mask, vec yes, vec no) {
     return (vec)((mask & (ints)yes) | (~mask & (ints)no));
 }
@@ -109,12 +130,12 @@ static inline __attribute__((always_inline)) void multiply_values_of(
     }
 }
 
-// Calls one of them for `used` rows of ROWS: whole groups of VECTORS, then what is left.
+// Calls one of them for `used` rows of ROWS, whole vectors: groups of VECTORS, then what is left.
 #define FOR_ROWS(multiply, from, tokens, count, channels, to)                                       \
     for (int first = 0; first < used; first += VECTORS * LANES) {                                   \
         const void *some = from[0] + first;                                                         \
         void *its = to[0] + first;                                                                  \
-        switch (used - first > (VECTORS - 1) * LANES ? VECTORS : (used - first + LANES - 1) / LANES) { \
+        switch ((used - first) / LANES) {                                                           \
         case 1: multiply(1, some, tokens, count, channels, its); break;                             \
         case 2: multiply(2, some, tokens, count, channels, its); break;                             \
         case 3: multiply(VECTORS < 3 ? VECTORS : 3, some, tokens, count, channels, its); break;     \
@@ -253,36 +274,72 @@ void rms_norm(
     }
 }
 
-// x [rows, 2 width], gate first, -> out [rows, width] = silu(gate) * linear.
-void gated_silu(const float *x, float *out, int64_t rows, int width, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *gates = x + row * 2 * width;
-        for (int i = 0; i < width; i += LANES) {
-            vec gate = load(gates + i);
-            vec silu = gate / (exponential(-gate) + 1.0f);
-            store(out + row * width + i, silu * load(gates + width + i));
-        }
+static inline __attribute__((always_inline)) void gated_silu_of(
+    const int is_bf16, const void *x, void *out, int64_t row, int width
+) {
+    int64_t gates = row * 2 * width;
+    for (int i = 0; i < width; i += LANES) {
+        vec gate = load_as(is_bf16, x, gates + i);
+        vec silu = gate / (exponential(-gate) + 1.0f);
+        store_as(is_bf16, out, row * width + i, silu * load_as(is_bf16, x, gates + width + i));
     }
 }
 
-// x [rows, groups, heads, channels] with strides in floats -> out, contiguous: channel i of the
-// first 2 half is rotated with channel i + half by cos and sin [rows, half].
+// x [rows, 2 width], gate first, -> out [rows, width] = silu(gate) * linear; both bf16 or fp32.
+void gated_silu(int is_bf16, const void *x, void *out, int64_t rows, int width, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        if (is_bf16)
+            gated_silu_of(1, x, out, row, width);
+        else
+            gated_silu_of(0, x, out, row, width);
+    }
+}
+
+static inline float number(int is_bf16, const void *x, int64_t i) {
+    union { uint32_t bits; float value; } wide;
+    if (!is_bf16) return ((const float *)x)[i];
+    wide.bits = (uint32_t)((const uint16_t *)x)[i] << 16;
+    return wide.value;
+}
+
+static inline void set_number(int is_bf16, void *x, int64_t i, float value) {
+    union { float value; uint32_t bits; } wide = {value};
+    if (!is_bf16)
+        ((float *)x)[i] = value;
+    else
+        ((uint16_t *)x)[i] =
+            value == value ? (wide.bits + 0x7fff + (wide.bits >> 16 & 1)) >> 16 : 0x7fc0;
+}
+
+static inline __attribute__((always_inline)) void rotate_head(
+    const int is_bf16, const void *restrict x, int64_t from, const void *restrict cos,
+    const void *restrict sin, int64_t angle, void *restrict out, int64_t to, int channels, int half
+) {
+    for (int i = 0; i < half; i++) {
+        float first = number(is_bf16, x, from + i), second = number(is_bf16, x, from + i + half);
+        float c = number(is_bf16, cos, angle + i), s = number(is_bf16, sin, angle + i);
+        set_number(is_bf16, out, to + i, first * c - second * s);
+        set_number(is_bf16, out, to + i + half, second * c + first * s);
+    }
+    for (int i = 2 * half; i < channels; i++)
+        set_number(is_bf16, out, to + i, number(is_bf16, x, from + i));
+}
+
+// x [rows, groups, heads, channels] with strides in numbers -> out, contiguous: channel i of the
+// first 2 half is rotated with channel i + half by cos and sin [rows, half]; all bf16 or fp32.
 void rotate(
-    const float *x, int64_t x_row, int64_t x_group, const float *cos, const float *sin, float *out,
-    int64_t rows, int groups, int heads, int channels, int half, int threads
+    int is_bf16, const void *x, int64_t x_row, int64_t x_group, const void *cos, const void *sin,
+    void *out, int64_t rows, int groups, int heads, int channels, int half, int threads
 ) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < rows; row++)
         for (int head = 0; head < groups * heads; head++) {
-            const float *from = x + row * x_row + head / heads * x_group + head % heads * channels;
-            const float *c = cos + row * half, *s = sin + row * half;
-            float *to = out + (row * groups * heads + head) * channels;
-            for (int i = 0; i < half; i++) {
-                float first = from[i], second = from[i + half];
-                to[i] = first * c[i] - second * s[i];
-                to[i + half] = second * c[i] + first * s[i];
-            }
-            for (int i = 2 * half; i < channels; i++) to[i] = from[i];
+            int64_t from = row * x_row + head / heads * x_group + head % heads * channels;
+            int64_t to = (row * groups * heads + head) * channels;
+            if (is_bf16)
+                rotate_head(1, x, from, cos, sin, row * half, out, to, channels, half);
+            else
+                rotate_head(0, x, from, cos, sin, row * half, out, to, channels, half);
         }
 }

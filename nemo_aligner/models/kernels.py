@@ -1,4 +1,4 @@
-"""Parts of a layer for inference on a CPU in fp32: kernels.c, compiled when it is first needed.
+"""Parts of a layer for inference on a CPU, in fp32 and bf16: kernels.c, compiled when first needed.
 
 torch makes several passes over memory for what one can do, and its attention multiplies by MKL,
 which does not use AVX-512 on processors of other makers than Intel. Without a C compiler torch
@@ -33,11 +33,12 @@ _OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fPIC")
 _ARGUMENTS = {
     "attend": "plipppiiifipipi",
     "rms_norm": "ppplifi",
-    "gated_silu": "pplii",
-    "rotate": "pllpppliiiii",
+    "gated_silu": "ipplii",
+    "rotate": "ipllpppliiiii",
 }
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 _LANES = 16  # of the widest vector
+FLOATS = (torch.float32, torch.bfloat16)
 
 
 def take(
@@ -71,8 +72,8 @@ def gated_silu(x: Tensor) -> Tensor:
     """Compute ``layers.gated_silu`` of ``x [..., 2 f]`` -> ``[..., f]``."""
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], x.size(-1) // 2)
-    width = out.size(-1)
-    call("gated_silu", x.data_ptr(), out.data_ptr(), out.numel() // width, width)
+    width, is_bf16 = out.size(-1), x.dtype is torch.bfloat16
+    call("gated_silu", is_bf16, x.data_ptr(), out.data_ptr(), out.numel() // width, width)
     return out
 
 
@@ -81,8 +82,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = x.new_empty(x.shape)
     (rows, groups, heads, channels), half = x.shape, cos.size(-1)
     addresses = (each.data_ptr() for each in (cos, sin, out))
-    strides = x.stride()[:2]
-    call("rotate", x.data_ptr(), *strides, *addresses, rows, groups, heads, channels, half)
+    where = (x.dtype is torch.bfloat16, x.data_ptr(), *x.stride()[:2], *addresses)
+    call("rotate", *where, rows, groups, heads, channels, half)
     return out
 
 

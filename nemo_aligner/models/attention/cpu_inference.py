@@ -378,7 +378,7 @@ def can_attend(turned: Tensor, scores: Scores) -> bool:
     """Tell if the kernel computes ``turned [T, groups, repeats + 1, c]``, and can be had."""
     channels, repeats = turned.size(-1), turned.size(2) - 1
     fits = channels <= _MOST_CHANNELS and repeats <= _ROWS and scores.soft_cap is None
-    return fits and kernels.take(turned, _CHANNELS, (torch.float32, torch.bfloat16))
+    return fits and kernels.take(turned, _CHANNELS, kernels.FLOATS)
 
 
 def attend_by_kernel(
