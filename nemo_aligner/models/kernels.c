@@ -1,7 +1,8 @@
-// Parts of a decoder layer for inference on a CPU, in fp32: attention, norm, rotation, activation.
+// Parts of a decoder layer for inference on a CPU: attention, norm, rotation, activation.
 //
-// No row's arithmetic depends on what else is computed. The file is compiled for the processor that
-// it runs on, and any vector width will do.
+// They compute in fp32; is_bf16 says what is read and written. No row's arithmetic depends on what
+// else is computed. The file is compiled for the processor that it runs on, and any vector width
+// will do.
 
 #include <math.h>
 #include <stdint.h>
@@ -44,6 +45,22 @@ static inline void store_as(int is_bf16, void *to, int64_t i, vec value) {
     *(shorts *)((uint16_t *)to + i) = __builtin_convertvector(rounded, shorts);
 }
 
+static inline float number(int is_bf16, const void *x, int64_t i) {
+    union { uint32_t bits; float value; } wide;
+    if (!is_bf16) return ((const float *)x)[i];
+    wide.bits = (uint32_t)((const uint16_t *)x)[i] << 16;
+    return wide.value;
+}
+
+static inline void set_number(int is_bf16, void *x, int64_t i, float value) {
+    union { float value; uint32_t bits; } wide = {value};
+    if (!is_bf16)
+        ((float *)x)[i] = value;
+    else
+        ((uint16_t *)x)[i] =
+            value == value ? (wide.bits + 0x7fff + (wide.bits >> 16 & 1)) >> 16 : 0x7fc0;
+}
+
 static inline vec select_(ints mask, vec yes, vec no) {
     return (vec)((mask & (ints)yes) | (~mask & (ints)no));
 }
@@ -74,8 +91,8 @@ static inline vec exponential(vec x) {
 // over the tiles (FlashAttention, Dao et al. 2022).
 
 typedef struct {
-    const float *pool, *own; // keys or values: kept ones, and those of the pack
-    int64_t pool_token, pool_group, own_token, own_group; // strides in floats
+    const void *pool, *own; // keys or values: kept ones, and those of the pack
+    int64_t pool_token, pool_group, own_token, own_group; // strides in numbers
 } Source;
 
 typedef struct {
@@ -184,16 +201,24 @@ static inline void weigh(
     }
 }
 
-static inline const float *row_of(const Source *from, int32_t row, int group) {
-    return row >= 0 ? from->own + row * from->own_token + group * from->own_group
-                    : from->pool + ~row * from->pool_token + group * from->pool_group;
+// A key or value in fp32: where it lies, or widened into `wide`.
+static inline const float *row_of(
+    const int is_bf16, const Source *from, int32_t row, int group, int channels, float *wide
+) {
+    int64_t place = row >= 0 ? row * from->own_token + group * from->own_group
+                             : ~row * from->pool_token + group * from->pool_group;
+    const void *array = row >= 0 ? from->own : from->pool;
+    if (!is_bf16) return (const float *)array + place;
+    for (int c = 0; c < channels; c++) wide[c] = number(1, array, place + c);
+    return wide;
 }
 
-static void attend_item(
-    const float *query, int64_t query_token, int width, const Source *keys, const Source *values,
-    float *out, int groups, int repeats, int channels, float scale, int window, const Item *item,
-    const int32_t *rows, int group
+static inline __attribute__((always_inline)) void attend_item(
+    const int is_bf16, const void *query, int64_t query_token, int width, const Source *keys,
+    const Source *values, void *out, int groups, int repeats, int channels, float scale, int window,
+    const Item *item, const int32_t *rows, int group
 ) {
+    float wide[2 * TILE * MOST_CHANNELS] __attribute__((aligned(64)));
     float turned[MOST_CHANNELS][ROWS] __attribute__((aligned(64)));
     float sums[MOST_CHANNELS][ROWS] __attribute__((aligned(64)));
     float scores[TILE][ROWS] __attribute__((aligned(64)));
@@ -203,9 +228,10 @@ static void attend_item(
     for (int row = 0; row < used; row++) {
         int token = row / repeats, head = row % repeats;
         int is_own = token < item->count;
-        const float *q = query + (item->row + (is_own ? token : 0)) * query_token + (group * width + head) * channels;
+        int64_t place = item->row + (is_own ? token : 0);
+        int64_t q = place * query_token + (group * width + head) * channels;
         for (int c = 0; c < channels; c++) {
-            turned[c][row] = q[c] * scale;
+            turned[c][row] = number(is_bf16, query, q + c) * scale;
             sums[c][row] = 0;
         }
         positions[row] = item->position + (is_own ? token : 0);
@@ -221,8 +247,9 @@ static void attend_item(
         int filled = (count + KEYS - 1) / KEYS * KEYS;
         for (int j = 0; j < filled; j++) {
             int32_t row = rows[item->keys + start + (j < count ? j : count - 1)];
-            tile_keys[j] = row_of(keys, row, group);
-            tile_values[j] = row_of(values, row, group);
+            float *its_key = wide + 2 * j * channels, *its_value = its_key + channels;
+            tile_keys[j] = row_of(is_bf16, keys, row, group, channels, its_key);
+            tile_values[j] = row_of(is_bf16, values, row, group, channels, its_value);
         }
         multiply_keys(used, turned, tile_keys, filled, channels, scores);
         if (start + count > item->position + 1 || start <= last - 1 - window) {
@@ -238,28 +265,36 @@ static void attend_item(
     }
     for (int row = 0; row < item->count * repeats; row++) {
         int token = item->row + row / repeats, head = group * repeats + row % repeats;
-        float *to = out + ((int64_t)token * groups * repeats + head) * channels;
-        for (int c = 0; c < channels; c++) to[c] = sums[c][row] / total[row];
+        int64_t to = ((int64_t)token * groups * repeats + head) * channels;
+        for (int c = 0; c < channels; c++)
+            set_number(is_bf16, out, to + c, sums[c][row] / total[row]);
     }
 }
 
 // query [T, groups, width, channels], of which the first repeats are heads; out [T, heads, channels].
 void attend(
-    const float *query, int64_t query_token, int width, const Source *keys, const Source *values,
-    float *out, int groups, int repeats, int channels, float scale, int window, const Item *items,
-    int count, const int32_t *rows, int threads
+    int is_bf16, const void *query, int64_t query_token, int width, const Source *keys,
+    const Source *values, void *out, int groups, int repeats, int channels, float scale, int window,
+    const Item *items, int count, const int32_t *rows, int threads
 ) {
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int work = 0; work < count * groups; work++)
-        attend_item(query, query_token, width, keys, values, out, groups, repeats, channels, scale,
-                    window, items + work / groups, rows, work % groups);
+    for (int work = 0; work < count * groups; work++) {
+        const Item *item = items + work / groups;
+        if (is_bf16)
+            attend_item(1, query, query_token, width, keys, values, out, groups, repeats, channels,
+                        scale, window, item, rows, work % groups);
+        else
+            attend_item(0, query, query_token, width, keys, values, out, groups, repeats, channels,
+                        scale, window, item, rows, work % groups);
+    }
 }
 
 // Pointwise parts of a layer; widths are multiples of 16, rows lie one after the other.
 
-// out = x / sqrt(mean(x^2) + eps) * weight.
+// out = x / sqrt(mean(x^2) + eps) * weight, x and weight in fp32.
 void rms_norm(
-    const float *x, const float *weight, float *out, int64_t rows, int width, float eps, int threads
+    int is_bf16, const float *x, const float *weight, void *out, int64_t rows, int width, float eps,
+    int threads
 ) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < rows; row++) {
@@ -270,7 +305,7 @@ void rms_norm(
         for (int lane = 0; lane < LANES; lane++) sum += squares[lane];
         float scale = 1.0f / sqrtf(sum / width + eps);
         for (int i = 0; i < width; i += LANES)
-            store(out + row * width + i, load(from + i) * scale * load(weight + i));
+            store_as(is_bf16, out, row * width + i, load(from + i) * scale * load(weight + i));
     }
 }
 
@@ -294,22 +329,6 @@ void gated_silu(int is_bf16, const void *x, void *out, int64_t rows, int width, 
         else
             gated_silu_of(0, x, out, row, width);
     }
-}
-
-static inline float number(int is_bf16, const void *x, int64_t i) {
-    union { uint32_t bits; float value; } wide;
-    if (!is_bf16) return ((const float *)x)[i];
-    wide.bits = (uint32_t)((const uint16_t *)x)[i] << 16;
-    return wide.value;
-}
-
-static inline void set_number(int is_bf16, void *x, int64_t i, float value) {
-    union { float value; uint32_t bits; } wide = {value};
-    if (!is_bf16)
-        ((float *)x)[i] = value;
-    else
-        ((uint16_t *)x)[i] =
-            value == value ? (wide.bits + 0x7fff + (wide.bits >> 16 & 1)) >> 16 : 0x7fc0;
 }
 
 static inline __attribute__((always_inline)) void rotate_head(

@@ -31,8 +31,8 @@ SWITCH = "NEMO_ALIGNER_COMPILE"
 _OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fPIC")
 # The arguments of each function: pointers, int64, int32 and floats; the number of threads is last.
 _ARGUMENTS = {
-    "attend": "plipppiiifipipi",
-    "rms_norm": "ppplifi",
+    "attend": "iplipppiiifipipi",
+    "rms_norm": "ippplifi",
     "gated_silu": "ipplii",
     "rotate": "ipllpppliiiii",
 }
@@ -59,12 +59,12 @@ def call(name: str, *arguments: Any) -> None:
     getattr(_library(), name)(*arguments, torch.get_num_threads())
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute ``layers.rms_norm`` of ``x [..., c]`` and ``weight [c]``."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """Compute ``layers.rms_norm`` of ``x [..., c]`` and ``weight [c]``, both fp32."""
     x = x.contiguous()
-    out, width = torch.empty_like(x), x.size(-1)
+    out, width, is_bf16 = torch.empty_like(x, dtype=dtype), x.size(-1), dtype is torch.bfloat16
     rows = x.numel() // width
-    call("rms_norm", x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps)
+    call("rms_norm", is_bf16, x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps)
     return out
 
 

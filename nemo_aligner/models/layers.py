@@ -232,8 +232,8 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.float() + 1 if self._is_zero_centered else self.weight
-        if not self.training and kernels.take(x):
-            return kernels.rms_norm(x, weight.float(), self._eps).to(self._dtype)
+        if not self.training and self._dtype in kernels.FLOATS and kernels.take(x):
+            return kernels.rms_norm(x, weight.float(), self._eps, self._dtype)
         return rms_norm(x, weight, self._eps, self._dtype)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -180,17 +181,16 @@ def test_kernels_compute_the_formulas_row_by_row_and_pass_a_nan_on(dtype: torch.
     cos, sin = (each.float() for each in rotation(7, 12))
     assert kernels.take(x)
     assert not kernels.take(x.double())
-    # A norm reads the residual stream, which is fp32.
-    of_floats = [(kernels.rms_norm, plain_rms_norm, (x, weight, 1e-5))]
-    of_both = [
-        (kernels.gated_silu, plain_gated_silu, (x,)),
-        (kernels.rotate, plain_rotate, (heads, cos, sin)),
-    ]
-    given = [*(of_floats if dtype is torch.float32 else []), *of_both]
     # Of bf16 one rounding is allowed, where the sum is at the border of two.
     rtol = 2e-6 if dtype is torch.float32 else 2**-8
-    for ours, plain, floats in given:
-        arguments = [each.to(dtype) if isinstance(each, Tensor) else each for each in floats]
+    of_fp32 = partial(kernels.rms_norm, dtype=dtype)  # it reads the residual stream
+    for ours, plain, floats in (
+        (of_fp32, plain_rms_norm, (x, weight, 1e-5)),
+        (kernels.gated_silu, plain_gated_silu, (x,)),
+        (kernels.rotate, plain_rotate, (heads, cos, sin)),
+    ):
+        given = torch.float32 if ours is of_fp32 else dtype
+        arguments = [each.to(given) if isinstance(each, Tensor) else each for each in floats]
         found = ours(*arguments)
         exact = [each.double() if isinstance(each, Tensor) else each for each in arguments]
         wanted = plain(*exact).to(dtype)

@@ -13,7 +13,7 @@ The query heads of a group lie one after the other in a block, because they shar
 equally many keys share a call, in fp32: for narrower types torch's kernel chooses between two
 products by the size of the whole call.
 
-Where kernels.c could be compiled it attends instead, in fp32, to a sequence's keys in one pass.
+Where kernels.c could be compiled it attends instead, to a sequence's keys in one pass.
 """
 
 from __future__ import annotations
@@ -385,22 +385,16 @@ def attend_by_kernel(
     turned: Tensor, value: Tensor, layer_number: int, segments: PackedSegments, scores: Scores
 ) -> Tensor:
     """Attend each token to its own sequence up to itself; as ``attend``."""
-    repeats, dtype = turned.size(2) - 1, turned.dtype
+    repeats = turned.size(2) - 1
     key, value = segments.gathered(turned[:, :, -1], value)
-    if dtype is torch.float32:
-        kept = segments.store(layer_number, key, value) or (None, None)
-    else:
-        key, value = (x.float() for x in segments.with_cached(layer_number, key, value))
-        kept, turned = (None, None), turned.float()
-    reads_pool = kept[0] is not None
-    items, rows = segments.remembered(
-        ("items", repeats, reads_pool), lambda: _plan(segments, repeats, reads_pool)
-    )
+    kept = segments.store(layer_number, key, value) or (None, None)
+    items, rows = segments.remembered(("items", repeats), lambda: _plan(segments, repeats))
     keys, values = (_Source.of(*each) for each in zip(kept, (key, value), strict=True))
     tokens, groups, width, channels = turned.shape
-    out = torch.empty(tokens, groups * repeats, channels)
+    out = turned.new_empty(tokens, groups * repeats, channels)
     kernels.call(
         "attend",
+        turned.dtype is torch.bfloat16,
         turned.data_ptr(),
         turned.stride(0),
         width,
@@ -416,7 +410,7 @@ def attend_by_kernel(
         len(items),
         rows.ctypes.data,
     )
-    return out.to(dtype)
+    return out
 
 
 class _Source(ctypes.Structure):
@@ -438,20 +432,17 @@ class _Source(ctypes.Structure):
         return cls(address, own.data_ptr(), *strides, *own.stride()[:2])
 
 
-def _plan(
-    segments: PackedSegments, repeats: int, reads_pool: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def _plan(segments: PackedSegments, repeats: int) -> tuple[np.ndarray, np.ndarray]:
     """Plan what is computed together, the most expensive first.
 
     Returns:
         ``[n, 4]`` int32: an item's first row in the pack, its tokens, the position of the first,
         and where its sequence's keys begin in the second array: ``[K]`` int32 rows of keys. They
-        are of the pack, or of the pool as ``-1 - slot`` if it ``reads_pool``; if not, the cached
-        tokens precede the pack's.
+        are of the pack, or of the pool as ``-1 - slot``.
     """
     use = segments.cached
     row_of = np.arange(sum(segments.all_lengths))
-    if use is not None and reads_pool:
+    if use is not None:
         row_of = np.concatenate([-1 - use.taken.numpy(), np.arange(sum(segments.lengths))])
     rows, items, begin, most = [], [], 0, _ROWS // repeats
     for each in own_segments(segments):
