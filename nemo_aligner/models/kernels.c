@@ -291,21 +291,35 @@ void attend(
 
 // Pointwise parts of a layer; widths are multiples of 16, rows lie one after the other.
 
-// out = x / sqrt(mean(x^2) + eps) * weight, x and weight in fp32.
+static inline __attribute__((always_inline)) void norm_row(
+    const int x_is_bf16, const void *x, const float *weight, int is_bf16, void *out, int64_t begin,
+    int width, float eps
+) {
+    vec squares = {};
+    for (int i = 0; i < width; i += LANES) {
+        vec each = load_as(x_is_bf16, x, begin + i);
+        squares += each * each;
+    }
+    float sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += squares[lane];
+    float scale = 1.0f / sqrtf(sum / width + eps);
+    for (int i = 0; i < width; i += LANES) {
+        vec each = load_as(x_is_bf16, x, begin + i);
+        store_as(is_bf16, out, begin + i, each * scale * load(weight + i));
+    }
+}
+
+// out = x / sqrt(mean(x^2) + eps) * weight, the weight in fp32.
 void rms_norm(
-    int is_bf16, const float *x, const float *weight, void *out, int64_t rows, int width, float eps,
-    int threads
+    int x_is_bf16, const void *x, const float *weight, int is_bf16, void *out, int64_t rows,
+    int width, float eps, int threads
 ) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < rows; row++) {
-        const float *from = x + row * width;
-        vec squares = {};
-        for (int i = 0; i < width; i += LANES) squares += load(from + i) * load(from + i);
-        float sum = 0;
-        for (int lane = 0; lane < LANES; lane++) sum += squares[lane];
-        float scale = 1.0f / sqrtf(sum / width + eps);
-        for (int i = 0; i < width; i += LANES)
-            store_as(is_bf16, out, row * width + i, load(from + i) * scale * load(weight + i));
+        if (x_is_bf16)
+            norm_row(1, x, weight, is_bf16, out, row * width, width, eps);
+        else
+            norm_row(0, x, weight, is_bf16, out, row * width, width, eps);
     }
 }
 

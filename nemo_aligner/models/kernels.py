@@ -32,7 +32,7 @@ _OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fPIC")
 # The arguments of each function: pointers, int64, int32 and floats; the number of threads is last.
 _ARGUMENTS = {
     "attend": "iplipppiiifipipi",
-    "rms_norm": "ippplifi",
+    "rms_norm": "ippiplifi",
     "gated_silu": "ipplii",
     "rotate": "ipllpppliiiii",
 }
@@ -60,11 +60,12 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Compute ``layers.rms_norm`` of ``x [..., c]`` and ``weight [c]``, both fp32."""
+    """Compute ``layers.rms_norm`` of ``x [..., c]`` and ``weight [c]``, which is fp32."""
     x = x.contiguous()
-    out, width, is_bf16 = torch.empty_like(x, dtype=dtype), x.size(-1), dtype is torch.bfloat16
-    rows = x.numel() // width
-    call("rms_norm", is_bf16, x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps)
+    out, width = torch.empty_like(x, dtype=dtype), x.size(-1)
+    given, wanted = (each is torch.bfloat16 for each in (x.dtype, dtype))
+    addresses = (x.data_ptr(), weight.data_ptr(), wanted, out.data_ptr())
+    call("rms_norm", given, *addresses, x.numel() // width, width, eps)
     return out
 
 
