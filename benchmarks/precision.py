@@ -146,30 +146,22 @@ def _parts() -> dict[str, Part]:
     """What is computed in fp32, or no more, while a context of the model lasts."""
     import torch
 
-    from nemo_aligner.models import backbone
+    from nemo_aligner.models import kernels
     from nemo_aligner.models.attention import packed
     from nemo_aligner.models.layers import RowLinear
     from nemo_aligner.models.reward_model import GPTRewardModel
 
-    rotate, by_whole_rows = packed.rotate, backbone.by_whole_rows
+    def wide(rotate: Any) -> Any:
+        return lambda x, *tables: rotate(x.float(), *tables).to(x.dtype)
 
     @contextmanager
     def rotation(model: Any) -> Iterator[None]:
-        def wide(x: Any, *rotation: Any) -> Any:
-            return rotate(x.float(), *rotation).to(x.dtype)
-
         with (
             patch.object(model.config, "params_dtype", torch.float32),
-            patch.object(packed, "rotate", wide),
+            patch.object(packed, "rotate", wide(packed.rotate)),
+            patch.object(kernels, "rotate", wide(kernels.rotate)),
         ):
             yield
-
-    def activation(model: Any) -> Any:
-        return patch.object(
-            backbone,
-            "by_whole_rows",
-            lambda function, x: by_whole_rows(function, x.float()).to(x.dtype),
-        )
 
     def outputs(model: Any) -> Any:
         def wide(layer: Any, x: Any) -> Any:
@@ -186,7 +178,6 @@ def _parts() -> dict[str, Part]:
             model.decoder.final_layernorm, "_dtype", torch.float32
         ),
         "and rotation": rotation,
-        "and the MLP's activation": activation,
         "and what layers add": outputs,
     }
 
