@@ -317,7 +317,7 @@ class _SwiGLU(_Activation):
     function = staticmethod(gated_silu)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if not self.training and kernels.take(hidden.unflatten(-1, (2, -1)), dtypes=kernels.FLOATS):
+        if not self.training and kernels.take(hidden.unflatten(-1, (2, -1))):
             return kernels.gated_silu(hidden)
         return super().forward(hidden)
 

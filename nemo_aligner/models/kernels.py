@@ -15,7 +15,6 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,16 +42,13 @@ _LANES = 16  # of the widest vector
 FLOATS = (torch.float32, torch.bfloat16)
 
 
-def take(
-    x: Tensor, multiple: int = _LANES, dtypes: Collection[torch.dtype] = (torch.float32,)
-) -> bool:
+def take(x: Tensor, multiple: int = _LANES) -> bool:
     """Tell if the kernels compute ``x [..., c]``: without gradients, and if they can be had.
 
     Args:
         multiple: of which c has to be one.
-        dtypes: that the caller can make fp32 of.
     """
-    fits = x.is_cpu and x.dtype in dtypes and x.size(-1) % multiple == 0
+    fits = x.is_cpu and x.dtype in FLOATS and x.size(-1) % multiple == 0
     return fits and not torch.is_grad_enabled() and _library() is not None
 
 

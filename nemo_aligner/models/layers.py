@@ -233,7 +233,7 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.float() + 1 if self._is_zero_centered else self.weight
         is_inferred = not self.training and self._dtype in kernels.FLOATS
-        if is_inferred and kernels.take(x, dtypes=kernels.FLOATS):
+        if is_inferred and kernels.take(x):
             return kernels.rms_norm(x, weight.float(), self._eps, self._dtype)
         return rms_norm(x, weight, self._eps, self._dtype)
 

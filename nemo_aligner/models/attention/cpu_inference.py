@@ -378,7 +378,7 @@ def can_attend(turned: Tensor, scores: Scores) -> bool:
     """Tell if the kernel computes ``turned [T, groups, repeats + 1, c]``, and can be had."""
     channels, repeats = turned.size(-1), turned.size(2) - 1
     fits = channels <= _MOST_CHANNELS and repeats <= _ROWS and scores.soft_cap is None
-    return fits and kernels.take(turned, _CHANNELS, kernels.FLOATS)
+    return fits and kernels.take(turned, _CHANNELS)
 
 
 def attend_by_kernel(
@@ -441,9 +441,9 @@ def _plan(segments: PackedSegments, repeats: int) -> tuple[np.ndarray, np.ndarra
         are of the pack, or of the pool as ``-1 - slot``.
     """
     use = segments.cached
-    row_of = np.arange(sum(segments.all_lengths))
+    row_of = np.arange(sum(segments.lengths))
     if use is not None:
-        row_of = np.concatenate([-1 - use.taken.numpy(), np.arange(sum(segments.lengths))])
+        row_of = np.concatenate([-1 - use.taken.numpy(), row_of])
     rows, items, begin, most = [], [], 0, _ROWS // repeats
     for each in own_segments(segments):
         rows.append(row_of[each.keys])

@@ -101,8 +101,7 @@ class PackedAttention(MegatronModule):
         if self.rotation is None:
             turned = turning.contiguous()
         else:
-            by_kernel = has_kernel and kernels.take(turning, 1, kernels.FLOATS)
-            turn = kernels.rotate if by_kernel else rotate
+            turn = kernels.rotate if has_kernel else rotate
             turned = turn(turning, *segments.tables[self.rotation])
         if segments.query_scale is not None:
             turned[:, :, :-1] *= segments.query_scale[..., None]
