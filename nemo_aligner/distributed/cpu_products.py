@@ -90,15 +90,13 @@ def invariant_linear_on_cpu(
     Uses its chunk sizes where a trial gave the same bits; elsewhere chunks of that size.
     """
     given = input.reshape(-1, input.size(-1))
-    whole, rows = given.size(0), _kept(weight, bias, rows)
+    whole = given.size(0)
     # The usual case, without all that follows.
-    if whole % _STEP == 0 and whole <= _CHUNK and _has_same_bits(whole, weight, bias, rows):
+    if whole % _STEP == 0 and whole <= _CHUNK and whole == _size(whole, weight, bias, rows):
         return _any_product(given, weight, bias).view(*input.shape[:-1], weight.size(0))
     found = []
     for chunk in given.split(_CHUNK):
-        size = chunk.size(0) + -chunk.size(0) % _STEP
-        if size != rows and not _has_same_bits(size, weight, bias, rows):
-            size = rows
+        size = _size(chunk.size(0) + -chunk.size(0) % _STEP, weight, bias, rows)
         found += [
             _any_product(filled, weight, bias)[:count]
             for filled, count in _chunks(chunk, size, size)
@@ -112,9 +110,8 @@ def try_all_sizes(weight: Tensor, bias: Tensor | None, rows: int) -> None:
     oneDNN keeps the kernels that it makes for them.
     """
     if weight.is_cpu:
-        rows = _kept(weight, bias, rows)
         for size in range(_STEP, _CHUNK + 1, _STEP):
-            _has_same_bits(size, weight, bias, rows)
+            _size(size, weight, bias, rows)
 
 
 # What trials gave, once per shape of a weight: the order of the sums depends on shapes alone.
@@ -122,13 +119,24 @@ _TRIED: dict[tuple[Any, ...], int] = {}
 _FEW, _PROBED = 64, range(48, _CHUNK, 64)
 
 
-def _kept(weight: Tensor, bias: Tensor | None, rows: int) -> int:
+def _size(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> int:
+    """Rows at a time in which to multiply ``size`` rows: all, or those whose bits are kept."""
+    kind = (*weight.shape, weight.dtype, weight.layout, bias is None, torch.get_num_threads())
+    name = (size, rows, *kind)
+    if name not in _TRIED:
+        kept = _kept(weight, bias, rows, kind)
+        is_same = size == kept or _has_same_bits(size, weight, bias, kept)
+        _TRIED[name] = size if is_same else kept
+    return _TRIED[name]
+
+
+def _kept(weight: Tensor, bias: Tensor | None, rows: int, kind: tuple[Any, ...]) -> int:
     """``rows``, or 64 where the bits of a product of 64 rows are those of more sizes.
 
     In bf16 on AMX oneDNN has several orders of sums for a weight, each for some numbers of rows: of
     an output of 576 and an input of 1,536, that of 256 rows for 7 of 32 sizes, of 64 for 24.
     """
-    name = ("kept", rows, *_kind(weight, bias))
+    name = ("kept", rows, *kind)
     if name not in _TRIED:
 
         def shared(kept: int) -> int:
@@ -139,27 +147,54 @@ def _kept(weight: Tensor, bias: Tensor | None, rows: int) -> int:
     return _TRIED[name]
 
 
-def _kind(weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-    return (*weight.shape, weight.dtype, weight.layout, bias is None, torch.get_num_threads())
-
-
 def _has_same_bits(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> bool:
     """Try if a product of ``size`` rows gives each row the bits of one of ``rows`` rows."""
-    name = (size, rows, *_kind(weight, bias))
-    if name not in _TRIED:
-        generator = torch.Generator().manual_seed(0)
-        drawn = torch.randn(rows, weight.size(1), generator=generator).to(weight.dtype)
-        wanted = _any_product(drawn, weight, bias)
-        repeated = torch.arange(size) % rows
-        found = _any_product(drawn[repeated], weight, bias)
-        _TRIED[name] = bool((found == wanted[repeated]).all())
-    return bool(_TRIED[name])
+    drawn, drawn_weight, drawn_bias = _that_cancel(weight, bias, rows)
+    wanted = _any_product(drawn, drawn_weight, drawn_bias)
+    repeated = torch.arange(size) % rows
+    found = _any_product(drawn[repeated], drawn_weight, drawn_bias)
+    return bool((found == wanted[repeated]).all())
+
+
+def _that_cancel(
+    weight: Tensor, bias: Tensor | None, rows: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw ``rows`` rows, and a weight and a bias like those given, whose exact product is 0.
+
+    What is computed is then rounding errors alone, and another order of sums has others. Beside a
+    sum that is not 0, bf16 rounds nearly all of them away.
+    """
+    count = weight.size(1)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(rows: int) -> Tensor:
+        powers = torch.randint(-4, 5, (rows, count), generator=generator)
+        drawn = torch.randn(rows, count, generator=generator) * torch.exp2(powers)
+        return drawn.to(weight.dtype)
+
+    x, w = draw(rows), draw(min(weight.size(0), _FEW))
+    w = w[torch.arange(weight.size(0)) % _FEW]
+    order = torch.randperm(count, generator=generator)
+    first, second = order[: count // 2], order[count // 2 : count // 2 * 2]
+    x[:, second], w[:, second] = x[:, first], -w[:, first]
+    x[:, order[count // 2 * 2 :]] = 0
+    if bias is not None and count > 1:
+        bias = draw(1)[0, :1].expand_as(bias).contiguous()
+        x[:, first[0]], x[:, second[0]], w[:, first[0]] = 1, 0, -bias
+    return x, w if weight.layout is torch.strided else reordered_for_products(w), bias
 
 
 def _any_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if rows.dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available():
-        return _product(rows, weight, bias)
-    return F.linear(rows, weight, bias)
+    return (_product if _is_onednns(rows) else F.linear)(rows, weight, bias)
+
+
+def _is_onednns(rows: Tensor) -> bool:
+    """Tell if oneDNN multiplies such rows on this CPU: in bf16 it wants instructions for it."""
+    if not (rows.is_cpu and torch.backends.mkldnn.is_available()):
+        return False
+    if rows.dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return rows.dtype is torch.float32
 
 
 def reordered_for_products(weight: Tensor) -> Tensor:
@@ -169,8 +204,7 @@ def reordered_for_products(weight: Tensor) -> Tensor:
     product of some 20 rows. The layout is the same for any number of rows, and so are the bits.
     Returns ``weight`` itself where oneDNN does not compute its products.
     """
-    is_multiplied_by_onednn = weight.is_cpu and torch.backends.mkldnn.is_available()
-    if not is_multiplied_by_onednn or weight.dtype not in (torch.float32, torch.bfloat16):
+    if not _is_onednns(weight):
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight, _CHUNK)
 

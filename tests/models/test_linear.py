@@ -42,6 +42,22 @@ def test_product_has_the_same_bits_for_a_row_wherever_it_stands(dtype: torch.dty
         assert torch.equal(reordered.to_dense(), weight)
 
 
+def test_trial_tells_another_order_of_sums_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the sums of one output; of plain random numbers rounding to bf16 hides nearly all."""
+
+    def by_company(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        parts = [rows.size(1)] if rows.size(0) % 64 == 0 else [50, rows.size(1) - 50]
+        terms = zip(rows.float().split(parts, 1), weight.float().split(parts, 1), strict=True)
+        found = sum(F.linear(some, its) for some, its in terms)
+        return torch.as_tensor(found if bias is None else found + bias).bfloat16()
+
+    monkeypatch.setattr(cpu_products, "_any_product", by_company)
+    weight = torch.randn(1, 577).bfloat16()
+    for bias in (None, torch.randn(1).bfloat16()):
+        same = [cpu_products._has_same_bits(size, weight, bias, 64) for size in (16, 64, 96, 128)]
+        assert same == [False, True, False, True]
+
+
 def test_product_takes_other_numbers_of_rows_where_a_trial_finds_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -168,6 +168,15 @@ def test_rewards_have_the_same_bits_in_any_company_over_http(
             np.testing.assert_array_equal(got, alone)
 
 
+def test_rewards_on_a_cpu_without_avx512(short: Case, tmp_path: Path) -> None:
+    """There oneDNN does not multiply in bf16."""
+    few = replace(short, texts=short.texts[:30], orders=2)
+    cases = str(write_cases(tmp_path / "cases.json", {"few": few}))
+    least = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    done = tiny.run_script("tests/serving/engine/company.py", cases, "one", env=least, fresh=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == {"one": {"few": NOTHING}}
+
+
 def few_changed(short: Case, layout: ParallelLayout, rows: int | None = 256) -> int:
     scorers = scorers_of(short, layout, Precision.fp32, rows)
     return count_changed(scorers, short.texts[:30], 4)
@@ -185,6 +194,7 @@ def test_rewards_by_products_that_depend_on_their_rows(
     monkeypatch.setattr(cpu_products, "_any_product", by_company)
     monkeypatch.setattr(cpu_products, "_TRIED", {})
     assert few_changed(short, layout) == 0
+    monkeypatch.setattr(cpu_products, "_TRIED", {})
     monkeypatch.setattr(cpu_products, "_has_same_bits", lambda *unused: True)
     assert few_changed(short, layout) > 10
     monkeypatch.undo()
