@@ -25,7 +25,7 @@ from torch.autograd import Function
 # Rows, and FLOPs, from which oneDNN is faster.
 _FEWEST, _LARGE = 8, 2**22
 # Rows of a chunk, at most and in steps; the second pair for products that sum over rows.
-_CHUNK, _STEP = 512, 16
+_CHUNK, _STEP, _FINELY = 512, 16, 128
 _SUMMED_CHUNK, _SUMMED_STEP = 1024, 64
 
 
@@ -87,21 +87,28 @@ def invariant_linear_on_cpu(
 ) -> Tensor:
     """``linear_in_chunks`` whose rows have the bits of a product of ``rows`` rows, or of 64.
 
-    Uses its chunk sizes where a trial gave the same bits; elsewhere chunks of that size.
+    Uses sizes of chunks for which a trial gave the same bits; elsewhere chunks of that size.
     """
-    given = input.reshape(-1, input.size(-1))
-    whole = given.size(0)
+    width = input.size(-1)
+    whole = input.numel() // width
     # The usual case, without all that follows.
-    if whole % _STEP == 0 and whole <= _CHUNK and whole == _size(whole, weight, bias, rows):
-        return _any_product(given, weight, bias).view(*input.shape[:-1], weight.size(0))
+    is_filled = whole <= _CHUNK and whole % row_multiple(whole) == 0
+    if is_filled and whole == _size(whole, weight, bias, rows):
+        return _any_product(input, weight, bias)
     found = []
-    for chunk in given.split(_CHUNK):
-        size = _size(chunk.size(0) + -chunk.size(0) % _STEP, weight, bias, rows)
+    for chunk in input.reshape(-1, width).split(_CHUNK):
+        count = chunk.size(0)
+        size = _size(count + -count % row_multiple(count), weight, bias, rows)
         found += [
             _any_product(filled, weight, bias)[:count]
             for filled, count in _chunks(chunk, size, size)
         ]
     return torch.cat(found).view(*input.shape[:-1], weight.size(0))
+
+
+def row_multiple(count: int) -> int:
+    """What divides the rows of a product of about ``count``, which are padded: 8 up to 128 rows."""
+    return _STEP // 2 if count <= _FINELY else _STEP
 
 
 def try_all_sizes(weight: Tensor, bias: Tensor | None, rows: int) -> None:
@@ -110,8 +117,9 @@ def try_all_sizes(weight: Tensor, bias: Tensor | None, rows: int) -> None:
     oneDNN keeps the kernels that it makes for them.
     """
     if weight.is_cpu:
-        for size in range(_STEP, _CHUNK + 1, _STEP):
-            _size(size, weight, bias, rows)
+        for size in range(_STEP // 2, _CHUNK + 1, _STEP // 2):
+            if size % row_multiple(size) == 0:
+                _size(size, weight, bias, rows)
 
 
 # What trials gave, once per shape of a weight: the order of the sums depends on shapes alone.
@@ -120,13 +128,14 @@ _FEW, _PROBED = 64, range(48, _CHUNK, 64)
 
 
 def _size(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> int:
-    """Rows at a time in which to multiply ``size`` rows: all, or those whose bits are kept."""
+    """Rows at a time in which to multiply ``size`` rows: all, some more, or those kept."""
     kind = (*weight.shape, weight.dtype, weight.layout, bias is None, torch.get_num_threads())
     name = (size, rows, *kind)
     if name not in _TRIED:
         kept = _kept(weight, bias, rows, kind)
-        is_same = size == kept or _has_same_bits(size, weight, bias, kept)
-        _TRIED[name] = size if is_same else kept
+        tried = (size, size + -size % _STEP)
+        same = (each for each in tried if each == kept or _has_same_bits(each, weight, bias, kept))
+        _TRIED[name] = next(same, kept)
     return _TRIED[name]
 
 
@@ -185,16 +194,17 @@ def _that_cancel(
 
 
 def _any_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return (_product if _is_onednns(rows) else F.linear)(rows, weight, bias)
+    return (_product if _is_onednns(rows.dtype) else F.linear)(rows, weight, bias)
 
 
-def _is_onednns(rows: Tensor) -> bool:
-    """Tell if oneDNN multiplies such rows on this CPU: in bf16 it wants instructions for it."""
-    if not (rows.is_cpu and torch.backends.mkldnn.is_available()):
+@cache
+def _is_onednns(dtype: torch.dtype) -> bool:
+    """Tell if oneDNN multiplies on this CPU: in bf16 it wants instructions for it."""
+    if not torch.backends.mkldnn.is_available():
         return False
-    if rows.dtype is torch.bfloat16:
+    if dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return rows.dtype is torch.float32
+    return dtype is torch.float32
 
 
 def reordered_for_products(weight: Tensor) -> Tensor:
@@ -204,7 +214,7 @@ def reordered_for_products(weight: Tensor) -> Tensor:
     product of some 20 rows. The layout is the same for any number of rows, and so are the bits.
     Returns ``weight`` itself where oneDNN does not compute its products.
     """
-    if not _is_onednns(weight):
+    if not (weight.is_cpu and _is_onednns(weight.dtype)):
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight, _CHUNK)
 

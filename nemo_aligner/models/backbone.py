@@ -443,8 +443,15 @@ class PackedLayer(TransformerLayer):
         attention = self.self_attention
         mixed = attention.linear_qkv.infer(self.input_layernorm.forward(hidden))
         added = attention.linear_proj.infer(self._attend(mixed, segments))
-        hidden = self._sum(added, self._read(hidden, segments))
-        return self._sum(self._mlp(self.pre_mlp_layernorm.forward(hidden)), hidden)
+        hidden = self._read(hidden, segments)
+        norm = self.pre_mlp_layernorm
+        can_add = self._multiplier == 1 and kernels.can_add(hidden, added)
+        if can_add and isinstance(norm, SequenceParallelRMSNorm) and norm.is_kernels:
+            normed = norm.add(hidden, added)
+        else:
+            hidden = self._sum(added, hidden)
+            normed = norm.forward(hidden)
+        return self._sum(self._mlp(normed), hidden)
 
     def _mlp(self, normed: Tensor) -> Tensor:
         mlp = self.mlp
@@ -454,7 +461,10 @@ class PackedLayer(TransformerLayer):
         return mlp.linear_fc2.infer(mlp.activation_func.forward(inner))
 
     def _sum(self, added: Tensor, hidden: Tensor) -> Tensor:
-        """Add to the residual stream, in the memory of what a product has just made if it can."""
+        """Add to the residual stream, in its memory or that of what a product has just made."""
+        if self._multiplier == 1 and kernels.can_add(hidden, added):
+            kernels.add(hidden, added)
+            return hidden
         if self._multiplier != 1:
             # By two roundings: one with a fused product depends on the place in a vector.
             added = added.to(hidden.dtype) * self._multiplier

@@ -214,9 +214,9 @@ static inline const float *row_of(
 }
 
 static inline __attribute__((always_inline)) void attend_item(
-    const int is_bf16, const void *query, int64_t query_token, int width, const Source *keys,
-    const Source *values, void *out, int groups, int repeats, int channels, float scale, int window,
-    const Item *item, const int32_t *rows, int group
+    const int is_bf16, const void *query, int64_t query_token, int64_t query_group,
+    const Source *keys, const Source *values, void *out, int groups, int repeats, int channels,
+    float scale, int window, const Item *item, const int32_t *rows, int group
 ) {
     float wide[2 * TILE * MOST_CHANNELS] __attribute__((aligned(64)));
     float turned[MOST_CHANNELS][ROWS] __attribute__((aligned(64)));
@@ -229,7 +229,7 @@ static inline __attribute__((always_inline)) void attend_item(
         int token = row / repeats, head = row % repeats;
         int is_own = token < item->count;
         int64_t place = item->row + (is_own ? token : 0);
-        int64_t q = place * query_token + (group * width + head) * channels;
+        int64_t q = place * query_token + group * query_group + head * channels;
         for (int c = 0; c < channels; c++) {
             turned[c][row] = number(is_bf16, query, q + c) * scale;
             sums[c][row] = 0;
@@ -271,9 +271,9 @@ static inline __attribute__((always_inline)) void attend_item(
     }
 }
 
-// query [T, groups, width, channels], of which the first repeats are heads; out [T, heads, channels].
+// query [T, groups, repeats, channels], with strides in numbers; out [T, heads, channels].
 void attend(
-    int is_bf16, const void *query, int64_t query_token, int width, const Source *keys,
+    int is_bf16, const void *query, int64_t query_token, int64_t query_group, const Source *keys,
     const Source *values, void *out, int groups, int repeats, int channels, float scale, int window,
     const Item *items, int count, const int32_t *rows, int threads
 ) {
@@ -281,45 +281,61 @@ void attend(
     for (int work = 0; work < count * groups; work++) {
         const Item *item = items + work / groups;
         if (is_bf16)
-            attend_item(1, query, query_token, width, keys, values, out, groups, repeats, channels,
-                        scale, window, item, rows, work % groups);
+            attend_item(1, query, query_token, query_group, keys, values, out, groups, repeats,
+                        channels, scale, window, item, rows, work % groups);
         else
-            attend_item(0, query, query_token, width, keys, values, out, groups, repeats, channels,
-                        scale, window, item, rows, work % groups);
+            attend_item(0, query, query_token, query_group, keys, values, out, groups, repeats,
+                        channels, scale, window, item, rows, work % groups);
     }
 }
 
 // Pointwise parts of a layer; widths are multiples of 16, rows lie one after the other.
 
+typedef struct {
+    int is_bf16;
+    const void *weight;
+    int out_is_bf16;
+    void *out;
+    float eps;
+} Norm;
+
 static inline __attribute__((always_inline)) void norm_row(
-    const int x_is_bf16, const void *x, const float *weight, int is_bf16, void *out, int64_t begin,
-    int width, float eps
+    const int is_bf16, const void *x, const Norm *norm, int64_t begin, int width
 ) {
     vec squares = {};
     for (int i = 0; i < width; i += LANES) {
-        vec each = load_as(x_is_bf16, x, begin + i);
+        vec each = load_as(is_bf16, x, begin + i);
         squares += each * each;
     }
     float sum = 0;
     for (int lane = 0; lane < LANES; lane++) sum += squares[lane];
-    float scale = 1.0f / sqrtf(sum / width + eps);
+    float scale = 1.0f / sqrtf(sum / width + norm->eps);
     for (int i = 0; i < width; i += LANES) {
-        vec each = load_as(x_is_bf16, x, begin + i);
-        store_as(is_bf16, out, begin + i, each * scale * load(weight + i));
+        vec each = load_as(is_bf16, x, begin + i), weight = load_as(norm->is_bf16, norm->weight, i);
+        store_as(norm->out_is_bf16, norm->out, begin + i, each * scale * weight);
     }
 }
 
-// out = x / sqrt(mean(x^2) + eps) * weight, the weight in fp32.
-void rms_norm(
-    int x_is_bf16, const void *x, const float *weight, int is_bf16, void *out, int64_t rows,
-    int width, float eps, int threads
+// out = x / sqrt(mean(x^2) + eps) * weight.
+void rms_norm(int is_bf16, const void *x, const Norm *norm, int64_t rows, int width, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        if (is_bf16)
+            norm_row(1, x, norm, row * width, width);
+        else
+            norm_row(0, x, norm, row * width, width);
+    }
+}
+
+// x += added, and then rms_norm of x; only the sum where norm is NULL.
+void add(
+    float *x, int is_bf16, const void *added, const Norm *norm, int64_t rows, int width, int threads
 ) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < rows; row++) {
-        if (x_is_bf16)
-            norm_row(1, x, weight, is_bf16, out, row * width, width, eps);
-        else
-            norm_row(0, x, weight, is_bf16, out, row * width, width, eps);
+        for (int64_t i = row * width; i < (row + 1) * width; i += LANES)
+            store(x + i, load(x + i) + load_as(is_bf16, added, i));
+        if (norm) norm_row(0, x, norm, row * width, width);
     }
 }
 
@@ -346,33 +362,31 @@ void gated_silu(int is_bf16, const void *x, void *out, int64_t rows, int width, 
 }
 
 static inline __attribute__((always_inline)) void rotate_head(
-    const int is_bf16, const void *restrict x, int64_t from, const void *restrict cos,
-    const void *restrict sin, int64_t angle, void *restrict out, int64_t to, int channels, int half
+    const int is_bf16, void *restrict first, void *restrict second, const void *restrict cos,
+    const void *restrict sin, int64_t begin, int64_t angle, int half
 ) {
     for (int i = 0; i < half; i++) {
-        float first = number(is_bf16, x, from + i), second = number(is_bf16, x, from + i + half);
+        float a = number(is_bf16, first, begin + i), b = number(is_bf16, second, begin + i);
         float c = number(is_bf16, cos, angle + i), s = number(is_bf16, sin, angle + i);
-        set_number(is_bf16, out, to + i, first * c - second * s);
-        set_number(is_bf16, out, to + i + half, second * c + first * s);
+        set_number(is_bf16, first, begin + i, a * c - b * s);
+        set_number(is_bf16, second, begin + i, b * c + a * s);
     }
-    for (int i = 2 * half; i < channels; i++)
-        set_number(is_bf16, out, to + i, number(is_bf16, x, from + i));
 }
 
-// x [rows, groups, heads, channels] with strides in numbers -> out, contiguous: channel i of the
-// first 2 half is rotated with channel i + half by cos and sin [rows, half]; all bf16 or fp32.
+// Rotates x [rows, groups, heads, channels] in place, with strides in numbers: channel i of the
+// first 2 half with channel i + half, by cos and sin [rows, half]; all bf16 or fp32.
 void rotate(
-    int is_bf16, const void *x, int64_t x_row, int64_t x_group, const void *cos, const void *sin,
-    void *out, int64_t rows, int groups, int heads, int channels, int half, int threads
+    int is_bf16, void *x, int64_t x_row, int64_t x_group, const void *cos, const void *sin,
+    int64_t rows, int groups, int heads, int channels, int half, int threads
 ) {
+    void *second = (char *)x + half * (is_bf16 ? 2 : 4);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < rows; row++)
         for (int head = 0; head < groups * heads; head++) {
-            int64_t from = row * x_row + head / heads * x_group + head % heads * channels;
-            int64_t to = (row * groups * heads + head) * channels;
+            int64_t begin = row * x_row + head / heads * x_group + head % heads * channels;
             if (is_bf16)
-                rotate_head(1, x, from, cos, sin, row * half, out, to, channels, half);
+                rotate_head(1, x, second, cos, sin, begin, row * half, half);
             else
-                rotate_head(0, x, from, cos, sin, row * half, out, to, channels, half);
+                rotate_head(0, x, second, cos, sin, begin, row * half, half);
         }
 }

@@ -32,10 +32,11 @@ _FAST = ("-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-march=native"
 _OPTIONS = (*_FAST, "-fopenmp", "-fPIC")
 # The arguments of each function: pointers, int64, int32 and floats; the number of threads is last.
 _ARGUMENTS = {
-    "attend": "iplipppiiifipipi",
-    "rms_norm": "ippiplifi",
+    "attend": "ipllpppiiifipipi",
+    "rms_norm": "ipplii",
+    "add": "pipplii",
     "gated_silu": "ipplii",
-    "rotate": "ipllpppliiiii",
+    "rotate": "ipllppliiiii",
 }
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 _LANES = 16  # of the widest vector
@@ -58,13 +59,52 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Compute ``layers.rms_norm`` of ``x [..., c]`` and ``weight [c]``, which is fp32."""
+    """Compute ``layers.rms_norm`` of ``x [..., c]`` and ``weight [c]``."""
     x = x.contiguous()
-    out, width = torch.empty_like(x, dtype=dtype), x.size(-1)
-    given, wanted = (each is torch.bfloat16 for each in (x.dtype, dtype))
-    addresses = (x.data_ptr(), weight.data_ptr(), wanted, out.data_ptr())
-    call("rms_norm", given, *addresses, x.numel() // width, width, eps)
+    norm, out = _norm(x, weight, eps, dtype)
+    width = x.size(-1)
+    call("rms_norm", x.dtype is torch.bfloat16, x.data_ptr(), norm, x.numel() // width, width)
     return out
+
+
+def can_add(x: Tensor, added: Tensor) -> bool:
+    """Tell if ``add`` computes ``x += added``."""
+    fits = x.dtype is torch.float32 and added.dtype in FLOATS
+    return fits and x.is_contiguous() and added.is_contiguous() and take(x)
+
+
+def add(x: Tensor, added: Tensor) -> None:
+    """Compute ``x += added``, both ``[..., c]`` and contiguous, ``x`` in fp32."""
+    width, is_bf16 = x.size(-1), added.dtype is torch.bfloat16
+    call("add", x.data_ptr(), is_bf16, added.data_ptr(), None, x.numel() // width, width)
+
+
+def add_and_norm(
+    x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """Compute ``add``, and then ``rms_norm`` of ``x``."""
+    norm, out = _norm(x, weight, eps, dtype)
+    width, is_bf16 = x.size(-1), added.dtype is torch.bfloat16
+    call("add", x.data_ptr(), is_bf16, added.data_ptr(), norm, x.numel() // width, width)
+    return out
+
+
+class _Norm(ctypes.Structure):
+    """As in kernels.c."""
+
+    _fields_ = (
+        ("is_bf16", ctypes.c_int),
+        ("weight", ctypes.c_void_p),
+        ("out_is_bf16", ctypes.c_int),
+        ("out", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+    )
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Any, Tensor]:
+    out = torch.empty_like(x, dtype=dtype)
+    of, wanted = (each is torch.bfloat16 for each in (weight.dtype, dtype))
+    return ctypes.byref(_Norm(of, weight.data_ptr(), wanted, out.data_ptr(), eps)), out
 
 
 def gated_silu(x: Tensor) -> Tensor:
@@ -77,13 +117,11 @@ def gated_silu(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Compute ``rotary.rotate`` of ``x [T, groups, heads, c]``, whose heads are contiguous."""
-    out = x.new_empty(x.shape)
+    """Compute ``rotary.rotate`` of ``x [T, groups, heads, c]`` in place; heads are contiguous."""
     (rows, groups, heads, channels), half = x.shape, cos.size(-1)
-    addresses = (each.data_ptr() for each in (cos, sin, out))
-    where = (x.dtype is torch.bfloat16, x.data_ptr(), *x.stride()[:2], *addresses)
-    call("rotate", *where, rows, groups, heads, channels, half)
-    return out
+    where = (x.dtype is torch.bfloat16, x.data_ptr(), *x.stride()[:2])
+    call("rotate", *where, cos.data_ptr(), sin.data_ptr(), rows, groups, heads, channels, half)
+    return x
 
 
 @cache

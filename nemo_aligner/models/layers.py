@@ -231,11 +231,21 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         self._dtype = config.params_dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.float() + 1 if self._is_zero_centered else self.weight
-        is_inferred = not self.training and self._dtype in kernels.FLOATS
-        if is_inferred and kernels.take(x):
-            return kernels.rms_norm(x, weight.float(), self._eps, self._dtype)
-        return rms_norm(x, weight, self._eps, self._dtype)
+        if self.is_kernels and kernels.take(x):
+            return kernels.rms_norm(x, self._factors(), self._eps, self._dtype)
+        return rms_norm(x, self._factors(), self._eps, self._dtype)
+
+    def add(self, x: Tensor, added: Tensor) -> Tensor:
+        """Add to ``x`` in place, where ``kernels.can_add``, and norm the sum."""
+        return kernels.add_and_norm(x, added, self._factors(), self._eps, self._dtype)
+
+    @property
+    def is_kernels(self) -> bool:
+        """Tell if ``kernels`` computes it now, of what it takes."""
+        return not self.training and self._dtype in kernels.FLOATS
+
+    def _factors(self) -> Tensor:
+        return self.weight.float() + 1 if self._is_zero_centered else self.weight
 
 
 class SequenceParallelLayerNorm1P(torch.nn.LayerNorm):

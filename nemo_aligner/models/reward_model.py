@@ -23,7 +23,7 @@ from torch import Tensor
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
-from nemo_aligner.distributed.cpu_products import reordered_for_products, try_all_sizes
+from nemo_aligner.distributed.cpu_products import reordered_for_products, row_multiple, try_all_sizes
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.packed import PackedAttention, slow_attention, why_gathered
 from nemo_aligner.models.attention.segments import (
@@ -52,8 +52,6 @@ from nemo_aligner.utils.host_transfer import to_device
 from nemo_aligner.utils.processes import is_main
 
 logger = logging.getLogger(__name__)
-
-_EVALUATED_ROWS = 16
 
 
 class GPTRewardModel(GPTModel):
@@ -225,15 +223,14 @@ class GPTRewardModel(GPTModel):
             return dtype
         return torch.float32
 
-    @property
-    def row_multiple(self) -> int:
-        """Multiple to which packs, and the rows that the head reads, are padded.
+    def row_multiple(self, count: int) -> int:
+        """Multiple to which packs of ``count`` tokens, or rows that the head reads, are padded.
 
         Sequence parallelism splits them evenly over the ranks. In evaluation it also keeps torch
         from its other kernels for a single row and for the remainder of a vector.
         """
         ranks = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
-        return ranks if self.training else ranks * _EVALUATED_ROWS
+        return ranks if self.training else ranks * row_multiple(count // ranks)
 
     def new_key_value_pool(self, slots: int) -> KeyValuePool:
         """Allocate a pool for this rank's layers and query groups, in the model's dtype."""
@@ -272,8 +269,9 @@ class GPTRewardModel(GPTModel):
 
     def _rows_of_head(self, rows: Tensor) -> Tensor:
         """Pad ``rows`` with 0 to a multiple of ``row_multiple``, above 0."""
-        missing = -rows.numel() % self.row_multiple
-        return F.pad(rows, (0, missing if rows.numel() else self.row_multiple))
+        count = max(rows.numel(), 1)
+        padded = count + -count % self.row_multiple(count)
+        return F.pad(rows, (0, padded - rows.numel()))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

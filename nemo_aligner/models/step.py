@@ -213,7 +213,7 @@ def _run_schedule(
 
 def _prepared(batch: PackedBatch, model: GPTRewardModel, layout: ParallelLayout) -> PackedBatch:
     """Pad a pack, or cut it for this rank of a context parallel group."""
-    multiple = model.row_multiple
+    multiple = model.row_multiple(batch.num_tokens // layout.cp)
     if layout.cp == 1:
         return batch.padded_to_multiple(multiple)
     return batch.shared(layout.cp_rank, layout.cp, multiple, model.reads_every_token)

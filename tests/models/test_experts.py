@@ -84,7 +84,7 @@ def test_load_counts_every_choice_once(model: Any) -> None:
     take_load(model, 4)
     router_gradients(model, 0.0)
     load = take_load(model, 4)
-    rows = [PACK.num_tokens] * 3 + [model.row_multiple * -(-6 // model.row_multiple)]
+    rows = [PACK.num_tokens] * 3 + [6 + -6 % model.row_multiple(6)]
     assert load.sum(1).tolist() == [TOP_K * count for count in rows]
     assert not take_load(model, 4).any()
     even = describe_load(torch.tensor([[4, 4], [6, 2], [9, 0]]))

@@ -192,14 +192,32 @@ def test_kernels_compute_the_formulas_row_by_row_and_pass_a_nan_on(dtype: torch.
         arguments = [each.to(dtype) if isinstance(each, Tensor) else each for each in floats]
         if ours is norm:
             arguments[1] = weight  # stays fp32
-        found = ours(*arguments)
         exact = [each.double() if isinstance(each, Tensor) else each for each in arguments]
         wanted = plain(*exact).to(dtype)
+        first, *others = arguments
+        row = first[3:4].clone()
+        found = ours(*arguments)
         assert found.dtype is dtype
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=rtol, equal_nan=True)
-        first, *others = arguments
         part = [each[3:4] if ours is kernels.rotate else each for each in others]
-        assert torch.equal(ours(first[3:4], *part), found[3:4])
+        assert torch.equal(ours(row, *part), found[3:4])
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.parametrize("dtype", kernels.FLOATS)
+@torch.no_grad()
+def test_kernels_add_to_the_stream_and_norm_the_sum(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    stream, added = torch.randn(7, 1, 96), torch.randn(7, 1, 96).to(dtype)
+    weight, wanted = torch.randn(96).to(dtype), stream + added
+    assert kernels.can_add(stream, added)
+    assert not kernels.can_add(stream.bfloat16(), added)
+    assert not kernels.can_add(torch.randn(7, 1, 192)[..., :96], added)
+    normed = kernels.add_and_norm(stream, added, weight, 1e-5, dtype)
+    assert torch.equal(stream, wanted)
+    assert torch.equal(normed, kernels.rms_norm(wanted, weight, 1e-5, dtype))
+    kernels.add(stream, added)
+    assert torch.equal(stream, wanted + added)
 
 
 def test_without_a_compiler_torch_computes_all(monkeypatch: pytest.MonkeyPatch) -> None:

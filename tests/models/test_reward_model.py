@@ -138,7 +138,7 @@ def test_freezing_keeps_the_upper_gradients_at_any_recompute(
 
 def filled_up(count: int) -> int:
     """To whole vectors, as packs are in evaluation mode."""
-    return count + -count % 16
+    return count + -count % 8
 
 
 def test_last_layer_computes_only_the_heads_rows(base: Path, layout: ParallelLayout) -> None:

@@ -384,20 +384,19 @@ def can_attend(turned: Tensor, scores: Scores) -> bool:
 def attend_by_kernel(
     turned: Tensor, value: Tensor, layer_number: int, segments: PackedSegments, scores: Scores
 ) -> Tensor:
-    """Attend each token to its own sequence up to itself; as ``attend``."""
-    repeats = turned.size(2) - 1
+    """Attend each token to its own sequence up to itself; as ``attend``, in any strides."""
+    tokens, groups, width, channels = turned.shape
+    repeats = width - 1
     key, value = segments.gathered(turned[:, :, -1], value)
     kept = segments.store(layer_number, key, value) or (None, None)
     items, rows = segments.remembered(("items", repeats), lambda: _plan(segments, repeats))
     keys, values = (_Source.of(*each) for each in zip(kept, (key, value), strict=True))
-    tokens, groups, width, channels = turned.shape
     out = turned.new_empty(tokens, groups * repeats, channels)
     kernels.call(
         "attend",
         turned.dtype is torch.bfloat16,
         turned.data_ptr(),
-        turned.stride(0),
-        width,
+        *turned.stride()[:2],
         ctypes.byref(keys),
         ctypes.byref(values),
         out.data_ptr(),

@@ -94,15 +94,16 @@ class PackedAttention(MegatronModule):
         """Attend without gradients, with bits that the pack does not change.
 
         Args:
-            turning: ``[T, groups, repeats + 1, c]``: of each group its query heads, then its key.
+            turning: ``[T, groups, repeats + 1, c]``: of each group its query heads, then its key;
+                may be overwritten.
             value: ``[T, groups, c]``.
         """
         has_kernel = cpu_inference.can_attend(turning, self.scores)
-        if self.rotation is None:
-            turned = turning.contiguous()
-        else:
+        if self.rotation is not None:
             turn = kernels.rotate if has_kernel else rotate
             turned = turn(turning, *segments.tables[self.rotation])
+        else:
+            turned = turning if has_kernel else turning.contiguous()
         if segments.query_scale is not None:
             turned[:, :, :-1] *= segments.query_scale[..., None]
         if self._goes_round(segments):
