@@ -6,6 +6,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 #if defined(__AVX512F__)
 enum { LANES = 16, VECTORS = 6, KEYS = 4 };
@@ -91,7 +92,8 @@ static inline vec exponential(vec x) {
 // over the tiles (FlashAttention, Dao et al. 2022).
 
 typedef struct {
-    const void *pool, *own; // keys or values: kept ones, and those of the pack
+    void *pool; // keys or values: kept ones,
+    const void *own; // and those of the pack
     int64_t pool_token, pool_group, own_token, own_group; // strides in numbers
 } Source;
 
@@ -271,12 +273,31 @@ static inline __attribute__((always_inline)) void attend_item(
     }
 }
 
-// query [T, groups, repeats, channels], with strides in numbers; out [T, heads, channels].
+// Copies one token's keys or values into the pool.
+static inline void keep(
+    int is_bf16, const Source *of, int64_t row, int64_t slot, int groups, int channels
+) {
+    int size = is_bf16 ? 2 : 4;
+    for (int group = 0; group < groups; group++) {
+        int64_t from = row * of->own_token + group * of->own_group;
+        int64_t to = slot * of->pool_token + group * of->pool_group;
+        memcpy((char *)of->pool + to * size, (char *)of->own + from * size, channels * size);
+    }
+}
+
+// query [T, groups, repeats, channels], with strides in numbers; out [T, heads, channels]. Keys and
+// values of the rows `stored` are also written to `slots` of the pool.
 void attend(
     int is_bf16, const void *query, int64_t query_token, int64_t query_group, const Source *keys,
     const Source *values, void *out, int groups, int repeats, int channels, float scale, int window,
-    const Item *items, int count, const int32_t *rows, int threads
+    const Item *items, int count, const int32_t *rows, const int64_t *stored, const int64_t *slots,
+    int storing, int threads
 ) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int i = 0; i < storing; i++) {
+        keep(is_bf16, keys, stored[i], slots[i], groups, channels);
+        keep(is_bf16, values, stored[i], slots[i], groups, channels);
+    }
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int work = 0; work < count * groups; work++) {
         const Item *item = items + work / groups;

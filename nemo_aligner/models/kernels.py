@@ -32,7 +32,7 @@ _FAST = ("-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-march=native"
 _OPTIONS = (*_FAST, "-fopenmp", "-fPIC")
 # The arguments of each function: pointers, int64, int32 and floats; the number of threads is last.
 _ARGUMENTS = {
-    "attend": "ipllpppiiifipipi",
+    "attend": "ipllpppiiifipipppii",
     "rms_norm": "ipplii",
     "add": "pipplii",
     "gated_silu": "ipplii",

@@ -23,7 +23,11 @@ from torch import Tensor
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
-from nemo_aligner.distributed.cpu_products import reordered_for_products, row_multiple, try_all_sizes
+from nemo_aligner.distributed.cpu_products import (
+    reordered_for_products,
+    row_multiple,
+    try_all_sizes,
+)
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.packed import PackedAttention, slow_attention, why_gathered
 from nemo_aligner.models.attention.segments import (

@@ -105,3 +105,21 @@ def test_gaps_are_not_given_back_without_proc(
     monkeypatch.setattr(Path, "read_text", missing)
     assert resident_bytes() == 0
     assert not any(FreedMemory(steps=1).end_step() for _ in range(5))
+
+
+@needs_glibc
+def test_heap_in_huge_pages_holds_what_it_held() -> None:
+    done = run_code(
+        """
+import re
+from nemo_aligner.distributed.cpu_products import keep_freed_memory, use_huge_pages
+
+keep_freed_memory()
+kept = [bytes([value]) * 2**22 for value in range(10)]
+moved = use_huge_pages()
+assert all(each.count(value) == 2**22 for value, each in enumerate(kept))
+huge = re.search(r"AnonHugePages:\\s*([0-9]+)", open("/proc/self/smaps_rollup").read())
+print(moved, int(huge[1]) >= 30 * 2**10)
+"""
+    )
+    assert done.stdout.split() in (["True", "True"], ["False", "False"]), done.stderr

@@ -388,7 +388,12 @@ def attend_by_kernel(
     tokens, groups, width, channels = turned.shape
     repeats = width - 1
     key, value = segments.gathered(turned[:, :, -1], value)
-    kept = segments.store(layer_number, key, value) or (None, None)
+    use, pool = segments.cached, segments.pool
+    kept: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+    stored: tuple[int | None, int | None, int] = (None, None, 0)
+    if use is not None and pool is not None:
+        kept = pool.layer(layer_number)
+        stored = (use.stored.data_ptr(), use.slots.data_ptr(), len(use.stored))
     items, rows = segments.remembered(("items", repeats), lambda: _plan(segments, repeats))
     keys, values = (_Source.of(*each) for each in zip(kept, (key, value), strict=True))
     out = turned.new_empty(tokens, groups * repeats, channels)
@@ -405,9 +410,10 @@ def attend_by_kernel(
         channels,
         channels**-0.5 if scores.scale is None else scores.scale,
         scores.window or _NO_WINDOW,
-        items.ctypes.data,
+        items.data_ptr(),
         len(items),
-        rows.ctypes.data,
+        rows.data_ptr(),
+        *stored,
     )
     return out
 
@@ -431,7 +437,7 @@ class _Source(ctypes.Structure):
         return cls(address, own.data_ptr(), *strides, *own.stride()[:2])
 
 
-def _plan(segments: PackedSegments, repeats: int) -> tuple[np.ndarray, np.ndarray]:
+def _plan(segments: PackedSegments, repeats: int) -> tuple[Tensor, Tensor]:
     """Plan what is computed together, the most expensive first.
 
     Returns:
@@ -453,4 +459,6 @@ def _plan(segments: PackedSegments, repeats: int) -> tuple[np.ndarray, np.ndarra
             items.append((each.row + position - each.start, count, position, begin))
         begin += len(each.keys)
     items.sort(key=lambda item: -item[2])
-    return np.array(items, np.int32), np.concatenate(rows).astype(np.int32)
+    return torch.tensor(items, dtype=torch.int32), torch.from_numpy(
+        np.concatenate(rows).astype(np.int32)
+    )

@@ -22,6 +22,7 @@ from nemo_aligner.contract.steps import STEPPED
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.data.packing import SequenceReads, pack_sequences
+from nemo_aligner.distributed.cpu_products import use_huge_pages
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.reward_model import (
     GPTRewardModel,
@@ -123,6 +124,7 @@ class RewardScorer:
             self._pool.touch()
         for tokens in (1, min(self.contract.seq_length, _BEYOND_A_SPAN)):
             self.score_token_lists([[0] * tokens])
+        use_huge_pages()
         # Nobody's texts begin with these; and the counts are of requests.
         self.reset_cache()
         self.counts = TokenCounts()
