@@ -128,15 +128,24 @@ _FEW, _PROBED = 64, range(48, _CHUNK, 64)
 
 
 def _size(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> int:
-    """Rows at a time in which to multiply ``size`` rows: all, some more, or those kept."""
+    """Rows at a time in which to multiply ``size`` rows: all, as few more as can be, or fewer."""
     kind = (*weight.shape, weight.dtype, weight.layout, bias is None, torch.get_num_threads())
     name = (size, rows, *kind)
     if name not in _TRIED:
         kept = _kept(weight, bias, rows, kind)
-        tried = (size, size + -size % _STEP)
-        same = (each for each in tried if each == kept or _has_same_bits(each, weight, bias, kept))
+        more = range(size + -size % _STEP, kept, _STEP)
+        same = (each for each in (size, *more) if _is_same(each, weight, bias, kept, kind))
         _TRIED[name] = next(same, kept)
     return _TRIED[name]
+
+
+def _is_same(
+    size: int, weight: Tensor, bias: Tensor | None, kept: int, kind: tuple[Any, ...]
+) -> bool:
+    name = ("is the same", size, kept, *kind)
+    if name not in _TRIED:
+        _TRIED[name] = size == kept or _has_same_bits(size, weight, bias, kept)
+    return bool(_TRIED[name])
 
 
 def _kept(weight: Tensor, bias: Tensor | None, rows: int, kind: tuple[Any, ...]) -> int:
@@ -149,7 +158,7 @@ def _kept(weight: Tensor, bias: Tensor | None, rows: int, kind: tuple[Any, ...])
     if name not in _TRIED:
 
         def shared(kept: int) -> int:
-            return sum(_has_same_bits(size, weight, bias, kept) for size in _PROBED)
+            return sum(_is_same(size, weight, bias, kept, kind) for size in _PROBED)
 
         of_all = shared(rows) == len(_PROBED)
         _TRIED[name] = rows if of_all else max((rows, _FEW), key=shared)
