@@ -24,7 +24,8 @@ from torch.autograd import Function
 
 # Rows, and FLOPs, from which oneDNN is faster.
 _FEWEST, _LARGE = 8, 2**22
-# Rows of a chunk, at most and in steps; the second pair for products that sum over rows.
+# Rows of a chunk, at most and in steps, which are half as long up to the third number; the second
+# line is of products that sum over rows.
 _CHUNK, _STEP, _FINELY = 512, 16, 128
 _SUMMED_CHUNK, _SUMMED_STEP = 1024, 64
 
