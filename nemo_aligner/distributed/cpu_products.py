@@ -24,9 +24,10 @@ from torch.autograd import Function
 
 # Rows, and FLOPs, from which oneDNN is faster.
 _FEWEST, _LARGE = 8, 2**22
-# Rows of a chunk, at most and in steps, which are half as long up to the third number; the second
-# line is of products that sum over rows.
-_CHUNK, _STEP, _FINELY = 512, 16, 128
+MOST_ROWS = 512
+"""Rows of a product, at most."""
+# In steps, which are half as long up to the second number; then of products that sum over rows.
+_STEP, _FINELY = 16, 128
 _SUMMED_CHUNK, _SUMMED_STEP = 1024, 64
 
 
@@ -70,7 +71,7 @@ def linear_in_chunks(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     """Compute ``input [..., i]`` by ``weight [o, i]`` -> ``[..., o]``, all fp32 on the CPU."""
     rows = input.reshape(-1, input.size(-1))
     chunks = [
-        _product(filled, weight, bias)[:count] for filled, count in _chunks(rows, _CHUNK, _STEP)
+        _product(filled, weight, bias)[:count] for filled, count in _chunks(rows, MOST_ROWS, _STEP)
     ]
     found = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
     return found.view(*input.shape[:-1], weight.size(0))
@@ -93,11 +94,11 @@ def invariant_linear_on_cpu(
     width = input.size(-1)
     whole = input.numel() // width
     # The usual case, without all that follows.
-    is_filled = whole <= _CHUNK and whole % row_multiple(whole) == 0
+    is_filled = whole <= MOST_ROWS and whole % row_multiple(whole) == 0
     if is_filled and whole == _size(whole, weight, bias, rows):
         return _any_product(input, weight, bias)
     found = []
-    for chunk in input.reshape(-1, width).split(_CHUNK):
+    for chunk in input.reshape(-1, width).split(MOST_ROWS):
         count = chunk.size(0)
         size = _size(count + -count % row_multiple(count), weight, bias, rows)
         found += [
@@ -118,14 +119,14 @@ def try_all_sizes(weight: Tensor, bias: Tensor | None, rows: int) -> None:
     oneDNN keeps the kernels that it makes for them.
     """
     if weight.is_cpu:
-        for size in range(_STEP // 2, _CHUNK + 1, _STEP // 2):
+        for size in range(_STEP // 2, MOST_ROWS + 1, _STEP // 2):
             if size % row_multiple(size) == 0:
                 _size(size, weight, bias, rows)
 
 
 # What trials gave, once per shape of a weight: the order of the sums depends on shapes alone.
 _TRIED: dict[tuple[Any, ...], int] = {}
-_FEW, _PROBED = 64, range(48, _CHUNK, 64)
+_FEW, _PROBED = 64, range(48, MOST_ROWS, 64)
 
 
 def _size(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> int:
@@ -226,7 +227,7 @@ def reordered_for_products(weight: Tensor) -> Tensor:
     """
     if not (weight.is_cpu and _is_onednns(weight.dtype)):
         return weight
-    return torch.ops.mkldnn._reorder_linear_weight(weight, _CHUNK)
+    return torch.ops.mkldnn._reorder_linear_weight(weight, MOST_ROWS)
 
 
 def accumulate_weight_gradients(layers: Any) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import torch_dtype
 from nemo_aligner.config.model import ContextExchange, Recompute
+from nemo_aligner.distributed.cpu_products import MOST_ROWS
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models import kernels
 from nemo_aligner.models.attention.packed import LastTokenAttention, PackedAttention
@@ -440,10 +441,19 @@ class PackedLayer(TransformerLayer):
         return counted.tokens
 
     def _infer(self, hidden: Tensor, segments: PackedSegments) -> Tensor:
-        attention = self.self_attention
-        mixed = attention.linear_qkv.infer(self.input_layernorm.forward(hidden))
-        added = attention.linear_proj.infer(self._attend(mixed, segments))
+        mixed = self.self_attention.linear_qkv.infer(self.input_layernorm.forward(hidden))
+        attended = self._attend(mixed, segments)
         hidden = self._read(hidden, segments)
+        is_by_rows = not (self.config.sequence_parallel or isinstance(self.mlp, MixtureOfExperts))
+        if hidden.is_cpu and is_by_rows and hidden.size(0) > MOST_ROWS:
+            # As products are cut anyway; what lies between them is not put together.
+            parts = zip(attended.split(MOST_ROWS), hidden.split(MOST_ROWS), strict=True)
+            return torch.cat([self._finish(*part) for part in parts])
+        return self._finish(attended, hidden)
+
+    def _finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
+        """What comes behind attention, of any rows."""
+        added = self.self_attention.linear_proj.infer(attended)
         norm = self.pre_mlp_layernorm
         can_add = self._multiplier == 1 and kernels.can_add(hidden, added)
         if can_add and isinstance(norm, SequenceParallelRMSNorm) and norm.is_kernels:
