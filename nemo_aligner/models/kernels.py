@@ -73,10 +73,10 @@ def can_add(x: Tensor, added: Tensor) -> bool:
     return fits and x.is_contiguous() and added.is_contiguous() and take(x)
 
 
-def add(x: Tensor, added: Tensor) -> None:
-    """Compute ``x += added``, both ``[..., c]`` and contiguous, ``x`` in fp32."""
+def add(x: Tensor, added: Tensor, norm: Any = None) -> None:
+    """Compute ``x += added``, both ``[..., c]`` and contiguous, ``x`` in fp32, and a ``_norm``."""
     width, is_bf16 = x.size(-1), added.dtype is torch.bfloat16
-    call("add", x.data_ptr(), is_bf16, added.data_ptr(), None, x.numel() // width, width)
+    call("add", x.data_ptr(), is_bf16, added.data_ptr(), norm, x.numel() // width, width)
 
 
 def add_and_norm(
@@ -84,8 +84,7 @@ def add_and_norm(
 ) -> Tensor:
     """Compute ``add``, and then ``rms_norm`` of ``x``."""
     norm, out = _norm(x, weight, eps, dtype)
-    width, is_bf16 = x.size(-1), added.dtype is torch.bfloat16
-    call("add", x.data_ptr(), is_bf16, added.data_ptr(), norm, x.numel() // width, width)
+    add(x, added, norm)
     return out
 
 
