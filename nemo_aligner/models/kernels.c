@@ -66,15 +66,13 @@ static inline vec select_(ints mask, vec yes, vec no) {
     return (vec)((mask & (ints)yes) | (~mask & (ints)no));
 }
 
-// exp(x) to 1 unit in the last place, 0 below -87, NaN of NaN: 2^n times Cephes' polynomial of the
-// rest.
+// exp(x) to 1 unit in the last place, of x up to 88; 0 below -87, NaN of NaN: 2^n times Cephes'
+// polynomial of the rest.
 static inline vec exponential(vec x) {
     const vec shift = (vec){} + 12582912.0f;
-    vec clamped = select_(x < -87.0f, (vec){} - 87.0f, x);
-    clamped = select_(clamped > 88.0f, (vec){} + 88.0f, clamped);
-    vec n = clamped * 1.44269504f + shift;
+    vec n = x * 1.44269504f + shift;
     n -= shift;
-    vec r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
     vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
@@ -83,6 +81,36 @@ static inline vec exponential(vec x) {
     p = p * (r * r) + r + 1.0f;
     vec power = (vec)((__builtin_convertvector(n, ints) + 127) << 23);
     return select_(x < -87.0f, (vec){}, p * power);
+}
+
+// Number j of vector i becomes number i of vector j.
+static inline __attribute__((always_inline)) void transpose(vec x[LANES]) {
+#if __has_builtin(__builtin_shuffle)
+    static const int32_t numbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    ints lane;
+    memcpy(&lane, numbers, sizeof lane);
+    // Swaps two quarters of every square of 2 * step vectors.
+#pragma GCC unroll 4
+    for (int step = LANES / 2; step > 0; step /= 2) {
+        ints stays = (lane & step) == 0;
+        ints upper = (stays & lane) | (~stays & (lane - step + LANES));
+        ints lower = (stays & (lane + step)) | (~stays & (lane + LANES));
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            if (!(i & step)) {
+                vec first = x[i], second = x[i + step];
+                x[i] = __builtin_shuffle(first, second, upper);
+                x[i + step] = __builtin_shuffle(first, second, lower);
+            }
+    }
+#else
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < i; j++) {
+            float kept = x[i][j];
+            x[i][j] = x[j][i];
+            x[j][i] = kept;
+        }
+#endif
 }
 
 // Causal attention of packed sequences.
@@ -215,6 +243,25 @@ static inline const float *row_of(
     return wide;
 }
 
+// The first numbers of a vector, where fewer than a whole one are left; the others are 0.
+static inline vec load_up_to(int count, int is_bf16, const void *from, int64_t i) {
+    if (count >= LANES) return load_as(is_bf16, from, i);
+    vec loaded = {};
+    for (int j = 0; j < count; j++) loaded[j] = number(is_bf16, from, i + j);
+    return loaded;
+}
+
+static inline void store_up_to(int count, int is_bf16, void *to, int64_t i, vec value) {
+    if (count >= LANES)
+        store_as(is_bf16, to, i, value);
+    else
+        for (int j = 0; j < count; j++) set_number(is_bf16, to, i + j, value[j]);
+}
+
+#define FOR_SQUARES(row, channel)                                                                   \
+    for (int row = 0; row < used; row += LANES)                                                     \
+        for (int channel = 0; channel < channels; channel += LANES)
+
 static inline __attribute__((always_inline)) void attend_item(
     const int is_bf16, const void *query, int64_t query_token, int64_t query_group,
     const Source *keys, const Source *values, void *out, int groups, int repeats, int channels,
@@ -227,18 +274,25 @@ static inline __attribute__((always_inline)) void attend_item(
     float most[ROWS] __attribute__((aligned(64))), total[ROWS] __attribute__((aligned(64)));
     int32_t positions[ROWS] __attribute__((aligned(64)));
     int used = (item->count * repeats + LANES - 1) / LANES * LANES;
+    int64_t places[ROWS];
     for (int row = 0; row < used; row++) {
         int token = row / repeats, head = row % repeats;
         int is_own = token < item->count;
         int64_t place = item->row + (is_own ? token : 0);
-        int64_t q = place * query_token + group * query_group + head * channels;
-        for (int c = 0; c < channels; c++) {
-            turned[c][row] = number(is_bf16, query, q + c) * scale;
-            sums[c][row] = 0;
-        }
+        places[row] = place * query_token + group * query_group + head * channels;
         positions[row] = item->position + (is_own ? token : 0);
         most[row] = -INFINITY;
         total[row] = 0;
+    }
+    FOR_SQUARES(first, c) {
+        vec square[LANES];
+        for (int i = 0; i < LANES; i++)
+            square[i] = load_up_to(channels - c, is_bf16, query, places[first + i] + c) * scale;
+        transpose(square);
+        for (int i = 0; i < LANES; i++) {
+            *(vec *)(turned[c + i] + first) = square[i];
+            *(vec *)(sums[c + i] + first) = (vec){};
+        }
     }
     int last = item->position + item->count;
     int start = item->position - window + 1;
@@ -265,11 +319,16 @@ static inline __attribute__((always_inline)) void attend_item(
         weigh(used, scores, count, channels, most, total, sums);
         multiply_values(used, scores, tile_values, count, channels, sums);
     }
-    for (int row = 0; row < item->count * repeats; row++) {
-        int token = item->row + row / repeats, head = group * repeats + row % repeats;
-        int64_t to = ((int64_t)token * groups * repeats + head) * channels;
-        for (int c = 0; c < channels; c++)
-            set_number(is_bf16, out, to + c, sums[c][row] / total[row]);
+    FOR_SQUARES(first, c) {
+        vec square[LANES];
+        for (int i = 0; i < LANES; i++)
+            square[i] = *(vec *)(sums[c + i] + first) / *(vec *)(total + first);
+        transpose(square);
+        for (int row = first; row < first + LANES && row < item->count * repeats; row++) {
+            int64_t token = item->row + row / repeats, head = group * repeats + row % repeats;
+            int64_t to = (token * groups * repeats + head) * channels + c;
+            store_up_to(channels - c, is_bf16, out, to, square[row - first]);
+        }
     }
 }
 
@@ -366,7 +425,8 @@ static inline __attribute__((always_inline)) void gated_silu_of(
     int64_t gates = row * 2 * width;
     for (int i = 0; i < width; i += LANES) {
         vec gate = load_as(is_bf16, x, gates + i);
-        vec silu = gate / (exponential(-gate) + 1.0f);
+        vec power = select_(gate < -88.0f, (vec){} + 88.0f, -gate);
+        vec silu = gate / (exponential(power) + 1.0f);
         store_as(is_bf16, out, row * width + i, silu * load_as(is_bf16, x, gates + width + i));
     }
 }
