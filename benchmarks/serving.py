@@ -12,6 +12,7 @@ have nothing in common (224 tokens in the mean); ``pairs`` has both sides of pai
 one after the other; ``shared`` is replies of 100 tokens, one by one, to a prompt of 512 that was
 seen before. No turn asks for texts of another. ``products alone`` is the speed of nothing but the
 matrix products of the tokens that no text before had, one text at a time, with as many threads.
+``itself ms`` is how much longer a request at one client takes than the model computes for it.
 vLLM runs without its prefix cache, with it in ``shared``, and both ways in ``pairs``. A vLLM that
 is not given, does not start or fails leaves dashes, and what it said last stands below the table.
 
@@ -45,7 +46,7 @@ from scoring_work import SMALLEST_BUDGET, Products
 from serving_model import export, prepare_reward_model
 from serving_servers import SEQ_LENGTH, Clients, Contestants, Load, Recipe, percentile
 
-OURS, UNCACHED = "nemo_aligner", "nemo_aligner without cache"
+OURS, UNCACHED = OWN = ("nemo_aligner", "nemo_aligner without cache")
 COLD, WARM = "vLLM", "vLLM with prefix cache"
 KINDS = ("uniform", "lognormal", "pairs", "shared")
 CHECKED = 8
@@ -239,11 +240,21 @@ def rows_of(
                 "clients": work.clients,
                 "server": name,
                 **_speed(asked, answered),
+                "itself ms": _itself(answered) if work.clients == 1 and name in OWN else "",
                 "products alone": alone if name == OURS else "",
                 "ours is faster by": "" if name == OURS else ratio,
             }
         )
     return rows
+
+
+def _itself(loads: Sequence[Load]) -> float | None:
+    """Milliseconds that a request takes in the mean, less those that the model computes."""
+    if not loads:
+        return None
+    waited = [each for load in loads for each in load.waited if each is not None]
+    computed = sum(load.computed or 0.0 for load in loads)
+    return 1000 * (sum(waited) - computed) / len(waited)
 
 
 def _speed(asked: Sequence[Requests], loads: Sequence[Load]) -> dict[str, Any]:

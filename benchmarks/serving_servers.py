@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -11,8 +12,8 @@ import sys
 import time
 import urllib.request
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +108,14 @@ class Server:
 
 @dataclass(frozen=True)
 class Load:
-    """What a server was asked, and how long each request waited."""
+    """What a server was asked, how long each request waited, and the model of ours computed."""
 
     seconds: float
     statuses: list[int | None]
     waited: list[float | None]
     rewards: list[list[float] | None]
     said: list[str]
+    computed: float | None = None
 
     @property
     def refused(self) -> int:
@@ -261,7 +263,10 @@ class Contestants:
             requests = [recipe.request(token_ids) for token_ids in token_lists]
             url = self._running[name][1]
             time.sleep(self._rest_s)
+            before = forward_seconds(url) if recipe.is_ours else 0.0
             load = self._clients.put(url, requests, clients, limit_s, len(requests))
+            if recipe.is_ours:
+                load = replace(load, computed=forward_seconds(url) - before)
             if load.refused:
                 said = load.said[0] if load.said else f"no answer within {limit_s:g} s"
                 raise WorkerFailed(f"{load.refused} requests have no reward: {said}")
@@ -281,6 +286,16 @@ class Contestants:
     def _stop(self, name: str) -> None:
         if name in self._running:
             self._running.pop(name)[0].stop()
+
+
+def forward_seconds(url: str) -> float:
+    """The seconds that the model of a server of ours has computed since its start."""
+    from nemo_aligner.serving.client import RewardClient
+
+    with closing(RewardClient(url)) as client:
+        counts = asyncio.run(client.statistics_async())[url]
+    assert counts is not None
+    return counts["forward_seconds"]
 
 
 def start_gateway(backend: str, work: Path) -> tuple[Server, str]:

@@ -148,6 +148,7 @@ def test_serving_gives_the_rewards_of_its_peer(folder: Path, tmp_path: Path) -> 
     assert [row["clients"] for row in rows] == [1, 1]
     assert all(row[key] > 0 for row in rows for key in ("rewards/s", "tokens/s", "p50 s", "p99 s"))
     assert rows[1]["ours is faster by"] > 0
+    assert 0 < rows[0]["itself ms"] < 1000 * rows[0]["p99 s"]
     assert len(content["differences"]) == 2
     assert max(content["differences"].values()) < 1e-5
     assert content["failures"] == {}
