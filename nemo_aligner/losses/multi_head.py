@@ -24,7 +24,12 @@ _POISSON = np.array([*accumulate(math.exp(-1) / math.factorial(k) for k in range
 
 @dataclass(frozen=True)
 class HeadEnsemble(PairObjective):
-    """Mean over K heads of ``-log sigmoid(m)``; each head starts from its own random weights.
+    """Mean over K heads of ``-log sigmoid(m) + center_rewards_coefficient * (better + worse)^2``.
+
+    Each head starts from its own random weights. Pairs do not determine at which level it rewards,
+    so without the second term most of what heads disagree about is that (Eisenstein et al. 2023,
+    "Helping or herding? Reward model ensembles mitigate but do not eliminate reward hacking",
+    arXiv:2312.09244, whose coefficient is 0.01).
 
     The reward is the heads' mean, and its uncertainty their standard deviation. Heads that share a
     body are the bootstrapped heads of Osband et al. 2016, "Deep exploration via bootstrapped DQN";
@@ -36,13 +41,16 @@ class HeadEnsemble(PairObjective):
         bootstrap: count a record for each head as often as a Poisson distribution of mean 1 says
             (online bootstrap: Oza and Russell 2001, "Online bagging and boosting"), always the
             same; false: once for all.
+        center_rewards_coefficient: 0 leaves the levels to chance.
     """
 
     heads: int = 5
     bootstrap: bool = True
+    center_rewards_coefficient: float = 0.01
 
     def __post_init__(self) -> None:
         check_whole(self, "heads", 2)
+        check_number(self, "center_rewards_coefficient", 0)
         check_flag(self, "bootstrap")
 
     @property
@@ -54,6 +62,7 @@ class HeadEnsemble(PairObjective):
         pairs = records.pairs()
         better, worse = pairs.of(rewards)
         losses = F.softplus(worse - better)
+        losses = losses + self.center_rewards_coefficient * (better + worse).square()
         if self.bootstrap:
             times = to_device(bootstrap_counts(records.ids, self.heads), losses.device)
             losses = losses * pairs.of_records(times)

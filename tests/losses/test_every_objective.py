@@ -83,14 +83,17 @@ def test_heads_of_an_ensemble_learn_each_from_a_sample_of_its_own() -> None:
     rewards = torch.randn(4, 2, dtype=torch.float64)
     (weights,) = bootstrap_counts(PAIRS.ids, 2)[None]
     wanted = sum(
-        float(weights[record, head]) / 2 * math.log1p(math.exp(lost - won))
+        float(weights[record, head])
+        / 2
+        * (math.log1p(math.exp(lost - won)) + 0.01 * (won + lost) ** 2)
         for head, (a, b, c, d) in enumerate(rewards.T.tolist())
         for record, (won, lost) in enumerate([(a, b), (c, d)])
     )
     objective = HeadEnsemble(heads=2)
     assert float(objective.loss(rewards, PAIRS)[0]) == pytest.approx(wanted)
-    all_heads = HeadEnsemble(heads=2, bootstrap=False).loss(rewards, PAIRS)[0]
-    plain = [BradleyTerry().loss(head[:, None], PAIRS)[0] for head in rewards.unbind(1)]
+    centred = {"center_rewards_coefficient": 0.5}
+    all_heads = HeadEnsemble(heads=2, bootstrap=False, **centred).loss(rewards, PAIRS)[0]
+    plain = [BradleyTerry(**centred).loss(head[:, None], PAIRS)[0] for head in rewards.unbind(1)]
     assert float(all_heads) == pytest.approx(float(sum(plain)) / 2)
     means = rewards.mean(dim=1)
     accuracy = ((means[::2] > means[1::2]).double().mean()).item()
