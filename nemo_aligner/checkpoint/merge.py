@@ -1,8 +1,9 @@
 """Weighted sums of reward models of one kind.
 
-An average of checkpoints scores better than each of them, and is more robust to distribution shift
-(WARM, Rame et al. 2024, arXiv:2401.12187). With weights beyond 1 it extrapolates what training has
-changed (ExPO, Zheng et al. 2024, arXiv:2404.16792): ``trained + alpha * (trained - base)``.
+An average of runs that started from one head scores better than each of them, and is more robust
+to distribution shift (WARM, Rame et al. 2024, arXiv:2401.12187). With weights beyond 1 it
+extrapolates what training has changed (ExPO, Zheng et al. 2024, arXiv:2404.16792):
+``trained + alpha * (trained - base)``.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _SUM_TOLERANCE = 1e-6
 _SUMMED_FIELDS = ("label_means",)
 # Contract fields that training on from a model may change.
 _HEAD_FIELDS = ("reward_model_type", "attributes")
+# Cosine of two heads; 1.00 of runs from one head, 0.02 of runs that drew their own.
+_ALIKE = 0.5
 
 
 @dataclass(frozen=True)
@@ -107,8 +110,29 @@ def _write(
             scratch / "tokenizer",
             contract.to_dict(),
         )
-    parts = [f"  {each.weight:+.6g} x {each.folder.source}" for each in inputs]
+        parts = [f"  {each.weight:+.6g} x {each.folder.source}" for each in inputs]
+        parts += _heads_apart(inputs)
     return "\n".join([f"{output}: scoring contract {contract.hash}", *parts])
+
+
+def _heads_apart(inputs: Sequence[_Input]) -> list[str]:
+    """A warning where heads to be averaged have nothing to do with each other."""
+    if min(each.weight for each in inputs) < 0:
+        return []  # an extrapolation, from a head that may be of another kind
+    last, *others = [_head(each.folder) for each in reversed(inputs)]
+    cosine = min(float(torch.cosine_similarity(last, other, dim=0)) for other in others)
+    if cosine >= _ALIKE:
+        return []
+    return [
+        f"warning: the heads are unlike each other (cosine {cosine:.2f}), and so are the bodies "
+        "under them: such an average is worse than each model. Start the runs from one head "
+        "(pretrained_checkpoint.load_rm_head_weights), or average rewards (ensemble.files)"
+    ]
+
+
+def _head(folder: NemoFolder) -> Tensor:
+    names = sorted(head_names(folder))
+    return torch.cat([unread(folder, HEAD_PREFIX + name).read().flatten() for name in names])
 
 
 def _check_weights(sources: Sequence[str | Path], weights: Sequence[float]) -> None:

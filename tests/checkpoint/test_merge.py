@@ -87,6 +87,9 @@ def test_merge_sums_weights_and_offsets(
     assert "+0.75 x" in said
     of_first, of_second, merged = stored(first), stored(second), stored(output)
     assert merged.keys() == of_first.keys()
+    heads = (each["rm_head.weight"].flatten() for each in (of_first, of_second))
+    cosine = float(torch.cosine_similarity(*heads, dim=0))  # below 0.5
+    assert f"warning: the heads are unlike each other (cosine {cosine:.2f})" in said
     for key, tensor in merged.items():
         wanted = 0.25 * of_first[key].double() + 0.75 * of_second[key].double()
         assert torch.equal(tensor, wanted.to(tensor.dtype)), key
@@ -99,7 +102,8 @@ def test_merge_sums_weights_and_offsets(
 def test_merge_of_a_model_with_itself_scores_as_before(
     first: Path, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    merge_checkpoints([first] * 3, [1 / 3] * 3, tmp_path / "merged.nemo")
+    said = merge_checkpoints([first] * 3, [1 / 3] * 3, tmp_path / "merged.nemo")
+    assert "warning" not in said
     np.testing.assert_array_equal(score(tmp_path / "merged.nemo", layout), score(first, layout))
 
 
