@@ -125,7 +125,7 @@ def _heads_apart(inputs: Sequence[_Input]) -> list[str]:
         return []
     return [
         f"warning: the heads are unlike each other (cosine {cosine:.2f}), and so are the bodies "
-        "under them: such an average is worse than each model. Start the runs from one head "
+        "under them: the average is probably worse than each model. Start the runs from one head "
         "(pretrained_checkpoint.load_rm_head_weights), or average rewards (ensemble.files)"
     ]
 
