@@ -411,7 +411,7 @@ def resident_bytes() -> int:
 
 
 def use_huge_pages() -> bool:
-    """Move what malloc has on the heap now into huge pages; True where Linux (6.1 on) does it.
+    """Move what malloc has on the heap now into huge pages; True if Linux (6.1 on) moved it all.
 
     Every product reads a whole weight, of thousands of small pages. To be called once the weights
     are there, after ``keep_freed_memory``, by which they are on the heap. Nothing where there is a

@@ -122,4 +122,6 @@ huge = re.search(r"AnonHugePages:\\s*([0-9]+)", open("/proc/self/smaps_rollup").
 print(moved, int(huge[1]) >= 30 * 2**10)
 """
     )
-    assert done.stdout.split() in (["True", "True"], ["False", "False"]), done.stderr
+    moved_all, many_are_huge = done.stdout.split()
+    # Where free memory lies in pieces, Linux moves some of it, and says that it could not.
+    assert many_are_huge == "True" or moved_all == "False", done.stderr

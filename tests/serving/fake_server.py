@@ -83,7 +83,8 @@ class FakeScorer:
 
     def score_token_lists(self, token_lists: list[list[int]]) -> np.ndarray:
         tokens = sum(len(ids) for ids in token_lists)
-        print("BATCH", len(token_lists), tokens, flush=True)
+        # In one piece: another thread's flush between its parts let the other rank's line in.
+        print(f"BATCH {len(token_lists)} {tokens}\n", end="", flush=True)
         marks = {ids[0] for ids in token_lists}
         last = self._rank == self._world_size - 1
         if 666 in marks or (668 in marks and last):
