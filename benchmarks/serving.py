@@ -44,7 +44,7 @@ from common import (
 )
 from scoring_work import SMALLEST_BUDGET, Products
 from serving_model import export, prepare_reward_model
-from serving_servers import SEQ_LENGTH, Clients, Contestants, Load, Recipe, percentile
+from serving_servers import SEQ_LENGTH, Clients, Contestants, Load, Recipe, percentile, waited
 
 OURS, UNCACHED = OWN = ("nemo_aligner", "nemo_aligner without cache")
 COLD, WARM = "vLLM", "vLLM with prefix cache"
@@ -252,9 +252,9 @@ def _itself(loads: Sequence[Load]) -> float | None:
     """Milliseconds that a request takes in the mean, less those that the model computes."""
     if not loads:
         return None
-    waited = [each for load in loads for each in load.waited if each is not None]
+    seconds = waited(loads)
     computed = sum(load.computed or 0.0 for load in loads)
-    return 1000 * (sum(waited) - computed) / len(waited)
+    return 1000 * (sum(seconds) - computed) / len(seconds)
 
 
 def _speed(asked: Sequence[Requests], loads: Sequence[Load]) -> dict[str, Any]:

@@ -123,10 +123,14 @@ class Load:
         return sum(status != 200 for status in self.statuses)
 
 
+def waited(loads: Sequence[Load]) -> list[float]:
+    """The seconds that requests waited, where they were answered."""
+    return [each for load in loads for each in load.waited if each is not None]
+
+
 def percentile(loads: Sequence[Load], percent: float) -> float:
     """Of the seconds that requests waited, where they were answered."""
-    waited = [each for load in loads for each in load.waited if each is not None]
-    return float(np.percentile(waited, percent))
+    return float(np.percentile(waited(loads), percent))
 
 
 class Clients:
@@ -263,10 +267,10 @@ class Contestants:
             requests = [recipe.request(token_ids) for token_ids in token_lists]
             url = self._running[name][1]
             time.sleep(self._rest_s)
-            before = forward_seconds(url) if recipe.is_ours else 0.0
+            before = computed_seconds(url) if recipe.is_ours else 0.0
             load = self._clients.put(url, requests, clients, limit_s, len(requests))
             if recipe.is_ours:
-                load = replace(load, computed=forward_seconds(url) - before)
+                load = replace(load, computed=computed_seconds(url) - before)
             if load.refused:
                 said = load.said[0] if load.said else f"no answer within {limit_s:g} s"
                 raise WorkerFailed(f"{load.refused} requests have no reward: {said}")
@@ -288,7 +292,7 @@ class Contestants:
             self._running.pop(name)[0].stop()
 
 
-def forward_seconds(url: str) -> float:
+def computed_seconds(url: str) -> float:
     """The seconds that the model of a server of ours has computed since its start."""
     from nemo_aligner.serving.client import RewardClient
 

@@ -425,13 +425,13 @@ def use_huge_pages() -> bool:
     except OSError:
         return False
     heaps = (line.split()[0].split("-") for line in lines if line.endswith("[heap]"))
-    found = False
+    moved = []
     for begin, end in heaps:
         first, last = -(-int(begin, 16) // size) * size, int(end, 16) // size * size
         if first < last:
             where = ctypes.c_void_p(first), ctypes.c_size_t(last - first)
-            found |= ctypes.CDLL(None).madvise(*where, collapse) == 0
-    return found
+            moved.append(ctypes.CDLL(None).madvise(*where, collapse) == 0)
+    return bool(moved) and all(moved)
 
 
 def _set_malloc(option: int, value: int) -> None:

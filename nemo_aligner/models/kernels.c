@@ -103,7 +103,7 @@ static inline __attribute__((always_inline)) void transpose(vec x[LANES]) {
                 x[i + step] = __builtin_shuffle(first, second, lower);
             }
     }
-#else
+#else // clang
     for (int i = 0; i < LANES; i++)
         for (int j = 0; j < i; j++) {
             float kept = x[i][j];
