@@ -150,7 +150,7 @@ MAX_BYTES_VARIABLE = "NEMO_ALIGNER_MAX_ARCHIVE_BYTES"
 _MAX_MEMBERS = 100_000
 _MAX_RATIO = 20  # weights hardly compress; a higher ratio is a decompression bomb
 _ALWAYS_ALLOWED = 2**28
-_SPARE_BYTES = 2**28  # leave this much of the disk free
+_SPARE_BYTES = 2**28  # leave this much of the disk free, or half of what is free
 _BLOCK = 2**20
 _UNREADABLE = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, zlib.error)
 
@@ -159,7 +159,8 @@ def unpack(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Path:
     """Unpack the ``wanted`` members into a new temporary folder, which the caller removes.
 
     At most ``NEMO_ALIGNER_MAX_ARCHIVE_BYTES`` are unpacked; by default 20 times the archive's own
-    size, at least 256 MiB, and never so much that the disk fills up.
+    size, at least 256 MiB, and never so much that the disk fills up: 256 MiB of it stay free, or
+    half of what is free where that is less.
 
     Raises:
         CheckpointError: no such archive; a member that is no plain file or folder, is there twice,
@@ -285,7 +286,8 @@ def _extract(
     archive: tarfile.TarFile, root: Path, path: Path, wanted: Callable[[PurePosixPath], bool]
 ) -> dict[str, str]:
     """Extract the wanted members; returns the sha256 of every file by name."""
-    budget = shutil.disk_usage(root).free - _SPARE_BYTES
+    free = shutil.disk_usage(root).free
+    budget = max(free - _SPARE_BYTES, free // 2)
     seen: set[PurePosixPath] = set()
     sums = {}
     for member in archive:

@@ -152,17 +152,26 @@ def test_archive_has_as_many_members_as_may_be(
     assert refuse(path, scratch, lambda name: False) == f"{path}: more than 3 members"
 
 
+@pytest.mark.parametrize("spare", [2**20, 2**28])
 def test_archive_leaves_a_spare_of_the_disk(
-    tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch, spare: int
 ) -> None:
+    """The spare, or half of what is free where that is less."""
     size = sum(map(len, FILES.values()))
     path = pack(tmp_path / "a.nemo", *FILES.items(), ("unwanted", b"x" * 1000))
-    for free in (size + 2**28, size + 2**28 - 1):
+    monkeypatch.setattr(archive_module, "_SPARE_BYTES", spare)
+    enough = size + min(spare, size)
+
+    def wanted(name: PurePosixPath) -> bool:
+        return name.name != "unwanted"
+
+    for free in (enough, enough - 1):
         usage = SimpleNamespace(free=free)
         monkeypatch.setattr("shutil.disk_usage", lambda root, usage=usage: usage)
-        if free == size + 2**28:
-            shutil.rmtree(unpack(path, lambda name: name.name != "unwanted"))
-    assert refuse(path, scratch) == f"{path}: it does not fit into {scratch}; set TMPDIR"
+        if free == enough:
+            shutil.rmtree(unpack(path, wanted))
+    told = f"{path}: it does not fit into {scratch}; set TMPDIR"
+    assert refuse(path, scratch, wanted) == told
 
 
 def test_archive_limit_by_a_setting(
