@@ -63,10 +63,14 @@ def install(python: Path, *wanted: str) -> None:
         pytest.skip(f"{' '.join(wanted)}: cannot be installed: {done.stderr[-300:]}")
 
 
-def kept_environment(name: str, made_of: tuple[str, ...], make: Callable[[Path], object]) -> Path:
+def kept_environment(
+    name: str, made_of: tuple[str, ...], make: Callable[[Path], object], *, gigabytes: int = 2
+) -> Path:
     """The folder of an environment that ``make`` fills once, for this run and those to come.
 
     ``made_of`` is all that it depends on beside this Python: with another one it is made anew.
+    Making it takes up to so many ``gigabytes`` of the disk: the test is skipped where fewer are
+    free, as on a full disk all that run beside it would fail.
     """
     parent = kept_environments()
     parent.mkdir(parents=True, exist_ok=True)
@@ -76,6 +80,9 @@ def kept_environment(name: str, made_of: tuple[str, ...], make: Callable[[Path],
     with FileLock(parent / f"{folder.name}.lock"):
         if not built.exists():
             shutil.rmtree(folder, ignore_errors=True)
+            free = shutil.disk_usage(parent).free / 1e9
+            if free < gigabytes:
+                pytest.skip(f"{parent}: {free:.1f} GB are free, {name} wants {gigabytes}")
             make(folder)
             built.touch()
     return folder

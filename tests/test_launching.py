@@ -82,7 +82,9 @@ def test_script_says_ends_fails_and_takes_too_long_alike(script: str, fresh: boo
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["prepared", "fresh"])
 def test_the_others_end_with_a_rank_that_fails(script: str, fresh: bool) -> None:
+    there = Path(script).parent / "there"
     for how in ("kill", "fail"):
+        there.unlink(missing_ok=True)  # so that the one that fails waits for the other again
         done = tiny.run_script(script, how, processes=2, check=False, timeout=50, fresh=fresh)
         assert done.returncode == 1, how
         assert {"rank 0 of 2", "rank 1 of 2"} <= set(done.stderr.splitlines()), how

@@ -53,7 +53,9 @@ def other_python() -> Path:
     def make(folder: Path) -> None:
         install(new_environment(folder, base), *packages)
 
-    return kept_environment("megatron", (base, *packages), make) / "bin" / "python"
+    # It has torch for GPUs: 6 GB, and 3 as wheels while it is installed.
+    folder = kept_environment("megatron", (base, *packages), make, gigabytes=12)
+    return folder / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
