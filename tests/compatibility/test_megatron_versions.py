@@ -53,7 +53,7 @@ def other_python() -> Path:
     def make(folder: Path) -> None:
         install(new_environment(folder, base), *packages)
 
-    # It has torch for GPUs: 6 GB, and 3 as wheels while it is installed.
+    # Its torch is for GPUs: 5 GB, and its wheels beside it while it is installed.
     folder = kept_environment("megatron", (base, *packages), make, gigabytes=12)
     return folder / "bin" / "python"
 
