@@ -4,7 +4,7 @@ it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
 from typing import Any
@@ -300,11 +300,17 @@ IN_CONSTANT_SCHEDULES = ("model.optim.sched.constant_steps", "model.optim.sched.
 """Settings that do nothing where the learning rate is constant."""
 
 
+# 5e-5 at the 576 of SmolLM2-135M (docs/training.md), 7e-6 at the 4096 of a Llama of 8B.
+_RATE_TIMES_WIDTH, _LORA_RATE = 0.03, 10
+
+
 @dataclass
 class OptimConfig:
     """AdamW through megatron-core's distributed optimizer."""
 
-    lr: float = setting(2e-5, "learning rate after warm-up")
+    lr: float | None = setting(
+        None, "learning rate after warm-up; null: 0.03 / hidden size, ten times that with LoRA"
+    )
     weight_decay: float = setting(0.01, "applies to matrices, not to norms and biases")
     betas: tuple[float, float] = setting((0.9, 0.98), "Adam's")
     eps: float = setting(1e-8, "Adam's")
@@ -324,8 +330,8 @@ class OptimConfig:
             checks.require(fits, "layer_lr_decay", "a number above 0 and at most 1")
             fits = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
             checks.require(fits, "betas", "two numbers, each 0 or more and less than 1")
-            wanted = f"at most model.optim.lr ({self.lr})"
-            checks.require(self.sched.min_lr <= self.lr, "sched.min_lr", wanted)
+            fits = self.lr is None or self.sched.min_lr <= self.lr
+            checks.require(fits, "sched.min_lr", f"at most model.optim.lr ({self.lr})")
 
 
 class ScoredPosition(Enum):
@@ -433,6 +439,21 @@ class ModelConfig(LayoutConfig):
             "sequence_parallel",
             "false, or model.tensor_model_parallel_size above 1",
         )
+
+    def with_learning_rate(self, hidden_size: int) -> ModelConfig:
+        """These settings, with the learning rate that null stands for in a model of that width.
+
+        Adam's best rate for a matrix falls with its width (Yang et al. 2022, arXiv:2203.03466,
+        table 3), and LoRA's is about ten times as high (Schulman et al. 2025, "LoRA without
+        regret").
+
+        Raises:
+            ConfigError: ``model.optim.sched.min_lr`` is above it.
+        """
+        if self.optim.lr is not None:
+            return self
+        lr = _RATE_TIMES_WIDTH * (_LORA_RATE if self.lora.rank else 1) / hidden_size
+        return replace(self, optim=replace(self.optim, lr=lr))
 
     @property
     def num_attributes(self) -> int:

@@ -55,6 +55,19 @@ from nemo_aligner.utils.console import say, show_bytes
 from nemo_aligner.utils.errors import ConfigError
 
 
+def choose_learning_rate(config: TrainConfig) -> None:
+    """Put the number into ``config`` that null stands for, so that all of a run's records have it.
+
+    Raises:
+        CheckpointError: the base checkpoint has no config that can be read.
+        ConfigError: see ``ModelConfig.with_learning_rate``.
+    """
+    if config.model.optim.lr is None:
+        path = Path(str(config.pretrained_checkpoint.restore_from_path))
+        width = ModelShape.from_config(read_model_config(path)).hidden_size
+        config.model = config.model.with_learning_rate(width)
+
+
 def build_data(config: TrainConfig) -> TrainingData:
     """The run's data, tokenized by the contract that settings and base checkpoint make; every rank.
 

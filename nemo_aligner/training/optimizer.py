@@ -252,6 +252,7 @@ def build_optimizer(
     section 3.2; Clark et al. 2020, "ELECTRA", appendix B).
 
     Args:
+        config: with a number as ``lr`` (``ModelConfig.with_learning_rate``).
         clip_grad: largest gradient norm; 0 does not clip.
         total_steps: of the run, for the learning rate schedule.
 
@@ -275,7 +276,8 @@ def build_optimizer(
     model_config.grad_scale_func = optimizer.scale_loss
     parts = optimizer.chained_optimizers if config.cpu_offload else ()
     offloaded = [OffloadedStates(part.optimizer) for part in parts]
-    return Optimizer(optimizer, _build_scheduler(optimizer, config, total_steps), offloaded)
+    scheduler = _build_scheduler(optimizer, config, settings.lr, total_steps)
+    return Optimizer(optimizer, scheduler, offloaded)
 
 
 def _settings(
@@ -358,14 +360,14 @@ def _is_of_objective(parameter: torch.nn.Parameter) -> bool:
 
 
 def _build_scheduler(
-    optimizer: Any, config: OptimConfig, total_steps: int
+    optimizer: Any, config: OptimConfig, lr: float, total_steps: int
 ) -> OptimizerParamScheduler:
     warmup = config.sched.warmup_steps
     return _Scheduler(
         optimizer,
         # NeMo's warmup: step k of w (from 1) has k / (w + 1) of the rate, so none has zero.
-        init_lr=config.lr / (warmup + 1),
-        max_lr=config.lr,
+        init_lr=lr / (warmup + 1),
+        max_lr=lr,
         min_lr=config.sched.min_lr,
         lr_warmup_steps=warmup,
         lr_decay_steps=config.sched.last_decay_step(total_steps),

@@ -32,7 +32,7 @@ from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout, initial
 from nemo_aligner.losses import describe_objective
 from nemo_aligner.metrics.table import Better, better_values
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.training.build import build_data, build_learner
+from nemo_aligner.training.build import build_data, build_learner, choose_learning_rate
 from nemo_aligner.training.learner import KeepHeldout, RewardLearner, validation_metric_names
 from nemo_aligner.training.loggers import Callback, build_loggers, check_loggers
 from nemo_aligner.training.resume import RunFacts, check_goes_on, resume
@@ -64,6 +64,7 @@ def train(
     stop = SignalHandler(config.trainer.max_time, in_program=in_program)
     with stop, launch() as world, ExitStack() as held:
         layout = layout_of(config.model)
+        choose_learning_rate(config)
         with waiting_for("reading and tokenizing"):
             data = build_data(config)
         say(data.table())
@@ -399,7 +400,8 @@ def describe_steps(
     options = config.model
     some = min(total_steps, _STEPS_FOR_BALANCE)
     lines = [
-        f"run: {total_steps} steps of {options.global_batch_size} records",
+        f"run: {total_steps} steps of {options.global_batch_size} records, "
+        f"learning rate {options.optim.lr:.3g}",
         *_mixture(config, data),
         f"objective: {describe_objective(options, data.objective)}",
         *_uneven_work(imbalance(range(some)), some, config.model.pipeline_model_parallel_size),

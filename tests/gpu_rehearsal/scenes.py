@@ -202,7 +202,7 @@ def one_rank(
     freeze_lower_layers(model, freeze_layers, shape.num_layers)
     set_routers(model, trained=False, aux_loss_coeff=0.0)
     wrapped = wrap_for_training(model)
-    optimizer = build_optimizer(wrapped, OptimConfig(), 1.0, 10)
+    optimizer = build_optimizer(wrapped, OptimConfig(lr=1e-5), 1.0, 10)
     batches = packs_of(layout, prefix)
     for packs in (batches[:1], batches):
         with watch.during("step"):

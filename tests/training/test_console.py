@@ -131,6 +131,7 @@ def test_uneven_work_is_a_note_where_ranks_wait_for_it() -> None:
         (2, (1.0, 1.5), ["the largest micro-batch has 50% more work than the mean"]),
     ):
         config = TrainConfig()
+        config.model = config.model.with_learning_rate(hidden_size=64)
         config.model.pipeline_model_parallel_size = stages
         train = SimpleNamespace(file_sizes=[1])
         data = SimpleNamespace(objective=BradleyTerry(), validation=[], train=train)
