@@ -300,8 +300,8 @@ IN_CONSTANT_SCHEDULES = ("model.optim.sched.constant_steps", "model.optim.sched.
 """Settings that do nothing where the learning rate is constant."""
 
 
-# 5e-5 at the 576 of SmolLM2-135M (docs/training.md), 7e-6 at the 4096 of a Llama of 8B.
-_RATE_TIMES_WIDTH, _LORA_RATE = 0.03, 10
+# 8.7e-5 at the 576 of SmolLM2-135M (docs/training.md), 1.2e-5 at the 4096 of a Llama of 8B.
+_RATE_TIMES_WIDTH, _LORA_RATE = 0.05, 10
 
 
 @dataclass
@@ -309,7 +309,7 @@ class OptimConfig:
     """AdamW through megatron-core's distributed optimizer."""
 
     lr: float | None = setting(
-        None, "learning rate after warm-up; null: 0.03 / hidden size, ten times that with LoRA"
+        None, "learning rate after warm-up; null: 0.05 / hidden size, ten times that with LoRA"
     )
     weight_decay: float = setting(0.01, "applies to matrices, not to norms and biases")
     betas: tuple[float, float] = setting((0.9, 0.98), "Adam's")

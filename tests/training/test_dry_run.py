@@ -108,15 +108,15 @@ def test_learning_rate_goes_by_the_models_width_unless_it_is_given(
 ) -> None:
     """The run's settings name the number, not null."""
     width, null = tiny.SHAPE["hidden_size"], "model.optim.lr=null"
-    assert f"run: 9 steps of 8 records, learning rate {0.03 / width:.3g}\n" in check(folder, null)
+    assert f"run: 9 steps of 8 records, learning rate {0.05 / width:.3g}\n" in check(folder, null)
     lora = check(folder, null, "model.lora.rank=2")
-    assert f", learning rate {0.3 / width:.3g}\n" in lora
+    assert f", learning rate {0.5 / width:.3g}\n" in lora
     with pytest.raises(AlignerError, match=r"min_lr: got 0.1, wanted at most model\.optim\.lr \("):
         check(folder, null, "model.optim.sched.min_lr=0.1")
     run = f"exp_manager.explicit_log_dir={tmp_path}"
     tiny.run_verb("train", *settings(folder, run, null, "trainer.rm.max_steps=1"))
     stored = load_config(TrainConfig, file=tmp_path / "config.yaml")
-    assert stored.model.optim.lr == 0.03 / width
+    assert stored.model.optim.lr == 0.05 / width
     assert "changed since: model.optim.lr" not in check(folder, run, null)
 
 
