@@ -309,7 +309,7 @@ class OptimConfig:
     """AdamW through megatron-core's distributed optimizer."""
 
     lr: float | None = setting(
-        None, "learning rate after warm-up; null: 0.05 / hidden size, ten times that with LoRA"
+        None, "learning rate after warm-up; null: 0.05 / hidden size, 0.5 with LoRA"
     )
     weight_decay: float = setting(0.01, "applies to matrices, not to norms and biases")
     betas: tuple[float, float] = setting((0.9, 0.98), "Adam's")
