@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +56,18 @@ from nemo_aligner.utils.console import say, show_bytes
 from nemo_aligner.utils.errors import ConfigError
 
 
-def choose_learning_rate(config: TrainConfig) -> None:
-    """Put the number into ``config`` that null stands for, so that all of a run's records have it.
+def with_learning_rate(config: TrainConfig) -> TrainConfig:
+    """``config`` with the number that null stands for, so that all records of a run have it.
 
     Raises:
         CheckpointError: the base checkpoint has no config that can be read.
         ConfigError: see ``ModelConfig.with_learning_rate``.
     """
-    if config.model.optim.lr is None:
-        path = Path(str(config.pretrained_checkpoint.restore_from_path))
-        width = ModelShape.from_config(read_model_config(path)).hidden_size
-        config.model = config.model.with_learning_rate(width)
+    if config.model.optim.lr is not None:
+        return config
+    stored = read_model_config(Path(str(config.pretrained_checkpoint.restore_from_path)))
+    width = ModelShape.from_config(stored).hidden_size
+    return replace(config, model=config.model.with_learning_rate(width))
 
 
 def build_data(config: TrainConfig) -> TrainingData:

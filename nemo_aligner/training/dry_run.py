@@ -27,8 +27,8 @@ from nemo_aligner.training.build import (
     build_data,
     build_loader,
     check_experts,
-    choose_learning_rate,
     trained_model_config,
+    with_learning_rate,
 )
 from nemo_aligner.training.cost import Packs, Plan, attended_keys, parameters
 from nemo_aligner.training.memory import GIB, Memory, fullest_stage
@@ -58,7 +58,7 @@ def check_run(config: TrainConfig, processes: int) -> str:
             layout are unfit, the output cannot be written, or another run lies there.
     """
     check_settings(config)
-    choose_learning_rate(config)
+    config = with_learning_rate(config)
     path = Path(str(config.pretrained_checkpoint.restore_from_path))
     layout = _layout(config, processes)
     tokenizer, start = read_text_rules(path)

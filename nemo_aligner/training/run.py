@@ -32,7 +32,7 @@ from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout, initial
 from nemo_aligner.losses import describe_objective
 from nemo_aligner.metrics.table import Better, better_values
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.training.build import build_data, build_learner, choose_learning_rate
+from nemo_aligner.training.build import build_data, build_learner, with_learning_rate
 from nemo_aligner.training.learner import KeepHeldout, RewardLearner, validation_metric_names
 from nemo_aligner.training.loggers import Callback, build_loggers, check_loggers
 from nemo_aligner.training.resume import RunFacts, check_goes_on, resume
@@ -64,7 +64,7 @@ def train(
     stop = SignalHandler(config.trainer.max_time, in_program=in_program)
     with stop, launch() as world, ExitStack() as held:
         layout = layout_of(config.model)
-        choose_learning_rate(config)
+        config = with_learning_rate(config)
         with waiting_for("reading and tokenizing"):
             data = build_data(config)
         say(data.table())
