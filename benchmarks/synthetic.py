@@ -162,7 +162,7 @@ def build_synthetic_learner(
     if shape.lora is not None:
         train_adapters_alone(model)
     wrapped = reward_model.wrap_for_training(model)
-    optim = OptimConfig(cpu_offload=job["cpu_offload"])
+    optim = OptimConfig(lr=2e-5, cpu_offload=job["cpu_offload"])
     optimizer = build_optimizer(wrapped, optim, 1.0, 1000)
     train = _random_pairs(job["pairs"], job["sequence_length"], job["prefix"], shape.vocab_size)
     budget = job["micro_batch_tokens"]
