@@ -330,8 +330,10 @@ class OptimConfig:
             checks.require(fits, "layer_lr_decay", "a number above 0 and at most 1")
             fits = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
             checks.require(fits, "betas", "two numbers, each 0 or more and less than 1")
-            fits = self.lr is None or self.sched.min_lr <= self.lr
-            checks.require(fits, "sched.min_lr", f"at most model.optim.lr ({self.lr})")
+            # No model has a higher one by its width, which is not known here.
+            most = _RATE_TIMES_WIDTH * _LORA_RATE if self.lr is None else self.lr
+            fits = self.sched.min_lr <= most
+            checks.require(fits, "sched.min_lr", f"at most model.optim.lr ({most})")
 
 
 class ScoredPosition(Enum):

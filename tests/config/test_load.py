@@ -87,7 +87,7 @@ def test_settings_refused_name_the_key_and_what_was_wanted() -> None:
         "model.regression.attribute_weights={help: 1}": (
             "model.regression.attribute_weights: got {'help': 1.0}, wanted weights of no attribute"
         ),
-        "model.optim={lr: 1e-5, sched: {min_lr: 1}}": "model.optim.sched.min_lr: got 1.0",
+        "model.optim.sched.min_lr=1": "model.optim.sched.min_lr: got 1.0",
         "model.data.max_malformed=1.5": "max_malformed: got 1.5, wanted a number from 0 to 1",
         "model=5": "model: got 5, wanted keys under it",
         "model.data.data_prefix.train=[a": "model.data.data_prefix.train",
