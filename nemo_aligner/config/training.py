@@ -88,7 +88,9 @@ class RmLoopConfig:
 class TrainerConfig:
     """Precision and wall clock."""
 
-    precision: Precision = setting(Precision.fp32, "precision of the forward and backward pass")
+    precision: Precision | None = setting(
+        None, "null: bf16 on a GPU that has it, else fp32; a reward model keeps its own"
+    )
     max_time: str | None = setting(
         None, "DD:HH:MM:SS of wall clock time, then the run saves and stops"
     )
@@ -174,6 +176,13 @@ class TrainConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
+
+    @property
+    def precision(self) -> Precision:
+        """``trainer.precision`` of settings whose null has been resolved (``with_defaults``)."""
+        if self.trainer.precision is None:
+            raise RuntimeError("trainer.precision is read before with_defaults resolved it")
+        return self.trainer.precision
 
 
 _CALLBACKS = "exp_manager.checkpoint_callback_params"

@@ -133,6 +133,11 @@ def lacks_bf16() -> bool:
     return not torch.cuda.is_available() and not multiplies_bf16()
 
 
+def gpu_computes_bf16() -> bool:
+    """Tell if this rank computes on a GPU that has bf16 matrix products in hardware."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 # Pipeline messages: activations and gradients whose shapes every stage knows.
 
 _Shape = tuple[int, int, int]

@@ -18,7 +18,7 @@ from nemo_aligner.data.demo import build_demo_pairs, demo_lines
 from nemo_aligner.data.records import write_lines
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.distributed.launch import launch
-from nemo_aligner.training.build import build_data, build_learner, with_learning_rate
+from nemo_aligner.training.build import build_data, build_learner, with_defaults
 from nemo_aligner.training.run import check_settings, layout_of
 from nemo_aligner.utils.console import Counter, say, waiting_for
 from nemo_aligner.utils.errors import ConfigError
@@ -111,7 +111,7 @@ def run_probe(config: TrainConfig, records: int, steps: int) -> ProbeResult:
         AlignerError: settings, data or checkpoint are unfit, or a number is not finite.
     """
     check_settings(config)
-    config = with_learning_rate(config)
+    config = with_defaults(config)
     with tempfile.TemporaryDirectory() as folder:
         if not config.model.data.data_prefix.train:
             config.model.data.data_prefix.train = [str(_demo_file(Path(folder), records))]

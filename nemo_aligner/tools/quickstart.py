@@ -268,7 +268,6 @@ def training_settings(machine: LocalMachine, layers: int, is_demo: bool) -> list
     if machine.gpus:
         return [
             *settings,
-            "trainer.precision=bf16",
             "model.global_batch_size=32",
             "model.micro_batch_tokens=16384",
             "model.optim.lr=3e-5",

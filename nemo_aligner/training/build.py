@@ -27,12 +27,13 @@ from nemo_aligner.contract.from_settings import build_contract, continue_contrac
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.contract.turns import make_reply_marker
 from nemo_aligner.data.training_data import TrainingData, TrainLoader, build_training_data
-from nemo_aligner.distributed.collectives import current_device
-from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.distributed.collectives import current_device, gpu_computes_bf16, on_main
+from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout
 from nemo_aligner.losses.base import auxiliary_heads, reads_language, start_of_learned
 from nemo_aligner.models.lora import LoraDropout, train_adapters_alone
 from nemo_aligner.models.reward_model import (
     GPTRewardModel,
+    check_freezing,
     freeze_lower_layers,
     make_batch_invariant,
     set_routers,
@@ -56,18 +57,40 @@ from nemo_aligner.utils.console import say, show_bytes
 from nemo_aligner.utils.errors import ConfigError
 
 
-def with_learning_rate(config: TrainConfig) -> TrainConfig:
-    """``config`` with the number that null stands for, so that all records of a run have it.
+def with_defaults(config: TrainConfig) -> TrainConfig:
+    """Resolve the settings whose null depends on the model or on the machine.
+
+    Everything that a run writes down (config.yaml, checkpoints, its report) then has the values
+    that it ran with. Every rank calls it.
 
     Raises:
         CheckpointError: the base checkpoint has no config that can be read.
         ConfigError: see ``ModelConfig.with_learning_rate``.
     """
-    if config.model.optim.lr is not None:
-        return config
-    stored = read_model_config(Path(str(config.pretrained_checkpoint.restore_from_path)))
-    width = ModelShape.from_config(stored).hidden_size
-    return replace(config, model=config.model.with_learning_rate(width))
+    if config.trainer.precision is None:
+        precision = _default_precision(config)
+        config = replace(config, trainer=replace(config.trainer, precision=precision))
+    if config.model.optim.lr is None:
+        stored = read_model_config(Path(str(config.pretrained_checkpoint.restore_from_path)))
+        width = ModelShape.from_config(stored).hidden_size
+        config = replace(config, model=config.model.with_learning_rate(width))
+    return config
+
+
+def _default_precision(config: TrainConfig) -> Precision:
+    """The precision of a run whose settings name none.
+
+    The device decides only where training starts from a base model: a run that is resumed on
+    another machine, and a reward model that is trained further, would otherwise get another scoring
+    contract.
+    """
+    contract = _resumed_contract(config)
+    if contract is None:
+        _, contract = read_text_rules(str(config.pretrained_checkpoint.restore_from_path))
+    if contract is not None:
+        return Precision(contract.dtype)
+    # Rank 0 decides, as the nodes of a cluster may have different GPUs.
+    return Precision.bf16 if on_main(gpu_computes_bf16) else Precision.fp32
 
 
 def build_data(config: TrainConfig) -> TrainingData:
@@ -81,8 +104,10 @@ def build_data(config: TrainConfig) -> TrainingData:
     prefix = config.model.data.data_prefix
     say(f"reading and tokenizing {', '.join(prefix.all_files)} ...")
     tokenizer, start = read_text_rules(str(start_from.restore_from_path))
-    before = _contract_before(config)
-    contract = build_contract(config.model, tokenizer, config.trainer.precision, start, before)
+    before = None
+    if config.model.data.template in BUILT_IN_TEMPLATES:
+        before = _resumed_contract(config)  # may have an earlier text of the template
+    contract = build_contract(config.model, tokenizer, config.precision, start, before)
     if start is not None:
         contract = continue_contract(
             contract,
@@ -107,10 +132,8 @@ def build_data(config: TrainConfig) -> TrainingData:
     return data.with_validation_limited(config.trainer.rm.limit_val_records, config.model.seed)
 
 
-def _contract_before(config: TrainConfig) -> ScoringContract | None:
-    """The contract of the run that goes on, if it may have an earlier text of its template."""
-    if config.model.data.template not in BUILT_IN_TEMPLATES:
-        return None
+def _resumed_contract(config: TrainConfig) -> ScoringContract | None:
+    """The scoring contract of the newest checkpoint in the run's folder; None for a new run."""
     folder = Path(config.exp_manager.explicit_log_dir) / CHECKPOINTS_NAME
     latest = RunCheckpoints(folder, save_top_k=0).latest()
     return None if latest is None else ScoringContract.from_dict(latest.state.contract)
@@ -124,13 +147,13 @@ def build_learner(
 ) -> tuple[RewardLearner, PretrainedModel, int]:
     """Model and optimizer, ready to train on ``data``; and how many steps the data is good for."""
     options, loop = config.model, config.trainer.rm
-    pretrained = _load(config, data, layout)
-    shape = ModelShape.from_config(pretrained.config)
-    check_experts(config, shape)
+    shape = ModelShape.from_config(trained_model_config(config))
     query_key_cost = shape.query_key_cost()
+    # Before the weights, which take minutes to load: batches and schedule may not fit the data.
     loader = build_loader(config, data, layout.dp, layout.dp_rank, query_key_cost)
-    # The learning rate's schedule ends with the data, so the loader is built first.
     total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)
+    options.optim.sched.last_decay_step(total_steps)  # raises where no step is left to decay in
+    pretrained = _load(config, data, layout)
     if options.lora.rank > 0:
         train_adapters_alone(pretrained.model)
     trained, coeff = options.train_router, options.moe_aux_loss_coeff
@@ -173,6 +196,18 @@ def build_optimized(
     return wrapped, build_optimizer(wrapped, options.optim, clip_grad, total_steps)
 
 
+def check_model(config: TrainConfig, shape: ModelShape, layout: LayoutSizes) -> None:
+    """Reject settings that a model of this shape cannot be trained with; needs no weights.
+
+    Raises:
+        ConfigError: the layout does not split the model evenly, no layer is left to train, or see
+            ``check_experts``.
+    """
+    check_experts(config, shape)
+    shape.check_fits(layout.tp, layout.pp, layout.ep)
+    check_freezing(config.model.freeze_layers, shape.num_layers)
+
+
 def check_experts(config: TrainConfig | ServeCriticConfig, shape: ModelShape) -> None:
     """Refuse settings that do not go with a mixture of experts, or without one.
 
@@ -200,7 +235,7 @@ def _load(config: TrainConfig, data: TrainingData, layout: ParallelLayout) -> Pr
         layout,
         num_attributes=len(data.contract.attributes),
         outputs_per_attribute=data.contract.outputs_per_attribute,
-        precision=config.trainer.precision,
+        precision=config.precision,
         recompute=options.activations_checkpoint_granularity,
         recompute_layers=options.activations_checkpoint_num_layers,
         seed=options.seed,
@@ -260,7 +295,7 @@ def trained_model_config(config: TrainConfig) -> dict[str, Any]:
 
 def _flops_counter(config: TrainConfig, shape: ModelShape) -> Callable[[Packs], float] | None:
     """Counter of FLOPs, over all ranks; None where the device's peak is not known."""
-    if known_peak(current_device(), config.trainer.precision) is None:
+    if known_peak(current_device(), config.precision) is None:
         return None
     frozen = config.model.freeze_layers
     return lambda packs: step_flops(shape, Plan(packs=packs, freeze_layers=frozen))

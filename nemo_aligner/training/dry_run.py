@@ -21,14 +21,13 @@ from nemo_aligner.distributed.layout import LayoutSizes, check_sizes
 from nemo_aligner.losses.base import count_outputs
 from nemo_aligner.models.attention.packed import copies_keys, why_gathered
 from nemo_aligner.models.attention.segments import chains_of
-from nemo_aligner.models.reward_model import check_freezing
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.training.build import (
     build_data,
     build_loader,
-    check_experts,
+    check_model,
     trained_model_config,
-    with_learning_rate,
+    with_defaults,
 )
 from nemo_aligner.training.cost import Packs, Plan, attended_keys, parameters
 from nemo_aligner.training.memory import GIB, Memory, fullest_stage
@@ -58,15 +57,13 @@ def check_run(config: TrainConfig, processes: int) -> str:
             layout are unfit, the output cannot be written, or another run lies there.
     """
     check_settings(config)
-    config = with_learning_rate(config)
+    config = with_defaults(config)
     path = Path(str(config.pretrained_checkpoint.restore_from_path))
     layout = _layout(config, processes)
     tokenizer, start = read_text_rules(path)
     model_config = trained_model_config(config)
     shape = ModelShape.from_config(model_config)
-    check_experts(config, shape)
-    shape.check_fits(layout.tp, layout.pp, layout.ep)
-    check_freezing(config.model.freeze_layers, shape.num_layers)
+    check_model(config, shape, layout)
     tokenizer.check_fits(shape.vocab_size)
     data = build_data(config)
     loader = build_loader(config, data, layout.dp, 0, shape.query_key_cost())
@@ -115,7 +112,7 @@ def _plan(
     shape: ModelShape,
 ) -> Plan:
     """Cost per rank of the largest packs of the first steps."""
-    options, dtype = config.model, torch_dtype(config.trainer.precision)
+    options, dtype = config.model, torch_dtype(config.precision)
     packs = [loader.plan(step).packs for step in range(min(total_steps, _STEPS_LOOKED_AT))]
     largest = max((pack for of_step in packs for pack in of_step), key=lambda pack: pack.num_tokens)
     sequences = largest.rows.numel()
@@ -134,7 +131,7 @@ def _plan(
         dp=layout.dp,
         sequence_parallel=layout.sequence_parallel,
         ring=layout.ring and why_gathered(shape, dtype) is None,
-        precision=config.trainer.precision,
+        precision=config.precision,
         recompute=options.activations_checkpoint_granularity,
         recompute_layers=options.activations_checkpoint_num_layers,
         freeze_layers=options.freeze_layers,
@@ -174,7 +171,7 @@ def _check_output(config: TrainConfig, checkpoints: RunCheckpoints, shape: Model
             f"exp_manager.explicit_log_dir: got {folder}, wanted a folder to write to: {existing} "
             f"is {'not writable' if existing.is_dir() else 'no folder'}"
         )
-    size = 4 if config.trainer.precision is Precision.fp32 else 2
+    size = 4 if config.precision is Precision.fp32 else 2
     saved = shape.num_parameters()
     if shape.lora is not None:  # the weights beside it are not saved
         saved = parameters(shape, Plan(Packs(1, 1, 1)), 0, trainable=True)

@@ -256,7 +256,7 @@ def fingerprint(
         "model.seed": model.seed,
         _WEIGHTS: list(model.data.data_prefix.train_weights),
         **{f"model.optim.{name}": getattr(model.optim, name) for name in _MULTIPLES},
-        "trainer.precision": config.trainer.precision.value,
+        "trainer.precision": config.precision.value,
         "training records": len(data.train),
         _DATA: data.train.digest,
         _CONTRACT: data.contract.hash,

@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from nemo_aligner.checkpoint.nemo.archive import no_such_archive
 from nemo_aligner.checkpoint.nemo.reward_model import PretrainedModel, save_reward_model
 from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME
@@ -26,13 +28,19 @@ from nemo_aligner.config.training import (
 from nemo_aligner.contract.contract import ScoringContract, check_plain_reading
 from nemo_aligner.data.dataset import TokenizedDataset, weighted_order
 from nemo_aligner.data.training_data import Imbalance, TrainingData, how_to_read
-from nemo_aligner.distributed.collectives import lacks_bf16
+from nemo_aligner.distributed.collectives import gpu_computes_bf16, lacks_bf16
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout, initialize_layout
 from nemo_aligner.losses import describe_objective
 from nemo_aligner.metrics.table import Better, better_values
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.training.build import build_data, build_learner, with_learning_rate
+from nemo_aligner.training.build import (
+    build_data,
+    build_learner,
+    check_model,
+    trained_model_config,
+    with_defaults,
+)
 from nemo_aligner.training.learner import KeepHeldout, RewardLearner, validation_metric_names
 from nemo_aligner.training.loggers import Callback, build_loggers, check_loggers
 from nemo_aligner.training.resume import RunFacts, check_goes_on, resume
@@ -64,7 +72,8 @@ def train(
     stop = SignalHandler(config.trainer.max_time, in_program=in_program)
     with stop, launch() as world, ExitStack() as held:
         layout = layout_of(config.model)
-        config = with_learning_rate(config)
+        config = with_defaults(config)
+        check_model(config, ModelShape.from_config(trained_model_config(config)), layout)
         with waiting_for("reading and tokenizing"):
             data = build_data(config)
         say(data.table())
@@ -116,15 +125,19 @@ def heldout_writer(config: TrainConfig, data: TrainingData, facts: RunFacts) -> 
 
 
 def check_settings(config: TrainConfig) -> None:
-    """Refuse what cannot work before anything is built.
+    """Reject what cannot work before anything is built.
 
     Raises:
         ConfigError: no base checkpoint, or a logger that is not installed.
+        CheckpointError: the base checkpoint does not exist.
     """
-    if config.pretrained_checkpoint.restore_from_path is None:
+    base = config.pretrained_checkpoint.restore_from_path
+    if base is None:
         raise ConfigError(
             "pretrained_checkpoint.restore_from_path: it is not set, wanted a .nemo file"
         )
+    if not Path(base).exists():
+        raise CheckpointError(no_such_archive(base))
     check_loggers(config.exp_manager)
 
 
@@ -376,12 +389,24 @@ def describe_model(
     lines = [
         f"model: {shape.num_parameters() / 1e6:.1f}M parameters, {shape.num_layers} layers, "
         f"{'a new head' if head_is_new else 'its own head'}{made}, "
-        f"{config.trainer.precision.value}, {layout}"
+        f"{config.precision.value}, {layout}"
     ]
     if head_is_new and source is not None:
         lines.append(f"the head starts from that of {source}")
-    if config.trainer.precision is not Precision.fp32 and lacks_bf16():
+    if config.precision is not Precision.fp32 and lacks_bf16():
         lines.append("note: this CPU has no 16-bit matrix products; fp32 is many times faster")
+    if config.precision is Precision.fp32 and torch.cuda.is_available():
+        faster = "bf16" if gpu_computes_bf16() else "fp16"
+        lines.append(
+            f"note: fp32 is several times slower than trainer.precision={faster} on this GPU"
+        )
+    seq_length, positions = config.model.data.seq_length, shape.max_position_embeddings
+    if seq_length > positions:
+        lines += [
+            f"note: model.data.seq_length is {seq_length}, but the base model was trained on "
+            f"{positions} positions",
+            "  rewards of samples longer than that may mean little; lower model.data.seq_length",
+        ]
     if shape.lora is not None:
         lines.append(f"trained: LoRA on {shape.lora}, and the head")
     if frozen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -38,9 +39,9 @@ from nemo_aligner.training.signals import SignalHandler, StopReason
 from nemo_aligner.utils.console import Counter, say, waiting_for
 from nemo_aligner.utils.errors import AlignerError, DataError, TrainingError
 
-_NO_PROOF = (
-    "note: an accuracy is no proof that replies are told apart by what they say\n"
-    "  with the finished model, `nemo-aligner evaluate ... swapped=true` has to give 1 less it"
+_LEAK_TIP = (
+    "tip: to rule out a leak, evaluate the finished model with swapped=true\n"
+    "  accuracy must become 1 - accuracy"
 )
 _SHOWN = [f"train/{metric.name}" for metric in all_metrics() if Shown.step in metric.shown]
 
@@ -100,7 +101,8 @@ class SupervisedTrainer:
         self._progress = StepProgress(total_steps, start.step, self._loop.val_check_interval)
         self._validating = Counter("validation", "records")
         self._has_validated = False
-        self._gauges = Gauges.of(device, config.trainer.precision)
+        self._divergence = DivergenceWatch()
+        self._gauges = Gauges.of(device, config.precision)
         self._best: str | None = None
         due = self._is_due(self._loop.val_check_interval)
         if self._step == 0:
@@ -191,6 +193,9 @@ class SupervisedTrainer:
             self._progress.say(
                 f"step {self._step}: skipped, fp16 overflowed at loss scale {scale:g}"
             )
+        warning = self._divergence.add(metrics["loss"])
+        if warning:
+            self._progress.say(warning)
         shown = {name: named[name] for name in _SHOWN if name in named}
         self._progress.show(self._step, shown, self._best)
 
@@ -211,11 +216,16 @@ class SupervisedTrainer:
         if metrics:
             self._logger.log({**metrics, **self._timers.take()}, self._step)
             self._progress.say(render_validation(self._step, metrics))
-            if not self._has_validated and any(name.endswith("/accuracy") for name in metrics):
-                self._progress.say(_NO_PROOF)
+            if not self._has_validated and self._can_swap(metrics):
+                self._progress.say(_LEAK_TIP)
             self._has_validated = True
             self._patience.see(metrics)
         return metrics
+
+    def _can_swap(self, metrics: Mapping[str, float]) -> bool:
+        """Tell if ``evaluate swapped=true`` applies: ratings have no two replies to swap."""
+        has_accuracy = any(name.endswith("/accuracy") for name in metrics)
+        return has_accuracy and self._learner.data.train.kind is RecordKind.comparison
 
     def _watch_validation(self, done: int, total: int) -> None:
         self._validating.show(done, total)
@@ -391,6 +401,39 @@ def _draw(count: int, most: int) -> list[int]:
 
 
 # A run ends early when its validations get no better (early stopping, Prechelt 1998).
+
+
+class DivergenceWatch:
+    """Warns once if the training loss grows instead of falling.
+
+    A learning rate that is far too high gives finite losses, so no check for NaN stops the run. The
+    mean of the last ten steps is compared with the loss of the first step, which no update of this
+    run has changed; a single batch may exceed it, ten in a row by a factor of three do not unless
+    training diverges.
+    """
+
+    _STEPS, _FACTOR = 10, 3.0
+
+    def __init__(self) -> None:
+        self._first_loss: float | None = None
+        self._recent_losses: deque[float] = deque(maxlen=self._STEPS)
+        self._has_warned = False
+
+    def add(self, loss: float) -> str | None:
+        """Record the loss of a step; returns the warning, once."""
+        if self._first_loss is None:
+            self._first_loss = loss
+        self._recent_losses.append(loss)
+        mean = sum(self._recent_losses) / self._STEPS
+        is_full = len(self._recent_losses) == self._STEPS
+        if self._has_warned or not is_full or mean <= self._FACTOR * abs(self._first_loss):
+            return None
+        self._has_warned = True
+        return (
+            f"warning: training diverges: the mean loss of the last {self._STEPS} steps is "
+            f"{mean:.3g}, that of the first step was {self._first_loss:.3g}\n"
+            "  stop the run and lower model.optim.lr"
+        )
 
 
 @dataclass

@@ -80,7 +80,7 @@ def test_settings_refused_name_the_key_and_what_was_wanted() -> None:
         "trainer.max_steps=1": "did you mean trainer.rm.max_steps?",
         "model.data.nonsense_xyz=1": "unknown key model.data.nonsense_xyz",
         "model.optim.lr=fast": "model.optim.lr: got 'fast', wanted a number",
-        "trainer.precision=fp8": "trainer.precision: got 'fp8', wanted fp32 | bf16 | fp16",
+        "trainer.precision=fp8": "trainer.precision: got 'fp8', wanted fp32 | bf16 | fp16 | null",
         "model.global_batch_size=0": "model.global_batch_size: got 0, wanted a number above 0",
         "model.sequence_parallel=true": "model.tensor_model_parallel_size above 1",
         "model.reward_model_type=regression": "model.regression.attributes: got []",
@@ -189,7 +189,7 @@ def test_settings_refused_are_in_one_error(tmp_path: Path) -> None:
         load_config(TrainConfig, settings, write(tmp_path, text))
     path = tmp_path / "config.yaml"
     assert error.value.problems == (
-        f"{path}: trainer.precision: got 'fp8', wanted fp32 | bf16 | fp16",
+        f"{path}: trainer.precision: got 'fp8', wanted fp32 | bf16 | fp16 | null",
         f"{path}: unknown key trainer.maxsteps; did you mean trainer.rm.max_steps?",
         f"{path}: unknown key model.micro_batch_tokns; did you mean model.micro_batch_tokens?",
         f"{path}: model.optim.sched.name: got 'Noam', wanted cosine | linear | constant",
@@ -281,8 +281,8 @@ def test_help_of_settings_is_a_line_each_with_a_default_that_loads(schema: type)
 
 def test_help_of_settings_has_types_and_choices() -> None:
     keys = {key.name: key for key in list_keys(TrainConfig)}
-    assert keys["trainer.precision"].kind == "fp32 | bf16 | fp16"
-    assert keys["trainer.precision"].choices == ("fp32", "bf16", "fp16")
+    assert keys["trainer.precision"].kind == "fp32 | bf16 | fp16 | null"
+    assert keys["trainer.precision"].choices == ("fp32", "bf16", "fp16", "null")
     assert keys["model.data.add_eos"].choices == ("true", "false", "null")
     assert keys["trainer.rm.max_steps"].kind == "a whole number | null"
     assert keys["model.optim.betas"].default == "[0.9, 0.98]"

@@ -25,7 +25,8 @@ OF_PAIRS = (
     "preference_train", "safety", "test", "train",
 )  # fmt: skip
 HF_FOLDERS = (
-    "FOLDER_OR_HUB_NAME", "Llama-3-8b-sft", "Llama-3.2-1B-Instruct", "Qwen3-0.6B",
+    "FOLDER_OR_HUB_NAME", "OpenRLHF/Llama-3-8b-sft-mixture",
+    "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B-Instruct",
     "path/to/hf_folder",
 )  # fmt: skip
 REWARD_MODELS = (

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from nemo_aligner.batch.packed import Group, PackedBatch, Records
+from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.training import TrainConfig
+from nemo_aligner.training.build import with_defaults
 from nemo_aligner.training.dry_run import _kept_keys, check_run
 from nemo_aligner.utils.errors import AlignerError
 from tests import tiny
@@ -73,11 +77,15 @@ def test_dry_run_finds_what_would_end_a_run(folder: Path, tmp_path: Path) -> Non
             f"{bad}: 1 of its 25 records (4.00%) are malformed\n  {bad}:25: "
         ),
         (f"exp_manager.explicit_log_dir={folder}/pairs.jsonl/run", 1): "pairs.jsonl is no folder",
+        ("pretrained_checkpoint.restore_from_path=Qwen/Qwen3-0.6B", 1): (
+            "has to be converted first: nemo-aligner convert --input Qwen/Qwen3-0.6B"
+        ),
     }
     wrong = {}
     for (change, processes), message in cases.items():
         try:
-            said = check(folder, change, processes=processes)
+            # Without a learning rate, whose default reads the base checkpoint's config.
+            said = check(folder, "model.optim.lr=null", change, processes=processes)
         except AlignerError as error:
             said = str(error) if message not in str(error) else ""
         if said:
@@ -118,6 +126,49 @@ def test_learning_rate_goes_by_the_models_width_unless_it_is_given(
     stored = load_config(TrainConfig, file=tmp_path / "config.yaml")
     assert stored.model.optim.lr == 0.05 / width
     assert "changed since: model.optim.lr" not in check(folder, run, null)
+
+
+def test_precision_is_that_of_the_device_unless_a_model_or_a_run_has_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def precision(*more: str) -> Precision | None:
+        return with_defaults(load_config(TrainConfig, settings(folder, *more))).trainer.precision
+
+    run, null = f"exp_manager.explicit_log_dir={tmp_path / 'run'}", "trainer.precision=null"
+    assert precision(run) is Precision.fp32
+    tiny.run_verb("train", *settings(folder, run, null, "trainer.rm.max_steps=1"))
+    assert load_config(TrainConfig, file=tmp_path / "run/config.yaml").precision is Precision.fp32
+    monkeypatch.setattr("nemo_aligner.training.build.gpu_computes_bf16", lambda: True)
+    assert precision() is Precision.bf16
+    assert precision("trainer.precision=fp16") is Precision.fp16
+    assert precision(run) is Precision.fp32  # resumed on another machine
+    model = tmp_path / "run/checkpoints/megatron_gpt.nemo"
+    assert precision(f"pretrained_checkpoint.restore_from_path={model}") is Precision.fp32
+
+
+def test_samples_longer_than_the_bases_positions_are_noted(folder: Path) -> None:
+    positions = tiny.SHAPE["max_position_embeddings"]
+    for length, notes in ((positions, 0), (positions + 1, 1)):
+        length_setting = f"model.data.seq_length={length}"
+        said = check(folder, length_setting, f"model.micro_batch_tokens={2 * length}")
+        assert said.count(f"the base model was trained on {positions} positions") == notes
+
+
+def test_run_that_cannot_begin_ends_before_the_weights_are_read(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The base has none here, so that reading them would be another error."""
+    with tarfile.open(folder / "base.nemo") as archive:
+        archive.extractall(tmp_path / "base", filter="data")
+    shutil.rmtree(tmp_path / "base/model_weights")
+    for change, message in (
+        ("model.freeze_layers=4", "model.freeze_layers: got 4, wanted less than 4"),
+        ("model.global_batch_size=99", "model.global_batch_size: got 99, wanted at most 74"),
+        ("model.optim.sched.constant_steps=99", "model.optim.sched.constant_steps: got 99"),
+    ):
+        base = f"pretrained_checkpoint.restore_from_path={tmp_path / 'base'}"
+        done = tiny.run_verb("train", *settings(folder, base, change), check=False)
+        assert done.stderr.startswith(f"ConfigError: {message}"), done.stderr
 
 
 def test_dry_run_of_the_verb_is_for_as_many_processes_as_it_is_asked_about(folder: Path) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from nemo_aligner.checkpoint.run import RunState, Saved
+from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import config_to_dict, load_config
-from nemo_aligner.config.training import MonitorMode, TrainConfig
+from nemo_aligner.config.training import MonitorMode, TrainConfig, TrainerConfig
 from nemo_aligner.training.resume import changes_since, find_latest, go_on, new_state
 from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.errors import CheckpointError
@@ -94,7 +95,8 @@ def test_resume_knows_several_files_of_a_version_without_digests_by_their_tokens
 ) -> None:
     """A run goes on with the same data, whatever version has written its checkpoint."""
     files = [tiny.write_pairs(tmp_path / f"{seed}.jsonl", 9, seed) for seed in range(2)]
-    data, config = build(contracts, files), TrainConfig()
+    data = build(contracts, files)
+    config = TrainConfig(trainer=TrainerConfig(precision=Precision.fp32))
     fresh = new_state(config, tiny.SMALLEST, data)
     assert fresh.fingerprint["training data"] == data.train.digest != data.train.measure_digest()
 

@@ -11,12 +11,13 @@ import pytest
 
 from nemo_aligner.checkpoint import run
 from nemo_aligner.checkpoint.run import RunCheckpoints, RunState, Saved
-from nemo_aligner.config.training import RmLoopConfig, TrainConfig
+from nemo_aligner.config.common import Precision, RecordKind
+from nemo_aligner.config.training import RmLoopConfig, TrainConfig, TrainerConfig
 from nemo_aligner.distributed.cpu_products import FreedMemory
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.training.resume import go_on
 from nemo_aligner.training.signals import SignalHandler
-from nemo_aligner.training.trainer import EarlyStopping, SupervisedTrainer
+from nemo_aligner.training.trainer import DivergenceWatch, EarlyStopping, SupervisedTrainer
 from nemo_aligner.utils.console import Watch
 from nemo_aligner.utils.errors import TrainingError
 
@@ -28,6 +29,7 @@ class Diary:
 
     model = optimizer = None
     monitor = "validation/accuracy"
+    data = SimpleNamespace(train=SimpleNamespace(kind=RecordKind.comparison))
     values: Mapping[int, float] = {}  # of validations, by step; 0.5 is that of any other
 
     def __init__(
@@ -108,7 +110,7 @@ def trainer_of(
     patience: EarlyStopping | None,
     **loop: Any,
 ) -> SupervisedTrainer:
-    config = TrainConfig()
+    config = TrainConfig(trainer=TrainerConfig(precision=Precision.fp32))
     config.trainer.rm = RmLoopConfig(**loop)
     config.model.global_batch_size = 8
     stop = SignalHandler("00:00:00:01", now=lambda: diary.now)
@@ -328,3 +330,24 @@ def test_resumed_run_has_the_best_checkpoint_and_the_end_of_one_left_alone(
         if found != alone:
             wrong[when] = found
     assert not wrong, wrong
+
+
+def test_trainer_names_the_leak_test_once_and_for_pairs_only(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for kind, tips in ((RecordKind.comparison, 1), (RecordKind.rating, 0)):
+        diary = Diary()
+        diary.data = SimpleNamespace(train=SimpleNamespace(kind=kind))
+        fit(diary, 3, val_check_interval=1)
+        assert capsys.readouterr().out.count("swapped=true") == tips, kind
+
+
+def test_divergence_is_reported_once_and_noise_is_not() -> None:
+    def warnings(losses: list[float]) -> list[int]:
+        watch = DivergenceWatch()
+        return [step for step, loss in enumerate(losses, 1) if watch.add(loss)]
+
+    assert warnings([0.69, *[57.0] * 40]) == [10]
+    assert warnings([0.69] * 20 + [3.0] * 20) == [26]  # six of ten: 2.076 > 3 * 0.69
+    assert warnings([0.69, 12.0, *[0.3] * 30, 9.0, *[0.2] * 30]) == []
+    assert warnings([0.69] * 9) == []

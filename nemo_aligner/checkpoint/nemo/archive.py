@@ -182,8 +182,9 @@ def unpack(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Path:
     return root
 
 
-def no_such_archive(path: Path) -> str:
+def no_such_archive(source: str | Path) -> str:
     """Message for a missing archive, with a hint if the path looks like a model on the hub."""
+    path = Path(source)
     missing = f"{path}: no such .nemo archive or folder"
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or path.suffix == ".nemo":
         return missing
