@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.nemo.archive import sync_to_disk
 from nemo_aligner.checkpoint.run_folder import RUN_STATE_NAME, STATE_NAME, STEP_NAME
-from nemo_aligner.checkpoint.weights import load_weights
+from nemo_aligner.checkpoint.weights import check_complete, load_weights
 from nemo_aligner.checkpoint.weights.save import (
     PendingSave,
     ShardedModel,
@@ -271,14 +271,27 @@ class RunCheckpoints:
             "model": weights,
             "optimizer": optimizer.sharded_state_dict(weights, is_loading=True),
         }
-        state = load_weights(request, saved.path / STATE_NAME)
+        state = self._read_checked(saved, request)
         put_weights(model, state["model"], saved.path)
         optimizer.load_state_dict(state["optimizer"], saved.state.step)
 
     def load_model(self, saved: Saved, model: ShardedModel) -> None:
         """Restore the weights only."""
-        request = {"model": sharded_weights(model)}
-        put_weights(model, load_weights(request, saved.path / STATE_NAME)["model"], saved.path)
+        state = self._read_checked(saved, {"model": sharded_weights(model)})
+        put_weights(model, state["model"], saved.path)
+
+    def _read_checked(self, saved: Saved, request: dict[str, Any]) -> dict[str, Any]:
+        """Load what is requested of a checkpoint, after comparing it with its checksums.
+
+        Raises:
+            CheckpointError: on every rank, if it is damaged; it names the other checkpoints.
+        """
+        try:
+            has_optimizer = "optimizer" in request
+            return load_weights(request, saved.path / STATE_NAME, with_optimizer=has_optimizer)
+        except CheckpointError as error:
+            advice = on_main(lambda: _how_to_go_on_without(saved.path))
+            raise CheckpointError(f"{error}. {advice}") from error
 
     def _ranked(self, saved: list[Saved]) -> list[Saved]:
         def order(item: Saved) -> tuple[Any, ...]:
@@ -343,8 +356,43 @@ def _delete_unfinished(folder: Path) -> None:
 def _list_saved(folder: Path) -> list[Saved]:
     if not folder.is_dir():
         return []
-    paths = [path for path in folder.iterdir() if STEP_NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted((_read_saved(path) for path in paths), key=lambda saved: saved.state.step)
+    return sorted(map(_read_or_advise, _step_folders(folder)), key=lambda saved: saved.state.step)
+
+
+def _step_folders(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if STEP_NAME.fullmatch(path.name) and path.is_dir()]
+
+
+def _read_or_advise(path: Path) -> Saved:
+    try:
+        return _read_saved(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. {_how_to_go_on_without(path)}") from error
+
+
+def _how_to_go_on_without(damaged: Path) -> str:
+    """Say which other checkpoints of a run are complete, and how to resume from them."""
+    others = [path for path in _step_folders(damaged.parent) if path != damaged]
+    names = [path.name for path in sorted(others, reverse=True) if _is_complete(path)]
+    if not names:
+        return (
+            "The run has no other complete checkpoint: restore this one from a copy, or set "
+            "exp_manager.explicit_log_dir to a new folder to start a new run"
+        )
+    are_complete = "is complete" if len(names) == 1 else "are complete"
+    return (
+        f"Next to it {', '.join(names)} {are_complete}: move {damaged} to another folder, and the "
+        f"same command goes on from {names[0]}"
+    )
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        _read_saved(path)
+        check_complete(path / STATE_NAME)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _read_saved(path: Path) -> Saved:
@@ -360,6 +408,10 @@ def _read_saved(path: Path) -> Saved:
             name: math.nan if value is None else value for name, value in state.metrics.items()
         }
         return Saved(path, replace(state, metrics=numbers))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{file}: there is no such file, so the checkpoint is not complete"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: wanted the state of a run: {error!r}") from error
 

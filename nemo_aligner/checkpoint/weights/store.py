@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
     extract_matching_values,
@@ -214,8 +215,30 @@ class TorchDistStore(TensorStore):
             },
         )
 
-    def check_data(self, *, read: bool) -> None:
-        check_shards(self.folder, self._metadata, read=read)
+    def check_data(self, *, read: bool, with_optimizer: bool = False) -> None:
+        check_shards(self.folder, self._metadata, read=read, with_optimizer=with_optimizer)
+
+    def check_whole(self, *, with_optimizer: bool) -> None:
+        """Read all weights once to find damaged ones, each rank an equal part; collective.
+
+        Args:
+            with_optimizer: check the optimizer's state, too.
+
+        Raises:
+            CheckpointError: on every rank, if any finds damage.
+        """
+        part = dist.get_rank(), dist.get_world_size()
+
+        def check() -> None:
+            check_shards(
+                self.folder, self._metadata, read=True, with_optimizer=with_optimizer, part=part
+            )
+            common = self.folder / COMMON_NAME
+            if part[0] == 0 and common.is_file():
+                with common.open("rb", buffering=0) as stored:
+                    check_zip(stored, str(common))
+
+        raise_everywhere(check)
 
     def read_into(self, target: Tensor, key: str, offsets: Sequence[int]) -> int:
         wanted = ChunkStorageMetadata(Size(offsets), target.size())
@@ -253,23 +276,46 @@ _STORAGES = {
 }  # fmt: skip
 
 
-def check_shards(folder: Path, metadata: Metadata, *, read: bool) -> None:
+def check_shards(
+    folder: Path,
+    metadata: Metadata,
+    *,
+    read: bool,
+    with_optimizer: bool = False,
+    part: tuple[int, int] = (0, 1),
+) -> None:
     """Find missing or damaged shards before any tensor is used.
 
     The index must lay each tensor out without gaps, within its files. ``read`` also checks contents
-    by the CRC-32 of each shard, which is a zip file of torch's. Optimizer state is skipped, because
-    it is not read.
+    by the CRC-32 of each shard, which is a zip file of torch's.
+
+    Args:
+        with_optimizer: check the optimizer's state, too. A model is loaded without it.
+        part: (i, n) checks the contents of the i-th of n parts of about as many bytes.
     """
     shards = defaultdict(list)
     for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata) and not is_optimizer_state(name):
+        is_checked = with_optimizer or not is_optimizer_state(name)
+        if isinstance(entry, TensorStorageMetadata) and is_checked:
             try:
                 for info, least in _shards(metadata, name, entry):
                     shards[info.relative_path].append((info, least, name))
             except (KeyError, ValueError) as error:
                 raise CheckpointError(f"{folder}: .metadata: {name}: {error}") from error
-    for file, found in shards.items():
-        _check_file(folder / file, found, read)
+    sizes = {file: sum(shard[0].length for shard in found) for file, found in shards.items()}
+    index, count = part
+    total = sum(sizes.values())
+    to_read = range(total * index // count, total * (index + 1) // count) if read else range(0)
+    start = 0
+    # In the order of the ranks that wrote the files: at the same layout a rank reads its own, which
+    # the system still has in memory when the tensors are loaded.
+    for file in sorted(shards, key=_numbers_in):
+        _check_file(folder / file, shards[file], start, to_read)
+        start += sizes[file]
+
+
+def _numbers_in(name: str) -> tuple[list[int], str]:
+    return [int(digits) for digits in re.findall("[0-9]{1,9}", name)], name
 
 
 def _shards(
@@ -292,7 +338,14 @@ def _shards(
         raise ValueError(f"its shards do not make up its shape {size}")
 
 
-def _check_file(path: Path, shards: list[tuple[Any, int, str]], read: bool) -> None:
+def _check_file(
+    path: Path, shards: list[tuple[Any, int, str]], start: int, to_read: range
+) -> None:
+    """Check the places of a file's shards, and the contents of those that begin in ``to_read``.
+
+    Args:
+        start: bytes in the shards of the files before, by which ``to_read`` counts.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file, wanted the data of {shards[0][2]}")
     end = 0
@@ -310,11 +363,13 @@ def _check_file(path: Path, shards: list[tuple[Any, int, str]], read: bool) -> N
                 raise CheckpointError(
                     f"{where}: the file ends at {path.stat().st_size}, wanted {end} bytes"
                 )
-            if read:
-                _check_shard(FileSlice(file, info.offset, end), where)
+            if start in to_read:
+                check_zip(FileSlice(file, info.offset, end), where)
+            start += info.length
 
 
-def _check_shard(stored: FileSlice, where: str) -> None:
+def check_zip(stored: RawIOBase, where: str) -> None:
+    """Compare a file of ``torch.save`` with its CRC-32; an error begins with ``where``."""
     try:
         with zipfile.ZipFile(BufferedReader(stored)) as shard:
             # testzip() would unpack it all, whatever its size.
