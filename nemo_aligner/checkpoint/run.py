@@ -26,6 +26,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.nemo.archive import sync_to_disk
 from nemo_aligner.checkpoint.run_folder import RUN_STATE_NAME, STATE_NAME, STEP_NAME
+from nemo_aligner.checkpoint.run_lock import RunLock
 from nemo_aligner.checkpoint.weights import check_complete, load_weights
 from nemo_aligner.checkpoint.weights.save import (
     PendingSave,
@@ -107,7 +108,7 @@ class RunCheckpoints:
     Keeps the newest, and the ``save_top_k`` best by the metric ``monitor``. Ties are broken by the
     loss on the same set, since an accuracy of 1 does not tell how clear the margins are, and then
     in favour of the earlier one, which spares a save. Checkpoints validated on other records than
-    ``compare_with`` names rank last.
+    ``compare_with`` names rank last. Whatever writes checks the folder's ``lock`` before.
     """
 
     def __init__(
@@ -116,8 +117,10 @@ class RunCheckpoints:
         monitor: str | None = None,
         mode: MonitorMode = MonitorMode.max,
         save_top_k: int = 1,
+        lock: RunLock | None = None,
     ) -> None:
         self.folder = Path(folder)
+        self._lock = lock
         self.monitor = monitor if save_top_k > 0 else None
         self.tie_break = None if self.monitor is None else f"{self.monitor.partition('/')[0]}/loss"
         self._mode = mode
@@ -149,6 +152,19 @@ class RunCheckpoints:
         state = optimizer.sharded_state_dict(weights)
         arrived = copy_tensors(weights, self._host)
         return {"model": weights, "optimizer": state}, arrived
+
+    @property
+    def has_lost_lock(self) -> bool:
+        """True on the first rank if another job has taken the run's folder."""
+        return self._lock is not None and self._lock.is_lost
+
+    def check_lock(self) -> None:
+        """Raise CheckpointError on every rank if another job has taken the run's folder."""
+        on_main(self._check_lock)
+
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()
 
     def clean(self) -> None:
         """Delete leftovers of a killed save or removal; call it before the first save."""
@@ -210,6 +226,7 @@ class RunCheckpoints:
         self.publish()
         path = self.folder / f"step_{state.step:08d}"
         with _as_checkpoint_error(path):
+            self.check_lock()
             on_main(lambda: _make_empty(_unnamed(path)))
         tensors, arrived = self._copy(model, optimizer)
         pending = PendingSave(tensors, _unnamed(path) / STATE_NAME, arrived)
@@ -234,6 +251,7 @@ class RunCheckpoints:
         # Collective, and raises on every rank or on none.
         pending.finish()
         with _as_checkpoint_error(saved.path):
+            self.check_lock()
             on_main(lambda: _publish(saved))
             on_main(self._prune)
         self._published.append(saved)
@@ -247,6 +265,7 @@ class RunCheckpoints:
         """
         path = self.folder / f"step_{state.step:08d}"
         with _as_checkpoint_error(path):
+            self.check_lock()
             on_main(lambda: _amend(path, state))
             on_main(self._prune)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from nemo_aligner.checkpoint.nemo.reward_model import PretrainedModel, save_reward_model
 from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME
+from nemo_aligner.checkpoint.run_lock import RunLock, lock_run
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import idle_notes
 from nemo_aligner.config.model import ModelConfig, Recompute, layout_sizes
@@ -63,12 +64,13 @@ def train(
     check_settings(config)
     stop = SignalHandler(config.trainer.max_time, in_program=in_program)
     with stop, launch() as world, ExitStack() as held:
+        lock = held.enter_context(lock_run(Path(config.exp_manager.explicit_log_dir)))
         layout = layout_of(config.model)
         config = with_learning_rate(config)
         with waiting_for("reading and tokenizing"):
             data = build_data(config)
         say(data.table())
-        checkpoints = open_checkpoints(config.exp_manager, data)
+        checkpoints = open_checkpoints(config.exp_manager, data, lock)
         check_goes_on(config, data, checkpoints)
         with waiting_for("loading the model"):
             facts = RunFacts(Path(config.exp_manager.explicit_log_dir), data, world.world_size)
@@ -128,7 +130,9 @@ def check_settings(config: TrainConfig) -> None:
     check_loggers(config.exp_manager)
 
 
-def open_checkpoints(config: ExpManagerConfig, data: TrainingData) -> RunCheckpoints:
+def open_checkpoints(
+    config: ExpManagerConfig, data: TrainingData, lock: RunLock | None = None
+) -> RunCheckpoints:
     """The run's checkpoints, ranked by ``monitor``: null is the first validation set's main metric.
 
     ``mode`` null is the metric's own: losses, ties and calibration errors are better small.
@@ -138,7 +142,8 @@ def open_checkpoints(config: ExpManagerConfig, data: TrainingData) -> RunCheckpo
     """
     monitor, mode = _find_monitor(config.checkpoint_callback_params, data)
     folder = Path(config.explicit_log_dir) / CHECKPOINTS_NAME
-    return RunCheckpoints(folder, monitor, mode, config.checkpoint_callback_params.save_top_k)
+    save_top_k = config.checkpoint_callback_params.save_top_k
+    return RunCheckpoints(folder, monitor, mode, save_top_k, lock)
 
 
 def build_early_stopping(config: ExpManagerConfig, data: TrainingData) -> EarlyStopping:
@@ -244,6 +249,7 @@ def export(
         raise CheckpointError(f"{checkpoints.folder}: there is no checkpoint to export")
     averaged = checkpoints.ranked()[:average_best]
     say(render_candidates(checkpoints, checkpoints.candidates(), latest, len(averaged) or 1))
+    checkpoints.check_lock()
     say(f"writing {path} ...")
     if len(averaged) > 1:
         chosen, what = _average(averaged, checkpoints, learner)
