@@ -44,8 +44,9 @@ from nemo_aligner.utils.host_transfer import Wait
 
 _VERSION = 1
 _UNFINISHED = re.compile(rf"{STEP_NAME.pattern}\.(partial|removed)")
-# Metrics on other validation records are not comparable.
-VALIDATED_ON = ("model.data.data_prefix.validation", "trainer.rm.limit_val_records")
+# Metrics on other validation records are not comparable. These settings tell for states that have
+# no digests of them.
+_VALIDATED_ON = ("model.data.data_prefix.validation", "trainer.rm.limit_val_records")
 
 
 class ShardedOptimizer(Protocol):
@@ -78,6 +79,8 @@ class RunState:
         contract: scoring contract, for readers.
         best_value: best value so far of the metric for early stopping.
         validations_since_best: validations after it.
+        validated_on: digest of each validation set's records by its name; None in states of
+            earlier versions.
     """
 
     step: int
@@ -88,10 +91,11 @@ class RunState:
     contract: dict[str, Any] = field(default_factory=dict)
     best_value: float | None = None
     validations_since_best: int = 0
+    validated_on: dict[str, str] | None = None
 
 
 # Fields that states of earlier versions lack.
-_ADDED = ("best_value", "validations_since_best")
+_ADDED = ("best_value", "validations_since_best", "validated_on")
 
 
 @dataclass(frozen=True)
@@ -129,11 +133,15 @@ class RunCheckpoints:
         self._published: list[Saved] = []
         self._deletion: Future[None] | None = None
         self._host: list[Tensor] = []
-        self._config: Mapping[str, Any] | None = None
+        self._current: RunState | None = None
 
-    def compare_with(self, config: Mapping[str, Any]) -> None:
-        """Rank first what was validated on the records of these nested settings."""
-        self._config = config
+    def compare_with(self, current: RunState) -> None:
+        """Rank first what was validated on the same records as this state's run."""
+        self._current = current
+
+    def is_comparable(self, saved: Saved) -> bool:
+        """Tell if a checkpoint was validated on the records that the run validates on now."""
+        return self._current is None or same_validation(saved.state, self._current)
 
     def reserve(self, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
         """Allocate the host memory for copies ahead of the first save.
@@ -186,9 +194,9 @@ class RunCheckpoints:
         return ranked[0] if ranked else None
 
     def leader(self) -> Saved | None:
-        """Best so far, including one that is still being written; does not wait for it."""
+        """Best so far on these records, with one that is being written; does not wait for it."""
         ranked = self._ranked(self._with_pending())
-        return ranked[0] if ranked else None
+        return next(filter(self.is_comparable, ranked), None)
 
     def _with_pending(self) -> list[Saved]:
         pending = [] if self._pending is None else [self._pending[0]]
@@ -208,7 +216,7 @@ class RunCheckpoints:
         if self._sort_key(metrics) is None:
             return False
         # A step past all others: it loses every tie, as a checkpoint that is saved now does.
-        state = RunState(2**62, 0, metrics={**metrics}, config={**(self._config or {})})
+        state = replace(self._current or RunState(0, 0), step=2**62, metrics={**metrics})
         newcomer = Saved(self.folder, state)
         return newcomer in self._ranked([*self._with_pending(), newcomer])[: self._save_top_k]
 
@@ -314,9 +322,8 @@ class RunCheckpoints:
 
     def _ranked(self, saved: list[Saved]) -> list[Saved]:
         def order(item: Saved) -> tuple[Any, ...]:
-            state, config = item.state, self._config
-            is_of_other_records = config is not None and not same_validation(state.config, config)
-            return is_of_other_records, self._sort_key(state.metrics), state.step
+            is_of_other_records = not self.is_comparable(item)
+            return is_of_other_records, self._sort_key(item.state.metrics), item.state.step
 
         scored = [item for item in saved if self._sort_key(item.state.metrics) is not None]
         return sorted(scored, key=order)
@@ -331,10 +338,13 @@ class RunCheckpoints:
         return signed, math.inf if math.isnan(loss) else loss
 
 
-def same_validation(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Tell if runs of these nested settings validate on the same records."""
-    first, second = flatten(one), flatten(other)
-    return all(first.get(key) == second.get(key) for key in VALIDATED_ON)
+def same_validation(one: RunState, other: RunState) -> bool:
+    """Tell if the runs of these states validate on the same records."""
+    if one.validated_on is not None and other.validated_on is not None:
+        # In this order: the first set's metric decides.
+        return [*one.validated_on.items()] == [*other.validated_on.items()]
+    first, second = flatten(one.config), flatten(other.config)
+    return all(first.get(key) == second.get(key) for key in _VALIDATED_ON)
 
 
 def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:

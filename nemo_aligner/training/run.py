@@ -247,7 +247,7 @@ def export(
     chosen = best or latest
     if chosen is None:
         raise CheckpointError(f"{checkpoints.folder}: there is no checkpoint to export")
-    averaged = checkpoints.ranked()[:average_best]
+    averaged = list(filter(checkpoints.is_comparable, checkpoints.ranked()))[:average_best]
     say(render_candidates(checkpoints, checkpoints.candidates(), latest, len(averaged) or 1))
     checkpoints.check_lock()
     say(f"writing {path} ...")
@@ -337,6 +337,8 @@ def render_candidates(
         values = [f"{name.partition('/')[2]} {_value(saved, name)}" for name in names]
         is_known = any(name in saved.state.metrics for name in names)
         found = "  ".join(values) if is_known else "not validated"
+        if is_known and not checkpoints.is_comparable(saved):
+            found += "  (on other validation records)"
         lines.append(f"  step {saved.state.step:<8}{found}")
     if len(ranked) > _MOST_LISTED:
         lines.append(f"  and {len(ranked) - _MOST_LISTED} that are not as good")
