@@ -72,7 +72,10 @@ def _load(
         prefix_cache_tokens=config.server.prefix_cache_tokens,
         **kinds,
     )
-    scorer.warm_up()
+    try:
+        scorer.warm_up()
+    except ServingError as error:
+        raise ServingError(f"{file}: {error}") from error
     return scorer
 
 

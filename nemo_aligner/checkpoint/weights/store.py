@@ -62,10 +62,13 @@ _SHOWN_KEYS = 5
 
 
 class TensorStore(ABC):
-    """Weights in ``folder``; ``tensors`` has the global shape and dtype of each by name."""
+    """Weights in ``folder``; ``tensors`` has the global shape and dtype of each by name.
+
+    ``source`` names them in errors about their values; ``folder`` may be a temporary one.
+    """
 
     def __init__(self, folder: Path, tensors: StoredTensors) -> None:
-        self.folder = folder
+        self.folder = self.source = folder
         self.tensors = tensors
 
     @abstractmethod
@@ -89,6 +92,7 @@ class TensorStore(ABC):
             offsets[0], sizes[0] = layer, 1
         target = torch.empty(sizes, dtype=dtype)
         self._read_whole(target, key, offsets)
+        check_finite(target, f"{self.source}: {key}")
         return target if layer is None else target[0]
 
     def load(
@@ -127,6 +131,7 @@ class TensorStore(ABC):
             self.read_into(target, entry.key, entry.global_offset)
         else:
             self._read_whole(target, entry.key, entry.global_offset)
+        check_finite(target, f"{self.source}: {entry.key}")
         return data
 
     def _read_whole(self, target: Tensor, key: str, offsets: Sequence[int]) -> None:
@@ -171,6 +176,27 @@ def raise_everywhere(function: Callable[[], T]) -> T:
         if found is not None:
             raise CheckpointError(found)
     return result  # type: ignore[return-value]
+
+
+def check_finite(tensor: Tensor, where: str) -> None:
+    """Check that no value of a tensor is NaN or infinite; an error begins with ``where``.
+
+    One such weight makes every reward NaN, or, in an embedding, those of the texts that have it.
+    """
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return
+    # Of 8-bit values torch finds no extremes.
+    values = tensor if tensor.element_size() > 1 else tensor.half()
+    # NaN is both of the extremes. Unlike isfinite this needs no memory.
+    if bool(torch.stack(values.aminmax()).isfinite().all()):
+        return
+    bad = (~values.isfinite()).nonzero()
+    ends = ", which ends at 65504: try bf16" if tensor.dtype is torch.float16 else ""
+    raise CheckpointError(
+        f"{where}: got {len(bad)} of {tensor.numel()} values that are NaN or infinite in "
+        f"{str(tensor.dtype).removeprefix('torch.')}{ends}, the first at {bad[0].tolist()}. "
+        "Use a copy of the checkpoint, or an earlier one, whose weights are finite"
+    )
 
 
 def without_objects(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
