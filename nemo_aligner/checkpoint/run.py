@@ -26,7 +26,8 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.nemo.archive import sync_to_disk
 from nemo_aligner.checkpoint.run_folder import RUN_STATE_NAME, STATE_NAME, STEP_NAME
-from nemo_aligner.checkpoint.weights import load_weights
+from nemo_aligner.checkpoint.run_lock import RunLock
+from nemo_aligner.checkpoint.weights import check_complete, load_weights
 from nemo_aligner.checkpoint.weights.save import (
     PendingSave,
     ShardedModel,
@@ -43,8 +44,9 @@ from nemo_aligner.utils.host_transfer import Wait
 
 _VERSION = 1
 _UNFINISHED = re.compile(rf"{STEP_NAME.pattern}\.(partial|removed)")
-# Metrics on other validation records are not comparable.
-VALIDATED_ON = ("model.data.data_prefix.validation", "trainer.rm.limit_val_records")
+# Metrics on other validation records are not comparable. These settings tell for states that have
+# no digests of them.
+_VALIDATED_ON = ("model.data.data_prefix.validation", "trainer.rm.limit_val_records")
 
 
 class ShardedOptimizer(Protocol):
@@ -77,6 +79,8 @@ class RunState:
         contract: scoring contract, for readers.
         best_value: best value so far of the metric for early stopping.
         validations_since_best: validations after it.
+        validated_on: digest of each validation set's records by its name; None in states of
+            earlier versions.
     """
 
     step: int
@@ -87,10 +91,11 @@ class RunState:
     contract: dict[str, Any] = field(default_factory=dict)
     best_value: float | None = None
     validations_since_best: int = 0
+    validated_on: dict[str, str] | None = None
 
 
 # Fields that states of earlier versions lack.
-_ADDED = ("best_value", "validations_since_best")
+_ADDED = ("best_value", "validations_since_best", "validated_on")
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ class RunCheckpoints:
     Keeps the newest, and the ``save_top_k`` best by the metric ``monitor``. Ties are broken by the
     loss on the same set, since an accuracy of 1 does not tell how clear the margins are, and then
     in favour of the earlier one, which spares a save. Checkpoints validated on other records than
-    ``compare_with`` names rank last.
+    ``compare_with`` names rank last. Whatever writes checks the folder's ``lock`` before.
     """
 
     def __init__(
@@ -116,8 +121,10 @@ class RunCheckpoints:
         monitor: str | None = None,
         mode: MonitorMode = MonitorMode.max,
         save_top_k: int = 1,
+        lock: RunLock | None = None,
     ) -> None:
         self.folder = Path(folder)
+        self._lock = lock
         self.monitor = monitor if save_top_k > 0 else None
         self.tie_break = None if self.monitor is None else f"{self.monitor.partition('/')[0]}/loss"
         self._mode = mode
@@ -126,11 +133,15 @@ class RunCheckpoints:
         self._published: list[Saved] = []
         self._deletion: Future[None] | None = None
         self._host: list[Tensor] = []
-        self._config: Mapping[str, Any] | None = None
+        self._current: RunState | None = None
 
-    def compare_with(self, config: Mapping[str, Any]) -> None:
-        """Rank first what was validated on the records of these nested settings."""
-        self._config = config
+    def compare_with(self, current: RunState) -> None:
+        """Rank first what was validated on the same records as this state's run."""
+        self._current = current
+
+    def is_comparable(self, saved: Saved) -> bool:
+        """Tell if a checkpoint was validated on the records that the run validates on now."""
+        return self._current is None or same_validation(saved.state, self._current)
 
     def reserve(self, model: ShardedModel, optimizer: ShardedOptimizer) -> None:
         """Allocate the host memory for copies ahead of the first save.
@@ -149,6 +160,19 @@ class RunCheckpoints:
         state = optimizer.sharded_state_dict(weights)
         arrived = copy_tensors(weights, self._host)
         return {"model": weights, "optimizer": state}, arrived
+
+    @property
+    def has_lost_lock(self) -> bool:
+        """True on the first rank if another job has taken the run's folder."""
+        return self._lock is not None and self._lock.is_lost
+
+    def check_lock(self) -> None:
+        """Raise CheckpointError on every rank if another job has taken the run's folder."""
+        on_main(self._check_lock)
+
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()
 
     def clean(self) -> None:
         """Delete leftovers of a killed save or removal; call it before the first save."""
@@ -170,9 +194,9 @@ class RunCheckpoints:
         return ranked[0] if ranked else None
 
     def leader(self) -> Saved | None:
-        """Best so far, including one that is still being written; does not wait for it."""
+        """Best so far on these records, with one that is being written; does not wait for it."""
         ranked = self._ranked(self._with_pending())
-        return ranked[0] if ranked else None
+        return next(filter(self.is_comparable, ranked), None)
 
     def _with_pending(self) -> list[Saved]:
         pending = [] if self._pending is None else [self._pending[0]]
@@ -192,7 +216,7 @@ class RunCheckpoints:
         if self._sort_key(metrics) is None:
             return False
         # A step past all others: it loses every tie, as a checkpoint that is saved now does.
-        state = RunState(2**62, 0, metrics={**metrics}, config={**(self._config or {})})
+        state = replace(self._current or RunState(0, 0), step=2**62, metrics={**metrics})
         newcomer = Saved(self.folder, state)
         return newcomer in self._ranked([*self._with_pending(), newcomer])[: self._save_top_k]
 
@@ -210,6 +234,7 @@ class RunCheckpoints:
         self.publish()
         path = self.folder / f"step_{state.step:08d}"
         with _as_checkpoint_error(path):
+            self.check_lock()
             on_main(lambda: _make_empty(_unnamed(path)))
         tensors, arrived = self._copy(model, optimizer)
         pending = PendingSave(tensors, _unnamed(path) / STATE_NAME, arrived)
@@ -234,6 +259,7 @@ class RunCheckpoints:
         # Collective, and raises on every rank or on none.
         pending.finish()
         with _as_checkpoint_error(saved.path):
+            self.check_lock()
             on_main(lambda: _publish(saved))
             on_main(self._prune)
         self._published.append(saved)
@@ -247,6 +273,7 @@ class RunCheckpoints:
         """
         path = self.folder / f"step_{state.step:08d}"
         with _as_checkpoint_error(path):
+            self.check_lock()
             on_main(lambda: _amend(path, state))
             on_main(self._prune)
 
@@ -271,20 +298,32 @@ class RunCheckpoints:
             "model": weights,
             "optimizer": optimizer.sharded_state_dict(weights, is_loading=True),
         }
-        state = load_weights(request, saved.path / STATE_NAME)
+        state = self._read_checked(saved, request)
         put_weights(model, state["model"], saved.path)
         optimizer.load_state_dict(state["optimizer"], saved.state.step)
 
     def load_model(self, saved: Saved, model: ShardedModel) -> None:
         """Restore the weights only."""
-        request = {"model": sharded_weights(model)}
-        put_weights(model, load_weights(request, saved.path / STATE_NAME)["model"], saved.path)
+        state = self._read_checked(saved, {"model": sharded_weights(model)})
+        put_weights(model, state["model"], saved.path)
+
+    def _read_checked(self, saved: Saved, request: dict[str, Any]) -> dict[str, Any]:
+        """Load what is requested of a checkpoint, after comparing it with its checksums.
+
+        Raises:
+            CheckpointError: on every rank, if it is damaged; it names the other checkpoints.
+        """
+        try:
+            has_optimizer = "optimizer" in request
+            return load_weights(request, saved.path / STATE_NAME, with_optimizer=has_optimizer)
+        except CheckpointError as error:
+            advice = on_main(lambda: _how_to_go_on_without(saved.path))
+            raise CheckpointError(f"{error}. {advice}") from error
 
     def _ranked(self, saved: list[Saved]) -> list[Saved]:
         def order(item: Saved) -> tuple[Any, ...]:
-            state, config = item.state, self._config
-            is_of_other_records = config is not None and not same_validation(state.config, config)
-            return is_of_other_records, self._sort_key(state.metrics), state.step
+            is_of_other_records = not self.is_comparable(item)
+            return is_of_other_records, self._sort_key(item.state.metrics), item.state.step
 
         scored = [item for item in saved if self._sort_key(item.state.metrics) is not None]
         return sorted(scored, key=order)
@@ -299,10 +338,13 @@ class RunCheckpoints:
         return signed, math.inf if math.isnan(loss) else loss
 
 
-def same_validation(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Tell if runs of these nested settings validate on the same records."""
-    first, second = flatten(one), flatten(other)
-    return all(first.get(key) == second.get(key) for key in VALIDATED_ON)
+def same_validation(one: RunState, other: RunState) -> bool:
+    """Tell if the runs of these states validate on the same records."""
+    if one.validated_on is not None and other.validated_on is not None:
+        # In this order: the first set's metric decides.
+        return [*one.validated_on.items()] == [*other.validated_on.items()]
+    first, second = flatten(one.config), flatten(other.config)
+    return all(first.get(key) == second.get(key) for key in _VALIDATED_ON)
 
 
 def check_same_run(saved: Saved, fingerprint: Mapping[str, Any]) -> None:
@@ -343,8 +385,43 @@ def _delete_unfinished(folder: Path) -> None:
 def _list_saved(folder: Path) -> list[Saved]:
     if not folder.is_dir():
         return []
-    paths = [path for path in folder.iterdir() if STEP_NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted((_read_saved(path) for path in paths), key=lambda saved: saved.state.step)
+    return sorted(map(_read_or_advise, _step_folders(folder)), key=lambda saved: saved.state.step)
+
+
+def _step_folders(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if STEP_NAME.fullmatch(path.name) and path.is_dir()]
+
+
+def _read_or_advise(path: Path) -> Saved:
+    try:
+        return _read_saved(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. {_how_to_go_on_without(path)}") from error
+
+
+def _how_to_go_on_without(damaged: Path) -> str:
+    """Say which other checkpoints of a run are complete, and how to resume from them."""
+    others = [path for path in _step_folders(damaged.parent) if path != damaged]
+    names = [path.name for path in sorted(others, reverse=True) if _is_complete(path)]
+    if not names:
+        return (
+            "The run has no other complete checkpoint: restore this one from a copy, or set "
+            "exp_manager.explicit_log_dir to a new folder to start a new run"
+        )
+    are_complete = "is complete" if len(names) == 1 else "are complete"
+    return (
+        f"Next to it {', '.join(names)} {are_complete}: move {damaged} to another folder, and the "
+        f"same command goes on from {names[0]}"
+    )
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        _read_saved(path)
+        check_complete(path / STATE_NAME)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _read_saved(path: Path) -> Saved:
@@ -360,6 +437,10 @@ def _read_saved(path: Path) -> Saved:
             name: math.nan if value is None else value for name, value in state.metrics.items()
         }
         return Saved(path, replace(state, metrics=numbers))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{file}: there is no such file, so the checkpoint is not complete"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: wanted the state of a run: {error!r}") from error
 

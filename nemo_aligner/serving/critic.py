@@ -25,6 +25,7 @@ from nemo_aligner.serving.protocols.kserve import Tensors
 from nemo_aligner.serving.reward import RewardService, answer_of, check_size, contract_endpoint
 from nemo_aligner.serving.service import Endpoint
 from nemo_aligner.training.critic import CriticRun, ValueStep
+from nemo_aligner.utils.errors import ServingError
 
 # Operations of all ranks.
 VALUES, TRAIN, SAVE = "give values", "train", "save"
@@ -195,7 +196,13 @@ class CriticServable:
     def start(self, ranks: ModelRanks) -> CriticService:
         shown = ranks.execute(_MEMORY) if self._swaps or self._offloads_optimizer else []
         # The first forward pass is slow, and may show that the model cannot run.
-        ranks.execute(VALUES, [np.zeros(1, dtype=np.int64)])
+        (values,) = ranks.execute(VALUES, [np.zeros(1, dtype=np.int64)])
+        if not np.isfinite(values).all():
+            raise ServingError(
+                f"the critic: got the value {values.tolist()} for a text of one token, wanted a "
+                "finite number. Start it from another reward model, or in bf16 instead of fp16 "
+                "(trainer.precision)"
+            )
         has_rewards = self._scorer is not None
         return CriticService(self._run, self._config, ranks, shown, has_rewards=has_rewards)
 

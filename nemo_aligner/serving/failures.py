@@ -30,7 +30,7 @@ class FailureKind(Enum):
         tei_type: ``error_type`` of Text Embeddings Inference, from ``router/src/lib.rs``; a wrong
             token has none there.
         gym_kind: ``failure_kind`` of a rollout, from NeMo Gym's ``failure_kinds.py``; None where
-            the answer is no rollout.
+            the answer is no rollout, but the error itself.
         reaction: of a client: leave a row that is at fault without a reward, if it may; fail the
             call; or send the request again.
     """
@@ -67,8 +67,9 @@ class FailureKind(Enum):
         "transport_unreachable",
         "retry",
     )
-    # The server's log says more. Sent again, it would fail again.
-    internal = (500, (), "INTERNAL", "InternalServerError", "Backend", "verifier_error", "fail")
+    # The server's log says more. Sent again, it would fail again, and so will other rollouts: a run
+    # of Gym must not go on with a 0 for each.
+    internal = (500, (), "INTERNAL", "InternalServerError", "Backend", None, "fail")
 
     def __init__(
         self,

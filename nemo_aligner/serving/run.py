@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.checkpoint.nemo.archive import no_such_archive
+from nemo_aligner.checkpoint.run_lock import lock_run
 from nemo_aligner.config.load import idle_notes
 from nemo_aligner.config.model import layout_sizes
 from nemo_aligner.config.serving import GatewayRunConfig, ServeConfig, ServeCriticConfig
@@ -71,7 +72,10 @@ def _load(
         prefix_cache_tokens=config.server.prefix_cache_tokens,
         **kinds,
     )
-    scorer.warm_up()
+    try:
+        scorer.warm_up()
+    except ServingError as error:
+        raise ServingError(f"{file}: {error}") from error
     return scorer
 
 
@@ -88,12 +92,12 @@ def run_critic_server(config: ServeCriticConfig) -> int:
         raise ConfigError(
             "pretrained_checkpoint.restore_from_path: it is not set, wanted a reward model's .nemo"
         )
-    with launch():
+    with launch(), lock_run(Path(config.exp_manager.explicit_log_dir)) as lock:
         check_front(config.server)  # before a large model is loaded
         layout = initialize_layout(**layout_sizes(config.model), seed=config.model.seed)
         for note in idle_notes(config, layout.num_ranks):
             say(note)
-        run = open_critic(config, layout)
+        run = open_critic(config, layout, lock)
         try:
             return serve(_servables(config, run, layout), config.server)
         finally:

@@ -25,6 +25,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
 )
 from nemo_aligner.checkpoint.run import RunCheckpoints, RunState, check_same_run
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME
+from nemo_aligner.checkpoint.run_lock import RunLock
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import config_to_dict
 from nemo_aligner.config.serving import ServeCriticConfig
@@ -233,6 +234,7 @@ class CriticRun:
             checkpoints.save(state, learner.model, learner.optimizer)
             checkpoints.publish()
         path = checkpoints.folder / MODEL_NAME
+        checkpoints.check_lock()
         contract = replace(self.contract, reward_mean=None, reward_std=None, measured_on=None)
         save_reward_model(
             path, learner.model, self.model_config, self.tokenizer, contract, copied=True
@@ -240,10 +242,12 @@ class CriticRun:
         return path
 
 
-def open_critic(config: ServeCriticConfig, layout: ParallelLayout) -> CriticRun:
+def open_critic(
+    config: ServeCriticConfig, layout: ParallelLayout, lock: RunLock | None = None
+) -> CriticRun:
     """The critic of ``pretrained_checkpoint``, or of the run in ``exp_manager.explicit_log_dir``.
 
-    Every rank calls it.
+    Every rank calls it. ``lock`` is that of the run's folder.
 
     Raises:
         CheckpointError: the checkpoint is no reward model, or the run is another one.
@@ -272,7 +276,7 @@ def open_critic(config: ServeCriticConfig, layout: ParallelLayout) -> CriticRun:
         pretrained.model, shape, options, ppo.gradient_clip_val, ppo.max_steps
     )
     folder = Path(config.exp_manager.explicit_log_dir) / CHECKPOINTS_NAME
-    checkpoints = RunCheckpoints(folder, save_top_k=0)
+    checkpoints = RunCheckpoints(folder, save_top_k=0, lock=lock)
     fresh = _new_state(config, contract, pretrained)
     learner = CriticLearner(
         model,

@@ -15,7 +15,6 @@ import torch
 
 import nemo_aligner
 from nemo_aligner.checkpoint.run import (
-    VALIDATED_ON,
     RunCheckpoints,
     RunState,
     Saved,
@@ -61,7 +60,6 @@ _DATA = "training data"
 _JUDGED_BY = (
     "exp_manager.checkpoint_callback_params.monitor",
     "exp_manager.checkpoint_callback_params.mode",
-    *VALIDATED_ON,
 )
 
 
@@ -94,7 +92,7 @@ def resume(
     if config.model.lora.rank > 0:
         fresh.fingerprint[_FROZEN] = frozen_digest(learner.model)
     checkpoints.clean()
-    checkpoints.compare_with(fresh.config)
+    checkpoints.compare_with(fresh)
     latest = find_latest(checkpoints, config, fresh, learner.data)
     if latest is not None:
         load_checkpoint(checkpoints, latest, fresh, learner.model, learner.optimizer)
@@ -129,8 +127,9 @@ def go_on(fresh: RunState, before: RunState) -> RunState:
     records; on other records its last step was not validated.
     """
     here = replace(fresh, step=before.step, consumed_samples=before.consumed_samples)
-    if same_validation(before.config, fresh.config):
-        here = replace(here, metrics=before.metrics)
+    if not same_validation(before, fresh):
+        return here
+    here = replace(here, metrics=before.metrics)
     old, now = flatten(before.config), flatten(fresh.config)
     if any(old.get(key) != now.get(key) for key in _JUDGED_BY):
         return here
@@ -149,6 +148,7 @@ def new_state(config: TrainConfig, model_config: Mapping[str, Any], data: Traini
         fingerprint=fingerprint(config, model_config, data),
         config=config_to_dict(config),
         contract=data.contract.to_dict(),
+        validated_on={dataset.name: dataset.digest for dataset in data.validation},
     )
 
 
@@ -199,10 +199,13 @@ def newest(checkpoints: RunCheckpoints, run: RunFolderConfig) -> Saved | None:
 
 
 def changes_since(latest: Saved, fresh: RunState) -> list[str]:
-    """A line for every setting that has changed since a checkpoint."""
+    """A line for every setting and validation set that has changed since a checkpoint."""
     changes = changed_settings(latest.state.config, fresh.config)
     lines = [f"  changed since: {change}" for change in changes]
-    if not same_validation(latest.state.config, fresh.config):
+    before, now = latest.state.validated_on or {}, fresh.validated_on or {}
+    changed_sets = [name for name in now if before.get(name, now[name]) != now[name]]
+    lines += [f"  changed since: the records of {name}" for name in changed_sets]
+    if not same_validation(latest.state, fresh):
         lines.append(
             "  earlier validations used other records: the search for the best starts anew"
         )

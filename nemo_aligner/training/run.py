@@ -16,6 +16,7 @@ from nemo_aligner.checkpoint.nemo.archive import no_such_archive
 from nemo_aligner.checkpoint.nemo.reward_model import PretrainedModel, save_reward_model
 from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME
+from nemo_aligner.checkpoint.run_lock import RunLock, lock_run
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import idle_notes
 from nemo_aligner.config.model import ModelConfig, Recompute, layout_sizes
@@ -71,13 +72,14 @@ def train(
     check_settings(config)
     stop = SignalHandler(config.trainer.max_time, in_program=in_program)
     with stop, launch() as world, ExitStack() as held:
+        lock = held.enter_context(lock_run(Path(config.exp_manager.explicit_log_dir)))
         layout = layout_of(config.model)
         config = with_defaults(config)
         check_model(config, ModelShape.from_config(trained_model_config(config)), layout)
         with waiting_for("reading and tokenizing"):
             data = build_data(config)
         say(data.table())
-        checkpoints = open_checkpoints(config.exp_manager, data)
+        checkpoints = open_checkpoints(config.exp_manager, data, lock)
         check_goes_on(config, data, checkpoints)
         with waiting_for("loading the model"):
             facts = RunFacts(Path(config.exp_manager.explicit_log_dir), data, world.world_size)
@@ -141,7 +143,9 @@ def check_settings(config: TrainConfig) -> None:
     check_loggers(config.exp_manager)
 
 
-def open_checkpoints(config: ExpManagerConfig, data: TrainingData) -> RunCheckpoints:
+def open_checkpoints(
+    config: ExpManagerConfig, data: TrainingData, lock: RunLock | None = None
+) -> RunCheckpoints:
     """The run's checkpoints, ranked by ``monitor``: null is the first validation set's main metric.
 
     ``mode`` null is the metric's own: losses, ties and calibration errors are better small.
@@ -151,7 +155,8 @@ def open_checkpoints(config: ExpManagerConfig, data: TrainingData) -> RunCheckpo
     """
     monitor, mode = _find_monitor(config.checkpoint_callback_params, data)
     folder = Path(config.explicit_log_dir) / CHECKPOINTS_NAME
-    return RunCheckpoints(folder, monitor, mode, config.checkpoint_callback_params.save_top_k)
+    save_top_k = config.checkpoint_callback_params.save_top_k
+    return RunCheckpoints(folder, monitor, mode, save_top_k, lock)
 
 
 def build_early_stopping(config: ExpManagerConfig, data: TrainingData) -> EarlyStopping:
@@ -255,8 +260,9 @@ def export(
     chosen = best or latest
     if chosen is None:
         raise CheckpointError(f"{checkpoints.folder}: there is no checkpoint to export")
-    averaged = checkpoints.ranked()[:average_best]
+    averaged = list(filter(checkpoints.is_comparable, checkpoints.ranked()))[:average_best]
     say(render_candidates(checkpoints, checkpoints.candidates(), latest, len(averaged) or 1))
+    checkpoints.check_lock()
     say(f"writing {path} ...")
     if len(averaged) > 1:
         chosen, what = _average(averaged, checkpoints, learner)
@@ -344,6 +350,8 @@ def render_candidates(
         values = [f"{name.partition('/')[2]} {_value(saved, name)}" for name in names]
         is_known = any(name in saved.state.metrics for name in names)
         found = "  ".join(values) if is_known else "not validated"
+        if is_known and not checkpoints.is_comparable(saved):
+            found += "  (on other validation records)"
         lines.append(f"  step {saved.state.step:<8}{found}")
     if len(ranked) > _MOST_LISTED:
         lines.append(f"  and {len(ranked) - _MOST_LISTED} that are not as good")

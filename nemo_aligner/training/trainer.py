@@ -279,9 +279,16 @@ class SupervisedTrainer:
     def _check_in(self) -> bool:
         """Ask all ranks if one was told to stop; publish a checkpoint that all have written."""
         # A signal, or a slow disk, may be one rank's alone, and saving and publishing are
-        # collective: all ranks have to decide alike, by one all-reduce for both questions.
-        flags = (self._stop.reason is not None, not self._checkpoints.is_written)
-        stopping, writing = agree_on(flags, self._device)
+        # collective: all ranks have to decide alike, by one all-reduce for all questions.
+        checkpoints = self._checkpoints
+        flags = (
+            self._stop.reason is not None,
+            not checkpoints.is_written,
+            checkpoints.has_lost_lock,
+        )
+        stopping, writing, is_lost = agree_on(flags, self._device)
+        if is_lost:
+            checkpoints.check_lock()
         if not writing:
             self._publish()
         return stopping

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
 import subprocess
@@ -327,6 +328,29 @@ def test_import_with_a_config_in_place_of_the_archives_own(theirs: Theirs, tmp_p
         assert got.config["rotary_base"] == 10000.0
         assert got.config == same.config
         assert got.contract == same.contract is not None
+
+
+def test_weights_that_are_not_finite_are_named_by_an_import_and_by_training(
+    theirs: Theirs, tensors: Tensors, layout: Any, tmp_path: Path
+) -> None:
+    """Neither writes a model, nor blames the records that it would be trained on."""
+    fc2 = "decoder.layers.mlp.linear_fc2.weight"
+    damaged = tensors[fc2].clone()
+    damaged[2, 1, 7] = math.nan
+    head = {"rm_head.weight": torch.full((1, 64), math.inf)}
+    told = "that are NaN or infinite in float32, the first at "
+    with refusals() as refused:
+        for name, others, message in (
+            ("body", {fc2: damaged}, rf"body: model\.{fc2}: got 1 of \d+ values {told}"),
+            ("head", head, rf"head: model\.rm_head\.weight: got 64 of 64 values {told}"),
+        ):
+            source = theirs(nemo1, name, others)
+            template = "none" if name == "head" else None
+            with refused(f"import {name}", message):
+                import_nemo(source, tmp_path / "ours.nemo", template=template)
+            with refused(f"train {name}", message):
+                load(source, layout)
+    assert not (tmp_path / "ours.nemo").exists()
 
 
 def test_import_refuses_a_reward_model_that_would_change(theirs: Theirs, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -156,14 +157,16 @@ def test_run_state_comes_back_also_of_before_runs_could_end_early(tmp_path: Path
     checkpoints = RunCheckpoints(tmp_path)
     config = {"model": {"seed": 1}}
     state = RunState(3, 24, {"a": 1.5}, {"model.seed": 1}, config, {"hash": "x"}, 0.5, 2)
+    state = replace(state, validated_on={"one": "digest"})
     checkpoints.save(state, Model(), Optimizer())
     saved = checkpoints.latest()
     assert saved == Saved(tmp_path / "step_00000003", state)
     file = saved.path / "run_state.json"
     content = json.loads(file.read_text())
     assert (content.pop("best_value"), content.pop("validations_since_best")) == (0.5, 2)
+    assert content.pop("validated_on") == {"one": "digest"}
     file.write_text(json.dumps(content))
-    before = replace(state, best_value=None, validations_since_best=0)
+    before = replace(state, best_value=None, validations_since_best=0, validated_on=None)
     assert checkpoints.latest() == Saved(saved.path, before)
 
 
@@ -236,7 +239,7 @@ def test_runs_rank_what_was_validated_on_other_records_behind(tmp_path: Path) ->
     checkpoints = RunCheckpoints(tmp_path, "validation/accuracy", save_top_k=2)
     checkpoints.save(judged(1, 0.9, ten), Model(), Optimizer())
     assert steps(checkpoints.ranked()) == [1]
-    checkpoints.compare_with(all_of_them)
+    checkpoints.compare_with(RunState(0, 0, config=all_of_them))
     assert steps(checkpoints.ranked()) == [1]  # nothing else is there yet
     assert checkpoints.is_among_best({"validation/accuracy": 0.1})
     for step, value in ((2, 0.5), (3, 0.6)):
@@ -246,6 +249,36 @@ def test_runs_rank_what_was_validated_on_other_records_behind(tmp_path: Path) ->
     found = {value: checkpoints.is_among_best({"validation/accuracy": value}) for value in values}
     assert found == values
     assert not checkpoints.is_among_best({})
+
+
+def test_runs_rank_by_the_digests_of_what_was_validated(tmp_path: Path) -> None:
+    """A file of one name may have other records, and one of another name the same."""
+
+    def judged(step: int, value: float, digest: str | None, file: str = "a") -> RunState:
+        config = {"model": {"data": {"data_prefix": {"validation": [file]}}}}
+        digests = None if digest is None else {"validation": digest}
+        metrics = {"validation/accuracy": value}
+        return RunState(step, 8 * step, metrics, config=config, validated_on=digests)
+
+    checkpoints = RunCheckpoints(tmp_path, "validation/accuracy", save_top_k=4)
+    states = [
+        judged(1, 0.9, "old"),
+        judged(2, 0.6, "new", file="moved"),
+        judged(3, 0.7, None),  # of an earlier version
+        judged(4, 0.8, None, file="b"),
+    ]
+    for state in states:
+        checkpoints.save(state, Model(), Optimizer())
+    checkpoints.compare_with(judged(0, 0.0, "new"))
+    assert steps(checkpoints.ranked()) == [3, 2, 1, 4]
+    comparable = filter(checkpoints.is_comparable, checkpoints.list_saved())
+    assert steps(comparable) == [2, 3]
+    leader = checkpoints.leader()
+    assert leader is not None
+    assert leader.state.step == 3
+    checkpoints.compare_with(judged(0, 0.0, "newer"))
+    shutil.rmtree(tmp_path / "step_00000003")
+    assert checkpoints.leader() is None
 
 
 def test_runs_take_the_metrics_of_a_validation_that_came_later(tmp_path: Path) -> None:

@@ -345,3 +345,14 @@ def test_uncertainty_over_http_is_that_in_process_and_can_be_taken_off(
     np.testing.assert_allclose(served.rewards[:3], rewards - 0.5 * spreads, rtol=0, atol=1e-5)
     np.testing.assert_allclose(answer["spread"], spreads[:2], rtol=0, atol=1e-5)
     np.testing.assert_allclose(answer["outputs"], served.outputs[:2], rtol=0, atol=1e-5)
+
+
+def test_server_whose_rewards_are_not_finite_does_not_start(archive: Path, layout: Any) -> None:
+    """Its weights may be finite: in fp16 sums of them overflow."""
+    scorer = load_scorer(archive, layout, micro_batch_tokens=128)
+    scorer.warm_up()
+    with torch.no_grad():
+        scorer.model.rm_head.weight.fill_(3e38)
+    message = r"got the reward \[.*(nan|inf).*\] for a text of 1 tokens, wanted finite numbers"
+    with pytest.raises(ServingError, match=message):
+        scorer.warm_up()

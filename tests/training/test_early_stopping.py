@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from nemo_aligner.checkpoint.run import RunState, Saved
+from nemo_aligner.checkpoint.safe_load import read_json
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import config_to_dict, load_config
 from nemo_aligner.config.training import MonitorMode, TrainConfig, TrainerConfig
@@ -88,6 +90,36 @@ def test_patience_waits_anew_for_what_is_judged_in_another_way() -> None:
         assert state.metrics == ({} if others else judged), change
         said = changes_since(Saved(Path("step_3"), left), RunState(0, 0, config=now))
         assert ("the search for the best starts anew" in "".join(said)) == others, change
+
+
+def test_resume_on_a_changed_validation_file_judges_anew(base: Path, tmp_path: Path) -> None:
+    """What was better on records that are gone is neither the best nor waited for."""
+    train = tiny.write_pairs(tmp_path / "train.jsonl", 24)
+    heldout = tiny.write_pairs(tmp_path / "heldout.jsonl", 9, seed=1)
+    run = tmp_path / "run"
+    settings = [
+        *tiny.training(base, run, train, heldout),
+        "trainer.rm.val_check_interval=2",
+        "exp_manager.checkpoint_callback_params.save_top_k=3",
+        "exp_manager.checkpoint_callback_params.average_best=3",
+    ]
+    tiny.run_verb("train", *settings, "trainer.rm.max_steps=4")
+    # All of them the other way round: what was learned is wrong there.
+    lines = [json.loads(line) for line in heldout.read_text().splitlines()]
+    for line in lines:
+        line["chosen"], line["rejected"] = line["rejected"], line["chosen"]
+    heldout.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    output = tiny.run_verb("train", *settings, "trainer.rm.max_steps=6").stdout
+    assert "changed since: the records of validation-heldout" in output
+    assert "earlier validations used other records: the search for the best starts anew" in output
+    shown = output[output.index("checkpoints, the best first") :].splitlines()[2:6]
+    assert [line.split()[1] for line in shown if "on other validation records" in line] == ["2"]
+    chosen = [line.split()[1] for line in shown if "(chosen)" in line]
+    assert sorted(chosen) == ["4", "6"]  # step 4 was validated again, as it is where this began
+    states = [read_json(path, "state") for path in run.glob("checkpoints/step_*/run_state.json")]
+    name = "validation-heldout/accuracy"
+    accuracies = {state["step"]: state["metrics"][name] for state in states}
+    assert accuracies[2] > 0.5 > max(accuracies[4], accuracies[6])
 
 
 def test_resume_knows_several_files_of_a_version_without_digests_by_their_tokens(

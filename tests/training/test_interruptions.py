@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
+from nemo_aligner.checkpoint.run_lock import lock_run
 from tests import tiny
 from tests.distributed.layouts import LORA
 from tests.once import Once
@@ -150,25 +152,31 @@ def test_resume_of_two_ranks_that_were_stopped_killed_and_moved(
     alone, bits = (settings(base, data, tmp_path / name, two) for name in ("alone", "bits"))
     save = (f"{RUN_STATE}:RunCheckpoints.save", "", "1")
     infer = ("nemo_aligner.training.learner:infer_in_parts", "", "1")
-    stopped, timed, at_save, at_write, _, no_space, goes_on, ctrl_c, later, _, ended, _ = jobs.run(
-        [
-            # Rank 1 alone is told to stop, and alone has the time: both save and leave.
-            interrupted(run, "SIGTERM", (FORWARD_BACKWARD, "", "3"), rank=1),
-            train(run, NO_TIME),
-            interrupted(run, "SIGKILL", save, rank=1),
-            interrupted(run, "SIGKILL", (WRITE, "", "1"), rank=1),
-            # To another layout, which computes the same up to rounding.
-            train(run, two),
-            interrupted(full, "ENOSPC", (WRITE, "", "2"), rank=1),
-            train(full, "trainer.rm.max_steps=3"),
-            # Rank 1 alone hears of it; the first of several parts of the larger set has begun.
-            interrupted(heard, "SIGINT", infer, rank=1),
-            train(heard, "trainer.rm.max_steps=3"),
-            train(alone),
-            train(bits, NO_TIME),
-            train(bits),
-        ],
-        processes=2,
+    # Another job, which is this process, trains in a folder.
+    with lock_run(tmp_path / "locked"):
+        found = jobs.run(
+            [
+                # Rank 1 alone is told to stop, and alone has the time: both save and leave.
+                interrupted(run, "SIGTERM", (FORWARD_BACKWARD, "", "3"), rank=1),
+                train(run, NO_TIME),
+                interrupted(run, "SIGKILL", save, rank=1),
+                interrupted(run, "SIGKILL", (WRITE, "", "1"), rank=1),
+                # To another layout, which computes the same up to rounding.
+                train(run, two),
+                interrupted(full, "ENOSPC", (WRITE, "", "2"), rank=1),
+                train(full, "trainer.rm.max_steps=3"),
+                # Rank 1 alone hears of it; the first of several parts of the larger set has begun.
+                interrupted(heard, "SIGINT", infer, rank=1),
+                train(heard, "trainer.rm.max_steps=3"),
+                train(alone),
+                train(bits, NO_TIME),
+                train(bits),
+                train(settings(base, data, tmp_path / "locked"), fails=True),
+            ],
+            processes=2,
+        )
+    stopped, timed, at_save, at_write, _, no_space, goes_on, ctrl_c, later, _, ended, _, locked = (
+        found
     )
     assert stopped.returncode == 0, stopped.stderr
     assert "stopped by SIGTERM after step 3" in stopped.stdout
@@ -188,6 +196,11 @@ def test_resume_of_two_ranks_that_were_stopped_killed_and_moved(
     assert "step 2: the validation was interrupted" in ctrl_c.stdout
     assert "stopped by Ctrl-C after step 2, which is saved" in ctrl_c.stdout
     assert goes_on_from(later) == 2
+
+    assert locked.returncode != 0
+    told = f"locked/run.lock: another job trains in this folder: process {os.getpid()} on "
+    assert locked.stderr.count(told) == 1
+    assert not (tmp_path / "locked").exists()
 
     assert "after step 1" in ended.stdout
     assert newest(tmp_path / "bits") == newest(tmp_path / "alone")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ from nemo_aligner.models.reward_model import (
     wrap_for_training,
 )
 from nemo_aligner.training.optimizer import Optimizer, Update, build_optimizer
+from nemo_aligner.utils.errors import CheckpointError
+from tests.checkpoint.refusals import check_damages
 from tests.distributed.late_copies import play_late_copies
 from tests.training import poisoned
 
@@ -108,6 +113,66 @@ def test_state_comes_back(
         assert step(*second) == step(*first)
     for got, wanted in zip(second[0].parameters(), first[0].parameters(), strict=True):
         assert torch.equal(got, wanted)
+
+
+def change_bytes(name: str, at: float, count: int = 4000) -> Callable[[Path], None]:
+    """Damage so many bytes of a file, from a share of its length on."""
+
+    def damage(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        start = int(at * len(content))
+        content[start : start + count] = bytes(
+            byte ^ 0x10 for byte in content[start : start + count]
+        )
+        (folder / name).write_bytes(content)
+
+    return damage
+
+
+def test_damaged_checkpoint_is_refused_and_names_the_complete_ones(
+    layout: ParallelLayout, tmp_path: Path
+) -> None:
+    wrapped, optimizer = build(layout)
+    checkpoints = RunCheckpoints(tmp_path, "one/accuracy", save_top_k=4)
+    for number in (1, 2, 3, 4):
+        metrics = {"one/accuracy": 1.0 / number}
+        checkpoints.save(RunState(number, 8 * number, metrics), wrapped.module, optimizer)
+    steps = [saved.path for saved in checkpoints.list_saved()]
+    shards = "state/__0_0.distcp"
+    os.truncate(steps[0] / shards, 9000)  # which must not be named
+
+    def resume(folder: Path) -> None:
+        latest = checkpoints.latest()
+        assert latest is not None
+        checkpoints.load(latest, wrapped.module, optimizer)
+
+    advice = (
+        rf"\. Next to it step_00000003, step_00000002 are complete: move {steps[3]} to another "
+        "folder, and the same command goes on from step_00000003$"
+    )
+    damages = [
+        *((change_bytes(shards, at), f"damaged: .*{advice}") for at in (0.1, 0.5, 0.9)),
+        (change_bytes("state/common.pt", 0.2, 300), rf"common\.pt: .*{advice}"),
+        (change_bytes("state/.metadata", 0.5, 300), rf"\.metadata: .*{advice}"),
+        (lambda folder: os.truncate(folder / shards, 9000), f"the file ends at 9000, .*{advice}"),
+        (lambda folder: (folder / shards).unlink(), f"no such file, .*{advice}"),
+        (
+            lambda folder: (folder / "run_state.json").unlink(),
+            rf"run_state\.json: there is no such file, .*{advice}",
+        ),
+    ]
+    check_damages(steps[3], damages, resume)
+    resume(steps[3])
+    # The weights of the best are exported without the optimizer's state.
+    change_bytes(shards, 0.1)(steps[1])
+    saved = checkpoints.list_saved()
+    with pytest.raises(CheckpointError, match="step_00000004, step_00000003 are complete: move "):
+        checkpoints.load_model(saved[1], wrapped.module)
+    for path in steps[:3]:
+        shutil.rmtree(path)
+    change_bytes(shards, 0.5)(steps[3])
+    with pytest.raises(CheckpointError, match="The run has no other complete checkpoint: restore"):
+        resume(steps[3])
 
 
 def test_settings_of_a_run_that_goes_on_are_its_own_and_not_its_checkpoints(
@@ -223,12 +288,15 @@ def test_updates_wait_for_a_save_and_change_nothing_of_it(
 
 
 def test_resume_of_two_ranks_reads_of_the_state_what_each_has(two_ranks: dict[str, Any]) -> None:
-    """Not all of it on each; a shard's rows may have numbers of the other rank's, too."""
+    """Not all of it on each; a shard's rows may have numbers of the other rank's, too.
+
+    It is read twice: first the ranks compare all of it with its checksums, each an equal part.
+    """
     for found in two_ranks["resume"]:
         assert found["same"]
         assert found["own"] > 10**7
         assert found["allocated"] < 1.1 * found["own"], two_ranks["resume"]
-        assert found["read"] < 1.3 * found["own"], two_ranks["resume"]  # every piece has an index
+        assert found["read"] < 2.3 * found["own"], two_ranks["resume"]  # every piece has an index
 
 
 def test_layers_and_head_have_rates_of_their_own(layout: ParallelLayout, tmp_path: Path) -> None:

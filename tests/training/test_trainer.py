@@ -19,7 +19,7 @@ from nemo_aligner.training.resume import go_on
 from nemo_aligner.training.signals import SignalHandler
 from nemo_aligner.training.trainer import DivergenceWatch, EarlyStopping, SupervisedTrainer
 from nemo_aligner.utils.console import Watch
-from nemo_aligner.utils.errors import TrainingError
+from nemo_aligner.utils.errors import CheckpointError, TrainingError
 
 Moment = tuple[str, int]  # "step", "validation" or "end of validation", and its step
 
@@ -28,6 +28,7 @@ class Diary:
     """Learner, checkpoints and logger in one; the run is asked to stop at the moment ``when``."""
 
     model = optimizer = None
+    has_lost_lock = False
     monitor = "validation/accuracy"
     data = SimpleNamespace(train=SimpleNamespace(kind=RecordKind.comparison))
     values: Mapping[int, float] = {}  # of validations, by step; 0.5 is that of any other
@@ -258,6 +259,21 @@ def test_trainer_does_not_save_a_broken_step() -> None:
     assert diary.events[-1] == "publish 2"
     with pytest.raises(TrainingError, match="step 3: not finite; this run has no checkpoint"):
         fit(Broken(), 5, val_check_interval=5, save_interval=5)
+
+
+def test_trainer_whose_folder_another_job_has_taken_ends_at_once() -> None:
+    class Robbed(Diary):
+        @property
+        def has_lost_lock(self) -> bool:  # type: ignore[override]
+            return self.step == 2
+
+        def check_lock(self) -> None:
+            raise CheckpointError("another job has it")
+
+    diary = Robbed()
+    with pytest.raises(CheckpointError, match="another job has it"):
+        fit(diary, 5, val_check_interval=2, save_interval=2)
+    assert diary.events == ["train 0", "train 1"]
 
 
 def test_trainer_tells_of_a_skipped_step_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:

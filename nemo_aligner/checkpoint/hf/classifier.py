@@ -29,6 +29,7 @@ from nemo_aligner.checkpoint.hf.heads import (
 )
 from nemo_aligner.checkpoint.hf.source import open_source
 from nemo_aligner.checkpoint.safe_load import bounded_torch_load
+from nemo_aligner.checkpoint.weights.store import check_finite
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import torch_dtype
 from nemo_aligner.contract.contract import (
@@ -227,7 +228,8 @@ def load_hf_reward_model(
         head: see ``find_head``; None is that of transformers' class, if it is whole.
 
     Raises:
-        CheckpointError: transformers cannot load it, or it has no head of its own.
+        CheckpointError: transformers cannot load it, it has no head of its own, or a weight is NaN
+            or infinite.
     """
     from transformers import AutoTokenizer
     from transformers.utils import logging
@@ -242,6 +244,8 @@ def load_hf_reward_model(
     tokenizer.chat_template = _without_date(tokenizer)
     model = _with_own_head(name, dtype, head) if head else _load(name, dtype)
     model = model.to(current_device()).eval()
+    for weight, values in model.named_parameters():
+        check_finite(values.detach(), f"{name}: {weight}")
     return HfRewardModel(tokenizer, model, _length(tokenizer, model), batch_tokens, watch)
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from nemo_aligner.checkpoint.hf.families import find_gguf_family
 from nemo_aligner.checkpoint.hf.families.base import HF_HEAD, GgufFormat
 from nemo_aligner.checkpoint.weights.save import LazyTensor
+from nemo_aligner.checkpoint.weights.store import check_finite
 from nemo_aligner.config.common import read_count, read_number
 from nemo_aligner.utils.errors import CheckpointError, short, shown
 
@@ -147,7 +148,9 @@ class GgufCheckpoint:
         except NotImplementedError as error:
             raise CheckpointError(f"tensor {name}: {error}") from error
         # torch warns about an array that is read-only.
-        return torch.from_numpy(np.require(values, requirements="W"))
+        tensor = torch.from_numpy(np.require(values, requirements="W"))
+        check_finite(tensor, f"tensor {name}")
+        return tensor
 
     def _read(self, name: str) -> Tensor:
         tensor = self._dequantized(name)

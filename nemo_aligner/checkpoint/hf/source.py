@@ -28,6 +28,7 @@ from nemo_aligner.checkpoint.hf.gguf import GgufCheckpoint, save_gguf_tokenizer
 from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, refuse_adapter
 from nemo_aligner.checkpoint.safe_load import read_json
 from nemo_aligner.checkpoint.weights.save import LazyTensor
+from nemo_aligner.checkpoint.weights.store import check_finite
 from nemo_aligner.config.dtypes import safetensors_dtypes
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, short, shown
@@ -249,10 +250,16 @@ def _outlines(path: Path) -> dict[str, LazyTensor]:
 
 
 def read_tensor(path: Path, name: str, part: int | None = None) -> Tensor:
-    """Read a tensor of a safetensors file into memory of its own, or a part of its first axis."""
+    """Read a tensor of a safetensors file into memory of its own, or a part of its first axis.
+
+    Raises:
+        CheckpointError: a value is NaN or infinite.
+    """
     # Opened anew each time: pages read from a mapped file stay resident until it is closed.
     with safe_open(path, framework="pt") as stored:
-        return stored.get_tensor(name) if part is None else stored.get_slice(name)[part]
+        tensor = stored.get_tensor(name) if part is None else stored.get_slice(name)[part]
+    check_finite(tensor, f"{path}: {name}")
+    return tensor
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:

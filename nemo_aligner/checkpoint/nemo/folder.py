@@ -125,7 +125,9 @@ class NemoFolder:
     @cached_property
     def store(self) -> TensorStore:
         """Tensors in ``weights``, opened once."""
-        return open_weights(self.weights)
+        store = open_weights(self.weights)
+        store.source = self.source
+        return store
 
     @cached_property
     def tensors(self) -> StoredTensors:

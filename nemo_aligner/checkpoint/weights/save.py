@@ -41,6 +41,7 @@ from nemo_aligner.checkpoint.decoder_tensors import HEAD_PREFIX
 from nemo_aligner.checkpoint.weights.store import (
     TORCH_DIST,
     ShardedStateDict,
+    check_finite,
     without_objects,
     write_common,
 )
@@ -184,6 +185,9 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
     try:
         yield
     except torch_checkpoint.CheckpointException as error:
+        for cause, _ in error.failures.values():
+            if isinstance(cause, CheckpointError):  # it says all there is to say
+                raise CheckpointError(str(cause)) from error
         failures = [f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items()]
         raise CheckpointError(f"{folder}: {'; '.join(failures)}") from error
     except (OSError, CheckpointingException) as error:
@@ -272,6 +276,8 @@ class _ReadingPlanner(MCoreSavePlanner):
         tensor = self._tensors[index.fqn, tuple(index.offset)]
         data = tensor.read()
         assert (tuple(data.shape), data.dtype) == (tensor.shape, tensor.dtype), index
+        # A sum, or a conversion to fp16, may overflow.
+        check_finite(data, f"{index.fqn}, from {list(index.offset)} on")
         # A key that stacks all layers has one axis more in the file.
         return data.view((1,) * (len(index.offset) - data.dim()) + data.shape)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
     extract_matching_values,
@@ -61,10 +62,13 @@ _SHOWN_KEYS = 5
 
 
 class TensorStore(ABC):
-    """Weights in ``folder``; ``tensors`` has the global shape and dtype of each by name."""
+    """Weights in ``folder``; ``tensors`` has the global shape and dtype of each by name.
+
+    ``source`` names them in errors about their values; ``folder`` may be a temporary one.
+    """
 
     def __init__(self, folder: Path, tensors: StoredTensors) -> None:
-        self.folder = folder
+        self.folder = self.source = folder
         self.tensors = tensors
 
     @abstractmethod
@@ -88,6 +92,7 @@ class TensorStore(ABC):
             offsets[0], sizes[0] = layer, 1
         target = torch.empty(sizes, dtype=dtype)
         self._read_whole(target, key, offsets)
+        check_finite(target, f"{self.source}: {key}")
         return target if layer is None else target[0]
 
     def load(
@@ -126,6 +131,7 @@ class TensorStore(ABC):
             self.read_into(target, entry.key, entry.global_offset)
         else:
             self._read_whole(target, entry.key, entry.global_offset)
+        check_finite(target, f"{self.source}: {entry.key}")
         return data
 
     def _read_whole(self, target: Tensor, key: str, offsets: Sequence[int]) -> None:
@@ -172,6 +178,27 @@ def raise_everywhere(function: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def check_finite(tensor: Tensor, where: str) -> None:
+    """Check that no value of a tensor is NaN or infinite; an error begins with ``where``.
+
+    One such weight makes every reward NaN, or, in an embedding, those of the texts that have it.
+    """
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return
+    # Of 8-bit values torch finds no extremes.
+    values = tensor if tensor.element_size() > 1 else tensor.half()
+    # NaN is both of the extremes. Unlike isfinite this needs no memory.
+    if bool(torch.stack(values.aminmax()).isfinite().all()):
+        return
+    bad = (~values.isfinite()).nonzero()
+    ends = ", which ends at 65504: try bf16" if tensor.dtype is torch.float16 else ""
+    raise CheckpointError(
+        f"{where}: got {len(bad)} of {tensor.numel()} values that are NaN or infinite in "
+        f"{str(tensor.dtype).removeprefix('torch.')}{ends}, the first at {bad[0].tolist()}. "
+        "Use a copy of the checkpoint, or an earlier one, whose weights are finite"
+    )
+
+
 def without_objects(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
     """Drop opaque objects (TransformerEngine's ``_extra_state``): they are pickles."""
     _, kept = extract_matching_values(
@@ -214,8 +241,30 @@ class TorchDistStore(TensorStore):
             },
         )
 
-    def check_data(self, *, read: bool) -> None:
-        check_shards(self.folder, self._metadata, read=read)
+    def check_data(self, *, read: bool, with_optimizer: bool = False) -> None:
+        check_shards(self.folder, self._metadata, read=read, with_optimizer=with_optimizer)
+
+    def check_whole(self, *, with_optimizer: bool) -> None:
+        """Read all weights once to find damaged ones, each rank an equal part; collective.
+
+        Args:
+            with_optimizer: check the optimizer's state, too.
+
+        Raises:
+            CheckpointError: on every rank, if any finds damage.
+        """
+        part = dist.get_rank(), dist.get_world_size()
+
+        def check() -> None:
+            check_shards(
+                self.folder, self._metadata, read=True, with_optimizer=with_optimizer, part=part
+            )
+            common = self.folder / COMMON_NAME
+            if part[0] == 0 and common.is_file():
+                with common.open("rb", buffering=0) as stored:
+                    check_zip(stored, str(common))
+
+        raise_everywhere(check)
 
     def read_into(self, target: Tensor, key: str, offsets: Sequence[int]) -> int:
         wanted = ChunkStorageMetadata(Size(offsets), target.size())
@@ -253,23 +302,46 @@ _STORAGES = {
 }  # fmt: skip
 
 
-def check_shards(folder: Path, metadata: Metadata, *, read: bool) -> None:
+def check_shards(
+    folder: Path,
+    metadata: Metadata,
+    *,
+    read: bool,
+    with_optimizer: bool = False,
+    part: tuple[int, int] = (0, 1),
+) -> None:
     """Find missing or damaged shards before any tensor is used.
 
     The index must lay each tensor out without gaps, within its files. ``read`` also checks contents
-    by the CRC-32 of each shard, which is a zip file of torch's. Optimizer state is skipped, because
-    it is not read.
+    by the CRC-32 of each shard, which is a zip file of torch's.
+
+    Args:
+        with_optimizer: check the optimizer's state, too. A model is loaded without it.
+        part: (i, n) checks the contents of the i-th of n parts of about as many bytes.
     """
     shards = defaultdict(list)
     for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata) and not is_optimizer_state(name):
+        is_checked = with_optimizer or not is_optimizer_state(name)
+        if isinstance(entry, TensorStorageMetadata) and is_checked:
             try:
                 for info, least in _shards(metadata, name, entry):
                     shards[info.relative_path].append((info, least, name))
             except (KeyError, ValueError) as error:
                 raise CheckpointError(f"{folder}: .metadata: {name}: {error}") from error
-    for file, found in shards.items():
-        _check_file(folder / file, found, read)
+    sizes = {file: sum(shard[0].length for shard in found) for file, found in shards.items()}
+    index, count = part
+    total = sum(sizes.values())
+    to_read = range(total * index // count, total * (index + 1) // count) if read else range(0)
+    start = 0
+    # In the order of the ranks that wrote the files: at the same layout a rank reads its own, which
+    # the system still has in memory when the tensors are loaded.
+    for file in sorted(shards, key=_numbers_in):
+        _check_file(folder / file, shards[file], start, to_read)
+        start += sizes[file]
+
+
+def _numbers_in(name: str) -> tuple[list[int], str]:
+    return [int(digits) for digits in re.findall("[0-9]{1,9}", name)], name
 
 
 def _shards(
@@ -292,7 +364,14 @@ def _shards(
         raise ValueError(f"its shards do not make up its shape {size}")
 
 
-def _check_file(path: Path, shards: list[tuple[Any, int, str]], read: bool) -> None:
+def _check_file(
+    path: Path, shards: list[tuple[Any, int, str]], start: int, to_read: range
+) -> None:
+    """Check the places of a file's shards, and the contents of those that begin in ``to_read``.
+
+    Args:
+        start: bytes in the shards of the files before, by which ``to_read`` counts.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file, wanted the data of {shards[0][2]}")
     end = 0
@@ -310,11 +389,13 @@ def _check_file(path: Path, shards: list[tuple[Any, int, str]], read: bool) -> N
                 raise CheckpointError(
                     f"{where}: the file ends at {path.stat().st_size}, wanted {end} bytes"
                 )
-            if read:
-                _check_shard(FileSlice(file, info.offset, end), where)
+            if start in to_read:
+                check_zip(FileSlice(file, info.offset, end), where)
+            start += info.length
 
 
-def _check_shard(stored: FileSlice, where: str) -> None:
+def check_zip(stored: RawIOBase, where: str) -> None:
+    """Compare a file of ``torch.save`` with its CRC-32; an error begins with ``where``."""
     try:
         with zipfile.ZipFile(BufferedReader(stored)) as shard:
             # testzip() would unpack it all, whatever its size.

@@ -118,12 +118,22 @@ class RewardScorer:
         return 0 if self._pool is None else self._pool.num_bytes
 
     def warm_up(self) -> None:
-        """Compute once what the first texts would otherwise wait for; every rank calls it."""
+        """Compute once what the first texts would otherwise wait for; every rank calls it.
+
+        Raises:
+            ServingError: on every rank, if a reward is not finite: those of texts would not be.
+        """
         try_all_products(self.model)
         if self._pool is not None:
             self._pool.touch()
         for tokens in (1, min(self.contract.seq_length, _BEYOND_A_SPAN)):
-            self.score_token_lists([[0] * tokens])
+            (rewards,) = self.score_token_lists([[0] * tokens])
+            if not np.isfinite(rewards).all():
+                raise ServingError(
+                    f"got the reward {rewards.tolist()} for a text of {tokens} tokens, wanted "
+                    f"finite numbers: the model overflows in {self.contract.dtype}. Serve it with "
+                    "precision=bf16 or fp32"
+                )
         use_huge_pages()
         # Nobody's texts begin with these; and the counts are of requests.
         self.reset_cache()

@@ -8,10 +8,11 @@ refusal, or with tools that are not functions, cannot be scored.
 
 A rollout without a reward gets reward 0, ``failure_kind`` (of Gym's vocabulary) and
 ``failure_reason``. It also has ``mask_sample``, as its 0 is no measurement of the policy: the
-servers failed, or the rollout could not be scored with any reply. Where the reply is at fault (too
-long, with the template's own tokens, with arguments that are no JSON, or missing, as when the
-reasoning took all tokens), it is masked too, except with ``gateway.reward_threshold``: such a
-rollout failed the test, so its 0 counts. An answer other than 200 is for a body that is no rollout.
+servers do not answer, or the rollout could not be scored with any reply. Where the reply is at
+fault (too long, with the template's own tokens, with arguments that are no JSON, or missing, as
+when the reasoning took all tokens), it is masked too, except with ``gateway.reward_threshold``:
+such a rollout failed the test, so its 0 counts. An answer other than 200 is for a body that is no
+rollout, and for a model that fails, as one whose rewards are NaN: it would fail for every other.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str,
 
 
 def refuse(failure: RequestError, body: VerifyRequest | None) -> HttpAnswer:
-    """A rollout without a reward; an error where the body is none, or its sender unknown."""
+    """A rollout without a reward; an error where the body is none, or the failure has no kind."""
     kind = failure.kind.gym_kind
     # Any other status than 200 would end a run of Gym for one of its rollouts.
     if body is None or kind is None:

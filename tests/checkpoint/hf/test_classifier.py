@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from nemo_aligner.contract.contract import NoTemplateError, OverlongError
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.utils.errors import CheckpointError, DataError
 from tests import tiny
+from tests.checkpoint.hf.exporting import edit_tensors
 
 TEXTS: list[Text] = [
     [{"role": "user", "content": "a red dog"}, {"role": "assistant", "content": "thank you"}],
@@ -93,3 +95,10 @@ def test_reply_that_writes_turns_of_its_own_is_refused(folder: Path) -> None:
     ):
         model.encode(turns)
     model.encode(turns[1]["content"])
+
+
+def test_model_whose_weights_are_not_finite_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "hf")
+    edit_tensors(tmp_path / "hf", {"score.weight": torch.full((1, 64), torch.nan)})
+    with pytest.raises(CheckpointError, match=r"hf: score\.weight: got 64 of 64 values that are"):
+        load(tmp_path / "hf", 100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable
@@ -420,6 +421,13 @@ def test_conversion_refuses_a_reward_model_that_does_not_fit(changed_reward: Pat
         ({layer: torch.zeros(64, 64)}, rf"{layer}: got shape \[64, 64\], wanted \[32, 64\]"),
         ({"model.layers.3.mlp.up_proj.weight": whole}, r"3\.mlp\.up_proj\.weight: got I8 numbers"),
     ]
+    told = "1 of 2048 values that are NaN or infinite in float32, the first at "
+    for value in (math.nan, math.inf, -math.inf):
+        damaged = torch.zeros(32, 64)
+        damaged[3, 5] = value
+        tensors.append(({layer: damaged}, rf"/model\.safetensors: {layer}: got {told}\[3, 5\]"))
+    nothing = {"score.weight": torch.full((1, 64), math.nan)}
+    tensors.append((nothing, r"score\.weight: got 64 of 64 values that"))
     changes = [(partial(edit_tensors, changes=each), pattern) for each, pattern in tensors]
     tokens = config_of(changed_reward, "tokenizer.json")["added_tokens"]
     rows = tiny.SHAPE["vocab_size"]
@@ -427,6 +435,9 @@ def test_conversion_refuses_a_reward_model_that_does_not_fit(changed_reward: Pat
     no_row = partial(edit, name="tokenizer.json", added_tokens=extra)
     told = rf"got ids up to {rows} \('<extra>' is {rows}\)"
     check_refused(changed_reward, [*settings, *changes, (no_row, told)])
+    large = partial(edit_tensors, changes={layer: torch.full((32, 64), 1e5)})
+    told = "values that are NaN or infinite in float16, which ends at 65504: try bf16"
+    check_refused(changed_reward, [(large, told)], dtype=torch.float16)
 
 
 def test_conversion_of_a_reward_model_leaves_out_an_output_layer(

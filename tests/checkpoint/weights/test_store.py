@@ -108,7 +108,7 @@ def test_store_that_lacks_a_part_names_it(saved: Path) -> None:
 
     damages = [
         *map(lose, (".metadata", "common.pt", "metadata.json")),
-        (lose_chunk, r"layers\.weight: got a part of it"),
+        (lose_chunk, r"layers\.weight: its shards do not make up its shape"),
         (write_common({"model.embedding": 1}), "beside the tensors: Duplicate"),
         (write_common([1]), "beside the tensors: Duplicate"),
         (name_format("fsdp_dtensor"), "'fsdp_dtensor', wanted 'torch_dist'"),

@@ -158,7 +158,6 @@ def test_gym_sample_is_masked_where_a_server_failed_and_an_error_where_its_sende
     names = {
         FailureKind.busy: "transport_unreachable",
         FailureKind.unreachable: "transport_unreachable",
-        FailureKind.internal: "verifier_error",
     }
     for kind, name in names.items():
         answer = GYM.refuse(RequestError("nobody answers", kind), parsed(GYM, body))
@@ -167,6 +166,10 @@ def test_gym_sample_is_masked_where_a_server_failed_and_an_error_where_its_sende
         assert (answer.content["reward"], answer.content["mask_sample"]) == (0.0, True)
         failed = (answer.content["failure_kind"], answer.content["failure_reason"])
         assert failed == (name, "nobody answers")
+    # A model whose rewards are NaN has no reward 0 for anybody.
+    failure = RequestError("row 0: the model's reward is not a finite number", FailureKind.internal)
+    answer = GYM.refuse(failure, parsed(GYM, body))
+    assert (answer.status, answer.content) == (500, {"detail": failure.message})
 
 
 def test_what_its_sender_can_mend_is_an_error() -> None:

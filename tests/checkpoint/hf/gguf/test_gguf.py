@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core import dist_checkpointing
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
@@ -171,7 +172,7 @@ def test_gguf_of_what_the_model_cannot_do_is_refused(tmp_path: Path) -> None:
     convert(write_gguf(tmp_path / "a.gguf", tmp_path / "hf", **off), tmp_path / "base.nemo")
 
 
-def test_gguf_of_no_family_is_refused(tmp_path: Path) -> None:
+def test_gguf_of_no_family_or_with_damage_is_refused(tmp_path: Path) -> None:
     for case in ("nemotron", "llama3", "qwen3"):
         families.write_hf_checkpoint(tmp_path / case, case)
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", "falcon")
@@ -184,10 +185,15 @@ def test_gguf_of_no_family_is_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "larger.gguf", tmp_path / "nemotron", **larger)
     write_gguf(tmp_path / "scaled.gguf", tmp_path / "llama3")
     write_gguf(tmp_path / "renamed.gguf", tmp_path / "qwen3", **{"general.architecture": "qwen2"})
+    weights = load_file(tmp_path / "qwen3" / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][2, 3] = math.nan
+    save_file(weights, tmp_path / "qwen3" / "model.safetensors", {"format": "pt"})
+    write_gguf(tmp_path / "nan.gguf", tmp_path / "qwen3")
     with refusals() as refused:
         for name, pattern in (
             ("larger", r"attention\.key_length: got 32, wanted 16"),
             ("scaled", r"rope_freqs\.weight: not the rope scaling of Llama"),
+            ("nan", r"nan\.gguf: .*blk\.1\.ffn_up\.weight: got 1 of \d+ values that are NaN"),
             ("renamed", r"blk\.0\.attn_k_norm\.weight' is unknown"),
             ("other", r"other\.gguf: general\.architecture: got 'falcon', wanted one of: llama"),
             ("broken", r"broken\.gguf"),
