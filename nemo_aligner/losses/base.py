@@ -230,6 +230,17 @@ def reward_gradient(objective: Objective, rewards: Tensor, records: Records) -> 
     return (gradient * (len(records) / count.clamp(min=1))).float()
 
 
+def losses_per_record(objective: Objective, records: Records) -> float:
+    """How many losses the mean over a batch of ``records`` counts for each of them.
+
+    It is 1 for most pairs, and the number of labels for ratings.
+    """
+    if is_of_batch(objective):
+        return 1.0
+    _, count = objective.loss(torch.zeros(records.num_rewards, count_outputs(objective)), records)
+    return int(count) / len(records)
+
+
 def rewards_of(readout: Readout | None, outputs: Tensor) -> Tensor:
     """Convert a head's ``outputs`` to rewards ``[S, A]``, without the means of centred labels."""
     return outputs if readout is None else torch.from_numpy(readout.rewards(_on_host(outputs)))

@@ -30,6 +30,7 @@ from nemo_aligner.losses.base import (
     Objective,
     count_outputs,
     is_of_batch,
+    losses_per_record,
     measure_set,
     measure_step,
     readout_of,
@@ -109,7 +110,7 @@ class RewardLearner:
         """
         plan = self._loader.plan(step)
         # LoRA's dropout hashes the step, so that a resumed run draws the masks of this one.
-        self.model.begin_step(step)
+        self.model.begin_step(step, self._losses_per_record(plan))
         loss = self._loss_of(plan)
         mine = compute_gradients(self._ddp, self.optimizer, plan.packs, self._layout, loss)
         # Read before the update, which moves both on: they are those of this step.
@@ -135,6 +136,12 @@ class RewardLearner:
         if self._count_flops is not None:
             metrics["flops"] = self._count_flops(as_one_pack(dataset, plan.record_ids))
         return {**metrics, "lr": lr, "tokens": float(tokens)}
+
+    def _losses_per_record(self, plan: StepPlan) -> float:
+        """What the auxiliary loss of a mixture of experts needs to know of the step's divisor."""
+        if self._num_layers is None:
+            return 1.0
+        return losses_per_record(self.objective, self.data.train.records.select(plan.record_ids))
 
     def _loss_of(self, plan: StepPlan) -> RewardLoss | Tensor:
         """Loss of each pack of a step; of a loss over the whole batch its gradient by all rewards.

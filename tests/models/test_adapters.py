@@ -327,9 +327,10 @@ def test_dropout_of_a_text_with_several_rewards_is_that_of_its_record_and_number
     def of_steps(ids: list[int], sequences: list[list[int]], counts: list[list[int]]) -> Tensor:
         texts = [number for own in counts for number, n in enumerate(own) for _ in range(n)]
         records = Records.of(ids, [*map(sum, counts)], texts=torch.tensor(texts))
+        flat = [count for own in counts for count in own]
         reads = [
             torch.arange(len(sequence) - count, len(sequence))
-            for sequence, count in zip(sequences, sum(counts, []), strict=True)
+            for sequence, count in zip(sequences, flat, strict=True)
         ]
         groups = [Group(len(own), 0) for own in counts]
         pack = PackedBatch.pack(sequences, records, groups=groups, reads=reads)
