@@ -160,7 +160,11 @@ class BradleyTerry(PairObjective):
         """One reward of each text, and the records that own them."""
         if records.texts is None:
             return rewards, records
-        return aggregate(rewards, records, self.aggregate), records.of_texts()
+        # Behind the rewards stand scalars that the loss learns, the same in every row.
+        attributes = len(self.attributes)
+        merged = aggregate(rewards[:, :attributes], records, self.aggregate)
+        learned = aggregate(rewards[:, attributes:], records, Aggregate.last.value)
+        return torch.cat([merged, learned], dim=1), records.of_texts()
 
     def _labels(self, pairs: PairRows, records: Records) -> Tensor | None:
         """Label ``[P]`` of every pair's record; None if labels are unused."""
