@@ -150,11 +150,16 @@ class BradleyTerry(PairObjective):
         return {"length_bias": float(rewards[0, 1])}
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
-        return super().step_metrics(*self._of_texts(rewards, records))
+        return super().step_metrics(*self._measured(rewards, records))
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
         lengths = sums_within(reply_lengths, records.text_bounds())
-        return super().report(*self._of_texts(rewards, records), lengths)
+        return super().report(*self._measured(rewards, records), lengths)
+
+    def _measured(self, rewards: Tensor, records: Records) -> tuple[Tensor, Records]:
+        """As ``_of_texts``, rounded once, as evaluation and a server do it."""
+        merged, texts = self._of_texts(rewards.double(), records)
+        return merged.to(rewards.dtype), texts
 
     def _of_texts(self, rewards: Tensor, records: Records) -> tuple[Tensor, Records]:
         """One reward of each text, and the records that own them."""

@@ -23,13 +23,23 @@ from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.config.serving import CriticModelConfig, ServeCriticConfig
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.from_settings import build_contract, continue_contract
+from nemo_aligner.contract.from_settings import (
+    build_contract,
+    continue_contract,
+    with_aggregate,
+)
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.contract.turns import make_reply_marker
 from nemo_aligner.data.training_data import TrainingData, TrainLoader, build_training_data
 from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.losses.base import auxiliary_heads, reads_language, start_of_learned
+from nemo_aligner.losses import build_objective
+from nemo_aligner.losses.base import (
+    aggregate_of,
+    auxiliary_heads,
+    reads_language,
+    start_of_learned,
+)
 from nemo_aligner.models.lora import LoraDropout, train_adapters_alone
 from nemo_aligner.models.reward_model import (
     GPTRewardModel,
@@ -83,6 +93,8 @@ def build_data(config: TrainConfig) -> TrainingData:
     tokenizer, start = read_text_rules(str(start_from.restore_from_path))
     before = _contract_before(config)
     contract = build_contract(config.model, tokenizer, config.trainer.precision, start, before)
+    objective = build_objective(config.model, contract.attributes, contract.attribute_weights)
+    contract = with_aggregate(contract, aggregate_of(objective))
     if start is not None:
         contract = continue_contract(
             contract,
