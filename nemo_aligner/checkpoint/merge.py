@@ -40,7 +40,7 @@ _SUM_TOLERANCE = 1e-6
 # Contract fields whose weighted sum the merged model has.
 _SUMMED_FIELDS = ("label_means",)
 # Contract fields that training on from a model may change.
-_HEAD_FIELDS = ("reward_model_type", "attributes")
+_HEAD_FIELDS = ("reward_model_type", "attributes", "aggregate")
 # Cosine of two heads; 1.00 of runs from one head, 0.02 of runs that drew their own.
 _ALIKE = 0.5
 

@@ -80,9 +80,8 @@ class EvaluateConfig:
     threshold_from: str | None = setting(
         None, "processbench: a held-out file of it, whose best threshold is taken"
     )
-    aggregate: Aggregate = setting(
-        Aggregate.last,
-        "benchmarks of texts: one reward of those of their turns or steps",
+    aggregate: Aggregate | None = setting(
+        None, "one reward of those of a text's turns or steps; null: the scoring contract's rule"
     )
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
     swapped: bool = setting(False, "exchange chosen and rejected: accuracy has to become 1 less it")

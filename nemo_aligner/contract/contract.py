@@ -19,7 +19,7 @@ A model that reads its reward at a token of its own (``reward_token_id``) gets i
 that does not end with it.
 
 A model with a reward for each turn or step reads it by the rule of ``steps.py``; the reward of a
-text is that of its last one.
+text is that of its last one, or what ``aggregate`` makes of all of them.
 
 Too long (more than ``seq_length`` tokens in one sequence): ``truncate_left`` keeps the last tokens,
 and a BOS that the sequence begins with; ``drop`` and ``error`` raise OverlongError, which training
@@ -39,7 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.config.common import Overlong, Precision, RecordKind, RewardModelType
+from nemo_aligner.config.common import Aggregate, Overlong, Precision, RecordKind, RewardModelType
 from nemo_aligner.contract.fields import check_fields
 from nemo_aligner.contract.messages import Text, read_text, reply_of
 from nemo_aligner.contract.readout import Readout
@@ -61,6 +61,7 @@ _LATER = (
     "chat_template_kwargs",
     "reward_token_id",
     "step_separator",
+    "aggregate",
 )
 
 
@@ -99,7 +100,8 @@ class ScoringContract:
     ``reply_marker`` are the ids that come before a reply, where its mean is scored;
     ``chat_template_kwargs`` says as JSON what else the template is given;
     ``reward_token_id`` is a token that is appended to every text, conversations included;
-    ``step_separator`` stands between the steps of a reply, where these are scored (``steps.py``).
+    ``step_separator`` stands between the steps of a reply, where these are scored (``steps.py``);
+    ``aggregate`` makes one reward of a text out of theirs, None takes the last.
     """
 
     template: str
@@ -125,6 +127,7 @@ class ScoringContract:
     chat_template_kwargs: str | None = None
     reward_token_id: int | None = None
     step_separator: str | None = None
+    aggregate: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -183,6 +186,11 @@ class ScoringContract:
     def has_steps(self) -> bool:
         """True if a text has a reward for each of its turns or steps."""
         return self.scored_position in STEPPED
+
+    @property
+    def aggregation(self) -> Aggregate:
+        """Rule by which the rewards of a text's turns or steps become one."""
+        return Aggregate(self.aggregate or Aggregate.last.value)
 
     @property
     def template_kwargs(self) -> str:
@@ -490,11 +498,19 @@ class TextEncoder:
     def encode(self, text: Text) -> EncodedText:
         """The token ids of one text; DataError where the contract refuses it."""
         encoded = self.contract.encode(self.tokenizer, text)
-        self.check_tokens(encoded.token_ids)
+        self._check_ids(encoded.token_ids)
         return encoded
 
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         """Refuse, with a DataError, what the model would fail on or take for something else."""
+        if self.contract.aggregate is not None:
+            raise DataError(
+                f"got token ids, in which nobody finds the steps whose {self.contract.aggregate} "
+                "is the reward of a text. Send the text or the conversation instead"
+            )
+        self._check_ids(token_ids)
+
+    def _check_ids(self, token_ids: Sequence[int]) -> None:
         if not 1 <= len(token_ids) <= self.contract.seq_length:
             raise DataError(
                 f"got {len(token_ids)} tokens, wanted 1 to {self.contract.seq_length} (seq_length)"

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
-from nemo_aligner.config.common import Overlong, Precision, RewardModelType
+from nemo_aligner.config.common import Aggregate, Overlong, Precision, RewardModelType
 from nemo_aligner.config.model import ScoredPosition
-from nemo_aligner.contract.steps import SEPARATED
+from nemo_aligner.contract.steps import SEPARATED, STEPPED
 from nemo_aligner.utils.errors import DataError, shown
 
 # Far more than any has; as JSON in an archive it takes at most 12 bytes a character.
@@ -40,6 +40,13 @@ def check_fields(contract: Any) -> None:
             f"scoring contract: step_separator: got {shown(contract.step_separator)} where "
             f"{contract.scored_position} is scored, wanted it for {' and '.join(SEPARATED)}, and "
             "for nothing else"
+        )
+    has_one_output = contract.scored_position in STEPPED and contract.readout is None
+    if contract.aggregate is not None and not has_one_output:
+        raise DataError(
+            f"scoring contract: aggregate: got {shown(contract.aggregate)} where "
+            f"{contract.scored_position} is scored, wanted it for {', '.join(STEPPED)} of a head "
+            "with one output for each attribute, and for nothing else"
         )
 
 
@@ -101,6 +108,8 @@ def _one_of(kind: type[Enum]) -> tuple[Callable[[Any], bool], str]:
 _FLAG = (_is_flag, "true or false")
 _ID = (_is_id, "a token's id or null")
 _NUMBERS = (are_numbers, "numbers")
+# The rule of a contract that names none is the last one's.
+_AGGREGATES = tuple(how.value for how in Aggregate if how is not Aggregate.last)
 _TEXT_OR_NONE = (lambda value: value is None or is_text(value), "a text or null")
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "template": (
@@ -136,6 +145,10 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "step_separator": (
         lambda value: value is None or (is_text(value) and 0 < len(value) <= _LONGEST_SEPARATOR),
         f"a text of 1 to {_LONGEST_SEPARATOR} characters, or null",
+    ),
+    "aggregate": (
+        lambda value: value is None or value in _AGGREGATES,
+        f"{', '.join(_AGGREGATES)} or null",
     ),
     "reply_marker": (
         lambda value: value is None or (_are_ids(value) and len(value) > 0),

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_aligner.config.common import Precision, RewardModelType
+from nemo_aligner.config.common import Aggregate, Precision, RewardModelType
 from nemo_aligner.config.model import DataConfig, ModelConfig, ScoredPosition
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.steps import SEPARATED
@@ -77,6 +77,18 @@ def build_contract(
     return contract
 
 
+def with_aggregate(contract: ScoringContract, how: str) -> ScoringContract:
+    """The contract of a model whose texts have one reward by the rule ``how``, an ``Aggregate``'s.
+
+    Without turns or steps a text has only one, and there is no rule.
+
+    Raises:
+        DataError: there is no such rule.
+    """
+    is_rule = contract.has_steps and how != Aggregate.last.value
+    return dataclasses.replace(contract, aggregate=how if is_rule else None)
+
+
 def _template(
     setting: str | None, tokenizer: Tokenizer, start: ScoringContract | None, known: Sequence[str]
 ) -> str:
@@ -130,11 +142,12 @@ _SETTINGS = {
     "dtype": "trainer.precision",
     "scored_position": "model.head.reads",
     "step_separator": "model.data.step_separator",
+    "aggregate": "model.objective_kwargs.aggregate",
     "reward_model_type": "model.reward_model_type",
 }
 _SHOWN_CHARACTERS = 40
 # Fields of a head, from the settings, and fields that start anew with a new head.
-_OF_HEAD = ("reward_model_type", "attributes")
+_OF_HEAD = ("reward_model_type", "attributes", "aggregate")
 _OF_ANY_HEAD = (*_OF_HEAD, "attribute_weights", "label_means", "readout")
 _KEEPS_HEAD = (
     " on its body; pretrained_checkpoint.allow_contract_change=true keeps the head for them instead"

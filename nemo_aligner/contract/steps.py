@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -89,6 +90,15 @@ def aggregate_steps(rewards: np.ndarray, how: Aggregate) -> np.ndarray:
     exact = rewards.astype(np.float64)
     summed = exact.mean(axis=0) if how is Aggregate.mean else -np.logaddexp(0, -exact).sum(axis=0)
     return summed.astype(np.float32)
+
+
+def aggregate_texts(rewards: np.ndarray, bounds: Sequence[int], how: Aggregate) -> np.ndarray:
+    """One reward of each of N texts, ``[N, A]`` float32, of rewards ``[S, A]`` of all their steps.
+
+    Text n has those from ``bounds[n]`` up to ``bounds[n + 1]``, of N + 1 bounds.
+    """
+    merged = [aggregate_steps(rewards[start:end], how) for start, end in pairwise(bounds)]
+    return np.array(merged, dtype=np.float32).reshape(-1, rewards.shape[1])
 
 
 def split_steps(

@@ -13,6 +13,7 @@ from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.from_settings import with_aggregate
 from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.dataset import TokenizedDataset, check_indexes, join_indexes, weighted_order
@@ -22,7 +23,13 @@ from nemo_aligner.data.report import check_overlap
 from nemo_aligner.data.token_cache import IndexPlace, open_indexes
 from nemo_aligner.data.token_index import IndexRules
 from nemo_aligner.losses import build_objective
-from nemo_aligner.losses.base import Objective, fitted, label_limits, readout_of
+from nemo_aligner.losses.base import (
+    Objective,
+    aggregate_of,
+    fitted,
+    label_limits,
+    readout_of,
+)
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 
@@ -75,6 +82,7 @@ def build_training_data(
         raise ConfigError("model.data.data_prefix.train: got no file, wanted at least one")
     objective = build_objective(config, contract.attributes, contract.attribute_weights)
     _check_reads(contract, objective)
+    contract = with_aggregate(contract, aggregate_of(objective))
     how = how_to_read(config, objective)
     indexes = open_indexes(
         prefix.all_files,

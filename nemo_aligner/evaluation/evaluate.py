@@ -56,7 +56,7 @@ from nemo_aligner.metrics.table import (
     measure_spreads,
 )
 from nemo_aligner.utils.console import fit_row
-from nemo_aligner.utils.errors import DataError
+from nemo_aligner.utils.errors import ConfigError, DataError
 
 _MALFORMED_SHOWN = 3
 _HOW = ReaderConfig(rule=MalformedRule(section="data."))
@@ -322,6 +322,7 @@ def evaluate_file(
     Raises:
         DataError: the file cannot be read, or is of the wrong kind; more of its records are
             malformed than ``how.rule`` allows, or nothing of it can be used.
+        ConfigError: it has ratings, and the source a rule of its own for pairs (``aggregate``).
     """
     how = replace(
         how,
@@ -341,6 +342,11 @@ def evaluate_file(
         )
     if source.encode is None:
         file, source = drop_refused(file, source)
+    if file.kind is RecordKind.rating and source.aggregate is not None:
+        raise ConfigError(
+            f"aggregate: got {source.aggregate.value}, but the ratings of {path} are compared with "
+            "the reward of each turn or step. Leave it out, or evaluate pairs or a task of texts"
+        )
     if file.kind is RecordKind.rating and source.score_steps is not None:
         found = _evaluate_steps(source, file.records)
     elif file.kind is RecordKind.rating:

@@ -115,10 +115,10 @@ def _check(config: EvaluateConfig) -> tuple[Task | None, ReaderConfig]:
         if got is not None and not (task is not None and task.reads_steps):
             raise ConfigError(f"{key}: got {got}, wanted null: no steps are judged by it")
     how = config.aggregate
-    if how is not Aggregate.last and (task is None or task.reads_steps):
+    if how not in (None, Aggregate.last) and task is not None and task.reads_steps:
         raise ConfigError(
-            f"aggregate: got {how.value}, wanted last: only a benchmark of texts (task=...) "
-            "takes one reward of them"
+            f"aggregate: got {how.value}, but task={config.task} judges every step by its own "
+            "reward. Leave it out"
         )
     return task, _reading(config)
 
@@ -189,12 +189,14 @@ def _measure(
     about = {"checkpoint": source.name, "contract": source.about_contract, "data": path}
     if config.swapped:
         about["data"] += ", chosen and rejected exchanged"
+    source = source.by(config.aggregate)
+    if source.aggregate is not None:
+        about["aggregate"] = f"{source.aggregate.value}, as set"
     result: EvalResult | TaskResult
     if task is None:
         result = evaluate_file(source, path, how, swapped=config.swapped)
     else:
         result = _measure_task(task, path, config, source, about)
-        source = source.by(config.aggregate)
     robustness, most = None, config.robustness_pairs
     if most is not None:
         robustness = check_robustness(result.predictions, source.score_as_one, source.fits, most)
@@ -206,7 +208,7 @@ def _measure_task(
 ) -> TaskResult:
     """Run a benchmark; where it judges steps, ``about`` gets the threshold and its origin."""
     weights, score_steps = source.attribute_weights, source.score_steps
-    by, held = source.by(config.aggregate), config.threshold_from
+    held = config.threshold_from
     chosen, threshold = None, config.threshold
     if held is not None:
         say(f"choosing the threshold by {held} ...")
@@ -214,7 +216,7 @@ def _measure_task(
         threshold = chosen.value
     elif threshold is None:
         threshold = right_from(source)
-    result = run_task(task, path, by.score, weights, source.encode, score_steps, threshold)
+    result = run_task(task, path, source.score, weights, source.encode, score_steps, threshold)
     if task.reads_steps:
         origin = "the default" if config.threshold is None else "as set"
         about["threshold"] = f"{threshold:g}, {origin}"

@@ -73,6 +73,7 @@ class RewardSource:
             for a model that reports none.
         score_rows: rewards, and why refused texts have none; None for a running server.
         score_steps: rewards of all turns or steps of texts; None for a source that has none.
+        aggregate: rule by which ``score`` makes one reward of these, if it is not its contract's.
     """
 
     name: str
@@ -85,6 +86,7 @@ class RewardSource:
     score_and_spread: ScoreAndSpread | None = None
     score_rows: Callable[[Sequence[Text]], ScoredRows] | None = None
     score_steps: ScoreSteps | None = None
+    aggregate: Aggregate | None = None
 
     @property
     def takes_ratings(self) -> bool:
@@ -105,24 +107,29 @@ class RewardSource:
         """``[N]`` weighted rewards of N texts; NaN for a refused one."""
         return one_reward(np.asarray(self.score(texts)), self.attribute_weights)
 
-    def by(self, how: Aggregate) -> RewardSource:
+    def by(self, how: Aggregate | None) -> RewardSource:
         """The same, whose ``score`` makes a text's rewards of those of its turns or steps.
 
+        None is the rule of its contract, or the last one.
+
         Raises:
-            ConfigError: there are none.
+            ConfigError: it gives one reward for each text alone.
         """
-        score_steps = self.score_steps
-        if how is Aggregate.last:
+        rule = Aggregate.last if self.contract is None else self.contract.aggregation
+        if how is None or how is rule:
             return self
+        score_steps = self.score_steps
         if score_steps is None:
             raise ConfigError(
-                f"aggregate: got {how.value}, wanted last: {self.name} has one reward for each text"
+                f"aggregate: got {how.value}, but {self.name} gives one reward for each text. "
+                "Leave it out, or evaluate the file of a model that reads turns or steps "
+                "(rm_model_file)"
             )
 
         def score(texts: Sequence[Text]) -> np.ndarray:
             return np.array([aggregate_steps(each.rewards, how) for each in score_steps(texts)])
 
-        return replace(self, score=score)
+        return replace(self, score=score, aggregate=how)
 
     def fits(self, text: Text) -> bool:
         """Return False if the model would truncate or refuse a text; True if nobody can tell."""
@@ -242,8 +249,8 @@ def _hugging_face(config: EvaluateConfig, name: str, layout: ParallelLayout) -> 
             f"wanted the model's: {', '.join(model.attributes)}"
         )
 
-    def measure(token_lists: Sequence[list[int]]) -> RowValues:
-        return model.score_token_lists(token_lists), None, None
+    def measure(encoded: Sequence[EncodedText]) -> RowValues:
+        return model.score_token_lists([text.token_ids for text in encoded]), None, None
 
     return RewardSource(
         name=name,

@@ -33,7 +33,7 @@ class RewardFunction:
         attribute: str | None,
         name: str,
         tools: list[dict[str, Any]] | None = None,
-        aggregate: Aggregate = Aggregate.last,
+        aggregate: Aggregate | None = None,
     ) -> None:
         """Score by ``attribute`` of the client's model; None as in ``reward_weights``."""
         self._aggregate = aggregate
@@ -63,7 +63,10 @@ class RewardFunction:
                 ``aggregate`` asks for.
         """
         if self._weights is None:
-            self._weights = reward_weights(self._client.contract(), self._attribute)
+            contract = self._client.contract()
+            if self._aggregate is Aggregate.last is contract.aggregation:
+                self._aggregate = None  # which is every text's reward, with steps and without
+            self._weights = reward_weights(contract, self._attribute)
         # Prompts and tools are of a data set's rows, which Arrow keeps.
         rows = columns.get("tools") or [None] * len(prompts)
         tools = without_struct_nulls(rows, is_inside=True)
@@ -83,7 +86,7 @@ class RewardFunction:
 
         ``begin`` are N messages or characters of prompts, whose own turns and steps do not count.
         """
-        if self._aggregate is Aggregate.last:
+        if self._aggregate is None:
             return scored.rewards
         rewards = scored.rewards.copy()
         steps = [None] * len(rewards) if scored.steps is None else scored.steps
@@ -94,8 +97,8 @@ class RewardFunction:
                 rewards[row] = aggregate_steps(own.rewards[first:], self._aggregate)
             elif row not in scored.errors:
                 raise ConfigError(
-                    f"aggregate: got {self._aggregate.value}, wanted last: the server answers no "
-                    "rewards of turns or steps, as its model reads none, or it shapes whole replies"
+                    f"aggregate: got {self._aggregate.value}, but the server answers no rewards of "
+                    "turns or steps: its model reads none, or it shapes whole replies. Leave it out"
                 )
         return rewards
 
@@ -107,7 +110,7 @@ def reward_function(
     name: str = "reward_model",
     retry_s: float = _PATIENCE_S,
     tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None,
-    aggregate: str = "last",
+    aggregate: str | None = None,
     **options: Any,
 ) -> RewardFunction:
     """A reward function for TRL that asks the servers at ``url``.
@@ -119,7 +122,8 @@ def reward_function(
         tools: what conversations without tools of their own have: those that GRPOTrainer is given,
             as functions (their JSON is what transformers makes of them) or as JSON.
         aggregate: of a model with a reward for each turn or step, what makes one of a completion's:
-            ``last``, ``min``, ``mean`` or ``product`` (``sum log sigmoid(r)``).
+            ``last``, ``min``, ``mean`` or ``product`` (``sum log sigmoid(r)``). None is the rule of
+            its scoring contract, which is about the whole text.
         retry_s: for how long training waits for a server that is gone.
         options: others of ``RewardClient``, as ``expect`` and ``wait_s``.
 
@@ -127,11 +131,12 @@ def reward_function(
         ConfigError: an option is unfit.
     """
     known = [each.value for each in Aggregate]
-    if aggregate not in known:
+    if aggregate is not None and aggregate not in known:
         raise ConfigError(f"aggregate: got {aggregate!r}, wanted one of {', '.join(known)}")
     described = [_described(tool) for tool in tools or ()]
     client = RewardClient(url, retry_s=retry_s, **options)
-    return RewardFunction(client, attribute, name, described or None, Aggregate(aggregate))
+    how = None if aggregate is None else Aggregate(aggregate)
+    return RewardFunction(client, attribute, name, described or None, how)
 
 
 def _described(tool: dict[str, Any] | Callable[..., Any]) -> dict[str, Any]:

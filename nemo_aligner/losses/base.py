@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.batch.packed import LabelColumns, Records
-from nemo_aligner.config.common import RecordKind
+from nemo_aligner.config.common import Aggregate, RecordKind
 from nemo_aligner.contract.readout import BINS, Readout
 from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.metrics.regression import RatedRewards, StepVerdicts
@@ -228,6 +228,22 @@ def reward_gradient(objective: Objective, rewards: Tensor, records: Records) -> 
     total, count = objective.loss(leaf, records)
     (gradient,) = torch.autograd.grad(total, leaf)
     return (gradient * (len(records) / count.clamp(min=1))).float()
+
+
+def aggregate_of(objective: Objective) -> str:
+    """Rule by which it makes one reward of a text of those of its turns or steps."""
+    return getattr(objective, "aggregate", Aggregate.last.value)
+
+
+def losses_per_record(objective: Objective, records: Records) -> float:
+    """How many losses the mean over a batch of ``records`` counts for each of them.
+
+    It is 1 for most pairs, and the number of labels for ratings.
+    """
+    if is_of_batch(objective):
+        return 1.0
+    _, count = objective.loss(torch.zeros(records.num_rewards, count_outputs(objective)), records)
+    return int(count) / len(records)
 
 
 def rewards_of(readout: Readout | None, outputs: Tensor) -> Tensor:

@@ -150,17 +150,26 @@ class BradleyTerry(PairObjective):
         return {"length_bias": float(rewards[0, 1])}
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
-        return super().step_metrics(*self._of_texts(rewards, records))
+        return super().step_metrics(*self._measured(rewards, records))
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
         lengths = sums_within(reply_lengths, records.text_bounds())
-        return super().report(*self._of_texts(rewards, records), lengths)
+        return super().report(*self._measured(rewards, records), lengths)
+
+    def _measured(self, rewards: Tensor, records: Records) -> tuple[Tensor, Records]:
+        """As ``_of_texts``, rounded once, as evaluation and a server do it."""
+        merged, texts = self._of_texts(rewards.double(), records)
+        return merged.to(rewards.dtype), texts
 
     def _of_texts(self, rewards: Tensor, records: Records) -> tuple[Tensor, Records]:
         """One reward of each text, and the records that own them."""
         if records.texts is None:
             return rewards, records
-        return aggregate(rewards, records, self.aggregate), records.of_texts()
+        # Behind the rewards stand scalars that the loss learns, the same in every row.
+        attributes = len(self.attributes)
+        merged = aggregate(rewards[:, :attributes], records, self.aggregate)
+        learned = aggregate(rewards[:, attributes:], records, Aggregate.last.value)
+        return torch.cat([merged, learned], dim=1), records.of_texts()
 
     def _labels(self, pairs: PairRows, records: Records) -> Tensor | None:
         """Label ``[P]`` of every pair's record; None if labels are unused."""

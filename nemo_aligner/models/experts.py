@@ -131,13 +131,16 @@ class Router(torch.nn.Module):
         aux_loss_coeff: factor of the auxiliary loss, ``E * sum(f_e * P_e)`` of a pack, with the
             share ``f_e`` of choices and the mean probability ``P_e`` of each of E experts (Fedus et
             al. 2021, arXiv:2101.03961, equations 4 to 6). Each pack's counts once for each of its
-            ``records``.
+            ``records``, and the step's is their mean.
+        losses_per_record: what the step's loss divides by, for each of its records: the gradient of
+            the auxiliary loss is divided by the same number in the end.
         records, counted: of the next pack; how many of its tokens, the first ones, are no filler,
             all TP ranks' together.
         load: choices of each expert since the last ``take_load``, on this rank, in training.
     """
 
     aux_loss_coeff = 0.0
+    losses_per_record = 1.0
     records = counted = 0
 
     def __init__(self, config: TransformerConfig, shape: ExpertShape) -> None:
@@ -195,7 +198,7 @@ class Router(torch.nn.Module):
         if self._group.size() > 1:
             dist.all_reduce(counts, group=self._group)
         count, top_k = self._shape.count, self._shape.top_k
-        factor = self.aux_loss_coeff * self.records * count / top_k
+        factor = self.aux_loss_coeff * self.losses_per_record * self.records * count / top_k
         slope = counts[:-1] * (factor / counts[-1].clamp(min=1).float() ** 2)
         return _WithSlope.apply(shares, slope, own)
 

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.utils import skip_init
 
-from nemo_aligner.batch.packed import PackedBatch
+from nemo_aligner.batch.packed import PackedBatch, Records
 from nemo_aligner.config.model import LoraConfig
 from nemo_aligner.models.backbone import LastLayer
 from nemo_aligner.models.expert_rows import RowCounts
@@ -329,24 +329,33 @@ class LoraDropout:
         """Hash key ``[T]`` int32 of every token, on its device."""
         lengths = batch.cu_seqlens.diff()
         prefixes = batch.prefixes.tolist()
-        records = batch.records
-        sizes = records.sizes.tolist()
-        owners = [
-            (record, place)
-            for record, size in zip(records.ids.tolist(), sizes, strict=True)
-            for place in range(size)
-        ]
-        # Leaf segments end the sequences, in order; a padding segment may follow.
+        # A segment that no other one begins with ends a text; the filler at the tail is no text.
         begun = set(prefixes)
         ends = [number for number in range(len(prefixes)) if number not in begun]
+        if batch.filled:
+            ends.pop()
+        texts = _number_texts(batch.records)
         of_segment = [0] * len(prefixes)
-        for number, (record, place) in reversed(list(zip(ends, owners, strict=False))):
-            key = _mixed_number(self._seed, self._step, record, place)
-            of_segment[number] = key
-            if prefixes[number] >= 0:  # the first sequence of a shared prefix determines its key
-                of_segment[prefixes[number]] = _mixed_number(key)
+        if texts:  # else the pack is there for other ranks' experts alone
+            for number, (record, place) in reversed(list(zip(ends, texts, strict=True))):
+                key = _mixed_number(self._seed, self._step, record, place)
+                of_segment[number] = key
+                if prefixes[number] >= 0:  # the first text of a shared prefix determines its key
+                    of_segment[prefixes[number]] = _mixed_number(key)
         keys = torch.tensor(of_segment, dtype=torch.int64).repeat_interleave(lengths)
         return _mixed(batch.position_ids, to_device(keys, batch.position_ids.device))
+
+
+def _number_texts(records: Records) -> list[tuple[int, int]]:
+    """Id of the record of each text, and the text's number in it.
+
+    Not of each reward: a text whose turns or steps are scored has several.
+    """
+    starts = records.text_bounds()[:-1]
+    owners = torch.bucketize(starts, records.bounds[1:], right=True)
+    first_texts = torch.searchsorted(starts, records.bounds[:-1])
+    places = torch.arange(len(starts)) - first_texts[owners]
+    return list(zip(records.ids[owners].tolist(), places.tolist(), strict=True))
 
 
 def _not_begun() -> Tensor:

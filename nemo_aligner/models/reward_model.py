@@ -131,10 +131,15 @@ class GPTRewardModel(GPTModel):
         """
         self.spoken_marker = marker
 
-    def begin_step(self, step: int) -> None:
-        """Prepare for the forward passes of a training step, counted from 0."""
+    def begin_step(self, step: int, losses_per_record: float = 1.0) -> None:
+        """Prepare for the forward passes of a training step, counted from 0.
+
+        ``losses_per_record`` is how many losses the step's mean counts for each of its records.
+        """
         if self._lora_dropout is not None:
             self._lora_dropout.begin_step(step)
+        for router in routers(self).values():
+            router.losses_per_record = losses_per_record
 
     def forward(self, batch: PackedBatch, pool: KeyValuePool | None = None) -> Tensor:
         """Score a pack, or this rank's share of it, that lies on this model's device.

@@ -16,7 +16,7 @@ import numpy as np
 
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.contract.contract import ScoringContract, TextEncoder
-from nemo_aligner.contract.steps import StepSpan
+from nemo_aligner.contract.steps import StepSpan, aggregate_texts
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.engine.batcher import BackpressureLimit, Batcher, Meter
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation, RanksLostError
@@ -79,6 +79,8 @@ class RewardService:
         self._shaper = shaper
         takes_steps = shaper is None or shaper.takes_steps
         self._has_steps = scorer.contract.has_steps and takes_steps
+        # None where the reward of a text is that of its last turn or step.
+        self._aggregate = None if scorer.contract.aggregate is None else scorer.contract.aggregation
         self.contract = scorer.contract if shaper is None else shaper.contract
         self._contract_hash = self.contract.hash
 
@@ -132,17 +134,25 @@ class RewardService:
             rewards, spread = self._read_outputs(outputs)
         # An answer with NaN would reach a trainer's loss; the whole request fails, as its other
         # rewards come from the same model.
+        ends = np.cumsum([max(1, len(spans)) for spans in encoded.spans])
         wrong = np.flatnonzero(~np.isfinite(rewards).all(axis=1))
         if wrong.size:
-            what = f"row {wrong[0]}: the model's reward is not a finite number"
+            row = np.searchsorted(ends, wrong[0], side="right")
+            what = f"row {row}: the model's reward is not a finite number"
             raise RequestError(what, FailureKind.internal)
         exceeded = np.array(encoded.exceeded, dtype=bool)
+        texts = ends - 1
+        if self._aggregate is not None:
+            # Made of raw rewards: the rules of shaping are for a reward as the contract has it.
+            merged = aggregate_texts(rewards, [0, *ends.tolist()], self._aggregate)
+            steps = rewards if self._has_steps else rewards[:0]
+            rewards, texts = np.concatenate([steps, merged]), len(steps) + np.arange(len(merged))
         scored = ScoredRows(
             rewards, {}, exceeded, self._contract_hash, spread=spread, outputs=outputs
         )
         if self._shaper is not None:
             scored = self._shaper.shape(scored, encoded.reply_tokens)
-        return _by_text(scored, encoded.spans) if self._has_steps else scored
+        return _by_text(scored, encoded.spans, ends, texts) if self._has_steps else scored
 
     def _encode(self, inputs: Tensors) -> _Encoded:
         request = kserve.decode_request(inputs)
@@ -158,11 +168,11 @@ class RewardService:
         for row, text in enumerate(request.texts or ()):
             with _naming(row):
                 found = self._scorer.encode(text)
-            reads = found.reads if self._has_steps else None
+            reads = found.reads if self._has_steps or self._aggregate is not None else None
             # Marked ids are what the queue and all ranks pass on; see ``score_marked``.
             encoded.token_lists.append(mark_reads(found.token_ids, reads or ()))
             encoded.exceeded.append(found.truncated)
-            encoded.spans.append(found.spans)
+            encoded.spans.append(found.spans if reads else ())
         if self._shaper is not None and self._shaper.needs_lengths:
             encoded.reply_tokens = self._count_reply_tokens(request)
         return encoded
@@ -227,18 +237,28 @@ def score_marked(scorer: Scorer, rows: Sequence[Sequence[int]]) -> list[np.ndarr
     return np.split(outputs, np.cumsum([len(own) for own in reads])[:-1])
 
 
-def _by_text(scored: ScoredRows, spans: Sequence[tuple[StepSpan, ...]]) -> ScoredRows:
-    """Rows of texts, each with ``steps``, made of a row for each turn or step of them."""
-    ends = np.cumsum([max(1, len(own)) for own in spans])
+def _by_text(
+    scored: ScoredRows,
+    spans: Sequence[tuple[StepSpan, ...]],
+    ends: np.ndarray,
+    texts: np.ndarray,
+) -> ScoredRows:
+    """Rows of N texts, each with ``steps``.
+
+    Args:
+        scored: a row for each turn or step, text by text; behind them rows of texts, if any.
+        ends: ``[N]`` bounds of the rows of each text's turns or steps.
+        texts: ``[N]`` rows that are of a text as a whole.
+    """
     steps = np.full(len(spans), None, dtype=np.object_)
-    parts = np.split(scored.rewards, ends[:-1])
+    parts = np.split(scored.rewards, ends)[: len(spans)]
     steps[:] = [StepRewards(part, own) for part, own in zip(parts, spans, strict=True)]
-    last: dict[str, Any] = {
-        name: values[ends - 1]
+    of_texts: dict[str, Any] = {
+        name: values[texts]
         for name, values in vars(scored).items()
         if isinstance(values, np.ndarray) and name != "exceeded"  # of which there is one a text
     }
-    return replace(scored, **last, steps=steps)
+    return replace(scored, **of_texts, steps=steps)
 
 
 # Checks and waiting that endpoints have in common, with the failures of both.

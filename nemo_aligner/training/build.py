@@ -23,13 +23,23 @@ from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.config.serving import CriticModelConfig, ServeCriticConfig
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.from_settings import build_contract, continue_contract
+from nemo_aligner.contract.from_settings import (
+    build_contract,
+    continue_contract,
+    with_aggregate,
+)
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.contract.turns import make_reply_marker
 from nemo_aligner.data.training_data import TrainingData, TrainLoader, build_training_data
 from nemo_aligner.distributed.collectives import current_device, gpu_computes_bf16, on_main
 from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout
-from nemo_aligner.losses.base import auxiliary_heads, reads_language, start_of_learned
+from nemo_aligner.losses import build_objective
+from nemo_aligner.losses.base import (
+    aggregate_of,
+    auxiliary_heads,
+    reads_language,
+    start_of_learned,
+)
 from nemo_aligner.models.lora import LoraDropout, train_adapters_alone
 from nemo_aligner.models.reward_model import (
     GPTRewardModel,
@@ -108,6 +118,8 @@ def build_data(config: TrainConfig) -> TrainingData:
     if config.model.data.template in BUILT_IN_TEMPLATES:
         before = _resumed_contract(config)  # may have an earlier text of the template
     contract = build_contract(config.model, tokenizer, config.precision, start, before)
+    objective = build_objective(config.model, contract.attributes, contract.attribute_weights)
+    contract = with_aggregate(contract, aggregate_of(objective))
     if start is not None:
         contract = continue_contract(
             contract,

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.batch.packed import LabelColumns, PackedBatch, Records
+from nemo_aligner.config.common import Aggregate
+from nemo_aligner.contract.steps import aggregate_texts
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.packing import measure_record, pack_records
 from nemo_aligner.data.report import far_labels
@@ -28,8 +30,10 @@ from nemo_aligner.distributed.collectives import agree, current_device, gather_o
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.losses.base import (
     Objective,
+    aggregate_of,
     count_outputs,
     is_of_batch,
+    losses_per_record,
     measure_set,
     measure_step,
     readout_of,
@@ -109,7 +113,7 @@ class RewardLearner:
         """
         plan = self._loader.plan(step)
         # LoRA's dropout hashes the step, so that a resumed run draws the masks of this one.
-        self.model.begin_step(step)
+        self.model.begin_step(step, self._losses_per_record(plan))
         loss = self._loss_of(plan)
         mine = compute_gradients(self._ddp, self.optimizer, plan.packs, self._layout, loss)
         # Read before the update, which moves both on: they are those of this step.
@@ -135,6 +139,12 @@ class RewardLearner:
         if self._count_flops is not None:
             metrics["flops"] = self._count_flops(as_one_pack(dataset, plan.record_ids))
         return {**metrics, "lr": lr, "tokens": float(tokens)}
+
+    def _losses_per_record(self, plan: StepPlan) -> float:
+        """What the auxiliary loss of a mixture of experts needs to know of the step's divisor."""
+        if self._num_layers is None:
+            return 1.0
+        return losses_per_record(self.objective, self.data.train.records.select(plan.record_ids))
 
     def _loss_of(self, plan: StepPlan) -> RewardLoss | Tensor:
         """Loss of each pack of a step; of a loss over the whole batch its gradient by all rewards.
@@ -241,6 +251,17 @@ def _show_share(watch: Watch, before: int, size: int, total: int, share: float) 
     watch(before + round(share * size), total)
 
 
+def rewards_of_texts(rewards: Tensor, records: Records, how: Aggregate) -> Tensor:
+    """One reward of each text, ``[Q, A]`` float64, of those of its turns or steps ``[S, A]``.
+
+    They are the ones that evaluation and a server give, rounded to float32 as there.
+    """
+    bounds = records.text_bounds()
+    if how is Aggregate.last:
+        return rewards[bounds[1:] - 1].double()
+    return torch.from_numpy(aggregate_texts(rewards.float().numpy(), bounds.tolist(), how)).double()
+
+
 def describe_rewards(
     objective: Objective, dataset: TokenizedDataset, rewards: Tensor
 ) -> dict[str, float]:
@@ -251,7 +272,7 @@ def describe_rewards(
     """
     return {
         **measure_set(objective, rewards, dataset.records, dataset.reply_lengths, dataset.sources),
-        **_spread(objective, dataset.records.labels, rewards),
+        **_spread(objective, dataset.records, rewards),
     }
 
 
@@ -261,9 +282,15 @@ def whole_rewards(objective: Objective, labels: LabelColumns, outputs: Tensor) -
     return read.double() + torch.tensor(labels.offsets(objective.attributes), dtype=torch.float64)
 
 
-def _spread(objective: Objective, labels: LabelColumns, rewards: Tensor) -> dict[str, float]:
-    """Mean and deviation of every attribute, offsets included, for the scoring contract."""
-    whole = whole_rewards(objective, labels, rewards)
+def _spread(objective: Objective, records: Records, rewards: Tensor) -> dict[str, float]:
+    """Mean and deviation of every attribute, offsets included, for the scoring contract.
+
+    Of texts, where the objective aggregates the rewards of their turns or steps; else of these.
+    """
+    whole = whole_rewards(objective, records.labels, rewards)
+    how = aggregate_of(objective)
+    if records.texts is not None and how != Aggregate.last.value:
+        whole = rewards_of_texts(whole, records, Aggregate(how))
     averages, deviations = whole.mean(0).tolist(), whole.std(0, correction=0).tolist()
     spread: dict[str, float] = {}
     for name, mean, deviation in zip(objective.attributes, averages, deviations, strict=True):

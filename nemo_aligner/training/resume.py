@@ -23,10 +23,11 @@ from nemo_aligner.checkpoint.run import (
 )
 from nemo_aligner.checkpoint.run_folder import FACTS_NAME
 from nemo_aligner.checkpoint.weights.save import frozen_digest
+from nemo_aligner.config.common import Aggregate
 from nemo_aligner.config.load import config_to_dict, flatten, save_config
 from nemo_aligner.config.training import RunFolderConfig, TrainConfig
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.from_settings import describe_differences
+from nemo_aligner.contract.from_settings import describe_differences, with_aggregate
 from nemo_aligner.data.records import replace_lines
 from nemo_aligner.data.report import FileReport
 from nemo_aligner.data.training_data import TrainingData
@@ -163,15 +164,18 @@ def find_latest(
     latest = newest(checkpoints, config.exp_manager)
     if latest is None:
         return None
-    before, now = (ScoringContract.from_dict(s.contract) for s in (latest.state, fresh))
-    differences = describe_differences(before.differences(now))
+    stored, now = (ScoringContract.from_dict(s.contract) for s in (latest.state, fresh))
     latest = replace(latest, state=_with_objective(latest.state))
+    settings = latest.state.fingerprint[_OBJECTIVE_SETTINGS]
+    # Runs of versions whose contract did not say how steps become one reward had the rule, too.
+    before = with_aggregate(stored, settings.get("aggregate", Aggregate.last.value))
+    differences = describe_differences(before.differences(now))
     # Who looks at a run without its model does not know its weights.
     frozen = fresh.fingerprint.get(_FROZEN, latest.state.fingerprint.get(_FROZEN))
     fingerprint = {
         **fresh.fingerprint,
         _FROZEN: frozen,
-        _CONTRACT: differences or before.hash,
+        _CONTRACT: differences or stored.hash,
     }
     if differences:
         # The same files have other tokens by other rules, so that their digest says nothing.

@@ -27,7 +27,7 @@ from nemo_aligner.data.records import PAIR_COLUMNS, Origin, replace_lines, rewar
 from nemo_aligner.distributed.collectives import agree, agree_on, gather_objects, wait_for_device
 from nemo_aligner.distributed.cpu_products import FreedMemory
 from nemo_aligner.metrics.table import Shown, all_metrics
-from nemo_aligner.training.learner import RewardLearner
+from nemo_aligner.training.learner import RewardLearner, rewards_of_texts
 from nemo_aligner.training.loggers import (
     Gauges,
     StepProgress,
@@ -331,7 +331,8 @@ class HeldoutRewards:
         texts = self._texts[dataset.name]
         if texts:
             if dataset.steps is not None:
-                rewards = rewards[dataset.records.text_bounds()[1:] - 1]
+                how = self._contract.aggregation
+                rewards = rewards_of_texts(rewards.cpu(), dataset.records, how)
                 dataset = replace(dataset, records=dataset.records.of_texts(), steps=None)
             is_pairs = dataset.kind is RecordKind.comparison
             describe = self._pairs if is_pairs else self._ratings

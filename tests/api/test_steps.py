@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import nemo_aligner as na
+from nemo_aligner.api.reward_model import release_models
+from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
+from nemo_aligner.config.common import Aggregate
+from nemo_aligner.contract.from_settings import with_aggregate
 from nemo_aligner.contract.steps import StepSpan
-from nemo_aligner.utils.errors import ConfigError, SettingsError
+from nemo_aligner.distributed.launch import single_process
+from nemo_aligner.distributed.layout import initialize_layout
+from nemo_aligner.integrations.in_process import InProcessScorer
+from nemo_aligner.serving.engine.scorer import load_scorer
+from nemo_aligner.utils.errors import ConfigError, DataError, SettingsError
 from tests import tiny
 from tests.data.files import write
 
@@ -63,7 +73,83 @@ def test_program_gets_rewards_of_steps_and_measures_them(tmp_path: Path) -> None
     with na.RewardModel.from_pretrained(plain) as model:
         with pytest.raises(ConfigError, match=r"one reward for each text, wanted .*turns"):
             model.score(TEXTS, steps=True)
-        with pytest.raises(ConfigError, match=r"aggregate: got min, wanted last: .* one reward"):
+        with pytest.raises(ConfigError, match=r"aggregate: got min, but .* one reward for each"):
             model.evaluate(best, task="best_of_n", aggregate="min")
         with pytest.raises(ConfigError, match=r"threshold_from: got x, wanted null: no steps"):
             model.evaluate(best, task="best_of_n", threshold_from="x")
+
+
+def write_rules(stepped: Path) -> dict[str, Path]:
+    """The model of pairs once for each rule by which the rewards of its steps become one."""
+    paths = {}
+    with single_process():
+        made = load_reward_model(stepped, initialize_layout())
+        pairs = dataclasses.replace(made.contract, reward_model_type="binary_ranking")
+        for how in Aggregate:
+            paths[how.value] = path = stepped.with_suffix(f".{how.value}.nemo")
+            contract = with_aggregate(pairs, how.value)
+            save_reward_model(path, made.model, made.config, made.tokenizer, contract)
+    return paths
+
+
+def merge(rewards: np.ndarray, how: str) -> np.ndarray:
+    """The rule written out, of the rewards ``[S, A]`` of one text."""
+    exact = rewards.astype(np.float64)
+    merged = {
+        "last": exact[-1],
+        "min": exact.min(axis=0),
+        "mean": exact.sum(axis=0) / len(exact),
+        "product": np.log(np.prod(1 / (1 + np.exp(-exact)), axis=0)),
+    }
+    return merged[how]
+
+
+def test_rule_of_the_contract_makes_one_reward_of_a_text_everywhere(tmp_path: Path) -> None:
+    paths = write_rules(tiny.write_reward_nemo(tmp_path / "rm.nemo", "step_ends", seq_length=64))
+    good, bad = (text[-1]["content"] for text in TEXTS)
+    record = {"prompt": "why", "chosen": bad, "rejected": f"{good}\n\nno"}
+    pairs = [tiny.chat("why", record[side]) for side in ("chosen", "rejected")]
+    hashes = set()
+    for how, path in paths.items():
+        with na.RewardModel.from_pretrained(path) as model:
+            contract = model.contract()
+            hashes.add(contract.hash)
+            steps = [text.rewards for text in model.score([*TEXTS, *pairs], steps=True)]
+            assert [*map(len, steps)] == [2, 1, 1, 3]
+            wanted = {rule: np.stack([merge(own, rule) for own in steps]) for rule in paths}
+            found = model.score([*TEXTS, *pairs])
+            np.testing.assert_allclose(found, wanted[how], rtol=1e-6, atol=1e-7)
+            rows = model.score_rows([*TEXTS, "", *pairs]).rewards
+            assert rows[[0, 1, 3, 4]].tobytes() == found.tobytes()
+            weights = np.array(contract.attribute_weights)
+            for asked in (None, *paths):  # of pairs, by the contract's rule or another one
+                more: dict[str, Any] = {} if asked is None else {"aggregate": asked}
+                measured = model.evaluate([record], **more)
+                row = measured.rows[0]["rewards"]
+                expected = wanted[asked or how][2:] @ weights
+                assert [row["chosen"], row["rejected"]] == pytest.approx(expected, rel=1e-5)
+                assert measured.accuracy == float(expected[0] > expected[1])
+                is_other = asked not in (None, how)
+                assert ("as set" in measured.table) == is_other, (how, asked)
+        release_models()
+        with single_process():
+            scorer = load_scorer(path, initialize_layout())
+            in_process = InProcessScorer(scorer).score_rows([*TEXTS, *pairs]).rewards
+            assert in_process.tobytes() == found.tobytes()
+            ids = scorer.encode(TEXTS[0]).token_ids
+            if how == "last":
+                assert scorer.score_tokens([ids]).tobytes() == found[:1].tobytes()
+            else:
+                with pytest.raises(DataError, match=f"token ids, .*whose {how} is the reward"):
+                    scorer.score_tokens([ids])
+    assert len(hashes) == len(paths)
+
+
+def test_rule_for_pairs_is_none_for_ratings(tmp_path: Path) -> None:
+    path = tiny.write_reward_nemo(tmp_path / "rm.nemo", "step_ends", seq_length=64)
+    record = {"prompt": "why", "completions": ["the cat"], "labels": [[0, 1]]}
+    with (
+        na.RewardModel.from_pretrained(path) as model,
+        pytest.raises(ConfigError, match=r"aggregate: got min, but the ratings of .*of each turn"),
+    ):
+        model.evaluate([record], aggregate="min")

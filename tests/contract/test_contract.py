@@ -63,6 +63,8 @@ def test_contract_hash_is_of_every_field_that_changes_a_score() -> None:
         {"scored_position": "step_ends", "step_separator": "\n"},
         {"scored_position": "step_ends", "step_separator": "\n\n"},
         {"scored_position": "step_marks", "step_separator": "\n"},
+        {"scored_position": "turns"},
+        *({"scored_position": "turns", "aggregate": how} for how in ("min", "mean", "product")),
     ]
     fields = {field.name for field in dataclasses.fields(FIXED)}
     assert set(changes).union(told, *together) == fields
@@ -89,7 +91,7 @@ def test_contract_survives_json_and_cannot_be_changed_in_place() -> None:
     shaped = changed(shaping='{"clip": [-1.0, 1.0]}')
     # Contracts of before there were any have no such fields.
     later = {"shaping", "readout", "reply_marker", "chat_template_kwargs", "reward_token_id"}
-    later.add("step_separator")
+    later |= {"step_separator", "aggregate"}
     assert not later & set(FIXED.to_dict())
     assert FIXED.differences(shaped) == {"shaping": (None, shaped.shaping)}
     assert shaped.differences(FIXED) == {"shaping": (shaped.shaping, None)}
@@ -116,6 +118,7 @@ def test_contract_that_was_changed_is_refused() -> None:
         ({**content, "label_means": [1.0]}, "2 attributes, 2 weights and 1 label means"),
         ({**content, "readout": one_attribute}, "readout: got 1 attributes, wanted 2"),
         ({**content, "readout": "[1]"}, "readout: got"),
+        ({**content, "aggregate": "min"}, "aggregate: got 'min' where last_token is scored"),
     ]
     assert_refused(ScoringContract.from_dict, cases, CheckpointError)
 
@@ -181,6 +184,7 @@ BAD_VALUES: dict[str, tuple[str, tuple[Any, ...]]] = {
         (1, "", "{}", "[1]", "{", '{"a b": 1}', {"a": 1}, HALF_A_PAIR),
     ),
     "step_separator": ("a text of 1 to 100 characters", (1, "", "x" * 101, ["x"], HALF_A_PAIR)),
+    "aggregate": ("min, mean, product or null", (1, "", "last", "max", ["min"], True)),
     "reply_marker": ("ids of tokens, or null", (1, "x", (), (1, -1), (1.5,), [True])),
 }
 

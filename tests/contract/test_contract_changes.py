@@ -12,6 +12,7 @@ from nemo_aligner.contract.from_settings import (
     build_contract,
     continue_contract,
     describe_differences,
+    with_aggregate,
 )
 from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.tokenizer import Tokenizer
@@ -63,6 +64,22 @@ def test_advice_is_the_setting_that_works(contracts: Contracts) -> None:
         continue_contract(contracts(None), start, allow_change=True)
     with pytest.raises(ConfigError, match=rf"set {CHANGE}"):
         continue_contract(contracts(None, seq_length=77), start, new_head=True)
+
+
+def test_start_of_another_rule_for_steps_is_kept_by_nobody(contracts: Contracts) -> None:
+    """Without a word the head would be read by the last step alone, or by all of them."""
+    plain = dataclasses.replace(contracts(None), scored_position="turns")
+    assert with_aggregate(plain, "last") == plain
+    assert with_aggregate(contracts(None), "min") == contracts(None), "without steps"
+    least = with_aggregate(plain, "min")
+    assert least.aggregate == "min"
+    assert with_aggregate(least, "last") == plain
+    for asked, start in ((least, plain), (plain, least)):
+        with pytest.raises(ConfigError, match=r"model\.objective_kwargs\.aggregate: ") as caught:
+            continue_contract(asked, start)
+        assert HEAD in str(caught.value)
+        for allowed in ({"new_head": True}, {"allow_change": True}):
+            assert continue_contract(asked, start, **allowed) == asked
 
 
 def test_start_keeps_weights_label_means_and_readout(contracts: Contracts) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -154,9 +155,23 @@ def test_turns_of_a_completion_make_one_reward() -> None:
         assert found[0] == pytest.approx(first + 0.5 * second, rel=1e-6), how
         assert np.isnan(found[1])
         assert reward([prompt], [[said, asked, said, asked, said]]) == found[:1]
+
+    class Merging(Stepped):
+        """Of a model whose contract has a rule: its rewards are those of whole texts."""
+
+        def contract(self) -> ScoringContract:
+            return replace(CONTRACT, scored_position="turns", aggregate="min")
+
+        def score_rows(self, texts: Any) -> ScoredRows:
+            scored = super().score_rows(texts)
+            return replace(scored, rewards=np.full_like(scored.rewards, -20))
+
+    for how, wanted in ((None, -30.0), (Aggregate.last, -2.0), (Aggregate.min, -3.0)):
+        reward = RewardFunction(Merging(), None, "good", None, how)  # type: ignore[arg-type]
+        assert reward(["abc"], ["defgh"]) == [wanted], how
     # A model without them has none to make one of.
     plain = RewardFunction(Client(), "sum", "good", None, Aggregate.min)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="aggregate: got min, wanted last: the server answers no"):
+    with pytest.raises(ConfigError, match="aggregate: got min, but the server answers no"):
         plain(["a"], ["b"])
     assert np.isnan(plain([""], [""])).all()
     with pytest.raises(ConfigError, match="aggregate: got 'max', wanted one of last, min, mean"):

@@ -70,6 +70,31 @@ def test_mse_on_returns_is_over_all_steps() -> None:
 
 
 @pytest.mark.parametrize("how", AGGREGATES)
+def test_learned_scalar_is_none_of_the_rewards_that_are_aggregated(how: str) -> None:
+    """Bradley-Terry of m + b log(n_better / n_worse), b the same in every row."""
+    good, bad, bias = [2.0, -1.0, 0.5], [1.0, 0.25], 1.7
+    lengths = [3, 4, 5, 2, 6]
+    (better,), (worse,) = (
+        aggregate_steps(np.array(own, np.float32)[:, None], Aggregate(how)) for own in (good, bad)
+    )
+    margin = float(better) - float(worse) + bias * math.log(12 / 8)
+    records = Records.of(
+        [0],
+        [5],
+        ranks=torch.tensor([0, 0, 0, 1, 1]),
+        texts=torch.tensor([0, 0, 0, 1, 1]),
+        reply_lengths=torch.tensor(lengths),
+    )
+    objective = BradleyTerry(aggregate=how, learn_length_bias=True)
+    rewards = torch.tensor([[reward, bias] for reward in (*good, *bad)])
+    total, count = objective.loss(rewards.double(), records)
+    assert (float(total), int(count)) == (pytest.approx(-math.log(sigmoid(margin)), rel=1e-6), 1)
+    assert objective.step_metrics(rewards, records)["length_bias"] == pytest.approx(bias)
+    check_gradient(objective, rewards, records)
+    check_any_batch(objective, rewards, records)
+
+
+@pytest.mark.parametrize("how", AGGREGATES)
 def test_trajectories_are_compared_by_their_aggregates(how: str) -> None:
     texts = [[2.0, -1.0, 0.5], [1.0], [-0.5, 3.0], [0.0, 0.0]]
     of = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests import tiny
+from tests import families, tiny
 from tests.once import Once
 
 
@@ -15,9 +15,11 @@ def two_ranks(once: Once) -> dict[str, Any]:
     """What ``two_ranks.py`` found, by one launch for all files."""
 
     def build(folder: Path) -> None:
+        families.write_base_nemo(folder / "experts.nemo", "qwen3_moe")
         done = tiny.run_script("tests/training/two_ranks.py", str(folder), processes=2)
         (folder / "stderr").write_text(done.stderr)
 
     folder = once("two_ranks", build)
     found = json.loads((folder / "found.json").read_text())
-    return {**found, "stderr": (folder / "stderr").read_text()}
+    experts = str(folder / "experts.nemo")
+    return {**found, "stderr": (folder / "stderr").read_text(), "experts": experts}

@@ -16,6 +16,7 @@ from nemo_aligner.checkpoint.safe_load import read_json
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import config_to_dict, load_config
 from nemo_aligner.config.training import MonitorMode, TrainConfig, TrainerConfig
+from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.training.resume import changes_since, find_latest, go_on, new_state
 from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.errors import CheckpointError
@@ -141,3 +142,24 @@ def test_resume_knows_several_files_of_a_version_without_digests_by_their_tokens
     assert again(data.train.measure_digest())
     with pytest.raises(CheckpointError, match="training data: the checkpoint has"):
         again(build(contracts, files[::-1]).train.measure_digest())
+
+
+def test_resume_knows_the_rule_for_steps_of_a_version_whose_contract_did_not_say_it(
+    tmp_path: Path, contracts: Contracts
+) -> None:
+    data, config = build(contracts, [tiny.write_pairs(tmp_path / "a.jsonl", 9)]), TrainConfig()
+    stepped = replace(data.contract, scored_position="turns")
+    least = replace(data, contract=replace(stepped, aggregate="min"))
+    least = replace(least, objective=BradleyTerry(aggregate="min"))
+    last = replace(data, contract=stepped)
+    fresh = new_state(config, tiny.SMALLEST, least)
+
+    def goes_on_from(left: RunState) -> bool:
+        checkpoints = SimpleNamespace(latest=lambda: Saved(tmp_path, left), folder=tmp_path)
+        return find_latest(checkpoints, config, fresh, least) is not None  # type: ignore[arg-type]
+
+    fingerprint = {**fresh.fingerprint, "scoring contract": stepped.hash}
+    assert goes_on_from(fresh)
+    assert goes_on_from(replace(fresh, contract=stepped.to_dict(), fingerprint=fingerprint))
+    with pytest.raises(CheckpointError, match=r"model\.objective_kwargs: the checkpoint has"):
+        goes_on_from(new_state(config, tiny.SMALLEST, last))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from nemo_aligner.training.resume import changed_settings
 from nemo_aligner.training.run import open_checkpoints
 from nemo_aligner.utils.errors import ConfigError
 from tests.data.test_packing import dataset
-from tests.training import poisoned
+from tests.training import balanced, poisoned
 
 
 class Data:
@@ -113,6 +114,18 @@ def test_step_tells_the_rate_it_took_and_the_tokens_it_saw(learner: RewardLearne
         assert found["lr"] == pytest.approx(0.01 * (step + 1) / 3)
         assert found["grad_norm"] > 0
         assert not {"loss_scale", "skipped", "skipped_steps"} & set(found)
+
+
+def test_auxiliary_loss_of_experts_is_a_mean_over_records_at_any_layout(
+    two_ranks: dict[str, Any], layout: ParallelLayout
+) -> None:
+    """Whatever the loss of rewards divides by: here by 23 labels of 6 records."""
+    archive = Path(two_ranks["experts"])
+    wanted = balanced.gradient_norm_by_hand(archive, layout)
+    found = {"one": balanced.build(archive, layout).train_step(0)["grad_norm"]}
+    found |= two_ranks["auxiliary"]
+    assert set(found) == {"one", "dp2", "tp2", "tp2_sp"}
+    assert found == pytest.approx(dict.fromkeys(found, wanted), rel=1e-5)
 
 
 def test_validation_changes_nothing_and_the_next_step_trains(learner: RewardLearner) -> None:

@@ -23,7 +23,7 @@ from nemo_aligner.training.optimizer import Optimizer, build_optimizer
 from nemo_aligner.utils.processes import is_main
 from tests.data.test_packing import dataset
 from tests.distributed.late_copies import play_late_copies
-from tests.training import poisoned
+from tests.training import balanced, poisoned
 from tests.training import test_clipping as clipping
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -201,11 +201,15 @@ def resume(layout: ParallelLayout, folder: Path) -> list[dict[str, int]]:
 
 
 def main(folder: Path) -> None:
-    found: dict[str, Any] = {"errors": {}, "buckets": {}}
+    found: dict[str, Any] = {"errors": {}, "buckets": {}, "auxiliary": {}}
     # What never comes is an error soon.
     with launch(30.0):
         for name, sizes in LAYOUTS.items():
-            found["errors"][name] = errors(initialize_layout(**sizes))
+            layout = initialize_layout(**sizes)
+            found["errors"][name] = errors(layout)
+            if layout.pp == 1:
+                learner = balanced.build(folder / "experts.nemo", layout)
+                found["auxiliary"][name] = learner.train_step(0)["grad_norm"]
             destroy_layout()
         layout = initialize_layout()
         found["clipping"] = clipping.compare(layout, clipping.LIMIT)

@@ -242,6 +242,12 @@ def _notes(contract: ScoringContract, exported: ScoringContract, form: str) -> I
             "its readers have to cut a text into steps, and read each where the model card says "
             "(scored_position and step_separator in config.json)"
         )
+        if contract.aggregate is not None:
+            yield (
+                f"WARNING: the reward of a text is the {contract.aggregate} of its steps' rewards "
+                "(aggregate in config.json). Other programs answer the steps' alone: merge them as "
+                "the program in the model card does"
+            )
     elif contract.reply_marker is not None:
         yield "sentence-transformers reads it, given what comes before a reply as its prompt"
     elif form == SCORE_WITH_BIAS:
@@ -482,6 +488,8 @@ def step_settings(contract: ScoringContract, tokenizer: Tokenizer) -> dict[str, 
         ids = tokenizer.encode(contract.step_separator)
         if contract.scored_position == MARKS and len(ids) == 1:
             settings["step_tag_id"] = ids[0]
+    if contract.aggregate is not None:
+        settings["aggregate"] = contract.aggregate
     names = contract.output_names
     if len(names) == 1:
         names = [f"not {names[0]}", names[0]]

@@ -30,6 +30,7 @@ from nemo_aligner.checkpoint.hf.source import megatron_key, model_rules
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.nemo.load_weights import head_names
 from nemo_aligner.checkpoint.weights.store import TensorStore
+from nemo_aligner.config.common import Aggregate
 from nemo_aligner.config.dtypes import format_of
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.models.lora import folded
@@ -353,6 +354,11 @@ def _read_head(
     elif readout is not None and merge:
         raise CheckpointError(
             f"merge: got a head of {readout.kind}, whose outputs are no rewards; wanted it without"
+        )
+    if merge and contract.aggregation not in (Aggregate.last, Aggregate.mean):
+        raise CheckpointError(
+            f"merge: got rewards of steps whose {contract.aggregate} is the reward of a text, and "
+            "it is another one of weighted sums. Export the attributes apart, without merge"
         )
     if merge:
         weights = torch.tensor(contract.attribute_weights)[None]

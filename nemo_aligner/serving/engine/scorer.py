@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from nemo_aligner.config.model import BATCH_INVARIANT_ROWS
 from nemo_aligner.contract.contract import EncodedText, ScoringContract, TextEncoder
 from nemo_aligner.contract.from_settings import describe_differences
 from nemo_aligner.contract.messages import Text
-from nemo_aligner.contract.steps import STEPPED
+from nemo_aligner.contract.steps import STEPPED, aggregate_texts
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.data.packing import SequenceReads, pack_sequences
@@ -153,9 +154,7 @@ class RewardScorer:
         Raises:
             DataError: the contract refuses a text; the message has its number.
         """
-        return self.score_token_lists(
-            [self._encode_numbered(i, text).token_ids for i, text in enumerate(texts)]
-        )
+        return self._score_encoded([self._encode_numbered(i, t) for i, t in enumerate(texts)])
 
     def score_steps(self, texts: Sequence[Text]) -> list[StepRewards]:
         """Rewards of every turn or step of each text, in one pass over it.
@@ -165,13 +164,24 @@ class RewardScorer:
         """
         check_has_steps(self.contract)
         encoded = [self._encode_numbered(i, text) for i, text in enumerate(texts)]
-        ids, reads = [each.token_ids for each in encoded], [each.reads or () for each in encoded]
-        rewards = self.contract.rewards_of(self.score_step_outputs(ids, reads))
-        ends = np.cumsum([len(own) for own in reads])[:-1]
+        rewards, bounds = self._score_reads(encoded)
         return [
-            StepRewards(own, each.spans)
-            for own, each in zip(np.split(rewards, ends), encoded, strict=True)
+            StepRewards(of_text, text.spans)
+            for of_text, text in zip(np.split(rewards, bounds[1:-1]), encoded, strict=True)
         ]
+
+    def _score_encoded(self, texts: Sequence[EncodedText]) -> np.ndarray:
+        """Rewards ``[N, A]`` of texts, by the contract's rule for those of turns or steps."""
+        if self.contract.aggregate is None:
+            return self.score_token_lists([text.token_ids for text in texts])
+        rewards, bounds = self._score_reads(texts)
+        return aggregate_texts(rewards, bounds, self.contract.aggregation)
+
+    def _score_reads(self, texts: Sequence[EncodedText]) -> tuple[np.ndarray, list[int]]:
+        """Rewards ``[S, A]`` of all turns or steps of N texts, and their N + 1 bounds."""
+        reads = [text.reads or () for text in texts]
+        outputs = self.score_step_outputs([text.token_ids for text in texts], reads)
+        return self.contract.rewards_of(outputs), [*accumulate(map(len, reads), initial=0)]
 
     def score_step_outputs(
         self,
@@ -212,8 +222,9 @@ class RewardScorer:
         Raises:
             DataError: as ``score``.
         """
-        ids = [self._encode_numbered(i, text).token_ids for i, text in enumerate(texts)]
-        return self.read_outputs(self.score_outputs(ids))
+        return self._score_and_spread([self._encode_numbered(i, t) for i, t in enumerate(texts)])[
+            :2
+        ]
 
     def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
         """Rewards, NaN for each text that the contract refuses, and the reasons; as a client's.
@@ -221,13 +232,13 @@ class RewardScorer:
         Raises:
             ServingError: the model's reward of a text is not a finite number.
         """
+        return score_encodable(texts, self.encode, self._score_and_spread, self.contract.hash)
 
-        def measure(token_lists: Sequence[list[int]]) -> RowValues:
-            outputs = self.score_outputs(token_lists)
-            rewards, spreads = self.read_outputs(outputs)
-            return rewards, spreads, None if spreads is None else outputs
-
-        return score_encodable(texts, self.encode, measure, self.contract.hash)
+    def _score_and_spread(self, texts: Sequence[EncodedText]) -> RowValues:
+        if self.contract.readout is None:
+            return self._score_encoded(texts), None, None
+        outputs = self.score_outputs([text.token_ids for text in texts])
+        return *self.read_outputs(outputs), outputs
 
     def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """Rewards of token ids that ``check_tokens`` let pass."""
@@ -316,7 +327,7 @@ RowValues = tuple[np.ndarray, "np.ndarray | None", "np.ndarray | None"]
 def score_encodable(
     texts: Sequence[Text],
     encode: Callable[[Text], EncodedText],
-    measure: Callable[[Sequence[list[int]]], RowValues],
+    measure: Callable[[Sequence[EncodedText]], RowValues],
     contract_hash: str | None = None,
 ) -> ScoredRows:
     """Score by ``measure`` the texts that ``encode`` accepts; the others get NaN and the reason.
@@ -332,7 +343,7 @@ def score_encodable(
         except DataError as error:
             errors[row] = str(error)
     rows = list(encoded)
-    rewards, spreads, outputs = measure([list(each.token_ids) for each in encoded.values()])
+    rewards, spreads, outputs = measure([*encoded.values()])
     wrong = np.flatnonzero(~np.isfinite(rewards).all(axis=1))
     if wrong.size:
         raise ServingError(f"row {rows[wrong[0]]}: the model's reward is not a finite number")
