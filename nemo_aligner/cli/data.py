@@ -108,7 +108,7 @@ def fetch_parser() -> Parser:
 
 def run_fetch(options: argparse.Namespace) -> int:
     """Fetch the data set, and print how many rows it has."""
-    from nemo_aligner.data.files import fetch
+    from nemo_aligner.data.hub import fetch
 
     count = fetch(options.name, options.output, options.split, options.subset, options.revision)
     print(f"{count} rows of {options.name}, {options.split} -> {options.output}")

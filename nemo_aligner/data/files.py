@@ -1,4 +1,4 @@
-"""A data file to JSON objects that know their line: JSON lines, tables, the Hugging Face hub."""
+"""A data file to JSON objects that know their line: JSON lines, lists and tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import csv
 import gzip
 import io
 import json
-import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,8 +18,8 @@ from typing import Any, BinaryIO, TypeAlias, cast
 
 from nemo_aligner.config.describe import install_command
 from nemo_aligner.contract.messages import without_struct_nulls
-from nemo_aligner.data.records import as_json
-from nemo_aligner.utils.errors import ConfigError, DataError, short
+from nemo_aligner.data.records import as_json, without_other_kinds
+from nemo_aligner.utils.errors import DataError
 
 # Tables with named columns as data: CSV and TSV files, and with pyarrow Parquet and Arrow files.
 #
@@ -267,7 +266,11 @@ def _line_of(row: Row) -> AnyLine:
     number, value = row
     if isinstance(value, str):
         return BadLine(number, "", value)
-    return Line(number, as_json(value), value)
+    try:
+        return Line(number, as_json(value), value)
+    except DataError:
+        # A column of bytes, as images are: nothing here reads or copies it.
+        return Line(number, as_json(without_other_kinds(value)[0]), value)
 
 
 @contextmanager
@@ -493,61 +496,6 @@ def _raw_lines(path: str) -> Iterator[bytes]:
     with unpacked(path) as stream:
         for number, raw in enumerate(stream):
             yield raw if number else raw.removeprefix(codecs.BOM_UTF8)
-
-
-# A data set of the Hugging Face hub as a file of JSON lines, which everything here reads.
-
-
-def fetch(
-    name: str,
-    output: Path,
-    split: str = "train",
-    subset: str | None = None,
-    revision: str | None = None,
-) -> int:
-    """Write every row of one split; how many there were.
-
-    The rows pass through and are not kept beside ``output``, which is there once it is whole.
-
-    Args:
-        name: of the data set, or a local folder that Hugging Face ``datasets`` reads.
-        subset: its configuration, where it has several.
-        revision: a commit, tag or branch; None is the newest.
-
-    Raises:
-        ConfigError: ``datasets`` is not installed, or ``output`` cannot be written.
-        DataError: there is no such data set, subset or split, or it cannot be reached.
-    """
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(
-            f"data fetch needs Hugging Face datasets: {install_command('hub')} ({error})"
-        ) from error
-    datasets.disable_progress_bars()
-    asked = f"{name}, {'' if subset is None else f'subset {subset}, '}split {split}"
-    part = output.with_name(f"{output.name}.part")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        lines = part.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"output: {output} cannot be written: {error}") from error
-    count = 0
-    try:
-        with lines:
-            for row in datasets.load_dataset(
-                name, subset, split=split, revision=revision, streaming=True
-            ):
-                # What JSON has no kind for, as dates, becomes its text.
-                row = without_struct_nulls(row)
-                lines.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-                count += 1
-        os.replace(part, output)
-    except Exception as error:  # of the many kinds that readers and the hub's client have
-        raise DataError(f"{asked}: {type(error).__name__}: {short(error)}") from error
-    finally:
-        part.unlink(missing_ok=True)
-    return count
 
 
 # Files that cannot be read as data: what they are, and what to do.

@@ -119,6 +119,7 @@ def report_in_characters(file: RecordFile, name: str) -> FileReport:
         far_labels=far_labels(
             labels, [record.origin for record in file.records for _ in label_rows(record)]
         ),
+        unread=file.unread,
     )
     prompt_table = Prompts.of(file.path, file.records)
     columns = tuple(file.columns)

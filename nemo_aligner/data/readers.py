@@ -94,7 +94,8 @@ class RecordFile:
     """The records of one file; ``counts`` has ``read``, ``kept`` and every reason that occurred.
 
     ``columns`` are what the records' labels are called; where files of both kinds are taken, what
-    those of ratings are.
+    those of ratings are. ``unread`` has the columns that nothing was read of, and how many lines
+    have them.
     """
 
     path: str
@@ -104,6 +105,7 @@ class RecordFile:
     columns: tuple[str, ...]
     counts: dict[str, int] = field(default_factory=dict)
     malformed: list[MalformedRecord] = field(default_factory=list)
+    unread: Counter[str] = field(default_factory=Counter)
 
 
 def read_records(path: str | Path, how: ReaderConfig) -> RecordFile:
@@ -135,19 +137,23 @@ class FileRules:
         return self.reading.set_columns_of(self.kind)
 
     def records(
-        self, lines: Sequence[AnyLine], counts: Counter[str], malformed: list[MalformedRecord]
+        self,
+        lines: Sequence[AnyLine],
+        counts: Counter[str],
+        malformed: list[MalformedRecord],
+        unread: Counter[str] | None = None,
     ) -> Iterator[Record]:
         """Yield the records of a block that are not dropped for what their texts say.
 
-        The others are counted, or put into ``malformed``.
+        The others are counted, or put into ``malformed``; columns that are not read are counted in
+        ``unread``.
         """
         how = self.reading
         columns = how.columns_of(self.kind)
         counts["rows_in_cells"] += count_swallowed(lines)
         chosen = format_named(self.format, how.pair_keys)
-        parsed = parse_lines(
-            chosen, lines, self.path, WantedLabels(columns, how.loss_mask_val, how.neutral)
-        )
+        wanted = WantedLabels(columns, how.loss_mask_val, how.neutral)
+        parsed = parse_lines(chosen, lines, self.path, wanted, unread)
         for each in parsed:
             record = _with_prompts(each, how.prompts)
             counts["read"] += 1
@@ -172,7 +178,8 @@ def open_file(path: str | Path, how: ReaderConfig) -> tuple[FileRules, Iterator[
         DataError: the file as a whole cannot be read; see the table of ``clean.py``.
     """
     file = BlockFile(path)
-    chosen = choose_format(how.format, how.kind, file.objects(), str(path), how.pair_keys)
+    labels = (*how.attributes, *how.pair_columns)
+    chosen = choose_format(how.format, how.kind, file.objects(), str(path), how.pair_keys, labels)
     # Before any record: an error in the middle would come after hours of tokenizing.
     check_lines_are_whole(chosen, file.lines(), str(path))
     rules = FileRules(str(path), chosen.name, chosen.kind, how)
@@ -190,7 +197,8 @@ def parse_file(path: str | Path, how: ReaderConfig) -> RecordFile:
     counts: Counter[str] = Counter()
     file = RecordFile(rules.path, rules.kind, rules.format, [], rules.columns)
     for block in blocks:
-        file.records.extend(rules.records(block.lines(rules.path), counts, file.malformed))
+        lines = block.lines(rules.path)
+        file.records.extend(rules.records(lines, counts, file.malformed, file.unread))
     file.counts.update(+counts, kept=len(file.records))
     return file
 

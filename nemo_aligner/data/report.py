@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 from nemo_aligner.batch.packed import LabelColumns
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.clean import list_first, list_malformed, malformed_fraction
+from nemo_aligner.data.formats.prompts import looks_like_prompt
 from nemo_aligner.data.records import (
     MalformedRecord,
     Origin,
@@ -23,7 +24,7 @@ from nemo_aligner.data.records import (
 )
 from nemo_aligner.metrics.table import MAX_SOURCES
 from nemo_aligner.utils.console import fit_row
-from nemo_aligner.utils.errors import DataError
+from nemo_aligner.utils.errors import DataError, short
 
 # Prompts in both training and validation files, and records in several files.
 #
@@ -264,6 +265,7 @@ class FileSummary:
         prefixes: None where nobody counted.
         malformed: the first that stand where a record should.
         far_labels: labels that are far out, the farthest first.
+        unread: columns that were not read, and how many lines have them.
     """
 
     path: str
@@ -278,6 +280,7 @@ class FileSummary:
     prefixes: PrefixSummary | None = None
     malformed: Sequence[MalformedRecord] = ()
     far_labels: Sequence[FarLabel] = ()
+    unread: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, without the path: a file may be moved with its index."""
@@ -323,6 +326,7 @@ def _record_lengths(values: Mapping[str, Any]) -> LengthSummary:
 _DROPPED = ("malformed", "identical", "same_tokens", "tied", "empty_reply", "no_label", "overlong")
 _TIES = ("identical", "same_tokens", "tied")
 _SHOWN = 3
+_COLUMNS_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -421,6 +425,8 @@ class FileReport:
             yield "labels to", self._by_column(labels.highs)
         if any(summary.sources):
             yield "sources", _sources(summary.sources)
+        if summary.unread:
+            yield "columns not read", _columns(summary.unread)
 
 
 def _under(heading: str, lines: Sequence[str]) -> list[str]:
@@ -430,6 +436,17 @@ def _under(heading: str, lines: Sequence[str]) -> list[str]:
 def _with_parts(total: int, parts: Mapping[str, int]) -> str:
     listed = ", ".join(f"{count} {name}" for name, count in parts.items())
     return f"{total} ({listed})" if parts else str(total)
+
+
+def _columns(unread: Mapping[str, int]) -> str:
+    """Columns that were not read; those that may belong to the prompt come first."""
+    ordered = sorted(unread, key=lambda name: (not looks_like_prompt(name), -unread[name], name))
+    parts = [
+        f"{short(name)} {unread[name]}" + " (part of the prompt?)" * looks_like_prompt(name)
+        for name in ordered[:_COLUMNS_SHOWN]
+    ]
+    more = len(ordered) - len(parts)
+    return ", ".join(parts) + (f", and {more} more" if more else "")
 
 
 def _sources(sources: Mapping[str, int]) -> str:

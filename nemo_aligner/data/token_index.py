@@ -171,6 +171,7 @@ class _Writer:
         """Append a block."""
         every, parts = self._all, dict(block.arrays)
         every.counts.update(block.counts)
+        every.unread.update(block.unread)
         every.parsed += block.parsed
         every.malformed += block.malformed[: MOST_KEPT - len(every.malformed)]
         every.pairs += block.pairs
@@ -242,6 +243,7 @@ class _Writer:
             prefixes=PrefixSummary(int(saved.sum()), int((prefixes == 0).sum())),
             malformed=every.malformed,
             far_labels=far_labels(columns, Origins([(rules.path, np.repeat(lines, rows))])),
+            unread=dict(every.unread),
         )
         end_digest(self._digest, labels, ranks, bounds, reads)
         digest = self._digest.hexdigest()

@@ -82,6 +82,7 @@ class TokenizedBlock:
             steps, there are Q sequences and S rewards: ``lengths [Q]``, ``reads [S]`` (places in
             their sequences), ``read_counts [Q]``, and of ratings ``labels [S, C]``.
         sources: source of every record.
+        unread: columns that were not read, and how many lines have them.
         pairs, longer: pairs of completions of which one is better, and how many of these are the
             longer ones; equal lengths are one half.
     """
@@ -91,6 +92,7 @@ class TokenizedBlock:
     malformed: list[MalformedRecord] = field(default_factory=list)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     sources: list[str] = field(default_factory=list)
+    unread: Counter[str] = field(default_factory=Counter)
     pairs: int = 0
     longer: float = 0.0
 
@@ -123,8 +125,9 @@ def tokenize_block(block: Block, rules: TokenRules) -> TokenizedBlock:
     """
     counts: Counter[str] = Counter()
     malformed: list[MalformedRecord] = []
+    unread: Counter[str] = Counter()
     lines = block.lines(rules.file.path)
-    records = list(rules.file.records(lines, counts, malformed))
+    records = list(rules.file.records(lines, counts, malformed, unread))
     kept = list(_kept(records, rules, counts, malformed))
     malformed.sort(key=lambda record: record.origin.line)
     pairs = better_and_worse(
@@ -136,6 +139,7 @@ def tokenize_block(block: Block, rules: TokenRules) -> TokenizedBlock:
         malformed=malformed,
         arrays=_arrays(kept, rules),
         sources=[each.record.source for each in kept],
+        unread=unread,
         pairs=len(pairs),
         longer=sum((a > b) + 0.5 * (a == b) for a, b in pairs),
     )

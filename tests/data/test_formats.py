@@ -69,10 +69,35 @@ def test_pair_of_texts_with_an_implicit_prompt_stays_raw(tmp_path: Path) -> None
     with pytest.raises(DataError, match=r":2: rejected: got \[.*wanted a string"):
         read(tmp_path, record, {**record, "rejected": [BAD]})
     # Where another field may be the prompt, it is not left out.
-    for key in ("question", "instruction"):
+    names = ["question", "problem", "post", "Prompt", "history", "conversation", "user", "input"]
+    names += ["system", "system_prompt", "userQuery", "Math Problem", "dialogue", "context 1"]
+    for key in names:
         with pytest.raises(DataError, match=f"--prompt-key {key} .model.data.prompt_key={key}"):
             read(tmp_path, {key: "why", **record})
         assert read(tmp_path, {key: None, **record}).format == "text_pairs"
+        assert read(tmp_path, {key: "why", **record}, format="text_pairs").counts["kept"] == 1
+    with pytest.raises(DataError, match=r"'system', 'user', 'chosen', .*set --prompt-key user "):
+        read(tmp_path, {"system": "be kind", "user": "why", **record})
+    for key in ("prompt_id", "system_fingerprint", "topic", "inputs_sha256", "posted", "user_rank"):
+        assert read(tmp_path, {key: "why", **record}).format == "text_pairs", key
+
+
+def test_object_with_text_among_other_fields_is_no_line_of_a_pair(tmp_path: Path) -> None:
+    """Messages, rows of a corpus and rated texts would be compared with their neighbours."""
+    others: list[dict[str, Any]] = [
+        {"message_id": "1", "parent_id": None, "role": "prompter", "lang": "en"},
+        {"url": "a.org", "timestamp": "2026"},
+        {"score": 0.5},
+    ]
+    for other in others:
+        rows = [{"text": text, **other} for text in ("a", "b")]
+        with pytest.raises(DataError, match=r":1: .*--format comparison_text \(model.data.format="):
+            read(tmp_path, *rows)
+        assert read(tmp_path, *rows, format="comparison_text").counts["kept"] == 1
+    # Sources and the labels that a run asks for are part of such lines.
+    rows = [{"text": text, "source": "s", "label_margin": 1, "sure": 2} for text in ("a", "b")]
+    [pair] = read(tmp_path, *rows, pair_columns=("sure",)).records
+    assert (pair.texts, pair.source, pair.labels) == (("a", "b"), "s", (2.0,))
 
 
 def test_hh_turns_keep_their_order(tmp_path: Path) -> None:
