@@ -355,6 +355,12 @@ def _what_is_wrong(raw: str, error: Exception) -> str:
     """The decoder's own words, without the number of a line that it has seen nothing but."""
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
+    if "\r" in raw[: error.pos].rstrip("\r") + raw[error.pos :].strip():
+        # Never inside of a string, where JSON has it as an escape.
+        return (
+            "got lines that end with a carriage return alone; `tr '\\r' '\\n'` makes line feeds "
+            "of them"
+        )
     near = raw[max(0, error.pos - 20) : error.pos + 20]
     return f"{error.msg} at character {error.pos + 1}, near {near!r}"
 
@@ -512,11 +518,26 @@ _BINARY = {
 }
 
 
+# Encodings of two and four bytes for a letter, as some programs of Windows write them: by their
+# byte order mark, or by the zeros around a first ASCII letter. One mark begins with another.
+_WIDE = {
+    "UTF-32": rb"\xff\xfe\0\0|\0\0\xfe\xff",
+    "UTF-16": rb"\xff\xfe|\xfe\xff",
+    "UTF-32LE": rb"[\s!-~]\0\0\0",
+    "UTF-32BE": rb"\0\0\0[\s!-~]",
+    "UTF-16LE": rb"[\s!-~]\0[\s!-~]\0",
+    "UTF-16BE": rb"\0[\s!-~]\0[\s!-~]",
+}
+
+
 def describe_binary(content: bytes, path: str) -> str | None:
     """Name a binary content by its first bytes, for an error; None for what may be text.
 
     A Parquet or an Arrow file is only told of where pyarrow is not installed.
     """
+    for name, begin in _WIDE.items():
+        if re.match(begin, content):
+            return f"got text in {name}, {_WANTED} in UTF-8: `iconv -f {name} -t UTF-8` converts it"
     for start, (kind, reader) in _BINARY.items():
         if not content.startswith(start):
             continue
