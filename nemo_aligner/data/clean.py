@@ -11,6 +11,9 @@ record of another format than the others                                       c
 chosen and rejected are the same (``identical``)                               dropped and counted
 the reply is empty or nobody can see it (``empty_reply``)                      dropped and counted
 a rating without any label (``no_label``)                                      dropped and counted
+a comparison says the opposite of another (``contradicting``)                  kept and counted,
+                                                                               dropped where the
+                                                                               settings say so
 all completions are tied (``tied``)                                            dropped and counted,
                                                                                kept where the
                                                                                objective learns

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from nemo_aligner.config.common import RecordKind
+import numpy as np
+
+from nemo_aligner.config.common import Contradicting, RecordKind
 from nemo_aligner.config.evaluation import EvaluateDataConfig
 from nemo_aligner.config.model import DataConfig
 from nemo_aligner.contract.messages import (
@@ -28,8 +31,8 @@ from nemo_aligner.data.formats import (
     format_named,
     parse_lines,
 )
-from nemo_aligner.data.formats.base import PairKeys, WantedLabels
-from nemo_aligner.data.records import Comparison, MalformedRecord, Rating, Record
+from nemo_aligner.data.formats.base import Format, PairKeys, WantedLabels
+from nemo_aligner.data.records import Comparison, MalformedRecord, Rating, Record, verdict_keys
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 ReaderSettings: TypeAlias = DataConfig | EvaluateDataConfig
@@ -51,6 +54,7 @@ class ReaderConfig:
         rule: what becomes of malformed records.
         ties: keep comparisons whose completions are all tied.
         neutral: label of a step that is rated as neither right nor wrong; None leaves it out.
+        contradicting: what becomes of comparisons that say the opposite of each other.
     """
 
     kind: RecordKind | None = None
@@ -63,6 +67,7 @@ class ReaderConfig:
     rule: MalformedRule = field(default_factory=MalformedRule)
     ties: bool = False
     neutral: float | None = 1.0
+    contradicting: Contradicting = Contradicting.keep
 
     @classmethod
     def of(cls, settings: ReaderSettings, section: str, **others: Any) -> ReaderConfig:
@@ -77,6 +82,7 @@ class ReaderConfig:
             prompts=PromptWrapping.of(settings, section),
             rule=MalformedRule(settings.malformed, settings.max_malformed, f"{section}."),
             neutral=settings.neutral_label,
+            contradicting=settings.contradicting,
             **others,
         )
 
@@ -124,12 +130,16 @@ def read_records(path: str | Path, how: ReaderConfig) -> RecordFile:
 
 @dataclass(frozen=True)
 class FileRules:
-    """Rules by which the lines of one file, of which the format is known, become records."""
+    """Rules by which the lines of one file, of which the format is known, become records.
+
+    Records with a verdict whose key is in ``contradicted``, or the opposite one, are dropped.
+    """
 
     path: str
     format: str
     kind: RecordKind
     reading: ReaderConfig
+    contradicted: frozenset[int] = frozenset()
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -162,12 +172,19 @@ class FileRules:
                 malformed.append(record)
                 continue
             reason = why_drop(record, bool(columns), how.ties)
+            if reason is None and self._is_contradicted(record):
+                reason = "contradicting"
             if reason is not None:
                 counts[reason] += 1
                 continue
             if isinstance(record, Comparison) and _have_different_prompts(record):
                 counts["different_prompts"] += 1
             yield record
+
+    def _is_contradicted(self, record: Record) -> bool:
+        return bool(self.contradicted) and not self.contradicted.isdisjoint(
+            key & ~1 for key in verdict_keys(record)
+        )
 
 
 def open_file(path: str | Path, how: ReaderConfig) -> tuple[FileRules, Iterator[Block]]:
@@ -183,7 +200,21 @@ def open_file(path: str | Path, how: ReaderConfig) -> tuple[FileRules, Iterator[
     # Before any record: an error in the middle would come after hours of tokenizing.
     check_lines_are_whole(chosen, file.lines(), str(path))
     rules = FileRules(str(path), chosen.name, chosen.kind, how)
+    if how.contradicting is Contradicting.drop and chosen.kind is RecordKind.comparison:
+        rules = replace(rules, contradicted=_find_contradicted(rules, file, chosen))
     return rules, file.blocks(chosen.lines_per_record)
+
+
+def _find_contradicted(rules: FileRules, file: BlockFile, chosen: Format) -> frozenset[int]:
+    """Read the whole file once more than otherwise, for the verdicts that it has both ways."""
+    keys = array("Q")
+    for block in file.blocks(chosen.lines_per_record):
+        for record in rules.records(block.lines(rules.path), Counter(), []):
+            keys.extend(verdict_keys(record))
+    different = np.unique(np.frombuffer(keys, dtype=np.uint64)) if keys else np.zeros(0, np.uint64)
+    # Next to each other, as they differ in the lowest bit.
+    both = different[1:][different[1:] ^ np.uint64(1) == different[:-1]]
+    return frozenset((both & ~np.uint64(1)).tolist())
 
 
 def parse_file(path: str | Path, how: ReaderConfig) -> RecordFile:

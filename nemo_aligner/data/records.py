@@ -199,6 +199,25 @@ def prompt_hash(record: Record) -> int:
     return short_hash(prompt_key(record).encode(errors="surrogatepass"))
 
 
+def verdict_keys(record: Record) -> list[int]:
+    """A 64-bit key for every two completions of which one is better.
+
+    The keys of two opposite verdicts on the same texts differ in the lowest bit alone.
+    """
+    if isinstance(record, Rating):
+        return []
+    texts = [text if isinstance(text, str) else conversation_as_json(text) for text in record.texts]
+    # Half of a surrogate pair is escaped, and so are other letters: this is no text to read.
+    keys = [hashlib.blake2b(json.dumps(text).encode(), digest_size=8).digest() for text in texts]
+    return [
+        short_hash(*sorted((better, worse))) & ~1 | (better < worse)
+        for (rank, better), (other, worse) in combinations(
+            sorted(zip(record.ranks, keys, strict=True)), 2
+        )
+        if rank < other and better != worse
+    ]
+
+
 def better_and_worse(records: Sequence[Record], lengths: Sequence[int]) -> list[tuple[int, int]]:
     """The lengths of the better and of the worse one of any two completions; ties are left out.
 

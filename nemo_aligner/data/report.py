@@ -78,6 +78,19 @@ def find_in(keys: np.ndarray, known: Sequence[np.ndarray]) -> np.ndarray:
     return found
 
 
+def find_contradicted(
+    keys: np.ndarray, counts: np.ndarray, known: Sequence[np.ndarray]
+) -> np.ndarray:
+    """``[N]`` bool, which records say the opposite of a verdict in any of ``known``.
+
+    ``keys [V]`` are all ``verdict_keys`` of the records, ``counts [N]`` of each.
+    """
+    is_contradicted = np.zeros(len(counts), dtype=bool)
+    opposed = find_in(keys ^ np.uint64(1), [np.unique(others) for others in known])
+    is_contradicted[np.repeat(np.arange(len(counts)), counts)[opposed]] = True
+    return is_contradicted
+
+
 def check_overlap(validation: FileReport, training: Sequence[FileReport], allowed: bool) -> int:
     """Count the prompts of a validation file that are also in the training files.
 
@@ -323,7 +336,16 @@ def _record_lengths(values: Mapping[str, Any]) -> LengthSummary:
 
 # Report on one data file, shown before the first step.
 
-_DROPPED = ("malformed", "identical", "same_tokens", "tied", "empty_reply", "no_label", "overlong")
+_DROPPED = (
+    "malformed",
+    "identical",
+    "same_tokens",
+    "tied",
+    "empty_reply",
+    "no_label",
+    "contradicting",
+    "overlong",
+)
 _TIES = ("identical", "same_tokens", "tied")
 _SHOWN = 3
 _COLUMNS_SHOWN = 12
@@ -336,7 +358,8 @@ class FileReport:
     Attributes:
         name: role of the file in logs, as train or validation.
         summary: summary of its records.
-        counts: those of the summary, with ``duplicates`` of files before it, too.
+        counts: those of the summary, with ``duplicates`` of files before it, and records
+            ``contradicted`` by them, too.
         prompts: prompts of its records.
         unit: unit of lengths: tokens, or characters without a tokenizer.
         columns: names of the label columns.
@@ -394,6 +417,8 @@ class FileReport:
             yield "turns or steps", counts["steps"]
             yield "their labels cut off", counts.get("labels_cut_off", 0)
         yield "duplicate records", counts.get("duplicates", 0)
+        if counts.get("contradicted"):
+            yield "contradicting records", counts["contradicted"]
         yield "prompts", f"{len(self.prompts)}, {counts['kept'] - len(self.prompts)} repeated"
         if self.prompts_in_training is not None:
             yield "prompts also in training", self.prompts_in_training

@@ -100,6 +100,7 @@ def describe_rules(rules: IndexRules) -> dict[str, Any]:
         "prompts": None if how.prompts is None else asdict(how.prompts),
         "ties": how.ties,
         **({} if how.neutral == ReaderConfig.neutral else {"neutral": how.neutral}),
+        "contradicting": how.contradicting.value,
     }
 
 

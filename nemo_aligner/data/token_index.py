@@ -28,6 +28,7 @@ from nemo_aligner.data.report import (
     PrefixSummary,
     Prompts,
     far_labels,
+    find_contradicted,
     first_of_each,
 )
 from nemo_aligner.data.tokenize import TokenizedBlock, TokenRules, tokenize_blocks
@@ -97,6 +98,7 @@ class FileIndex:
         reads, read_bounds: where there are steps, ``[S]`` int32 places of rewards and ``[Q + 1]``
             int64 rewards of Q sequences; ``labels`` of ratings are then ``[S, C]``.
         record_keys: uint64 in ascending order, of records that differ.
+        verdict_keys, verdict_counts: ``[V]`` uint64, and ``[N]`` int32 of them for each record.
         prompts: prompts of all records.
     """
 
@@ -114,6 +116,8 @@ class FileIndex:
         self.reads = arrays.read("reads", _COUNT) if facts.has_steps else None
         self.read_bounds = arrays.read("read_bounds", _INT) if facts.has_steps else None
         self.record_keys = arrays.read("record_keys", _KEY)
+        self.verdict_keys = arrays.read("verdict_keys", _KEY)
+        self.verdict_counts = arrays.read("verdict_counts", _COUNT)
         prompts = arrays.read("prompt_keys", _KEY), arrays.read("prompt_lines", _INT)
         self.prompts = Prompts(facts.summary.path, *prompts)
 
@@ -214,9 +218,12 @@ class _Writer:
         arrays.replace("record_keys", different)
         arrays.replace("prompt_keys", keys)
         arrays.append("prompt_lines", first_lines)
+        verdicts = arrays.read("verdict_keys", _KEY)
+        verdict_counts = arrays.read("verdict_counts", _COUNT)
         counts = {
             **every.counts,
             "duplicates": self.records - len(different),
+            "contradicted": int(find_contradicted(verdicts, verdict_counts, [verdicts]).sum()),
             "kept": self.records,
         }
         has_steps = "read_bounds" in self._ends

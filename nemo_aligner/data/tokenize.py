@@ -33,6 +33,7 @@ from nemo_aligner.data.records import (
     better_and_worse,
     prompt_hash,
     short_hash,
+    verdict_keys,
 )
 from nemo_aligner.utils.errors import AlignerError, DataError
 from nemo_aligner.utils.processes import environment
@@ -78,7 +79,8 @@ class TokenizedBlock:
         parsed: records that were read and not dropped before they were tokenized.
         arrays: ``tokens [T]``, ``lengths [S]``, ``ranks [S]``, ``reply_lengths [S]``,
             ``sizes [N]`` (sequences of a record), ``prefixes [N]``, ``lines [N]``,
-            ``labels [N, C]``, ``record_keys [N]``, ``prompt_keys [N]``. Where the contract has
+            ``labels [N, C]``, ``record_keys [N]``, ``prompt_keys [N]``, ``verdict_keys [V]``,
+            ``verdict_counts [N]`` (verdicts of a record). Where the contract has
             steps, there are Q sequences and S rewards: ``lengths [Q]``, ``reads [S]`` (places in
             their sequences), ``read_counts [Q]``, and of ratings ``labels [S, C]``.
         sources: source of every record.
@@ -195,6 +197,7 @@ def _arrays(kept: Sequence[_Kept], rules: TokenRules) -> dict[str, np.ndarray]:
     ]
     tokens = np.concatenate(sequences) if sequences else np.zeros(0)
     ranks = [rank for each in kept for rank in each.record.ranks]
+    verdicts = [verdict_keys(each.record) for each in kept]
     steps = {}
     if rules.contract.has_steps:
         reads = [own for each in kept for own in each.reads or ()]
@@ -214,6 +217,8 @@ def _arrays(kept: Sequence[_Kept], rules: TokenRules) -> dict[str, np.ndarray]:
         "labels": np.array(labels, dtype=np.float32).reshape(len(labels), len(columns)),
         "record_keys": np.array([_record_key(each) for each in kept], dtype=np.uint64),
         "prompt_keys": np.array([prompt_hash(each.record) for each in kept], dtype=np.uint64),
+        "verdict_keys": np.array([key for own in verdicts for key in own], dtype=np.uint64),
+        "verdict_counts": _counts([*map(len, verdicts)]),
     }
 
 
