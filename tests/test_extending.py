@@ -126,7 +126,7 @@ def test_a_protocol_is_served_with_the_others(
 def test_every_sample_fits_exactly_one_format() -> None:
     for known in FORMATS.values():
         for value in known.sample:
-            assert [each for each in FORMATS.values() if each.matches(value)] == [known]
+            assert [each for each in FORMATS.values() if each.is_certain(value)] == [known]
 
 
 def test_the_model_family_of_the_page_is_the_one_that_is_tested() -> None:

@@ -17,7 +17,7 @@ from nemo_aligner.cli.parser import (
     read_settings,
     settings_parser,
 )
-from nemo_aligner.config.common import Malformed, Overlong, RecordKind
+from nemo_aligner.config.common import Contradicting, Malformed, Overlong, RecordKind
 from nemo_aligner.config.model import DataConfig, ScoredPosition
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.utils.errors import ConfigError
@@ -46,6 +46,11 @@ def add_format(parser: Parser, *, of_ratings: bool = True) -> None:
     for flag in ("--prompt-key", "--chosen-key", "--rejected-key"):
         setting = flag[2:].replace("-", "_")
         parser.add_argument(flag, metavar="FIELD", help=f"as model.data.{setting}")
+    parser.add_argument(
+        "--contradicting", choices=[rule.value for rule in Contradicting],
+        default=DataConfig.contradicting.value,
+        help="as model.data.contradicting (default: %(default)s)",
+    )  # fmt: skip
     if not of_ratings:
         parser.set_defaults(attributes=(), loss_mask_val=None, neutral_label=None)
         return
@@ -73,6 +78,7 @@ def _reading(options: argparse.Namespace, **others: Any) -> ReaderConfig:
         attributes=options.attributes,
         loss_mask_val=options.loss_mask_val,
         neutral=options.neutral_label,
+        contradicting=Contradicting(options.contradicting),
         **others,
     )
 
@@ -108,7 +114,7 @@ def fetch_parser() -> Parser:
 
 def run_fetch(options: argparse.Namespace) -> int:
     """Fetch the data set, and print how many rows it has."""
-    from nemo_aligner.data.files import fetch
+    from nemo_aligner.data.hub import fetch
 
     count = fetch(options.name, options.output, options.split, options.subset, options.revision)
     print(f"{count} rows of {options.name}, {options.split} -> {options.output}")

@@ -62,6 +62,11 @@ class Malformed(Enum):
     drop = "drop"
 
 
+class Contradicting(Enum):
+    keep = "keep"
+    drop = "drop"
+
+
 class Precision(Enum):
     fp32 = "fp32"
     bf16 = "bf16"

@@ -8,6 +8,7 @@ from nemo_aligner.config.common import (
     ANY,
     Aggregate,
     Checks,
+    Contradicting,
     IdleRule,
     Malformed,
     Precision,
@@ -36,6 +37,9 @@ class EvaluateDataConfig:
     malformed: Malformed = setting(DataConfig.malformed, "as training's model.data.malformed")
     max_malformed: float = setting(
         DataConfig.max_malformed, "as training's model.data.max_malformed"
+    )
+    contradicting: Contradicting = setting(
+        DataConfig.contradicting, "as training's model.data.contradicting"
     )
 
     def __post_init__(self) -> None:

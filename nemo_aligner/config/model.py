@@ -11,6 +11,7 @@ from typing import Any
 
 from nemo_aligner.config.common import (
     Checks,
+    Contradicting,
     IdleRule,
     Malformed,
     Overlong,
@@ -99,6 +100,10 @@ class DataConfig:
         Malformed.error, "records that cannot be read: stop with an error, or skip them"
     )
     max_malformed: float = setting(0.01, "largest share of a file that may be skipped, 0 to 1")
+
+    contradicting: Contradicting = setting(
+        Contradicting.keep, "pairs of one file that say the opposite of each other: keep, or drop"
+    )
 
     index_dir: str | None = setting(
         None, "folder for tokenized files (null: next to files of 4 MiB or more)"

@@ -9,8 +9,11 @@ malformed JSON on a line, a missing key, a value of the wrong type, a          m
 conversation that does not end with the reply, a label that is not finite, a   or dropped and
 record of another format than the others                                       counted
 chosen and rejected are the same (``identical``)                               dropped and counted
-the reply is empty or blank (``empty_reply``)                                  dropped and counted
+the reply is empty or nobody can see it (``empty_reply``)                      dropped and counted
 a rating without any label (``no_label``)                                      dropped and counted
+a comparison says the opposite of another (``contradicting``)                  kept and counted,
+                                                                               dropped where the
+                                                                               settings say so
 all completions are tied (``tied``)                                            dropped and counted,
                                                                                kept where the
                                                                                objective learns
@@ -47,7 +50,14 @@ from nemo_aligner.config.common import Malformed
 from nemo_aligner.config.model import DataConfig
 from nemo_aligner.contract.contract import EncodedText, NoTemplateError, OverlongError
 from nemo_aligner.contract.messages import Text, reply_of
-from nemo_aligner.data.records import Comparison, MalformedRecord, Rating, Record, text_names
+from nemo_aligner.data.records import (
+    Comparison,
+    MalformedRecord,
+    Rating,
+    Record,
+    is_blank,
+    text_names,
+)
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 Item = TypeVar("Item")
@@ -175,7 +185,7 @@ def _advice(files: Sequence[ReadFile], rule: MalformedRule) -> str:
 
 def why_drop(record: Record, labelled: bool, ties: bool) -> str | None:
     """The reason why a record cannot be learned from, by its texts; None if it can."""
-    if any(not reply_of(text).strip() for text in record.texts):
+    if any(is_blank(reply_of(text)) for text in record.texts):
         return "empty_reply"
     if isinstance(record, Comparison):
         if all(text == record.texts[0] for text in record.texts):

@@ -17,7 +17,7 @@ from nemo_aligner.batch.packed import LabelColumns, Records
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.clean import MalformedRule, check_malformed, nothing_left
 from nemo_aligner.data.records import Origin, Record, label_rows
-from nemo_aligner.data.report import FileReport, find_in
+from nemo_aligner.data.report import FileReport, find_contradicted, find_in
 from nemo_aligner.data.token_index import (
     FileIndex,
     Origins,
@@ -280,13 +280,18 @@ def report_on(indexes: Sequence[FileIndex], name: str) -> list[FileReport]:
     """Report on files that are read one after the other.
 
     A record that stands in a file before it, token for token and label for label, is kept, and
-    counted as one of ``duplicates``.
+    counted as one of ``duplicates``; one that says the opposite of a record before it is
+    ``contradicted``.
     """
     reports = []
     for number, index in enumerate(indexes):
         summary, keys = index.facts.summary, index.record_keys
         again = int(find_in(keys, [each.record_keys for each in indexes[:number]]).sum())
         counts = {**summary.counts}
+        if number:
+            known = [each.verdict_keys for each in indexes[: number + 1]]
+            opposed = find_contradicted(index.verdict_keys, index.verdict_counts, known)
+            counts |= {"contradicted": int(opposed.sum())} if opposed.any() else {}
         if again:
             counts["duplicates"] = counts.get("duplicates", 0) + again
         reports.append(

@@ -1,4 +1,4 @@
-"""A data file to JSON objects that know their line: JSON lines, tables, the Hugging Face hub."""
+"""A data file to JSON objects that know their line: JSON lines, lists and tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import csv
 import gzip
 import io
 import json
-import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,8 +18,8 @@ from typing import Any, BinaryIO, TypeAlias, cast
 
 from nemo_aligner.config.describe import install_command
 from nemo_aligner.contract.messages import without_struct_nulls
-from nemo_aligner.data.records import as_json
-from nemo_aligner.utils.errors import ConfigError, DataError, short
+from nemo_aligner.data.records import as_json, without_other_kinds
+from nemo_aligner.utils.errors import DataError
 
 # Tables with named columns as data: CSV and TSV files, and with pyarrow Parquet and Arrow files.
 #
@@ -267,7 +266,11 @@ def _line_of(row: Row) -> AnyLine:
     number, value = row
     if isinstance(value, str):
         return BadLine(number, "", value)
-    return Line(number, as_json(value), value)
+    try:
+        return Line(number, as_json(value), value)
+    except DataError:
+        # A column of bytes, as images are: nothing here reads or copies it.
+        return Line(number, as_json(without_other_kinds(value)[0]), value)
 
 
 @contextmanager
@@ -352,6 +355,12 @@ def _what_is_wrong(raw: str, error: Exception) -> str:
     """The decoder's own words, without the number of a line that it has seen nothing but."""
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
+    if "\r" in raw[: error.pos].rstrip("\r") + raw[error.pos :].strip():
+        # Never inside of a string, where JSON has it as an escape.
+        return (
+            "got lines that end with a carriage return alone; `tr '\\r' '\\n'` makes line feeds "
+            "of them"
+        )
     near = raw[max(0, error.pos - 20) : error.pos + 20]
     return f"{error.msg} at character {error.pos + 1}, near {near!r}"
 
@@ -495,61 +504,6 @@ def _raw_lines(path: str) -> Iterator[bytes]:
             yield raw if number else raw.removeprefix(codecs.BOM_UTF8)
 
 
-# A data set of the Hugging Face hub as a file of JSON lines, which everything here reads.
-
-
-def fetch(
-    name: str,
-    output: Path,
-    split: str = "train",
-    subset: str | None = None,
-    revision: str | None = None,
-) -> int:
-    """Write every row of one split; how many there were.
-
-    The rows pass through and are not kept beside ``output``, which is there once it is whole.
-
-    Args:
-        name: of the data set, or a local folder that Hugging Face ``datasets`` reads.
-        subset: its configuration, where it has several.
-        revision: a commit, tag or branch; None is the newest.
-
-    Raises:
-        ConfigError: ``datasets`` is not installed, or ``output`` cannot be written.
-        DataError: there is no such data set, subset or split, or it cannot be reached.
-    """
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(
-            f"data fetch needs Hugging Face datasets: {install_command('hub')} ({error})"
-        ) from error
-    datasets.disable_progress_bars()
-    asked = f"{name}, {'' if subset is None else f'subset {subset}, '}split {split}"
-    part = output.with_name(f"{output.name}.part")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        lines = part.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"output: {output} cannot be written: {error}") from error
-    count = 0
-    try:
-        with lines:
-            for row in datasets.load_dataset(
-                name, subset, split=split, revision=revision, streaming=True
-            ):
-                # What JSON has no kind for, as dates, becomes its text.
-                row = without_struct_nulls(row)
-                lines.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-                count += 1
-        os.replace(part, output)
-    except Exception as error:  # of the many kinds that readers and the hub's client have
-        raise DataError(f"{asked}: {type(error).__name__}: {short(error)}") from error
-    finally:
-        part.unlink(missing_ok=True)
-    return count
-
-
 # Files that cannot be read as data: what they are, and what to do.
 
 _WANTED = "wanted JSON lines, one JSON list, or a table"
@@ -564,11 +518,26 @@ _BINARY = {
 }
 
 
+# Encodings of two and four bytes for a letter, as some programs of Windows write them: by their
+# byte order mark, or by the zeros around a first ASCII letter. One mark begins with another.
+_WIDE = {
+    "UTF-32": rb"\xff\xfe\0\0|\0\0\xfe\xff",
+    "UTF-16": rb"\xff\xfe|\xfe\xff",
+    "UTF-32LE": rb"[\s!-~]\0\0\0",
+    "UTF-32BE": rb"\0\0\0[\s!-~]",
+    "UTF-16LE": rb"[\s!-~]\0[\s!-~]\0",
+    "UTF-16BE": rb"\0[\s!-~]\0[\s!-~]",
+}
+
+
 def describe_binary(content: bytes, path: str) -> str | None:
     """Name a binary content by its first bytes, for an error; None for what may be text.
 
     A Parquet or an Arrow file is only told of where pyarrow is not installed.
     """
+    for name, begin in _WIDE.items():
+        if re.match(begin, content):
+            return f"got text in {name}, {_WANTED} in UTF-8: `iconv -f {name} -t UTF-8` converts it"
     for start, (kind, reader) in _BINARY.items():
         if not content.startswith(start):
             continue

@@ -15,7 +15,13 @@ from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import MOST_LISTED
 from nemo_aligner.data.dataset import label_columns, report_on
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, parse_file
-from nemo_aligner.data.records import Comparison, Record, label_rows, text_names
+from nemo_aligner.data.records import (
+    Comparison,
+    Record,
+    label_rows,
+    text_names,
+    verdict_keys,
+)
 from nemo_aligner.data.report import (
     FileReport,
     FileSummary,
@@ -24,6 +30,7 @@ from nemo_aligner.data.report import (
     Prompts,
     check_overlap,
     far_labels,
+    find_contradicted,
     longer_chosen,
 )
 from nemo_aligner.data.split import check_names
@@ -119,10 +126,24 @@ def report_in_characters(file: RecordFile, name: str) -> FileReport:
         far_labels=far_labels(
             labels, [record.origin for record in file.records for _ in label_rows(record)]
         ),
+        unread=file.unread,
     )
     prompt_table = Prompts.of(file.path, file.records)
     columns = tuple(file.columns)
-    return FileReport(name, summary, file.counts, prompt_table, "characters", columns)
+    counts = {**file.counts, **_count_repeated(file.records)}
+    return FileReport(name, summary, counts, prompt_table, "characters", columns)
+
+
+def _count_repeated(records: Sequence[Record]) -> dict[str, int]:
+    """Count duplicates and contradictions as an index does, by texts in place of tokens."""
+    different = {repr((each.texts, each.ranks, *label_rows(each))) for each in records}
+    verdicts = [verdict_keys(record) for record in records]
+    keys = np.array([key for own in verdicts for key in own], dtype=np.uint64)
+    counts = np.array([*map(len, verdicts)], dtype=np.int64)
+    return {
+        "duplicates": len(records) - len(different),
+        "contradicted": int(find_contradicted(keys, counts, [keys]).sum()),
+    }
 
 
 def render_record(record: Record, how: Inspection) -> str:

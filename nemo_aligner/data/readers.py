@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from nemo_aligner.config.common import RecordKind
+import numpy as np
+
+from nemo_aligner.config.common import Contradicting, RecordKind
 from nemo_aligner.config.evaluation import EvaluateDataConfig
 from nemo_aligner.config.model import DataConfig
 from nemo_aligner.contract.messages import (
@@ -28,8 +31,8 @@ from nemo_aligner.data.formats import (
     format_named,
     parse_lines,
 )
-from nemo_aligner.data.formats.base import PairKeys, WantedLabels
-from nemo_aligner.data.records import Comparison, MalformedRecord, Rating, Record
+from nemo_aligner.data.formats.base import Format, PairKeys, WantedLabels
+from nemo_aligner.data.records import Comparison, MalformedRecord, Rating, Record, verdict_keys
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 ReaderSettings: TypeAlias = DataConfig | EvaluateDataConfig
@@ -51,6 +54,7 @@ class ReaderConfig:
         rule: what becomes of malformed records.
         ties: keep comparisons whose completions are all tied.
         neutral: label of a step that is rated as neither right nor wrong; None leaves it out.
+        contradicting: what becomes of comparisons that say the opposite of each other.
     """
 
     kind: RecordKind | None = None
@@ -63,6 +67,7 @@ class ReaderConfig:
     rule: MalformedRule = field(default_factory=MalformedRule)
     ties: bool = False
     neutral: float | None = 1.0
+    contradicting: Contradicting = Contradicting.keep
 
     @classmethod
     def of(cls, settings: ReaderSettings, section: str, **others: Any) -> ReaderConfig:
@@ -77,6 +82,7 @@ class ReaderConfig:
             prompts=PromptWrapping.of(settings, section),
             rule=MalformedRule(settings.malformed, settings.max_malformed, f"{section}."),
             neutral=settings.neutral_label,
+            contradicting=settings.contradicting,
             **others,
         )
 
@@ -94,7 +100,8 @@ class RecordFile:
     """The records of one file; ``counts`` has ``read``, ``kept`` and every reason that occurred.
 
     ``columns`` are what the records' labels are called; where files of both kinds are taken, what
-    those of ratings are.
+    those of ratings are. ``unread`` has the columns that nothing was read of, and how many lines
+    have them.
     """
 
     path: str
@@ -104,6 +111,7 @@ class RecordFile:
     columns: tuple[str, ...]
     counts: dict[str, int] = field(default_factory=dict)
     malformed: list[MalformedRecord] = field(default_factory=list)
+    unread: Counter[str] = field(default_factory=Counter)
 
 
 def read_records(path: str | Path, how: ReaderConfig) -> RecordFile:
@@ -122,12 +130,16 @@ def read_records(path: str | Path, how: ReaderConfig) -> RecordFile:
 
 @dataclass(frozen=True)
 class FileRules:
-    """Rules by which the lines of one file, of which the format is known, become records."""
+    """Rules by which the lines of one file, of which the format is known, become records.
+
+    Records with a verdict whose key is in ``contradicted``, or the opposite one, are dropped.
+    """
 
     path: str
     format: str
     kind: RecordKind
     reading: ReaderConfig
+    contradicted: frozenset[int] = frozenset()
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -135,19 +147,23 @@ class FileRules:
         return self.reading.set_columns_of(self.kind)
 
     def records(
-        self, lines: Sequence[AnyLine], counts: Counter[str], malformed: list[MalformedRecord]
+        self,
+        lines: Sequence[AnyLine],
+        counts: Counter[str],
+        malformed: list[MalformedRecord],
+        unread: Counter[str] | None = None,
     ) -> Iterator[Record]:
         """Yield the records of a block that are not dropped for what their texts say.
 
-        The others are counted, or put into ``malformed``.
+        The others are counted, or put into ``malformed``; columns that are not read are counted in
+        ``unread``.
         """
         how = self.reading
         columns = how.columns_of(self.kind)
         counts["rows_in_cells"] += count_swallowed(lines)
         chosen = format_named(self.format, how.pair_keys)
-        parsed = parse_lines(
-            chosen, lines, self.path, WantedLabels(columns, how.loss_mask_val, how.neutral)
-        )
+        wanted = WantedLabels(columns, how.loss_mask_val, how.neutral)
+        parsed = parse_lines(chosen, lines, self.path, wanted, unread)
         for each in parsed:
             record = _with_prompts(each, how.prompts)
             counts["read"] += 1
@@ -156,12 +172,19 @@ class FileRules:
                 malformed.append(record)
                 continue
             reason = why_drop(record, bool(columns), how.ties)
+            if reason is None and self._is_contradicted(record):
+                reason = "contradicting"
             if reason is not None:
                 counts[reason] += 1
                 continue
             if isinstance(record, Comparison) and _have_different_prompts(record):
                 counts["different_prompts"] += 1
             yield record
+
+    def _is_contradicted(self, record: Record) -> bool:
+        return bool(self.contradicted) and not self.contradicted.isdisjoint(
+            key & ~1 for key in verdict_keys(record)
+        )
 
 
 def open_file(path: str | Path, how: ReaderConfig) -> tuple[FileRules, Iterator[Block]]:
@@ -172,11 +195,26 @@ def open_file(path: str | Path, how: ReaderConfig) -> tuple[FileRules, Iterator[
         DataError: the file as a whole cannot be read; see the table of ``clean.py``.
     """
     file = BlockFile(path)
-    chosen = choose_format(how.format, how.kind, file.objects(), str(path), how.pair_keys)
+    labels = (*how.attributes, *how.pair_columns)
+    chosen = choose_format(how.format, how.kind, file.objects(), str(path), how.pair_keys, labels)
     # Before any record: an error in the middle would come after hours of tokenizing.
     check_lines_are_whole(chosen, file.lines(), str(path))
     rules = FileRules(str(path), chosen.name, chosen.kind, how)
+    if how.contradicting is Contradicting.drop and chosen.kind is RecordKind.comparison:
+        rules = replace(rules, contradicted=_find_contradicted(rules, file, chosen))
     return rules, file.blocks(chosen.lines_per_record)
+
+
+def _find_contradicted(rules: FileRules, file: BlockFile, chosen: Format) -> frozenset[int]:
+    """Read the whole file once more than otherwise, for the verdicts that it has both ways."""
+    keys = array("Q")
+    for block in file.blocks(chosen.lines_per_record):
+        for record in rules.records(block.lines(rules.path), Counter(), []):
+            keys.extend(verdict_keys(record))
+    different = np.unique(np.frombuffer(keys, dtype=np.uint64)) if keys else np.zeros(0, np.uint64)
+    # Next to each other, as they differ in the lowest bit.
+    both = different[1:][different[1:] ^ np.uint64(1) == different[:-1]]
+    return frozenset((both & ~np.uint64(1)).tolist())
 
 
 def parse_file(path: str | Path, how: ReaderConfig) -> RecordFile:
@@ -190,7 +228,8 @@ def parse_file(path: str | Path, how: ReaderConfig) -> RecordFile:
     counts: Counter[str] = Counter()
     file = RecordFile(rules.path, rules.kind, rules.format, [], rules.columns)
     for block in blocks:
-        file.records.extend(rules.records(block.lines(rules.path), counts, file.malformed))
+        lines = block.lines(rules.path)
+        file.records.extend(rules.records(lines, counts, file.malformed, file.unread))
     file.counts.update(+counts, kept=len(file.records))
     return file
 

@@ -8,13 +8,18 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date, time, timedelta
+from decimal import Decimal
 from filecmp import cmp
 from itertools import combinations
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeAlias
+from unicodedata import category
+from uuid import UUID
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.messages import (
+    Conversation,
     Text,
     question_of,
     read_text,
@@ -132,6 +137,23 @@ def text_names(record: Record) -> list[str]:
     return [f"rank {rank}" for rank in record.ranks]
 
 
+# Letters that fonts draw as nothing though Unicode has them as letters or symbols: Hangul fillers
+# and the braille pattern without dots; and marks that only change the letter before them.
+_DRAWN_AS_NOTHING = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0") | frozenset(
+    map(chr, (*range(0x180B, 0x1810), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)))
+)
+# Spaces, line ends, controls (NUL) and formats (zero width space, byte order mark).
+_UNSEEN = ("Zs", "Zl", "Zp", "Cc", "Cf")
+
+
+def is_blank(text: str) -> bool:
+    """True if nobody can see anything of a text, as of one of spaces or zero width spaces alone."""
+    return all(
+        letter.isspace() or letter in _DRAWN_AS_NOTHING or category(letter) in _UNSEEN
+        for letter in text
+    )
+
+
 _NO_CHANCE = 20  # characters that two texts begin with
 
 
@@ -175,6 +197,25 @@ def prompt_hash(record: Record) -> int:
     """64 bits that records of the same prompt share, by ``prompt_key``."""
     # JSON can hold half of a surrogate pair, which plain UTF-8 cannot.
     return short_hash(prompt_key(record).encode(errors="surrogatepass"))
+
+
+def verdict_keys(record: Record) -> list[int]:
+    """A 64-bit key for every two completions of which one is better.
+
+    The keys of two opposite verdicts on the same texts differ in the lowest bit alone.
+    """
+    if isinstance(record, Rating):
+        return []
+    texts = [text if isinstance(text, str) else conversation_as_json(text) for text in record.texts]
+    # Half of a surrogate pair is escaped, and so are other letters: this is no text to read.
+    keys = [hashlib.blake2b(json.dumps(text).encode(), digest_size=8).digest() for text in texts]
+    return [
+        short_hash(*sorted((better, worse))) & ~1 | (better < worse)
+        for (rank, better), (other, worse) in combinations(
+            sorted(zip(record.ranks, keys, strict=True)), 2
+        )
+        if rank < other and better != worse
+    ]
 
 
 def better_and_worse(records: Sequence[Record], lengths: Sequence[int]) -> list[tuple[int, int]]:
@@ -283,7 +324,7 @@ def write_records(
     Raises:
         ConfigError: the file holds other records and may not be replaced, or its folder cannot be
             written.
-        DataError: one of them is no mapping.
+        DataError: one of them is no mapping, or holds what JSON has no kind for (``as_json``).
     """
     unnamed, count = path.with_name(f"{path.name}.partial"), 0
     is_arrow = type(records).__module__.partition(".")[0] == "datasets"
@@ -294,7 +335,10 @@ def write_records(
                 if not isinstance(record, Mapping):
                     raise DataError(f"record {count}: got {shown(record)}, wanted a dict")
                 row = without_struct_nulls(dict(record)) if is_arrow else dict(record)
-                lines.write(f"{as_json(row)}\n")
+                try:
+                    lines.write(f"{as_json(row)}\n")
+                except DataError as error:
+                    raise DataError(f"record {count}: {error}") from error
         if path.exists() and cmp(unnamed, path, shallow=False):
             return count
         if path.exists() and not may_replace:
@@ -310,33 +354,81 @@ def write_records(
     return count
 
 
-def as_json(value: Mapping[str, Any]) -> str:
-    """A record as a line of JSON: NaN and infinity are null, numbers of numpy are numbers.
+# Values of Python that have no kind of their own in JSON, and one text that says all of them.
+_AS_TEXT = (date, time, timedelta, Decimal, UUID, PurePath)
+# pandas' missing value and date, which are no numbers.
+_MISSING = ("NAType", "NaTType")
 
-    What JSON has no kind for, such as dates, becomes its text.
+
+def as_json(value: Mapping[str, Any]) -> str:
+    """A record as a line of JSON.
+
+    A ``Conversation`` becomes its messages, or an object if it has tools or documents; NaN,
+    infinity and missing values of pandas become null, numbers of numpy numbers, and dates, decimal
+    numbers, UUIDs and paths their texts.
+
+    Raises:
+        DataError: anything else, such as bytes, whose ``str`` is Python's code and not a text; the
+            message says where it is.
     """
     try:
-        # At a NaN this raises, and only then is the value walked through.
+        # At a NaN or such a key this raises, and only then is the value walked through.
         text = json.dumps(value, ensure_ascii=False, default=_plain, allow_nan=False)
+    except RecursionError as error:
+        raise DataError("it holds lists or dicts nested too deep for JSON") from error
     except (ValueError, TypeError):
-        text = json.dumps(_without_nan(value), ensure_ascii=False, default=_plain)
+        text = json.dumps(_json_value(value), ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which a reader refuses by its line
-        return json.dumps(_without_nan(value), default=_plain)
+        return json.dumps(_json_value(value))
     return text
 
 
+def without_other_kinds(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A row of a table without the columns that JSON cannot hold, as images; and their names."""
+    held, others = {}, []
+    for name, cell in row.items():
+        try:
+            held[name] = _json_value(cell, name)
+        except DataError:
+            others.append(name)
+    return held, others
+
+
 def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def _without_nan(value: Any) -> Any:
-    """Replace numbers that JSON lacks by null, and keys that are not text by text."""
-    if isinstance(value, Mapping):
-        return {str(key): _without_nan(each) for key, each in value.items()}
+    """What JSON has for one value that is none of its own kinds."""
+    if isinstance(value, Conversation):
+        return conversation_as_json(value)
+    if type(value).__name__ in _MISSING:
+        return None
     if hasattr(value, "tolist"):
-        value = value.tolist()
+        return value.tolist()
+    if isinstance(value, _AS_TEXT):
+        return str(value)
+    raise TypeError
+
+
+def _json_value(value: Any, where: str = "") -> Any:
+    """A value of JSON's kinds alone; errors name the place."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str | int | float | None):
+                raise DataError(f"{where or 'it'}: got the key {shown(key)}, wanted a text")
+        return {
+            str(key): _json_value(each, f"{where}.{key}" if where else str(key))
+            for key, each in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_without_nan(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [_json_value(each, f"{where}[{number}]") for number, each in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, str | int | float | None):
+        return value
+    try:
+        return _json_value(_plain(value), where)
+    except TypeError as error:
+        raise DataError(
+            f"{where}: got {type(value).__name__} {shown(value)}, which JSON cannot hold. Make it "
+            "a text, a number, a list or a dict, or leave this column out."
+        ) from error

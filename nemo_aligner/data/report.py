@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 from nemo_aligner.batch.packed import LabelColumns
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.clean import list_first, list_malformed, malformed_fraction
+from nemo_aligner.data.formats.prompts import looks_like_prompt
 from nemo_aligner.data.records import (
     MalformedRecord,
     Origin,
@@ -23,7 +24,7 @@ from nemo_aligner.data.records import (
 )
 from nemo_aligner.metrics.table import MAX_SOURCES
 from nemo_aligner.utils.console import fit_row
-from nemo_aligner.utils.errors import DataError
+from nemo_aligner.utils.errors import DataError, short
 
 # Prompts in both training and validation files, and records in several files.
 #
@@ -75,6 +76,19 @@ def find_in(keys: np.ndarray, known: Sequence[np.ndarray]) -> np.ndarray:
                 at = np.searchsorted(others, some).clip(max=len(others) - 1)
                 found[start : start + _AT_ONCE] |= others[at] == some
     return found
+
+
+def find_contradicted(
+    keys: np.ndarray, counts: np.ndarray, known: Sequence[np.ndarray]
+) -> np.ndarray:
+    """``[N]`` bool, which records say the opposite of a verdict in any of ``known``.
+
+    ``keys [V]`` are all ``verdict_keys`` of the records, ``counts [N]`` of each.
+    """
+    is_contradicted = np.zeros(len(counts), dtype=bool)
+    opposed = find_in(keys ^ np.uint64(1), [np.unique(others) for others in known])
+    is_contradicted[np.repeat(np.arange(len(counts)), counts)[opposed]] = True
+    return is_contradicted
 
 
 def check_overlap(validation: FileReport, training: Sequence[FileReport], allowed: bool) -> int:
@@ -264,6 +278,7 @@ class FileSummary:
         prefixes: None where nobody counted.
         malformed: the first that stand where a record should.
         far_labels: labels that are far out, the farthest first.
+        unread: columns that were not read, and how many lines have them.
     """
 
     path: str
@@ -278,6 +293,7 @@ class FileSummary:
     prefixes: PrefixSummary | None = None
     malformed: Sequence[MalformedRecord] = ()
     far_labels: Sequence[FarLabel] = ()
+    unread: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, without the path: a file may be moved with its index."""
@@ -320,9 +336,19 @@ def _record_lengths(values: Mapping[str, Any]) -> LengthSummary:
 
 # Report on one data file, shown before the first step.
 
-_DROPPED = ("malformed", "identical", "same_tokens", "tied", "empty_reply", "no_label", "overlong")
+_DROPPED = (
+    "malformed",
+    "identical",
+    "same_tokens",
+    "tied",
+    "empty_reply",
+    "no_label",
+    "contradicting",
+    "overlong",
+)
 _TIES = ("identical", "same_tokens", "tied")
 _SHOWN = 3
+_COLUMNS_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -332,7 +358,8 @@ class FileReport:
     Attributes:
         name: role of the file in logs, as train or validation.
         summary: summary of its records.
-        counts: those of the summary, with ``duplicates`` of files before it, too.
+        counts: those of the summary, with ``duplicates`` of files before it, and records
+            ``contradicted`` by them, too.
         prompts: prompts of its records.
         unit: unit of lengths: tokens, or characters without a tokenizer.
         columns: names of the label columns.
@@ -390,6 +417,8 @@ class FileReport:
             yield "turns or steps", counts["steps"]
             yield "their labels cut off", counts.get("labels_cut_off", 0)
         yield "duplicate records", counts.get("duplicates", 0)
+        if counts.get("contradicted"):
+            yield "contradicting records", counts["contradicted"]
         yield "prompts", f"{len(self.prompts)}, {counts['kept'] - len(self.prompts)} repeated"
         if self.prompts_in_training is not None:
             yield "prompts also in training", self.prompts_in_training
@@ -421,6 +450,8 @@ class FileReport:
             yield "labels to", self._by_column(labels.highs)
         if any(summary.sources):
             yield "sources", _sources(summary.sources)
+        if summary.unread:
+            yield "columns not read", _columns(summary.unread)
 
 
 def _under(heading: str, lines: Sequence[str]) -> list[str]:
@@ -430,6 +461,17 @@ def _under(heading: str, lines: Sequence[str]) -> list[str]:
 def _with_parts(total: int, parts: Mapping[str, int]) -> str:
     listed = ", ".join(f"{count} {name}" for name, count in parts.items())
     return f"{total} ({listed})" if parts else str(total)
+
+
+def _columns(unread: Mapping[str, int]) -> str:
+    """Columns that were not read; those that may belong to the prompt come first."""
+    ordered = sorted(unread, key=lambda name: (not looks_like_prompt(name), -unread[name], name))
+    parts = [
+        f"{short(name)} {unread[name]}" + " (part of the prompt?)" * looks_like_prompt(name)
+        for name in ordered[:_COLUMNS_SHOWN]
+    ]
+    more = len(ordered) - len(parts)
+    return ", ".join(parts) + (f", and {more} more" if more else "")
 
 
 def _sources(sources: Mapping[str, int]) -> str:

@@ -37,7 +37,7 @@ from nemo_aligner.utils.processes import find_process, make_temporary, remove_te
 # rules, its content the file that it was made from. It is written under another name, and renamed
 # once it is complete on the disk.
 
-VERSION = 4
+VERSION = 5
 _FACTS = "index.json"
 _DECIDE_IDS = (
     "template",
@@ -100,6 +100,7 @@ def describe_rules(rules: IndexRules) -> dict[str, Any]:
         "prompts": None if how.prompts is None else asdict(how.prompts),
         "ties": how.ties,
         **({} if how.neutral == ReaderConfig.neutral else {"neutral": how.neutral}),
+        "contradicting": how.contradicting.value,
     }
 
 

@@ -28,6 +28,7 @@ from nemo_aligner.data.report import (
     PrefixSummary,
     Prompts,
     far_labels,
+    find_contradicted,
     first_of_each,
 )
 from nemo_aligner.data.tokenize import TokenizedBlock, TokenRules, tokenize_blocks
@@ -97,6 +98,7 @@ class FileIndex:
         reads, read_bounds: where there are steps, ``[S]`` int32 places of rewards and ``[Q + 1]``
             int64 rewards of Q sequences; ``labels`` of ratings are then ``[S, C]``.
         record_keys: uint64 in ascending order, of records that differ.
+        verdict_keys, verdict_counts: ``[V]`` uint64, and ``[N]`` int32 of them for each record.
         prompts: prompts of all records.
     """
 
@@ -114,6 +116,8 @@ class FileIndex:
         self.reads = arrays.read("reads", _COUNT) if facts.has_steps else None
         self.read_bounds = arrays.read("read_bounds", _INT) if facts.has_steps else None
         self.record_keys = arrays.read("record_keys", _KEY)
+        self.verdict_keys = arrays.read("verdict_keys", _KEY)
+        self.verdict_counts = arrays.read("verdict_counts", _COUNT)
         prompts = arrays.read("prompt_keys", _KEY), arrays.read("prompt_lines", _INT)
         self.prompts = Prompts(facts.summary.path, *prompts)
 
@@ -171,6 +175,7 @@ class _Writer:
         """Append a block."""
         every, parts = self._all, dict(block.arrays)
         every.counts.update(block.counts)
+        every.unread.update(block.unread)
         every.parsed += block.parsed
         every.malformed += block.malformed[: MOST_KEPT - len(every.malformed)]
         every.pairs += block.pairs
@@ -213,9 +218,12 @@ class _Writer:
         arrays.replace("record_keys", different)
         arrays.replace("prompt_keys", keys)
         arrays.append("prompt_lines", first_lines)
+        verdicts = arrays.read("verdict_keys", _KEY)
+        verdict_counts = arrays.read("verdict_counts", _COUNT)
         counts = {
             **every.counts,
             "duplicates": self.records - len(different),
+            "contradicted": int(find_contradicted(verdicts, verdict_counts, [verdicts]).sum()),
             "kept": self.records,
         }
         has_steps = "read_bounds" in self._ends
@@ -242,6 +250,7 @@ class _Writer:
             prefixes=PrefixSummary(int(saved.sum()), int((prefixes == 0).sum())),
             malformed=every.malformed,
             far_labels=far_labels(columns, Origins([(rules.path, np.repeat(lines, rows))])),
+            unread=dict(every.unread),
         )
         end_digest(self._digest, labels, ranks, bounds, reads)
         digest = self._digest.hexdigest()

@@ -33,6 +33,7 @@ from nemo_aligner.data.records import (
     better_and_worse,
     prompt_hash,
     short_hash,
+    verdict_keys,
 )
 from nemo_aligner.utils.errors import AlignerError, DataError
 from nemo_aligner.utils.processes import environment
@@ -78,10 +79,12 @@ class TokenizedBlock:
         parsed: records that were read and not dropped before they were tokenized.
         arrays: ``tokens [T]``, ``lengths [S]``, ``ranks [S]``, ``reply_lengths [S]``,
             ``sizes [N]`` (sequences of a record), ``prefixes [N]``, ``lines [N]``,
-            ``labels [N, C]``, ``record_keys [N]``, ``prompt_keys [N]``. Where the contract has
+            ``labels [N, C]``, ``record_keys [N]``, ``prompt_keys [N]``, ``verdict_keys [V]``,
+            ``verdict_counts [N]`` (verdicts of a record). Where the contract has
             steps, there are Q sequences and S rewards: ``lengths [Q]``, ``reads [S]`` (places in
             their sequences), ``read_counts [Q]``, and of ratings ``labels [S, C]``.
         sources: source of every record.
+        unread: columns that were not read, and how many lines have them.
         pairs, longer: pairs of completions of which one is better, and how many of these are the
             longer ones; equal lengths are one half.
     """
@@ -91,6 +94,7 @@ class TokenizedBlock:
     malformed: list[MalformedRecord] = field(default_factory=list)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     sources: list[str] = field(default_factory=list)
+    unread: Counter[str] = field(default_factory=Counter)
     pairs: int = 0
     longer: float = 0.0
 
@@ -123,8 +127,9 @@ def tokenize_block(block: Block, rules: TokenRules) -> TokenizedBlock:
     """
     counts: Counter[str] = Counter()
     malformed: list[MalformedRecord] = []
+    unread: Counter[str] = Counter()
     lines = block.lines(rules.file.path)
-    records = list(rules.file.records(lines, counts, malformed))
+    records = list(rules.file.records(lines, counts, malformed, unread))
     kept = list(_kept(records, rules, counts, malformed))
     malformed.sort(key=lambda record: record.origin.line)
     pairs = better_and_worse(
@@ -136,6 +141,7 @@ def tokenize_block(block: Block, rules: TokenRules) -> TokenizedBlock:
         malformed=malformed,
         arrays=_arrays(kept, rules),
         sources=[each.record.source for each in kept],
+        unread=unread,
         pairs=len(pairs),
         longer=sum((a > b) + 0.5 * (a == b) for a, b in pairs),
     )
@@ -191,6 +197,7 @@ def _arrays(kept: Sequence[_Kept], rules: TokenRules) -> dict[str, np.ndarray]:
     ]
     tokens = np.concatenate(sequences) if sequences else np.zeros(0)
     ranks = [rank for each in kept for rank in each.record.ranks]
+    verdicts = [verdict_keys(each.record) for each in kept]
     steps = {}
     if rules.contract.has_steps:
         reads = [own for each in kept for own in each.reads or ()]
@@ -210,6 +217,8 @@ def _arrays(kept: Sequence[_Kept], rules: TokenRules) -> dict[str, np.ndarray]:
         "labels": np.array(labels, dtype=np.float32).reshape(len(labels), len(columns)),
         "record_keys": np.array([_record_key(each) for each in kept], dtype=np.uint64),
         "prompt_keys": np.array([prompt_hash(each.record) for each in kept], dtype=np.uint64),
+        "verdict_keys": np.array([key for own in verdicts for key in own], dtype=np.uint64),
+        "verdict_counts": _counts([*map(len, verdicts)]),
     }
 
 

@@ -22,10 +22,12 @@ import torch
 import nemo_aligner as na
 from nemo_aligner.api.reward_model import release_models
 from nemo_aligner.contract.messages import Conversation
+from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.records import as_json, write_records
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.utils.errors import ConfigError, DataError, SettingsError, StoppedError
 from tests import tiny
+from tests.contract.refusals import assert_refused
 from tests.data.files import pair_with_call
 from tests.environments import kept_environment, make_environment
 from tests.training import jobs
@@ -371,7 +373,48 @@ def test_records_of_every_kind_become_lines(tmp_path: Path) -> None:
     assert path.stat().st_mtime_ns == before
     with pytest.raises(DataError, match=r"^record 2: got 'b', wanted a dict"):
         write_records(path, [pair, "b"])  # type: ignore[list-item]
+    refused: list[tuple[object, str]] = [
+        (
+            {"chosen": b"because"},
+            r"^record 1: chosen: got bytes b'because', which JSON cannot hold",
+        ),
+        ({"chosen": [{"role": "assistant", "content": {1}}]}, r"chosen\[0\].content: got set {1}"),
+        ({"chosen": np.array([b"a"])}, r"chosen\[0\]: got bytes b'a', which"),
+        ({b"chosen": "a"}, r"^record 1: it: got the key b'chosen', wanted a text"),
+        ({"chosen": object()}, r"chosen: got object <object .*leave this column out"),
+    ]
+    assert_refused(lambda row: write_records(path, [row]), refused, DataError)
+    assert rows_of(path) == [pair]
     assert [each.name for each in tmp_path.iterdir() if "partial" in each.name] == []
+
+
+def test_records_of_conversations_are_what_their_messages_say(tmp_path: Path) -> None:
+    asked, told = {"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}
+    other = {**told, "content": "no"}
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    cases: list[tuple[dict[str, Any], tuple[Any, Any]]] = [
+        (
+            {"chosen": Conversation([asked, told]), "rejected": Conversation([asked, other])},
+            ([asked, told], [asked, other]),
+        ),
+        (
+            {"prompt": Conversation([asked], tools), "chosen": [told], "rejected": "no"},
+            (Conversation([asked, told], tools), Conversation([asked, other], tools)),
+        ),
+        (
+            {key: Conversation([asked, reply], tools) for key, reply in
+             (("chosen", told), ("rejected", other))},
+            (Conversation([asked, told], tools), Conversation([asked, other], tools)),
+        ),
+    ]  # fmt: skip
+    path = tmp_path / "pairs.jsonl"
+    for record, texts in cases:
+        write_records(path, [record])
+        assert read_records(path, ReaderConfig()).records[0].texts == texts
+    twice = {**cases[2][0], "tools": tools}
+    write_records(path, [twice])
+    with pytest.raises(DataError, match=r":1: tools: got some next to a conversation that has"):
+        read_records(path, ReaderConfig())
 
 
 def test_records_of_datasets_become_the_lines_that_they_were(tmp_path: Path) -> None:

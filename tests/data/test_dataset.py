@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_aligner.config.common import Malformed, Overlong, RecordKind
+from nemo_aligner.config.common import Contradicting, Malformed, Overlong, RecordKind
 from nemo_aligner.config.model import DataPrefixConfig
 from nemo_aligner.data.packing import packed_size
 from nemo_aligner.data.training_data import build_training_data
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests import tiny
 from tests.contracts import Contracts
+from tests.data.conftest import Run
 from tests.data.files import build, write
 
 
@@ -42,6 +43,51 @@ def test_dataset_keeps_order_and_sides(tmp_path: Path, contracts: Contracts) -> 
             ids = data.contract.encode(contracts.tokenizer, text).token_ids
             assert torch.as_tensor(sequence).tolist() == ids
     assert data.contract == contracts()
+
+
+def test_dataset_counts_pairs_that_contradict_each_other(
+    tmp_path: Path, contracts: Contracts, run: Run
+) -> None:
+    """Of one file they may be dropped, all of them: which of two is right, nobody knows."""
+    rows: list[Any] = [
+        pair("yes", "no"), pair("a", "b"), pair("no", "yes"), pair("yes", "no"),
+        pair("yes", "no", prompt="who"), pair("a", "b"),
+    ]  # fmt: skip
+    ranked = tiny.ranked("what", (0, "good"), (1, "fair"), (1, "poor"), (2, "bad"))
+    path = write(tmp_path / "a.jsonl", *rows)
+    counts = {"read": 6, "kept": 6, "duplicates": 2, "contradicted": 3}
+    kept = build(contracts, [path]).train
+    assert kept.counts == counts
+    assert rows_of(kept.table())["contradicting records"] == "3"
+    shown = run("data inspect", path, "--show=0").stdout
+    assert rows_of(shown)["contradicting records"] == "3"
+    assert rows_of(shown)["duplicate records"] == "2"
+    drop = {"contradicting": Contradicting.drop}
+    dropped = build(contracts, [path], **drop).train
+    assert dropped.counts == {"read": 6, "contradicting": 3, "kept": 3, "duplicates": 1}
+    assert [origin.line for origin in dropped.origins] == [2, 5, 6]
+    assert rows_of(dropped.table())["dropped"] == "3 (3 contradicting)"
+    shown = run("data inspect", path, "--show=0", "--contradicting=drop").stdout
+    assert rows_of(shown)["dropped"] == "3 (3 contradicting)"
+    done = run("data split", path, f"--output={tmp_path}", "--contradicting=drop", "--heldout=0.5")
+    assert "3 contradicting, 3 kept" in done.stdout
+    # Those of a file before it count, too; ties, and completions that nobody set against each
+    # other, contradict nothing.
+    other = write(tmp_path / "b.jsonl", pair("b", "a"), pair("c", "a"))
+    both = build(contracts, [path, other], **drop).train
+    assert [report.counts.get("contradicted", 0) for report in both.reports] == [0, 1]
+    orders = [
+        (tiny.ranked("what", (0, "poor"), (1, "fair")), 0),
+        (tiny.ranked("what", (0, "fair"), (1, "bad")), 0),
+        (tiny.ranked("what", (0, "bad"), (1, "fair")), 2),
+        (tiny.ranked("what", (0, "poor"), (1, "good"), (2, "bad")), 2),
+    ]
+    for record, count in orders:
+        path = write(tmp_path / "ranked.jsonl", ranked, record)
+        assert build(contracts, [path]).train.counts.get("contradicted", 0) == count, record
+    rated = [{"prompt": "why", "response": "so", "help": n} for n in (0, 1)]
+    path = write(tmp_path / "rated.jsonl", *rated)
+    assert "contradicted" not in build(contracts, [path], attributes=["help"], **drop).train.counts
 
 
 def test_dataset_drops_overlong_pairs_whole(tmp_path: Path, contracts: Contracts) -> None:

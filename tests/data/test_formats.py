@@ -69,10 +69,35 @@ def test_pair_of_texts_with_an_implicit_prompt_stays_raw(tmp_path: Path) -> None
     with pytest.raises(DataError, match=r":2: rejected: got \[.*wanted a string"):
         read(tmp_path, record, {**record, "rejected": [BAD]})
     # Where another field may be the prompt, it is not left out.
-    for key in ("question", "instruction"):
+    names = ["question", "problem", "post", "Prompt", "history", "conversation", "user", "input"]
+    names += ["system", "system_prompt", "userQuery", "Math Problem", "dialogue", "context 1"]
+    for key in names:
         with pytest.raises(DataError, match=f"--prompt-key {key} .model.data.prompt_key={key}"):
             read(tmp_path, {key: "why", **record})
         assert read(tmp_path, {key: None, **record}).format == "text_pairs"
+        assert read(tmp_path, {key: "why", **record}, format="text_pairs").counts["kept"] == 1
+    with pytest.raises(DataError, match=r"'system', 'user', 'chosen', .*set --prompt-key user "):
+        read(tmp_path, {"system": "be kind", "user": "why", **record})
+    for key in ("prompt_id", "system_fingerprint", "topic", "inputs_sha256", "posted", "user_rank"):
+        assert read(tmp_path, {key: "why", **record}).format == "text_pairs", key
+
+
+def test_object_with_text_among_other_fields_is_no_line_of_a_pair(tmp_path: Path) -> None:
+    """Messages, rows of a corpus and rated texts would be compared with their neighbours."""
+    others: list[dict[str, Any]] = [
+        {"message_id": "1", "parent_id": None, "role": "prompter", "lang": "en"},
+        {"url": "a.org", "timestamp": "2026"},
+        {"score": 0.5},
+    ]
+    for other in others:
+        rows = [{"text": text, **other} for text in ("a", "b")]
+        with pytest.raises(DataError, match=r":1: .*--format comparison_text \(model.data.format="):
+            read(tmp_path, *rows)
+        assert read(tmp_path, *rows, format="comparison_text").counts["kept"] == 1
+    # Sources and the labels that a run asks for are part of such lines.
+    rows = [{"text": text, "source": "s", "label_margin": 1, "sure": 2} for text in ("a", "b")]
+    [pair] = read(tmp_path, *rows, pair_columns=("sure",)).records
+    assert (pair.texts, pair.source, pair.labels) == (("a", "b"), "s", (2.0,))
 
 
 def test_hh_turns_keep_their_order(tmp_path: Path) -> None:
@@ -108,6 +133,27 @@ def test_dropped_records_are_counted(tmp_path: Path) -> None:
         "read": 5, "identical": 1, "empty_reply": 2, "different_prompts": 1, "kept": 2,
     }  # fmt: skip
     assert [record.origin.line for record in file.records] == [4, 5]
+    unseen = [
+        "\u200b",
+        "\ufeff",
+        "\0",
+        "\xa0",
+        "\u2060\u200d",
+        "\u3164",
+        "\u2800",
+        "\ufe0f",
+        "\u034f",
+    ]
+    file = read(tmp_path, *({**PAIR, "rejected": f" {text}\n"} for text in unseen), PAIR)
+    assert file.counts == {"read": len(unseen) + 1, "empty_reply": len(unseen), "kept": 1}
+    seen = ["a\u200b", "\ufeff0", "\u2764\ufe0f", "\u202e-", "\u4f60", "\U0001f468\u200d", "\ue000"]
+    file = read(tmp_path, *({**PAIR, "rejected": text} for text in seen))
+    assert file.counts == {"read": len(seen), "kept": len(seen)}
+    steps = {"prompt": "why", "completions": ["a", "\u200b"], "labels": [1, 0]}
+    with pytest.raises(
+        DataError, match=r":1: completions\[1\]: got '\\u200b', wanted a text that is"
+    ):
+        read(tmp_path, steps, kind=RecordKind.rating)
 
 
 def test_file_is_read_by_its_content(tmp_path: Path) -> None:
@@ -204,6 +250,20 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "cut.gz").write_bytes(gzip.compress(json.dumps(PAIR).encode())[:-12])
     with pytest.raises(DataError, match="cannot be read"):
         read_records(tmp_path / "cut.gz", ReaderConfig(RecordKind.comparison))
+    for name in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"):
+        said = name.upper().replace("-LE", "LE").replace("-BE", "BE")
+        for text in (json.dumps(PAIR), "prompt,chosen,rejected\na,b,c\n", "\n[\n]"):
+            (tmp_path / "wide.jsonl").write_bytes(text.encode(name))
+            with pytest.raises(DataError, match=f"got text in {said}, .* `iconv -f {said} -t UTF"):
+                read_records(tmp_path / "wide.jsonl", ReaderConfig(RecordKind.comparison))
+    (tmp_path / "mac.jsonl").write_bytes(b"\r".join([json.dumps(PAIR).encode()] * 3))
+    with pytest.raises(DataError, match=r"mac.jsonl:1: .* end with a carriage return alone; `tr '"):
+        read_records(tmp_path / "mac.jsonl", ReaderConfig(RecordKind.comparison))
+    # As no line feed is needed between them, items of a list and rows of a table are read.
+    for text in (f"[{json.dumps(PAIR)},\r{json.dumps(PAIR)}\r]", f"{','.join(PAIR)}\ra,b,c\rd,e,f"):
+        (tmp_path / "mac.jsonl").write_text(text, newline="")
+        file = read_records(tmp_path / "mac.jsonl", ReaderConfig(RecordKind.comparison))
+        assert file.counts == {"read": 2, "kept": 2}
     (tmp_path / "latin.jsonl").write_bytes(b"\n\n\xe9")
     with pytest.raises(DataError, match=r"latin.jsonl:3: not valid UTF-8"):
         read_records(tmp_path / "latin.jsonl", ReaderConfig(RecordKind.comparison))

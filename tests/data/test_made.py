@@ -8,14 +8,16 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from datetime import date
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from nemo_aligner.cli.main import main
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.demo import build_demo_pairs, write_demo
-from nemo_aligner.data.files import fetch
+from nemo_aligner.data.hub import fetch
 from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests import tiny
@@ -103,6 +105,25 @@ def test_fetch_without_datasets_says_what_to_install(
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"pip install -e '.*\[hub\]'"):
         fetch("owner/name", tmp_path / "fetched.jsonl")
+
+
+def test_fetch_leaves_out_what_lines_cannot_hold_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {
+        "prompt": "why",
+        "score": float("nan"),
+        "image": {"bytes": b"x"},
+        "day": date(2026, 1, 2),
+    }
+    hub = ModuleType("datasets")
+    monkeypatch.setattr(hub, "disable_progress_bars", lambda: None, raising=False)
+    monkeypatch.setattr(hub, "load_dataset", lambda *_, **__: iter([row]), raising=False)
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    path = tmp_path / "fetched.jsonl"
+    assert fetch("owner/name", path) == 1
+    assert rows_of(path) == [{"prompt": "why", "score": None, "day": "2026-01-02"}]
+    assert capsys.readouterr().out == "left out, as JSON cannot hold them: columns image\n"
 
 
 @pytest.fixture(scope="module")

@@ -306,6 +306,72 @@ def test_bad_records_of_public_formats_are_errors_with_their_field(tmp_path: Pat
         read(tmp_path, HELPSTEER3, lacking)
 
 
+def test_pairs_of_trainers_mean_what_their_trainers_read(tmp_path: Path) -> None:
+    """LLaMA-Factory's and ms-swift's, also with turns and calls of tools in ShareGPT's writing."""
+    human, gpt = {"from": "human", "value": "why"}, {"from": "gpt", "value": "because"}
+    other, weather = (
+        {"from": "gpt", "value": "no"},
+        {"name": "weather", "arguments": {"city": "Bonn"}},
+    )
+    called = [
+        {"from": "system", "value": "be kind"},
+        human,
+        {"from": "function_call", "value": json.dumps(weather)},
+        {"from": "observation", "value": "dry"},
+    ]
+    calling = {"role": "assistant", "content": None, "tool_calls": [weather]}
+    result = {"role": "tool", "content": "dry"}
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    swift_call = {"role": "tool_call", "content": json.dumps(weather)}
+    swift_result = {"role": "tool_response", "content": "dry"}
+    before = [SYSTEM, USER, calling, result]
+    pair = {"chosen": gpt, "rejected": other}
+    cases: list[tuple[dict[str, Any], str, Any, Any]] = [
+        ({"conversations": [human], **pair}, "sharegpt_pairs", [USER, GOOD], [USER, BAD]),
+        ({"messages": [USER], "chosen": GOOD, "rejected": BAD}, "sharegpt_pairs",
+         [USER, GOOD], [USER, BAD]),
+        ({"conversations": [human], "chosen": "because", "rejected": "no"}, "sharegpt_pairs",
+         [USER, GOOD], [USER, BAD]),
+        ({"conversations": called, **pair, "tools": json.dumps(tools)}, "sharegpt_pairs",
+         Conversation([*before, GOOD], tools), Conversation([*before, BAD], tools)),
+        ({"conversations": [human], **pair, "system": "be kind"}, "sharegpt_pairs",
+         [SYSTEM, USER, GOOD], [SYSTEM, USER, BAD]),
+        ({"chosen": [human, gpt], "rejected": [human, other]}, "chat_pairs",
+         [USER, GOOD], [USER, BAD]),
+        ({"messages": [USER, GOOD], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "chat_pairs",
+         [USER, GOOD], [USER, BAD]),
+        ({"messages": [USER, GOOD], "rejected_response": "no"}, "ms_swift_pairs",
+         [USER, GOOD], [USER, BAD]),
+        ({"messages": [SYSTEM, USER, GOOD], "rejected_messages": [SYSTEM, USER, BAD]},
+         "ms_swift_pairs", [SYSTEM, USER, GOOD], [SYSTEM, USER, BAD]),
+        # What stands in place of the reply stands in place of its calls, too.
+        ({"messages": [USER, swift_call, swift_result, GOOD], "rejected_response": [BAD]},
+         "ms_swift_pairs", [USER, calling, result, GOOD], [USER, BAD]),
+    ]  # fmt: skip
+    for record, fmt, chosen, rejected in cases:
+        file = read(tmp_path, record)
+        assert (file.format, file.records[0].texts) == (fmt, (chosen, rejected)), record
+        # Of a dump of the chosen conversation next to it, nothing is read.
+        assert [*file.unread] == ["messages"] * (fmt == "chat_pairs" and "messages" in record)
+    bad: list[tuple[dict[str, Any], str]] = [
+        (
+            {"messages": [GOOD], "rejected_response": "no"},
+            r":1: messages: got turns of assistant, w",
+        ),
+        ({"messages": [USER], "rejected_response": "no"}, r":1: messages: .*got role 'user'"),
+        ({"messages": [USER, GOOD], "rejected_response": None}, r":1: rejected_response: got None"),
+        (
+            {"conversations": [{"from": "alien", "value": "hi"}], **pair},
+            r":1: conversations: messages\[0\]: got role 'alien', wanted one of",
+        ),
+        (
+            {"conversations": [human, {"from": "function_call", "value": "{"}, called[3]], **pair},
+            r":1: conversations: messages\[1\]: got '{' of function_call, wanted JSON",
+        ),
+    ]
+    assert_refused(lambda record: read(tmp_path, record), bad, DataError)
+
+
 def objects(path: Path) -> list[dict[str, Any]]:
     with gzip.open(path, "rt") as file:
         return list(json.load(file))

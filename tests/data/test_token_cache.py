@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from nemo_aligner.config.common import Malformed, Overlong
+from nemo_aligner.config.common import Contradicting, Malformed, Overlong
 from nemo_aligner.contract.tokenizer import load_tokenizer
 from nemo_aligner.data import token_cache, token_index, tokenize
 from nemo_aligner.data.token_index import ArraysInFolder
@@ -218,20 +218,21 @@ def test_index_of_other_rules_is_another(
     for settings in (
         {"template": "plain"}, {"seq_length": 50}, {"overlong": Overlong.truncate_left},
         {"format": "chat_pairs"}, {"prompt_key": "prompt"}, {"add_eos": True},
+        {"contradicting": Contradicting.drop},
     ):  # fmt: skip
         for _ in range(2):
             build(contracts, [path], **place, **settings)
-    assert len(made) == 7
+    assert len(made) == 8
     folder = tmp_path_factory.mktemp("tokenizer")
     contracts.tokenizer.save(folder)
     content = json.loads((folder / "tokenizer.json").read_text())
     content["normalizer"] = {"type": "Lowercase"}
     (folder / "tokenizer.json").write_text(json.dumps(content))
     build(Contracts(load_tokenizer(folder)), [path], **place)
-    assert len(made) == 8
+    assert len(made) == 9
     # What becomes of malformed records changes no token.
     build(contracts, [path], **place, malformed=Malformed.drop)
-    assert len(made) == 8
+    assert len(made) == 9
 
 
 def test_index_that_is_damaged_is_made_anew(

@@ -7,7 +7,8 @@ that is a list either begins with an assistant turn and goes on from the prompt,
 conversation and must then begin with the prompt (contain it, if the prompt is a string); in
 ``chat_pairs`` ``prompt`` may be left out then. HelpSteer's way to write several turns into one
 prompt is known where its data is (``split_turns``). Conversations of any format get the record's
-``tools``, a list of objects or its JSON text, and ``documents``, where that is a list of objects.
+``tools``, a list of objects or its JSON text, ``documents``, where that is a list of objects, and
+its ``system`` prompt and ``history`` (``prompts.py``).
 Of other keys only ``source``, ``subset`` or ``kind`` is read, the first of them that holds a text
 or a number: metrics are also given apart for each.
 Label columns of pairs are fields of their names; where a format says by how much a completion is
@@ -21,23 +22,27 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.contract.messages import with_tools
+from nemo_aligner.contract.messages import Conversation, with_tools
 from nemo_aligner.data.files import AnyLine, BadLine, Line
-from nemo_aligner.data.formats.base import Format, PairKeys, WantedLabels, read_source
+from nemo_aligner.data.formats.base import Fields, Format, PairKeys, WantedLabels, read_source
 from nemo_aligner.data.formats.pairs import (
+    ALPACA_PAIRS,
     CHAT_PAIRS,
     COMPARISON_TEXT,
     HH,
-    MAYBE_PROMPTS,
+    MS_SWIFT_PAIRS,
     OPENAI_PREFERENCE,
+    SHAREGPT_PAIRS,
     TEXT_PAIRS,
     pairs_by,
 )
+from nemo_aligner.data.formats.prompts import prompt_like, with_prompt_columns
 from nemo_aligner.data.formats.rankings import (
     HELPSTEER2_PREFERENCE,
     HELPSTEER3,
@@ -68,6 +73,9 @@ FORMATS: dict[str, Format] = {
         HH,
         TEXT_PAIRS,
         CHAT_PAIRS,
+        ALPACA_PAIRS,
+        SHAREGPT_PAIRS,
+        MS_SWIFT_PAIRS,
         NEMO_RL_PREFERENCE,
         OPENAI_PREFERENCE,
         HELPSTEER3,
@@ -91,10 +99,12 @@ def choose_format(
     lines: Iterable[Line],
     path: str,
     pair_keys: PairKeys | None = None,
+    labels: Sequence[str] = (),
 ) -> Format:
     """The format called ``fmt``, or for ``auto`` the one that the first record of any fits.
 
-    With ``pair_keys`` it is ``chat_pairs`` by these keys.
+    With ``pair_keys`` it is ``chat_pairs`` by these keys. Columns called ``labels`` say nothing of
+    a record's format.
 
     Raises:
         ConfigError: there is no format of that name, or it holds another kind of records, or has
@@ -113,8 +123,9 @@ def choose_format(
     first = None
     for line in lines:
         first = first or line
+        value = {key: cell for key, cell in line.value.items() if key not in labels}
         for known in fitting:
-            if known.matches(line.value):
+            if known.is_certain(line.value) or known.is_certain(value):
                 return known
     if first is None:
         raise DataError(f"{path}: the file has no records")
@@ -146,19 +157,24 @@ def _pairs_by(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
 def _hint(line: Line, fitting: Sequence[Format]) -> str:
     """Advice on a record that fits none of the wanted formats."""
     for known in FORMATS.values():
-        if known.matches(line.value):
+        if known.is_certain(line.value):
             needs = "regression" if known.kind is RecordKind.rating else "binary_ranking"
             return f". It fits {known.name}, for model.reward_model_type={needs}"
-    misspelt = _find_misspelt(line.value, fitting)
-    if misspelt is not None:
-        return f"; {misspelt}"
-    prompts = [key for key in MAYBE_PROMPTS if line.value.get(key)]
-    if {"chosen", "rejected"} <= set(line.value) and prompts:
+    prompts = prompt_like(line.value)
+    if TEXT_PAIRS in fitting and TEXT_PAIRS.matches(line.value) and prompts:
         flag = f"{prompts[0]} (model.data.prompt_key={prompts[0]} in training)"
         return (
             f". If {prompts[0]!r} is the prompt, set --prompt-key {flag}; where 'chosen' and "
-            "'rejected' are whole texts, leave that field out"
+            "'rejected' are whole texts, set --format text_pairs (model.data.format=text_pairs)"
         )
+    if COMPARISON_TEXT in fitting and COMPARISON_TEXT.matches(line.value):
+        return (
+            ". If every two lines are a pair, the text of the chosen reply and that of the "
+            "rejected one, set --format comparison_text (model.data.format=comparison_text)"
+        )
+    misspelt = _find_misspelt(line.value, fitting)
+    if misspelt is not None:
+        return f"; {misspelt}"
     common = "; ".join(f"{each.wanted} ({each.name})" for each in fitting if each.name in _COMMON)
     others = ", ".join(each.name for each in fitting if each.name not in _COMMON)
     return (
@@ -187,19 +203,28 @@ def _find_misspelt(value: dict[str, Any], fitting: Sequence[Format]) -> str | No
 
 
 def parse_lines(
-    chosen: Format, lines: Sequence[AnyLine], path: str, wanted: WantedLabels
+    chosen: Format,
+    lines: Sequence[AnyLine],
+    path: str,
+    wanted: WantedLabels,
+    unread: Counter[str] | None = None,
 ) -> Iterator[Record | MalformedRecord]:
     """The records that lines of the format ``chosen`` make, and what is none, in order.
 
     ``lines`` are of whole records, as those of a file are that ``check_lines_are_whole`` lets pass.
+    To ``unread`` go the columns that were not read, with the number of lines that have them.
     """
     size = chosen.lines_per_record
     for start in range(0, len(lines), size):
-        yield from _parse_records(chosen, lines[start : start + size], path, wanted)
+        yield from _parse_records(chosen, lines[start : start + size], path, wanted, unread)
 
 
 def _parse_records(
-    chosen: Format, group: Sequence[AnyLine], path: str, wanted: WantedLabels
+    chosen: Format,
+    group: Sequence[AnyLine],
+    path: str,
+    wanted: WantedLabels,
+    unread: Counter[str] | None,
 ) -> Sequence[Record | MalformedRecord]:
     good: list[Line] = []
     for line in group:
@@ -208,29 +233,44 @@ def _parse_records(
             return [MalformedRecord(Origin(path, line.number), reason)]
         good.append(line)
     origin = Origin(path, good[0].number)
-    value = good[0].value
+    fields = [Fields(line.value) for line in good]
+    value = fields[0]
     try:
-        parsed = chosen.parse([line.value for line in good], origin, wanted)
-        some = [parsed] if isinstance(parsed, Comparison | Rating) else parsed
-        records = [_with_tools(record, value) for record in some]
+        parsed = chosen.parse([*fields], origin, wanted)
+        parts = [parsed] if isinstance(parsed, Comparison | Rating) else parsed
+        # A column may be read by the format itself, and is then what the format says.
+        by_format = value.names_read.copy()
+        records = []
+        for part in parts:
+            value.names_read = by_format.copy()
+            records.append(_with_tools(with_prompt_columns(part, value, wanted.names), value))
     except DataError as error:
         return [MalformedRecord(origin, str(error))]
-    return [replace(record, source=record.source or _source(value)) for record in records]
+    records = [replace(record, source=record.source or _source(value)) for record in records]
+    if unread is not None:
+        unread.update(name for line in fields for name in line.unread())
+        for name in wanted.names:
+            del unread[name]
+    return records
 
 
-def _with_tools(record: Record, value: dict[str, Any]) -> Record:
+def _with_tools(record: Record, value: Fields) -> Record:
     """A record of conversations with the tools and documents that its fields have."""
-    if value.get("chat_template_kwargs") and not isinstance(record.texts[0], str):
+    if isinstance(record.texts[0], str):
+        return record
+    if value.get("chat_template_kwargs"):
         raise DataError(
             "chat_template_kwargs: got some in a record, wanted none: "
             "model.data.chat_template_kwargs applies to all records"
         )
-    tools, documents = value.get("tools"), value.get("documents")
+    tools, documents = value.get("tools"), dict.get(value, "documents")
     # A field of this name may be anything; the documents of a chat template are objects.
     is_list = isinstance(documents, list) and all(isinstance(each, dict) for each in documents)
-    documents = documents if is_list else None
-    if not (tools or documents) or isinstance(record.texts[0], str):
+    documents = value["documents"] if is_list and "documents" in value else None
+    if not (tools or documents):
         return record
+    if any(isinstance(text, Conversation) for text in record.texts):
+        raise DataError("tools: got some next to a conversation that has its own, wanted one")
     if isinstance(record, Rating):
         return replace(record, response=with_tools(record.response, tools, documents))
     texts = tuple(with_tools(text, tools, documents) for text in record.texts)
@@ -284,7 +324,7 @@ def _why_unfit(chosen: Format, line: AnyLine) -> str:
         return line.reason
     if chosen.matches(line.value):
         return ""
-    known_by = [known.name for known in FORMATS.values() if known.matches(line.value)]
+    known_by = [known.name for known in FORMATS.values() if known.is_certain(line.value)]
     # It may be one of this name whose fields have other keys than were asked for.
     others = [name for name in known_by if name != chosen.name]
     if others:

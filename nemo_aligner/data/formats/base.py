@@ -2,19 +2,55 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.describe import suggestion
-from nemo_aligner.contract.messages import Messages, Text, read_messages, read_text
+from nemo_aligner.contract.messages import (
+    Conversation,
+    Messages,
+    Text,
+    read_messages,
+    read_text,
+    with_tools,
+)
 from nemo_aligner.data.records import Comparison, Origin, Record
 from nemo_aligner.utils.errors import DataError
 
 # A format: how its records are recognized and read.
+
+
+class Fields(dict[str, Any]):
+    """An object of a file that remembers which of its fields were read.
+
+    So the table of a file can name the columns that no rule of its format has looked at, without a
+    list of columns in every format.
+    """
+
+    def __init__(self, value: dict[str, Any]) -> None:
+        super().__init__(value)
+        self.names_read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names_read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names_read.add(name)
+        return super().get(name, default)
+
+    def unread(self) -> list[str]:
+        """Names of fields that hold something and were not read."""
+        return [
+            name
+            for name, content in self.items()
+            if name not in self.names_read and content not in (None, "", [], {})
+        ]
 
 
 @dataclass(frozen=True)
@@ -55,12 +91,14 @@ class Format:
     Attributes:
         name: as ``model.data.format`` has it.
         kind: what its records are.
-        matches: whether an object of a file is a record of it, or a line of one.
+        matches: whether an object of a file can be read as a record of it, or as a line of one.
         wanted: the keys by which it is known, for errors.
         parse: a record, or some, of the objects that it is made of; raises DataError without file
             and line, which the caller knows.
         sample: the objects of one record.
         lines_per_record: objects that make a record.
+        recognizes: whether an object is one for sure, so that ``auto`` may take it; None is the
+            same as ``matches``.
     """
 
     name: str
@@ -70,6 +108,11 @@ class Format:
     parse: Callable[[list[dict[str, Any]], Origin, WantedLabels], Record | Sequence[Record]]
     sample: tuple[dict[str, Any], ...]
     lines_per_record: int = 1
+    recognizes: Callable[[dict[str, Any]], bool] | None = None
+
+    def is_certain(self, value: dict[str, Any]) -> bool:
+        """True if an object is surely a record of this format, or a line of one."""
+        return (self.recognizes or self.matches)(value)
 
 
 def has(*keys: str) -> Callable[[dict[str, Any]], bool]:
@@ -99,10 +142,59 @@ def read_string(value: dict[str, Any], key: str) -> str:
 
 def checked(text: Any, key: str) -> Any:
     """The text or conversation of a field, as ``read_text`` gives it."""
+    text = _standard_turns(text, key)
     try:
         return read_text(text)
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
+
+
+def read_turns(turns: list[Any], key: str) -> Messages:
+    """The messages of a field, whoever speaks last."""
+    turns = _standard_turns(turns, key)
+    try:
+        return read_messages(turns)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
+
+
+# ShareGPT's messages have ``from`` and ``value``, and names of their own for who speaks. In
+# LLaMA-Factory's and ms-swift's data a call of a tool is a message, whose JSON is the call's name
+# and arguments, or a list of calls; and so is its result.
+_FROM, _VALUE = "from", "value"
+_SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant"}
+_RESULTS = ("observation", "function_response", "tool_response")
+_CALLS = ("function_call", "tool_call")
+
+
+def _standard_turns(turns: Any, key: str) -> Any:
+    """A list of messages in ShareGPT's writing in the usual one; anything else unchanged."""
+    if not isinstance(turns, list):
+        return turns
+    return [
+        _standard_turn(turn, f"{key}: messages[{number}]") if isinstance(turn, dict) else turn
+        for number, turn in enumerate(turns)
+    ]
+
+
+def _standard_turn(turn: dict[str, Any], where: str) -> dict[str, Any]:
+    if "role" not in turn and {_FROM, _VALUE} <= set(turn):
+        names = {_FROM: "role", _VALUE: "content"}
+        turn = {names.get(key, key): content for key, content in turn.items()}
+        speaker = turn["role"]
+        turn["role"] = _SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
+    role = turn.get("role")
+    if role in _RESULTS:
+        return {**turn, "role": "tool"}
+    if role not in _CALLS:
+        return turn
+    calls = turn.get("content")
+    try:
+        calls = json.loads(calls) if isinstance(calls, str) else calls
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: got {calls!r:.60} of {role}, wanted JSON: {error}") from error
+    calls = calls if isinstance(calls, list) else [calls]
+    return {**turn, "role": "assistant", "content": None, "tool_calls": calls}
 
 
 def read_source(value: object) -> str:
@@ -150,8 +242,40 @@ def split_turns(prompt: object) -> object:
 
 def read_conversation(
     prompt: object, reply: object, key: str, prompt_key: str = "prompt"
-) -> Messages:
-    """Prompt and reply, each a string or messages, put together by the rule of the formats."""
+) -> Messages | Conversation:
+    """Prompt and reply put together by the rule of the formats.
+
+    Each is a string, messages or an object with ``messages``, ``tools`` and ``documents``; the
+    reply may also be one message.
+    """
+    if _has_messages(reply):
+        text = read_conversation(prompt, reply["messages"], key, prompt_key)
+        return _with_tools_of(reply, text, key)
+    if _has_messages(prompt):
+        text = read_conversation(prompt["messages"], reply, key, prompt_key)
+        return _with_tools_of(prompt, text, prompt_key)
+    is_message = isinstance(reply, dict) and not {"role", _FROM}.isdisjoint(reply)
+    turns = _standard_turns([reply] if is_message else reply, key)
+    return _put_together(_standard_turns(prompt, prompt_key), turns, key, prompt_key)
+
+
+def _has_messages(part: Any) -> TypeGuard[dict[str, Any]]:
+    """True for the JSON of a ``Conversation`` with tools or documents."""
+    return isinstance(part, dict) and isinstance(part.get("messages"), list)
+
+
+def _with_tools_of(
+    part: dict[str, Any], text: Messages | Conversation, key: str
+) -> Messages | Conversation:
+    try:
+        whole = with_tools(text, part.get("tools"), part.get("documents"))
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
+    assert not isinstance(whole, str)  # as text is none
+    return whole
+
+
+def _put_together(prompt: Any, reply: Any, key: str, prompt_key: str) -> Messages:
     if not isinstance(reply, str | list) or reply == []:
         raise DataError(f"{key}: got {reply!r:.60}, wanted a string or a list of messages")
     if not isinstance(prompt, str | list | None):
@@ -170,7 +294,7 @@ def read_conversation(
     if isinstance(prompt, str):
         holds_prompt = {"role": "user", "content": prompt} in conversation
     else:
-        holds_prompt = prompt is None or conversation[: len(prompt)] == _messages(
+        holds_prompt = prompt is None or conversation[: len(prompt)] == read_turns(
             prompt, prompt_key
         )
     if not holds_prompt:
@@ -185,17 +309,10 @@ def _joined(before: list[Any], turns: list[Any], key: str, prompt_key: str) -> M
         whole: Messages = checked([*before, *turns], key)
     except DataError:
         # Which of the two fields it is in, and where.
-        _messages(before, prompt_key)
-        _messages(turns, key)
+        read_turns(before, prompt_key)
+        read_turns(turns, key)
         raise
     return whole
-
-
-def _messages(prompt: list[Any], key: str) -> Messages:
-    try:
-        return read_messages(prompt)
-    except DataError as error:
-        raise DataError(f"{key}: {error}") from error
 
 
 def read_labels(value: dict[str, Any], wanted: WantedLabels, why: str) -> tuple[float | None, ...]:

@@ -1,4 +1,4 @@
-"""Pairs, a chosen and a rejected reply: chat_pairs, text_pairs, comparison_text, hh, OpenAI's."""
+"""Pairs, a chosen and a rejected reply, as trainers write them: TRL, LLaMA-Factory, OpenAI, ..."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from nemo_aligner.data.formats.base import (
     read_pair_labels,
     read_string,
 )
+from nemo_aligner.data.formats.prompts import prompt_like
 from nemo_aligner.data.records import Comparison, Origin
 from nemo_aligner.utils.errors import DataError
 
@@ -107,7 +108,7 @@ def pairs_by(keys: PairKeys) -> Format:
         )
 
     def parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
-        prompt = values[0].get(keys.prompt)
+        prompt = _read_prompt(values[0], keys.prompt)
         chosen, rejected = (
             read_conversation(prompt, values[0][key], key, keys.prompt)
             for key in (keys.chosen, keys.rejected)
@@ -126,28 +127,158 @@ def pairs_by(keys: PairKeys) -> Format:
     )
 
 
+_INSTRUCTION, _INPUT = "instruction", "input"
+
+
+def _read_prompt(value: dict[str, Any], key: str) -> Any:
+    """The prompt of a pair, with the ``input`` of Alpaca's ``instruction`` on the lines below."""
+    prompt = value.get(key)
+    if key != _INSTRUCTION or not isinstance(prompt, str) or not value.get(_INPUT):
+        return prompt
+    given = read_string(value, _INPUT)
+    return "\n".join(part for part in (prompt, given) if part)
+
+
+def _are_alpaca(value: dict[str, Any]) -> bool:
+    return (
+        {_INSTRUCTION, "chosen", "rejected"} <= set(value)
+        and "prompt" not in value
+        and isinstance(value[_INSTRUCTION], str)
+        and _begins_with_reply(value["chosen"])
+        and not is_hh(value)
+    )
+
+
+def _begins_with_reply(reply: Any) -> bool:
+    """True if a reply, as one text, message or list of them, lacks its prompt."""
+    first = reply[0] if isinstance(reply, list) and reply else reply
+    if isinstance(first, dict):
+        return (first.get("role") or first.get("from")) in ("assistant", "gpt")
+    return isinstance(reply, str)
+
+
+def _key_of_conversation(value: dict[str, Any]) -> str | None:
+    """The field with the messages before the reply, in pairs of LLaMA-Factory's ShareGPT form."""
+    if not {"chosen", "rejected"} <= set(value) or "prompt" in value:
+        return None
+    for key in ("conversations", "messages"):
+        turns = value.get(key)
+        last = turns[-1] if isinstance(turns, list) and turns else None
+        if isinstance(last, dict) and not _begins_with_reply(last):
+            return key if _begins_with_reply(value["chosen"]) else None
+    return None
+
+
 _WITH_USUAL_KEYS = pairs_by(PairKeys())
 CHAT_PAIRS = replace(
-    _WITH_USUAL_KEYS, matches=lambda value: _WITH_USUAL_KEYS.matches(value) and not is_hh(value)
+    _WITH_USUAL_KEYS,
+    matches=lambda value: (
+        _WITH_USUAL_KEYS.matches(value)
+        and not is_hh(value)
+        and not _are_alpaca(value)
+        and _key_of_conversation(value) is None
+    ),
+)
+
+
+# LLaMA-Factory's pairs (its data/README.md, "Preference Dataset"): Alpaca's columns, whose prompt
+# is the instruction and, on the lines below it, the input; and ShareGPT's, where the conversation
+# stands before two messages. ``system`` and ``history`` are read of both (``prompts.py``).
+
+ALPACA_PAIRS = replace(
+    pairs_by(PairKeys(prompt=_INSTRUCTION)),
+    name="alpaca_pairs",
+    matches=_are_alpaca,
+    wanted="'instruction', 'input', 'chosen' and 'rejected'",
+    sample=({"instruction": "Add the numbers.", "input": "2, 2", "chosen": "4", "rejected": "5"},),
+)
+
+
+def _parse_sharegpt(
+    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+) -> Comparison:
+    key = _key_of_conversation(values[0])
+    assert key is not None  # is what the format is known by
+    return pairs_by(PairKeys(prompt=key)).parse(values, origin, wanted)  # type: ignore[return-value]
+
+
+SHAREGPT_PAIRS = Format(
+    name="sharegpt_pairs",
+    kind=RecordKind.comparison,
+    matches=lambda value: _key_of_conversation(value) is not None,
+    wanted="'conversations' or 'messages' up to the prompt, 'chosen' and 'rejected', messages",
+    parse=_parse_sharegpt,
+    sample=(
+        {
+            "conversations": [{"from": "human", "value": "2+2?"}],
+            "chosen": {"from": "gpt", "value": "4"},
+            "rejected": {"from": "gpt", "value": "5"},
+        },
+    ),
+)
+
+
+# ms-swift's pairs (its documentation, "Custom dataset", RLHF): messages whose end is the chosen
+# reply, and another reply in its place, or a whole conversation.
+
+_REJECTED_RESPONSE, _REJECTED_MESSAGES = "rejected_response", "rejected_messages"
+
+
+def _are_swift(value: dict[str, Any]) -> bool:
+    return isinstance(value.get("messages"), list) and (
+        _REJECTED_RESPONSE in value or _REJECTED_MESSAGES in value
+    )
+
+
+def _parse_swift(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
+    value = values[0]
+    chosen = checked(value["messages"], "messages")
+    if value.get(_REJECTED_MESSAGES):
+        rejected = checked(value[_REJECTED_MESSAGES], _REJECTED_MESSAGES)
+    else:
+        roles = [turn["role"] for turn in chosen]
+        if "user" not in roles:
+            raise DataError(f"messages: got turns of {', '.join(roles)}, wanted one of the user")
+        # The whole of the last answer is replaced, with its calls of tools and their results.
+        end = len(roles) - roles[::-1].index("user")
+        rejected = read_conversation(chosen[:end], value[_REJECTED_RESPONSE], _REJECTED_RESPONSE)
+    return Comparison.of_pair(chosen, rejected, origin, labels=read_margin_labels(value, wanted))
+
+
+MS_SWIFT_PAIRS = Format(
+    name="ms_swift_pairs",
+    kind=RecordKind.comparison,
+    matches=_are_swift,
+    wanted="'messages' that end with the chosen reply, and 'rejected_response' or "
+    "'rejected_messages'",
+    parse=_parse_swift,
+    sample=(
+        {
+            "messages": [
+                {"role": "user", "content": "2+2?"},
+                {"role": "assistant", "content": "4"},
+            ],
+            "rejected_response": "5",
+        },
+    ),
 )
 
 
 # Two raw texts, prompt included: TRL's standard format with an implicit prompt.
-
-# Names that prompts have elsewhere: whether such a field is one, only its owner knows.
-MAYBE_PROMPTS = (
-    "question", "instruction", "input", "query", "context", "messages", "conversations",
-)  # fmt: skip
 
 
 def _are_texts(value: dict[str, Any]) -> bool:
     return (
         {"chosen", "rejected"} <= set(value)
         and "prompt" not in value
-        and not any(value.get(key) for key in MAYBE_PROMPTS)
         and isinstance(value["chosen"], str)
         and not is_hh(value)
     )
+
+
+def _are_whole_texts(value: dict[str, Any]) -> bool:
+    """True unless another column may be the prompt of the texts, which only its owner knows."""
+    return _are_texts(value) and not prompt_like(value)
 
 
 def _parse_text_pairs(
@@ -162,6 +293,7 @@ TEXT_PAIRS = Format(
     name="text_pairs",
     kind=RecordKind.comparison,
     matches=_are_texts,
+    recognizes=_are_whole_texts,
     wanted="'chosen' and 'rejected', raw texts, without a field for the prompt",
     parse=_parse_text_pairs,
     sample=({"chosen": "The sky is blue.", "rejected": "The sky is green."},),
@@ -180,16 +312,24 @@ def _parse_comparison_text(
 
 # Other formats' keys: their records may have a whole text beside, as dumps of a template do.
 _OTHERS = {"label", "prompt", "chosen", "rejected", "response", "completions", "messages"}
+# All that lines of a pair have. A line with more may be one of a corpus, of messages or of ratings,
+# where two neighbours are no pair.
+_OF_TEXT = {"text", "source", "subset", "kind", LABEL_MARGIN}
 
 
 def _is_text(value: dict[str, Any]) -> bool:
     return "text" in value and _OTHERS.isdisjoint(value)
 
 
+def _is_text_alone(value: dict[str, Any]) -> bool:
+    return "text" in value and set(value) <= _OF_TEXT
+
+
 COMPARISON_TEXT = Format(
     name="comparison_text",
     kind=RecordKind.comparison,
     matches=_is_text,
+    recognizes=_is_text_alone,
     wanted="'text', without 'label', on two lines: chosen, then rejected",
     parse=_parse_comparison_text,
     sample=({"text": "User: 2+2?\nAssistant: 4"}, {"text": "User: 2+2?\nAssistant: 5"}),

@@ -23,7 +23,7 @@ from nemo_aligner.data.formats.base import (
     read_string,
     split_turns,
 )
-from nemo_aligner.data.records import Origin, Rating
+from nemo_aligner.data.records import Origin, Rating, is_blank
 from nemo_aligner.utils.errors import DataError, shown
 
 # Prompt and response, and a field with a number or null for each attribute.
@@ -108,7 +108,7 @@ def _rating(
     source: str = "",
 ) -> Rating:
     for number, step in enumerate(steps):
-        if not isinstance(step, str) or not step.strip():
+        if not isinstance(step, str) or is_blank(step):
             raise DataError(f"{key}[{number}]: got {shown(step)}, wanted a text that is not blank")
     parts = [{"type": "text", "text": step} for step in steps]
     conversation = read_conversation(prompt, [{"role": "assistant", "content": parts}], key)

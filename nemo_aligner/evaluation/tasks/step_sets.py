@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.contract.messages import Messages
+from nemo_aligner.contract.messages import Text
 from nemo_aligner.data.formats.base import read_conversation
 from nemo_aligner.evaluation.predictions import Item, Prediction
 from nemo_aligner.evaluation.tasks.base import (
@@ -45,7 +45,7 @@ def _read_processbench(value: dict[str, Any]) -> Item:
     return Item(name, str(subset), (text,), num_right=0, scores=(float(label),))
 
 
-def _solution(value: dict[str, Any], question: str, key: str) -> Messages:
+def _solution(value: dict[str, Any], question: str, key: str) -> Text:
     """The steps under ``key`` as the reply to the question of a record.
 
     Raises:

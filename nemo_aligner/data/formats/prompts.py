@@ -1,0 +1,141 @@
+"""Columns that hold a part of the prompt outside the messages: system prompts and earlier turns.
+
+Trainers keep these apart from the question (LLaMA-Factory's ``system`` and ``history``, Orca's
+``system``). A model that never sees them would learn that the chosen reply is right without them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container
+from dataclasses import replace
+from typing import Any
+
+from nemo_aligner.contract.messages import Messages, Text, messages_of, said, with_messages
+from nemo_aligner.data.formats.base import Fields, read_turns
+from nemo_aligner.data.records import Rating, Record, is_blank
+from nemo_aligner.utils.errors import DataError, shown
+
+_SYSTEM = ("system", "system_prompt")
+_HISTORY = "history"
+_SYSTEM_ROLES = ("system", "developer")
+# Words that columns with a part of a prompt are called by, alone or behind another word
+# (``user_prompt``); a number may follow.
+_PROMPT_WORDS = re.compile(
+    r"(.*[^a-z])?"
+    r"(prompt|question|instruction|input|query|context|message|conversation|dialog(ue)?|history"
+    r"|system|user|human|problem|post|passage|article|document|request|premise)s?"
+    r"([ _]?([0-9]+|text))?"
+)
+
+
+def looks_like_prompt(name: str) -> bool:
+    """True if a column of this name usually holds a prompt, or a part of one."""
+    # userPrompt is read as user_prompt.
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    return _PROMPT_WORDS.fullmatch(words) is not None
+
+
+def prompt_like(value: dict[str, Any]) -> list[str]:
+    """Columns of a record that hold a text or a list, and are called like a part of a prompt.
+
+    The likeliest to hold the question come first.
+    """
+    names = [name for name, cell in value.items() if _has_text(cell) and looks_like_prompt(name)]
+    return sorted(names, key=lambda name: name in (*_SYSTEM, _HISTORY))
+
+
+def _has_text(cell: object) -> bool:
+    return not is_blank(cell) if isinstance(cell, str) else isinstance(cell, list) and bool(cell)
+
+
+def with_prompt_columns(record: Record, fields: Fields, labels: Container[str]) -> Record:
+    """Put a record's ``history`` and ``system`` in front of its conversations.
+
+    A conversation that begins with these turns already has them once. Unread stay the columns of
+    raw texts, a column that the format reads as something else, and one that is a label.
+
+    Raises:
+        DataError: a column holds something else, or the conversation has another system prompt.
+    """
+    if isinstance(record.texts[0], str):
+        return record
+    record = _put_in(record, _read_history(fields, labels), _add_history)
+    for name in _SYSTEM:
+        record = _put_in(record, _read_system(fields, name, labels), _add_system)
+    return record
+
+
+def _put_in(
+    record: Record, turns: Messages, add: Callable[[Messages, Messages], Messages]
+) -> Record:
+    if not turns:
+        return record
+
+    def extend(text: Text) -> Text:
+        assert not isinstance(text, str)  # with_prompt_columns has let raw texts pass
+        return with_messages(text, add(messages_of(text), turns))
+
+    if isinstance(record, Rating):
+        return replace(record, response=extend(record.response))
+    return replace(record, texts=tuple(map(extend, record.texts)))
+
+
+def _is_open(fields: Fields, name: str, labels: Container[str]) -> bool:
+    return name in fields and name not in fields.names_read and name not in labels
+
+
+def _read_history(fields: Fields, labels: Container[str]) -> Messages:
+    """Earlier turns: messages, or pairs of a user's text and the reply to it.
+
+    A history in any other form, such as one text, stays unread.
+    """
+    history = dict.get(fields, _HISTORY)
+    if not _is_open(fields, _HISTORY, labels) or not isinstance(history, list):
+        return []
+    if not all(isinstance(turn, list | dict) for turn in history):
+        return []
+    turns: list[Any] = []
+    for number, turn in enumerate(fields[_HISTORY]):
+        if isinstance(turn, dict):
+            turns.append(turn)
+            continue
+        if len(turn) != 2 or not all(isinstance(text, str) for text in turn):
+            raise DataError(
+                f"{_HISTORY}[{number}]: got {shown(turn)}, wanted two texts: of the user and of "
+                "the assistant"
+            )
+        turns += [
+            {"role": role, "content": text}
+            for role, text in zip(("user", "assistant"), turn, strict=True)
+        ]
+    return read_turns(turns, _HISTORY)
+
+
+def _read_system(fields: Fields, name: str, labels: Container[str]) -> Messages:
+    prompt = dict.get(fields, name)
+    if not _is_open(fields, name, labels) or not isinstance(prompt, str):
+        return []
+    fields[name]  # from here on it counts as read, also where there is nothing in it
+    return [] if is_blank(prompt) else read_turns([{"role": "system", "content": prompt}], name)
+
+
+def _add_history(messages: Messages, turns: Messages) -> Messages:
+    start = 0
+    while messages[start]["role"] in _SYSTEM_ROLES:
+        start += 1
+    behind = messages[start:]
+    is_there = len(behind) > len(turns) and behind[: len(turns)] == turns
+    return messages if is_there else [*messages[:start], *turns, *behind]
+
+
+def _add_system(messages: Messages, turns: Messages) -> Messages:
+    if messages[0]["role"] not in _SYSTEM_ROLES:
+        return [*turns, *messages]
+    present, column = said(messages[0]), said(turns[0])
+    if present.strip() != column.strip():
+        raise DataError(
+            f"system: got {shown(column)} next to a conversation whose system prompt is "
+            f"{shown(present)}. Keep one of the two."
+        )
+    return messages

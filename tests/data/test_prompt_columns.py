@@ -1,0 +1,112 @@
+"""Columns next to a prompt: earlier turns and system prompts are read, and others are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nemo_aligner.config.common import RecordKind
+from nemo_aligner.data.formats.base import PairKeys
+from nemo_aligner.data.inspect import Inspection, inspect_files
+from nemo_aligner.utils.errors import DataError
+from tests.contract.refusals import assert_refused
+from tests.contracts import Contracts
+from tests.data.files import build, read, write
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+WHY = turn("user", "why")
+SYSTEM = turn("system", "You are brief.")
+HISTORY = [turn("user", "hi"), turn("assistant", "hello")]
+REPLIES = {"chosen": "because", "rejected": "no"}
+PAIR = {"prompt": "why", **REPLIES}
+HH = "\n\nHuman: why\n\nAssistant:"
+ALPACA: dict[str, Any] = {
+    "instruction": "Add.",
+    "input": "2, 2",
+    "chosen": "4",
+    "rejected": "5",
+    "system": "You are brief.",
+    "history": [["hi", "hello"]],
+}
+
+
+def test_prompt_has_the_columns_next_to_it(tmp_path: Path) -> None:
+    """Whether the format is found, or its fields are named."""
+    question, bare = turn("user", "Add.\n2, 2"), turn("user", "Add.")
+    pairs = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+    there = {
+        "prompt": [SYSTEM, *HISTORY, WHY],
+        "system": "You are brief. ",
+        "history": [["hi", "hello"]],
+    }
+    raw = {"chosen": f"{HH} because", "rejected": f"{HH} no", "system": "You are brief."}
+    by_key = {"pair_keys": PairKeys.of("instruction", None, None)}
+    orca = {"pair_keys": PairKeys.of("question", None, None)}
+    cases: list[tuple[dict[str, Any], dict[str, Any], list[Any]]] = [
+        (ALPACA, {}, [SYSTEM, *HISTORY, question]),
+        (ALPACA, by_key, [SYSTEM, *HISTORY, question]),
+        ({**ALPACA, "input": "", "system": "", "history": []}, {}, [bare]),
+        ({**ALPACA, "input": None, "system": None, "history": None}, {}, [bare]),
+        ({**PAIR, "system": "You are brief."}, {}, [SYSTEM, WHY]),
+        ({**PAIR, "system_prompt": "You are brief."}, {}, [SYSTEM, WHY]),
+        ({**REPLIES, "question": "why", "system": "You are brief."}, orca, [SYSTEM, WHY]),
+        ({**PAIR, "history": HISTORY}, {}, [*HISTORY, WHY]),
+        ({**PAIR, "history": pairs}, {}, [*HISTORY, WHY]),
+        (raw, {}, [SYSTEM, WHY]),
+        # A conversation that has these turns has them once.
+        ({**REPLIES, **there}, {}, [SYSTEM, *HISTORY, WHY]),
+    ]
+    for record, how, prompt in cases:
+        file = read(tmp_path, record, **how)
+        assert [text[:-1] for text in file.records[0].texts] == [prompt] * 2, record
+        assert not file.unread, record
+    rated = {"prompt": "why", "response": "so", "system": "You are brief.", "help": 1}
+    [rating] = read(tmp_path, rated, kind=RecordKind.rating, attributes=["help"]).records
+    assert rating.response == [SYSTEM, WHY, turn("assistant", "so")]
+    # A label of this name is a label.
+    rated["system"] = 2
+    [rating] = read(tmp_path, rated, kind=RecordKind.rating, attributes=["system"]).records
+    assert (rating.labels, len(rating.response)) == ((2.0,), 2)
+
+
+def test_prompt_columns_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({**PAIR, "history": [["hi"]]}, r":1: history\[0\]: got \['hi'\], wanted two texts"),
+        ({**PAIR, "history": [{"from": "x"}]}, r":1: history: messages\[0\]: got an object with"),
+        ({**PAIR, "prompt": [SYSTEM, WHY], "system": "Rhyme."}, r":1: system: got 'Rhyme.' next"),
+        ({**ALPACA, "input": 3}, r":1: input: got 3, wanted a string"),
+    ]
+    assert_refused(lambda record: read(tmp_path, record), cases, DataError)
+
+
+def test_columns_that_are_not_read_are_named(tmp_path: Path, contracts: Contracts) -> None:
+    rows: list[dict[str, Any]] = [
+        {**PAIR, "id": 1, "input": "2, 2", "label_margin": 2, "source": "s", "note": None},
+        {**PAIR, "prompt": "who", "id": 2, "input": "", "tools": [], "history": "hi"},
+        {**PAIR, "prompt": "what", "id": 3, "score_chosen": 1, "score_rejected": 0},
+    ]
+    path = write(tmp_path / "pairs.jsonl", *rows)
+    row = (
+        "columns not read",
+        "history 1 (part of the prompt?), input 1 (part of the prompt?), id 3, label_margin 1, "
+        "score_chosen 1, score_rejected 1",
+    )
+    [report] = build(contracts, [path]).train.reports
+    assert row in [*report.rows()]
+    [shown] = inspect_files([str(path)], [], Inspection(show=0))
+    assert "  columns not read          history 1 (part of the prompt?), " in shown.text
+    # What an objective reads is read.
+    rows[1]["label_margin"] = 3
+    margins = read(tmp_path, *rows, pair_columns=("label_margin",))
+    assert [pair.labels for pair in margins.records] == [(2.0,), (3.0,), (1.0,)]
+    assert margins.unread == {"id": 3, "input": 1, "history": 1}
+    # Raw texts have no place for a system prompt.
+    texts = {"chosen": "a", "rejected": "b", "system": "Rhyme.", "tools": [1]}
+    assert read(tmp_path, texts, format="text_pairs").unread == {"system": 1, "tools": 1}
+    names = {f"c{number:02}": 1 for number in range(14)}
+    [shown] = inspect_files([str(write(path, {**PAIR, **names}))], [], Inspection(show=0))
+    assert " ".join(shown.text.split()).endswith("c11 1, and 2 more")
