@@ -25,7 +25,7 @@ from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.messages import Text, as_json, reply_of
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
 from nemo_aligner.data.records import Comparison, write_lines
-from nemo_aligner.data.split import lines_by_origin, prompt_keys
+from nemo_aligner.data.split import lines_by_origin, lines_of_records, prompt_keys
 from nemo_aligner.losses.pairwise import LABEL_MARGIN
 from nemo_aligner.metrics.ranking import fit_temperature, share_right, wilson_interval
 from nemo_aligner.utils.errors import ConfigError, DataError
@@ -83,6 +83,7 @@ def filter_file(source: Path, folder: Path, how: Filter, config: TrainConfig) ->
     file = read_records(
         source, ReaderConfig.of(config.model.data, "model.data", kind=RecordKind.comparison)
     )
+    _check_lines_are_apart(file)
     lines = lines_by_origin(file)
     margins = _cross_fit(file, lines, folder, how, config)
     known = torch.from_numpy(margins[~np.isnan(margins)])
@@ -125,7 +126,7 @@ def _cross_fit(
     margins = np.full(len(file.records), np.nan)
     for fold in range(how.folds):
         outside, inside = (np.flatnonzero(mask) for mask in (folds != fold, folds == fold))
-        train = [line for i in outside for line in lines[file.records[i].origin.line]]
+        train = lines_of_records([file.records[i] for i in outside], lines)
         held = [file.records[i] for i in inside]
         margins[inside] = _judge(folder / f"fold_{fold + 1}", train, held, config)
     return margins
@@ -142,6 +143,17 @@ def _check(config: TrainConfig) -> None:
             f"model.data.data_prefix: got {', '.join(config.model.data.data_prefix.all_files)}, "
             "wanted none: the folds of the file are what is trained on"
         )
+
+
+def _check_lines_are_apart(file: RecordFile) -> None:
+    """Refuse lines of several pairs: one of them could not be taken out of its line."""
+    counts = Counter(record.origin for record in file.records)
+    for origin, count in counts.items():
+        if count > 1:
+            raise DataError(
+                f"{origin}: {count} pairs are made of this line ({file.format}), and a filter "
+                "keeps or drops whole lines. Write each pair on a line of its own first."
+            )
 
 
 def _folds(keys: Sequence[str], how: Filter, source: str) -> np.ndarray:

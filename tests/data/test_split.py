@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.data.readers import ReaderConfig
+from nemo_aligner.data.formats import FORMATS
+from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.split import Split, split_file
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests import tiny
 from tests.data.conftest import Run
 from tests.data.files import rows_of, write
+from tests.data.ranked_format import SEVERAL
 
 
 def parts_of(folder: Path) -> list[list[dict[str, Any]]]:
@@ -94,6 +96,45 @@ def test_split_keeps_comparison_lines_together(tmp_path: Path) -> None:
             assert json.loads(bad)["text"].endswith("bad")
         questions.append({json.loads(line)["text"].split("\n")[0] for line in side})
     assert not questions[0] & questions[1]
+
+
+def test_split_writes_a_line_once_for_all_of_its_records(tmp_path: Path, run: Run) -> None:
+    """Both parts have, read again, the records that were counted; a line is in one part."""
+
+    def step(*ratings: int) -> dict[str, Any]:
+        steps = [{"text": f"step {number}", "rating": each} for number, each in enumerate(ratings)]
+        return {"completions": steps, "chosen_completion": 0}
+
+    rows = [
+        {"question": {"problem": f"Why {n}?"}, "label": {"steps": [step(1, -1), step(1, 0, -1)]}}
+        for n in range(10)
+    ]
+    source = write(tmp_path / "prm.jsonl", *rows)
+    reading = ReaderConfig(attributes=("right",))
+    report = split_file(source, tmp_path, Split(reading=reading))
+    assert sorted(rows_of(tmp_path / "train.jsonl") + rows_of(tmp_path / "heldout.jsonl"), key=str) == rows
+    for name, lines in (("train", 8), ("heldout", 2)):
+        path = tmp_path / f"{name}.jsonl"
+        assert len(rows_of(path)) == lines
+        assert len(read_records(path, reading).records) == 4 * lines
+        assert f"{name}: {4 * lines} records, {lines} prompts" in report
+
+
+def test_split_keeps_a_line_whole_whose_records_have_several_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that any line has together stay in one part, however many lines link them."""
+    monkeypatch.setitem(FORMATS, "chat_pairs", SEVERAL)
+    rows = [
+        {"pairs": [[f"q {n}", "a", "b"], [f"q {n + (n % 2 == 0)}", "c", "d"]]} for n in range(8)
+    ]
+    source = write(tmp_path / "trees.jsonl", *rows)
+    report = split_file(source, tmp_path, Split(heldout=0.25))
+    train, heldout = parts_of(tmp_path)
+    assert (len(train), len(heldout)) == (6, 2)
+    assert heldout[0] in rows[::2]
+    assert heldout[1] == rows[rows.index(heldout[0]) + 1]
+    assert "train: 12 records, 3 prompts" in report
 
 
 def test_split_of_ratings_shows_what_length_scores(tmp_path: Path, run: Run) -> None:
