@@ -211,7 +211,8 @@ Split a file of preference data by prompt: train.jsonl and heldout.jsonl.
   nemo-aligner data split pairs.jsonl --output data --heldout 0.1
 
 Reads every format that training takes, and copies lines unchanged. All records of a prompt go to
-the same side; records that training would drop are left out and counted.
+the same side; records that training would drop are left out and counted. With --tokenizer, what the
+length of a reply alone would score is by its tokens, as in training, else by its characters.
 """
 
 
@@ -249,19 +250,25 @@ def split_parser() -> Parser:
         "--max-malformed", type=float, default=DataConfig.max_malformed, metavar="FRACTION",
         help="as model.data.max_malformed (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="PATH",
+        help="a .nemo file, or a folder with tokenizer.json",
+    )  # fmt: skip
     add_format(parser)
     return parser
 
 
 def run_split(options: argparse.Namespace) -> int:
     """Write the two files, and print what is in them."""
+    from nemo_aligner.checkpoint.nemo.reward_model import read_tokenizer
     from nemo_aligner.data.clean import MalformedRule
     from nemo_aligner.data.split import Split, split_file
 
+    tokenizer = None if options.tokenizer is None else read_tokenizer(options.tokenizer)
     kind = None if options.kind is None else RecordKind(options.kind)
     rule = MalformedRule(Malformed(options.malformed), options.max_malformed, section="")
     reading = _reading(options, kind=kind, rule=rule)
-    how = Split(options.heldout, options.seed, options.by, options.similar, reading)
+    how = Split(options.heldout, options.seed, options.by, options.similar, reading, tokenizer)
     print(split_file(options.input, options.output, how))
     return 0
 

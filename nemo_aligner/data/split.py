@@ -12,13 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from nemo_aligner.contract.messages import first_prompt, reply_of
+from nemo_aligner.contract.messages import first_prompt
+from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import list_malformed
 from nemo_aligner.data.files import Line, read_lines
 from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
 from nemo_aligner.data.records import Comparison, Rating, Record, prompt_key, write_lines
-from nemo_aligner.data.report import longer_chosen
+from nemo_aligner.data.report import longer_chosen, measure_replies, unit_of_lengths
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 _MALFORMED_SHOWN = 3
@@ -37,6 +38,8 @@ class Split:
         similar: with a number, prompts whose sets of three consecutive words have at least this
             Jaccard similarity stay in one part, too.
         reading: rules by which the file is read.
+        tokenizer: counts the tokens of replies, as training does, for the length baseline; without
+            one that is of characters.
     """
 
     heldout: float = 0.2
@@ -44,6 +47,7 @@ class Split:
     by: str = "prompt"
     similar: float | None = None
     reading: ReaderConfig = field(default_factory=ReaderConfig)
+    tokenizer: Tokenizer | None = None
 
 
 def split_file(source: Path, folder: Path, how: Split) -> str:
@@ -79,7 +83,7 @@ def split_file(source: Path, folder: Path, how: Split) -> str:
         prompts = len(held) if name == "heldout" else len(set(keys)) - len(held)
         lines.append(f"{name}: {len(records)} records, {prompts} prompts -> {written}")
     lines += _unlike_asked(keys, len(sides["heldout"]), how.heldout)
-    lines += _render_length_baseline(sides["train"], sides["heldout"], how.reading.attributes)
+    lines += _render_length_baseline(sides["train"], sides["heldout"], how)
     return "\n".join(lines)
 
 
@@ -254,35 +258,36 @@ def _held_keys(keys: Sequence[str], heldout: float, seed: int) -> set[str]:
 
 
 def _render_length_baseline(
-    train: Sequence[Record], heldout: Sequence[Record], attributes: Sequence[str]
+    train: Sequence[Record], heldout: Sequence[Record], how: Split
 ) -> list[str]:
     """Lines: how often the longer reply of ``heldout`` is right, or Pearson r of its labels."""
+    unit = unit_of_lengths(how.tokenizer)
+    lengths = measure_replies([text for each in heldout for text in each.texts], how.tokenizer)
     if isinstance(heldout[0], Comparison):
-        lengths = [length for record in heldout for length in _lengths(record)]
         wins = longer_chosen(heldout, lengths)
-        return [f"always taking the longer reply (in characters) is right in {wins:.1%} of heldout"]
+        return [f"always taking the longer reply (in {unit}) is right in {wins:.1%} of heldout"]
+    train_lengths = measure_replies([text for each in train for text in each.texts], how.tokenizer)
     lines, values = [], []
-    for index, name in enumerate(attributes):
+    for index, name in enumerate(how.reading.attributes):
         # A line fitted to the training lengths: of its slope only the sign matters to r.
-        sign = np.sign(_length_correlation(train, index))
-        values.append(sign * _length_correlation(heldout, index))
+        sign = np.sign(_length_correlation(train, train_lengths, index))
+        values.append(sign * _length_correlation(heldout, lengths, index))
         lines.append(
-            f"{name}: Pearson r {values[-1]:.3f} in heldout for a line fitted to reply lengths"
+            f"{name}: Pearson r {values[-1]:.3f} in heldout for a line fitted to reply lengths "
+            f"(in {unit})"
         )
     if values:
         lines.append(f"mean over attributes: {np.mean(values):.3f}")
     return lines
 
 
-def _lengths(record: Record) -> tuple[int, ...]:
-    return tuple(len(reply_of(text)) for text in record.texts)
-
-
-def _length_correlation(records: Sequence[Record], index: int) -> float:
-    """Pearson r of the reply's characters with one label; 0 where either does not vary."""
+def _length_correlation(
+    records: Sequence[Record], lengths: Sequence[int], index: int
+) -> float:
+    """Pearson r of ``lengths`` of replies with one label; 0 where either does not vary."""
     points = [
-        (_lengths(record)[0], record.labels[index])
-        for record in records
+        (length, record.labels[index])
+        for record, length in zip(records, lengths, strict=True)
         if isinstance(record, Rating) and record.labels and record.labels[index] is not None
     ]
     known = np.array(points, dtype=np.float64).reshape(-1, 2)

@@ -19,12 +19,14 @@ import numpy as np
 import torch
 
 from nemo_aligner.api.training import train_by
+from nemo_aligner.checkpoint.nemo.reward_model import read_tokenizer
 from nemo_aligner.config.common import Checks, RecordKind
 from nemo_aligner.config.load import config_to_dict
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.messages import Text, as_json, reply_of
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
 from nemo_aligner.data.records import Comparison, write_lines
+from nemo_aligner.data.report import longer_chosen, measure_replies, unit_of_lengths
 from nemo_aligner.data.split import lines_by_origin, lines_of_records, prompt_keys
 from nemo_aligner.losses.pairwise import LABEL_MARGIN
 from nemo_aligner.metrics.ranking import fit_temperature, share_right, wilson_interval
@@ -107,7 +109,7 @@ def filter_file(source: Path, folder: Path, how: Filter, config: TrainConfig) ->
             f"kept: {len(kept)} -> {write_lines(folder / 'kept.jsonl', written)}{with_weights}",
             f"doubted: {len(doubted)} ({len(doubted) / len(judged):.1%}) -> "
             + write_lines(folder / "doubted.jsonl", map(_doubted_line, doubted)),
-            *_by_length(judged, doubted),
+            *_by_length(judged, doubted, config),
             *(["most likely mislabelled:"] * bool(doubted)),
             *map(_shown, doubted[:_SHOWN]),
         ]
@@ -233,20 +235,22 @@ def _accuracy(margins: torch.Tensor, temperature: float) -> str:
     )
 
 
-def _by_length(judged: Sequence[_Judged], doubted: Sequence[_Judged]) -> list[str]:
+def _by_length(
+    judged: Sequence[_Judged], doubted: Sequence[_Judged], config: TrainConfig
+) -> list[str]:
     """Say how often the longer reply was chosen: a model that judges by length doubts the rest."""
+    base = config.pretrained_checkpoint.restore_from_path
+    tokenizer = None if base is None else read_tokenizer(Path(base))
 
-    def share(pairs: Sequence[_Judged]) -> float:
-        longer = [
-            len(reply_of(better)) > len(reply_of(worse))
-            for better, worse in (_ordered(each.record) for each in pairs)
-        ]
-        return float(np.mean(longer)) if longer else float("nan")
+    def show_share(pairs: Sequence[_Judged]) -> str:
+        records = [each.record for each in pairs if len(each.record.texts) == 2]
+        texts = [text for record in records for text in record.texts]
+        share = longer_chosen(records, measure_replies(texts, tokenizer))
+        return "none" if share is None else f"{share:.1%}"
 
-    pairs = [each for each in judged if len(each.record.texts) == 2]  # none of these is tied
     return [
-        f"the longer reply was chosen in {share(pairs):.1%} of the pairs and in "
-        f"{share(doubted):.1%} of the doubted ones"
+        f"the longer reply (in {unit_of_lengths(tokenizer)}) was chosen in {show_share(judged)} of "
+        f"the pairs and in {show_share(doubted)} of the doubted ones"
     ]
 
 

@@ -15,8 +15,9 @@ from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.split import Split, split_file
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests import tiny
+from tests.contracts import Contracts
 from tests.data.conftest import Run
-from tests.data.files import rows_of, write
+from tests.data.files import build, rows_of, write
 from tests.data.ranked_format import SEVERAL
 
 
@@ -51,6 +52,26 @@ def test_split_keeps_lines_and_prompts_whole(tmp_path: Path, run: Run) -> None:
     assert "longer reply (in characters) is right in 100.0%" in done.stdout or "b" in "".join(
         heldout
     )
+
+
+def test_split_counts_replies_in_tokens_as_training_does(
+    tmp_path: Path, run: Run, contracts: Contracts, tokenizer_folder: Path
+) -> None:
+    """Words that the tokenizer has are one token each, and other letters one apiece."""
+    long, short = "house house", "xqxqxqxqxqxq"
+    pairs = [
+        {"prompt": f"q {n}", "chosen": long if n % 4 else short, "rejected": "zqzqzqzq"}
+        for n in range(40)
+    ]
+    source = write(tmp_path / "pairs.jsonl", *pairs)
+    arguments = ("data split", source, "--output", tmp_path)
+    wins = "always taking the longer reply (in {}) is right in {:.1%} of heldout"
+    assert wins.format("characters", 1) in run(*arguments).stdout
+    shown = run(*arguments, "--tokenizer", tokenizer_folder).stdout
+    table = build(contracts, [tmp_path / "heldout.jsonl"]).train.table()
+    share = table.split("chosen is the longer")[1].split("%")[0].strip()
+    assert wins.format("tokens", float(share) / 100) in shown
+    assert float(share) < 50
 
 
 def test_split_of_a_list_on_one_line_is_by_its_items(tmp_path: Path) -> None:
@@ -112,7 +133,8 @@ def test_split_writes_a_line_once_for_all_of_its_records(tmp_path: Path, run: Ru
     source = write(tmp_path / "prm.jsonl", *rows)
     reading = ReaderConfig(attributes=("right",))
     report = split_file(source, tmp_path, Split(reading=reading))
-    assert sorted(rows_of(tmp_path / "train.jsonl") + rows_of(tmp_path / "heldout.jsonl"), key=str) == rows
+    train, heldout = parts_of(tmp_path)
+    assert sorted(train + heldout, key=str) == rows
     for name, lines in (("train", 8), ("heldout", 2)):
         path = tmp_path / f"{name}.jsonl"
         assert len(rows_of(path)) == lines
