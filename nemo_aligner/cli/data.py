@@ -62,7 +62,7 @@ def add_format(parser: Parser, *, of_ratings: bool = True) -> None:
     )  # fmt: skip
 
 
-def _reading(options: argparse.Namespace, **others: Any) -> ReaderConfig:
+def read_format(options: argparse.Namespace, **others: Any) -> ReaderConfig:
     """The rules that the options of ``add_format`` say."""
     from nemo_aligner.data.formats.base import PairKeys
     from nemo_aligner.data.readers import ReaderConfig
@@ -195,7 +195,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     how = Inspection(
         rules=rules,
         show=options.show,
-        reading=_reading(options),
+        reading=read_format(options),
         marks=("\033[7m", "\033[0m") if sys.stdout.isatty() else ("[", "]"),
     )
     all_good = True
@@ -267,7 +267,7 @@ def run_split(options: argparse.Namespace) -> int:
     tokenizer = None if options.tokenizer is None else read_tokenizer(options.tokenizer)
     kind = None if options.kind is None else RecordKind(options.kind)
     rule = MalformedRule(Malformed(options.malformed), options.max_malformed, section="")
-    reading = _reading(options, kind=kind, rule=rule)
+    reading = read_format(options, kind=kind, rule=rule)
     how = Split(options.heldout, options.seed, options.by, options.similar, reading, tokenizer)
     print(split_file(options.input, options.output, how))
     return 0
@@ -301,7 +301,7 @@ def run_augment(options: argparse.Namespace) -> int:
     """Write the pairs, and print how many there are."""
     from nemo_aligner.data.augment import Augment, augment_file
 
-    how = Augment(options.share, options.seed, _reading(options))
+    how = Augment(options.share, options.seed, read_format(options))
     print(augment_file(options.input, options.output, how))
     return 0
 

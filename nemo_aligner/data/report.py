@@ -428,8 +428,10 @@ class FileReport:
             alone = f"; {prefixes.alone} records share none" if prefixes.alone else ""
             yield "shared beginnings", f"{prefixes.saved / total:.1%} of {self.unit} saved{alone}"
         yield f"{self.unit} of a sequence", summary.lengths
-        is_of_steps = summary.kind is RecordKind.rating and bool(self.counts.get("steps"))
-        yield f"{self.unit} of a {'step' if is_of_steps else 'reply'}", summary.reply_lengths
+        if summary.kind is RecordKind.rating and self.counts.get("steps"):
+            yield f"{self.unit} of a step", summary.reply_lengths
+        else:
+            yield f"{self.unit} of a reply", summary.reply_lengths
         if summary.longer_chosen is not None:
             yield "chosen is the longer", f"{summary.longer_chosen:.1%} (in {self.unit})"
         labels = summary.labels
