@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_aligner.batch.context import ContextShare
@@ -144,8 +143,8 @@ class Records:
             equal ones are tied.
         texts: ``[S]`` integer, which of its record's texts each reward is of, where turns or steps
             are scored; None where every reward is of a text of its own.
-        reply_lengths: ``[S]`` integer tokens of every reply, or of its turn or step, on the host;
-            None where nobody counted.
+        reply_lengths: ``[S]`` integer tokens of every reply, or of its turn or step, on the host
+            (``lengths_of_rewards`` in data/records.py); None where nobody counted.
     """
 
     ids: Tensor
@@ -227,10 +226,9 @@ class Records:
         """The same records with one reward for each text, that of its last step."""
         if self.texts is None:
             return self
-        bounds = self.text_bounds()
-        last, lengths = bounds[1:] - 1, self.reply_lengths
+        last, lengths = self.text_bounds()[1:] - 1, self.reply_lengths
         if lengths is not None:
-            lengths = sums_within(lengths, bounds)
+            lengths = lengths[last]
         sizes = torch.bincount(torch.bucketize(last, self.bounds[1:], right=True))
         labels = self.labels
         if labels.of_rewards:
@@ -252,11 +250,6 @@ class Records:
             sizes = self.sizes.unique().tolist()
             raise ValueError(f"got records of {sizes} rewards, wanted one of each")
         return rewards
-
-
-def sums_within(values: Tensor, bounds: Tensor) -> Tensor:
-    """Sums ``[Q]`` of the integers ``values [S]`` from each of ``bounds [Q + 1]`` to the next."""
-    return F.pad(values.cumsum(0), (1, 0))[bounds].diff()
 
 
 @dataclass(frozen=True)

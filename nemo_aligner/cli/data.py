@@ -67,7 +67,7 @@ def add_format(parser: Parser, *, of_ratings: bool = True) -> None:
     )  # fmt: skip
 
 
-def _reading(options: argparse.Namespace, **others: Any) -> ReaderConfig:
+def read_format(options: argparse.Namespace, **others: Any) -> ReaderConfig:
     """The rules that the options of ``add_format`` say."""
     from nemo_aligner.data.formats.base import PairKeys
     from nemo_aligner.data.readers import ReaderConfig
@@ -201,7 +201,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     how = Inspection(
         rules=rules,
         show=options.show,
-        reading=_reading(options),
+        reading=read_format(options),
         marks=("\033[7m", "\033[0m") if sys.stdout.isatty() else ("[", "]"),
     )
     all_good = True
@@ -217,7 +217,8 @@ Split a file of preference data by prompt: train.jsonl and heldout.jsonl.
   nemo-aligner data split pairs.jsonl --output data --heldout 0.1
 
 Reads every format that training takes, and copies lines unchanged. All records of a prompt go to
-the same side; records that training would drop are left out and counted.
+the same side; records that training would drop are left out and counted. With --tokenizer, what the
+length of a reply alone would score is by its tokens, as in training, else by its characters.
 """
 
 
@@ -255,19 +256,25 @@ def split_parser() -> Parser:
         "--max-malformed", type=float, default=DataConfig.max_malformed, metavar="FRACTION",
         help="as model.data.max_malformed (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="PATH",
+        help="a .nemo file, or a folder with tokenizer.json",
+    )  # fmt: skip
     add_format(parser)
     return parser
 
 
 def run_split(options: argparse.Namespace) -> int:
     """Write the two files, and print what is in them."""
+    from nemo_aligner.checkpoint.nemo.reward_model import read_tokenizer
     from nemo_aligner.data.clean import MalformedRule
     from nemo_aligner.data.split import Split, split_file
 
+    tokenizer = None if options.tokenizer is None else read_tokenizer(options.tokenizer)
     kind = None if options.kind is None else RecordKind(options.kind)
     rule = MalformedRule(Malformed(options.malformed), options.max_malformed, section="")
-    reading = _reading(options, kind=kind, rule=rule)
-    how = Split(options.heldout, options.seed, options.by, options.similar, reading)
+    reading = read_format(options, kind=kind, rule=rule)
+    how = Split(options.heldout, options.seed, options.by, options.similar, reading, tokenizer)
     print(split_file(options.input, options.output, how))
     return 0
 
@@ -300,7 +307,7 @@ def run_augment(options: argparse.Namespace) -> int:
     """Write the pairs, and print how many there are."""
     from nemo_aligner.data.augment import Augment, augment_file
 
-    how = Augment(options.share, options.seed, _reading(options))
+    how = Augment(options.share, options.seed, read_format(options))
     print(augment_file(options.input, options.output, how))
     return 0
 

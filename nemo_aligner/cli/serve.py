@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
+from nemo_aligner.cli.data import add_format, read_format
 from nemo_aligner.cli.parser import (
     Parser,
     read_settings,
@@ -95,7 +96,8 @@ Ask a reward model server for rewards.
   nemo-aligner score --conversation '[{"role": "user", ...}, ...]'
 
 The model's chat template is applied to a conversation; a text is scored as it is. A file has lines
-of {"text": ...}, {"messages": [...]} or pairs (prompt, chosen, rejected); each reply gets a reward.
+of {"text": ...} or {"messages": [...]}, or is preference data, which is read as by `evaluate`; each
+reply gets a reward.
 """
 
 # Without an answer for so long, a line says that it is waited for.
@@ -112,6 +114,7 @@ def score_parser() -> Parser:
         help="a list of messages, or an object with messages, tools and documents",
     )  # fmt: skip
     parser.add_argument("--file", type=Path, metavar="JSONL", help="file with texts to score")
+    add_format(parser, of_ratings=False)
     parser.add_argument(
         "--expect", metavar="HASH", help="refuse rewards if the contract has another hash"
     )
@@ -165,4 +168,4 @@ def _texts(options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     yield from ((label_of(text), text) for text in options.texts)
     yield from map(labelled_conversation, options.conversation)
     if options.file is not None:
-        yield from labelled_texts(options.file)
+        yield from labelled_texts(options.file, read_format(options))

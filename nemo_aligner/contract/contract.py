@@ -43,7 +43,14 @@ from nemo_aligner.config.common import Aggregate, Overlong, Precision, RecordKin
 from nemo_aligner.contract.fields import check_fields
 from nemo_aligner.contract.messages import Text, read_text, reply_of
 from nemo_aligner.contract.readout import Readout
-from nemo_aligner.contract.steps import OPEN_ENDED, STEPPED, SteppedText, StepSpan, split_steps
+from nemo_aligner.contract.steps import (
+    OPEN_ENDED,
+    STEPPED,
+    SteppedText,
+    StepSpan,
+    split_steps,
+    step_texts,
+)
 from nemo_aligner.contract.template_check import check_it_ends
 from nemo_aligner.contract.templates import after_reply
 from nemo_aligner.contract.tokenizer import TextIds, Tokenizer, WrittenText, encode_records
@@ -378,9 +385,27 @@ class ScoringContract:
         ]
 
     def count_reply_tokens(self, tokenizer: Tokenizer, texts: Sequence[Text]) -> list[int]:
-        """Tokens of every text's reply alone (see ``reply_of``), at its full length."""
+        """Count the tokens of every text's reply alone: the length of a reply everywhere.
+
+        It is what ``reply_of`` returns, at its full length, without the chat template's words.
+        """
         replies = [reply_of(read_text(text)) for text in texts]
         return [len(ids) for ids in tokenizer.encode_batch(replies)]
+
+    def count_step_tokens(
+        self, tokenizer: Tokenizer, texts: Sequence[Text], spans: Sequence[Sequence[StepSpan]]
+    ) -> list[tuple[int, ...]]:
+        """Count the tokens of every step alone, as ``count_reply_tokens`` does those of a reply.
+
+        Args:
+            spans: the steps of each text.
+        """
+        steps = [
+            step_texts(read_text(text), text_spans, self.step_separator)
+            for text, text_spans in zip(texts, spans, strict=True)
+        ]
+        ids = iter(tokenizer.encode_batch([step for text_steps in steps for step in text_steps]))
+        return [tuple(len(next(ids)) for _ in text_steps) for text_steps in steps]
 
     def _tokenize_steps(
         self, tokenizer: Tokenizer, records: Sequence[Sequence[Text]]
@@ -388,9 +413,10 @@ class ScoringContract:
         texts = [text for record in records for text in record]
         encoded = self._encode_steps(tokenizer, texts)
         lengths = self.count_reply_tokens(tokenizer, texts)
+        steps = self.count_step_tokens(tokenizer, texts, [each.spans for each, _, _ in encoded])
         found = iter(
-            TextIds(ids, length, reads)
-            for (_, ids, reads), length in zip(encoded, lengths, strict=True)
+            TextIds(ids, length, reads, step_lengths)
+            for (_, ids, reads), length, step_lengths in zip(encoded, lengths, steps, strict=True)
         )
         return [[next(found) for _ in record] for record in records]
 

@@ -101,6 +101,21 @@ def aggregate_texts(rewards: np.ndarray, bounds: Sequence[int], how: Aggregate) 
     return np.array(merged, dtype=np.float32).reshape(-1, rewards.shape[1])
 
 
+def step_texts(text: Text, spans: Sequence[StepSpan], separator: str | None) -> list[str]:
+    """What each step of a text says, without separators and without the chat template's words.
+
+    Args:
+        separator: the contract's; None for ``turns``.
+    """
+    if isinstance(text, str):
+        return [text[span.start : span.end] for span in spans]
+    if separator is not None:
+        reply = _reply(text, separator)
+        return [reply[span.start : span.end] for span in spans]
+    messages = messages_of(text)
+    return [said(messages[span.message or 0])[span.start : span.end] for span in spans]
+
+
 def split_steps(
     text: Text, position: str, separator: str | None, write: Write, tail: str
 ) -> SteppedText:

@@ -282,12 +282,14 @@ class WrittenText(NamedTuple):
 class TextIds(NamedTuple):
     """The ids of a text at its full length, and how many tokens its reply alone has.
 
-    ``reads`` are the places of the ids that are read, where a contract has steps.
+    Where a contract has steps, ``reads`` are the places of the ids that are read, and
+    ``step_tokens`` how many tokens each step alone has.
     """
 
     token_ids: list[int]
     reply_tokens: int
     reads: tuple[int, ...] | None = None
+    step_tokens: tuple[int, ...] = ()
 
 
 def encode_records(

@@ -217,12 +217,14 @@ def _describe(counts: Mapping[str, int]) -> str:
 class EncodedRecord(NamedTuple):
     """A record with the tokens of its texts; for one that is too long, the error that says so.
 
-    ``reply_tokens`` are the lengths of all replies, where somebody needs them.
+    ``reply_tokens`` are the lengths of all replies, ``step_tokens`` those of all their steps, where
+    somebody needs them.
     """
 
     record: Record
     texts: Sequence[EncodedText | OverlongError]
     reply_tokens: Sequence[int] = ()
+    step_tokens: Sequence[Sequence[int]] = ()
 
 
 def encode_record(

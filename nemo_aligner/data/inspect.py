@@ -10,7 +10,7 @@ import numpy as np
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.messages import Text, messages_of, prompt_of, reply_of, said
+from nemo_aligner.contract.messages import Text, messages_of, prompt_of, said
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import MOST_LISTED
 from nemo_aligner.data.dataset import label_columns, report_on
@@ -32,6 +32,7 @@ from nemo_aligner.data.report import (
     far_labels,
     find_contradicted,
     longer_chosen,
+    measure_replies,
 )
 from nemo_aligner.data.split import check_names
 from nemo_aligner.data.token_index import ArraysInMemory, IndexRules, make_index
@@ -108,7 +109,7 @@ def _report_on(path: str, name: str, how: Inspection) -> tuple[RecordFile, FileR
 def report_in_characters(file: RecordFile, name: str) -> FileReport:
     """Report on a file without a tokenizer: lengths are characters."""
     texts = [text for record in file.records for text in record.texts]
-    replies = [len(reply_of(text)) for text in texts]
+    replies = measure_replies(texts)
     prompts = [sum(len(said(turn)) for turn in prompt_of(text)) for text in texts]
     lengths = [*map(sum, zip(replies, prompts, strict=True))]
     labels = label_columns(file.records, file.columns)

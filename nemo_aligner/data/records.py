@@ -128,6 +128,19 @@ def label_rows(record: Record) -> Sequence[tuple[float | None, ...]]:
     return [record.labels] if steps is None else steps
 
 
+def lengths_of_rewards(
+    record: Record, reply_tokens: int, step_tokens: Sequence[int]
+) -> list[int]:
+    """Lengths of what the reward of each step of a text is of.
+
+    That is the step alone. The last reward of a text without labels of its steps is the text's own
+    reward, and has the length of the whole reply.
+    """
+    if isinstance(record, Rating) and record.steps is not None:
+        return list(step_tokens)
+    return [*step_tokens[:-1], reply_tokens]
+
+
 def text_names(record: Record) -> list[str]:
     """Names of a record's texts, as errors and listings call them."""
     if isinstance(record, Rating):

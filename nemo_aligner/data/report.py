@@ -13,6 +13,8 @@ from torch import Tensor
 
 from nemo_aligner.batch.packed import LabelColumns
 from nemo_aligner.config.common import RecordKind
+from nemo_aligner.contract.messages import Text, reply_of
+from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import list_first, list_malformed, malformed_fraction
 from nemo_aligner.data.formats.prompts import looks_like_prompt
 from nemo_aligner.data.records import (
@@ -120,7 +122,23 @@ def _find_origin(key: np.ndarray, training: Sequence[Prompts]) -> Origin:
     return Origin(last.path, int(last.lines[np.searchsorted(last.keys, key)]))
 
 
-# How often the better reply is the longer one.
+# How often the better reply is the longer one, and how long a reply is.
+
+
+def measure_replies(texts: Sequence[Text], tokenizer: Tokenizer | None = None) -> list[int]:
+    """Lengths of replies, each alone (``reply_of``): in tokens or, without one, in characters.
+
+    The chat template's words do not count, as in ``ScoringContract.count_reply_tokens``.
+    """
+    replies = [reply_of(text) for text in texts]
+    if tokenizer is None:
+        return [len(reply) for reply in replies]
+    return [len(ids) for ids in tokenizer.encode_batch(replies)]
+
+
+def unit_of_lengths(tokenizer: Tokenizer | None) -> str:
+    """Unit of ``measure_replies``."""
+    return "characters" if tokenizer is None else "tokens"
 
 
 def longer_chosen(records: Sequence[Record], lengths: Sequence[int]) -> float | None:
@@ -439,9 +457,12 @@ class FileReport:
             alone = f"; {prefixes.alone} records share none" if prefixes.alone else ""
             yield "shared beginnings", f"{prefixes.saved / total:.1%} of {self.unit} saved{alone}"
         yield f"{self.unit} of a sequence", summary.lengths
-        yield f"{self.unit} of a reply", summary.reply_lengths
+        if summary.kind is RecordKind.rating and self.counts.get("steps"):
+            yield f"{self.unit} of a step", summary.reply_lengths
+        else:
+            yield f"{self.unit} of a reply", summary.reply_lengths
         if summary.longer_chosen is not None:
-            yield "chosen is the longer", f"{summary.longer_chosen:.1%}"
+            yield "chosen is the longer", f"{summary.longer_chosen:.1%} (in {self.unit})"
         labels = summary.labels
         if any(map(math.isfinite, labels.means)):
             yield "labels missing", self._by_column(labels.missing)

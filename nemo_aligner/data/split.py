@@ -6,18 +6,20 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from nemo_aligner.contract.messages import first_prompt, reply_of
+from nemo_aligner.contract.messages import first_prompt
+from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import list_malformed
 from nemo_aligner.data.files import Line, read_lines
+from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
 from nemo_aligner.data.records import Comparison, Rating, Record, prompt_key, write_lines
-from nemo_aligner.data.report import longer_chosen
+from nemo_aligner.data.report import longer_chosen, measure_replies, unit_of_lengths
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 _MALFORMED_SHOWN = 3
@@ -36,6 +38,8 @@ class Split:
         similar: with a number, prompts whose sets of three consecutive words have at least this
             Jaccard similarity stay in one part, too.
         reading: rules by which the file is read.
+        tokenizer: counts the tokens of replies, as training does, for the length baseline; without
+            one that is of characters.
     """
 
     heldout: float = 0.2
@@ -43,6 +47,7 @@ class Split:
     by: str = "prompt"
     similar: float | None = None
     reading: ReaderConfig = field(default_factory=ReaderConfig)
+    tokenizer: Tokenizer | None = None
 
 
 def split_file(source: Path, folder: Path, how: Split) -> str:
@@ -59,7 +64,7 @@ def split_file(source: Path, folder: Path, how: Split) -> str:
     file = read_records(source, how.reading)
     keys = prompt_keys(file.records, how.by)
     if how.similar is not None:
-        keys = _merge_similar(keys, how.similar)
+        keys = _merge_keys(keys, _similar_keys(keys, how.similar))
     held = _held_keys(keys, how.heldout, how.seed)
     if not held or len(held) == len(set(keys)):
         raise DataError(_too_few(source, keys, how))
@@ -72,17 +77,13 @@ def split_file(source: Path, folder: Path, how: Split) -> str:
         sides["heldout" if key in held else "train"].append(record)
     paths = {name: folder / f"{name}.jsonl" for name in sides}
     _check_apart(source, paths.values())
-    written_as = lines_by_origin(file)
-    parts = {
-        name: [line for record in records for line in written_as[record.origin.line]]
-        for name, records in sides.items()
-    }
+    file_lines = lines_by_origin(file)
     for name, records in sides.items():
-        written = write_lines(paths[name], parts[name])
+        written = write_lines(paths[name], lines_of_records(records, file_lines))
         prompts = len(held) if name == "heldout" else len(set(keys)) - len(held)
         lines.append(f"{name}: {len(records)} records, {prompts} prompts -> {written}")
     lines += _unlike_asked(keys, len(sides["heldout"]), how.heldout)
-    lines += _render_length_baseline(sides["train"], sides["heldout"], how.reading.attributes)
+    lines += _render_length_baseline(sides["train"], sides["heldout"], how)
     return "\n".join(lines)
 
 
@@ -135,7 +136,7 @@ def check_names(attributes: Sequence[str]) -> None:
 def lines_by_origin(file: RecordFile) -> dict[int, list[str]]:
     """Lines of each record as written, by the line on which it begins."""
     lines = [line for line in read_lines(file.path) if isinstance(line, Line)]
-    count = 2 if file.format == "comparison_text" else 1
+    count = FORMATS[file.format].lines_per_record
     return {
         first.number: [
             # An item of a JSON list may have line breaks.
@@ -146,12 +147,32 @@ def lines_by_origin(file: RecordFile) -> dict[int, list[str]]:
     }
 
 
+def lines_of_records(records: Sequence[Record], file_lines: Mapping[int, list[str]]) -> list[str]:
+    """The lines that ``records`` were read from, each once, also where several are of one line.
+
+    ``file_lines`` are those of ``lines_by_origin``.
+    """
+    numbers = dict.fromkeys(record.origin.line for record in records)
+    return [line for number in numbers for line in file_lines[number]]
+
+
 def prompt_keys(records: Sequence[Record], by: str = "prompt") -> list[str]:
-    """One key per record; records with the same key must stay on one side."""
+    """One key per record; records with the same key must stay on one side.
+
+    Records of one line have one key, even if their prompts differ, as in a tree of messages.
+    """
     if by == "first_prompt" and not isinstance(records[0].texts[0], str):
-        return [" ".join(first_prompt(r.texts[0]).casefold().split()) for r in records]
-    keys = [prompt_key(record) for record in records]
-    return _same_beginnings(keys) if isinstance(records[0].texts[0], str) else keys
+        keys = [" ".join(first_prompt(r.texts[0]).casefold().split()) for r in records]
+    else:
+        keys = [prompt_key(record) for record in records]
+        if isinstance(records[0].texts[0], str):
+            keys = _same_beginnings(keys)
+    first_keys: dict[int, str] = {}
+    same_line = [
+        (first_keys.setdefault(record.origin.line, key), key)
+        for record, key in zip(records, keys, strict=True)
+    ]
+    return _merge_keys(keys, same_line)
 
 
 def _same_beginnings(begins: Sequence[str]) -> list[str]:
@@ -166,8 +187,22 @@ def _same_beginnings(begins: Sequence[str]) -> list[str]:
     return [group[start] for start in begins]
 
 
-def _merge_similar(keys: Sequence[str], similar: float) -> list[str]:
-    """Keys with those of near duplicates replaced by one of them, chains of duplicates included.
+def _merge_keys(keys: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """Replace the keys of each of ``pairs``, and of chains of pairs, by one of them."""
+    same_as = {key: key for key in keys}
+
+    def find_root(key: str) -> str:
+        while same_as[key] != key:
+            key = same_as[key]
+        return key
+
+    for first, second in pairs:
+        same_as[find_root(first)] = find_root(second)
+    return [find_root(key) for key in keys]
+
+
+def _similar_keys(keys: Sequence[str], similar: float) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of keys that are near duplicates.
 
     MinHash with locality-sensitive hashing (Broder, 1997) proposes pairs, and their exact Jaccard
     similarity decides.
@@ -183,21 +218,13 @@ def _merge_similar(keys: Sequence[str], similar: float) -> list[str]:
     shingles = {key: _shingles(key) for key in different}
     # It proposes pairs below the threshold, too, so that few above it are missed.
     index = MinHashLSH(threshold=0.8 * similar, num_perm=128, weights=(0.2, 0.8))
-    same_as = {key: key for key in different}
-
-    def root(key: str) -> str:
-        while same_as[key] != key:
-            key = same_as[key]
-        return key
-
     sketches = MinHash.bulk([[word.encode() for word in shingles[key]] for key in different])
     for key, sketch in zip(different, sketches, strict=True):
         for other in sorted(index.query(sketch)):
             common = len(shingles[key] & shingles[other])
             if common >= similar * len(shingles[key] | shingles[other]):
-                same_as[root(key)] = root(other)
+                yield key, other
         index.insert(key, sketch)
-    return [root(key) for key in keys]
 
 
 def _shingles(key: str) -> set[str]:
@@ -231,35 +258,36 @@ def _held_keys(keys: Sequence[str], heldout: float, seed: int) -> set[str]:
 
 
 def _render_length_baseline(
-    train: Sequence[Record], heldout: Sequence[Record], attributes: Sequence[str]
+    train: Sequence[Record], heldout: Sequence[Record], how: Split
 ) -> list[str]:
     """Lines: how often the longer reply of ``heldout`` is right, or Pearson r of its labels."""
+    unit = unit_of_lengths(how.tokenizer)
+    lengths = measure_replies([text for each in heldout for text in each.texts], how.tokenizer)
     if isinstance(heldout[0], Comparison):
-        lengths = [length for record in heldout for length in _lengths(record)]
         wins = longer_chosen(heldout, lengths)
-        return [f"always taking the longer reply (in characters) is right in {wins:.1%} of heldout"]
+        return [f"always taking the longer reply (in {unit}) is right in {wins:.1%} of heldout"]
+    train_lengths = measure_replies([text for each in train for text in each.texts], how.tokenizer)
     lines, values = [], []
-    for index, name in enumerate(attributes):
+    for index, name in enumerate(how.reading.attributes):
         # A line fitted to the training lengths: of its slope only the sign matters to r.
-        sign = np.sign(_length_correlation(train, index))
-        values.append(sign * _length_correlation(heldout, index))
+        sign = np.sign(_length_correlation(train, train_lengths, index))
+        values.append(sign * _length_correlation(heldout, lengths, index))
         lines.append(
-            f"{name}: Pearson r {values[-1]:.3f} in heldout for a line fitted to reply lengths"
+            f"{name}: Pearson r {values[-1]:.3f} in heldout for a line fitted to reply lengths "
+            f"(in {unit})"
         )
     if values:
         lines.append(f"mean over attributes: {np.mean(values):.3f}")
     return lines
 
 
-def _lengths(record: Record) -> tuple[int, ...]:
-    return tuple(len(reply_of(text)) for text in record.texts)
-
-
-def _length_correlation(records: Sequence[Record], index: int) -> float:
-    """Pearson r of the reply's characters with one label; 0 where either does not vary."""
+def _length_correlation(
+    records: Sequence[Record], lengths: Sequence[int], index: int
+) -> float:
+    """Pearson r of ``lengths`` of replies with one label; 0 where either does not vary."""
     points = [
-        (_lengths(record)[0], record.labels[index])
-        for record in records
+        (length, record.labels[index])
+        for record, length in zip(records, lengths, strict=True)
         if isinstance(record, Rating) and record.labels and record.labels[index] is not None
     ]
     known = np.array(points, dtype=np.float64).reshape(-1, 2)

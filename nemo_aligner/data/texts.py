@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,17 @@ from nemo_aligner.contract.messages import (
     with_tools,
 )
 from nemo_aligner.data.clean import MOST_LISTED, list_malformed
-from nemo_aligner.data.files import AnyLine, BadLine, read_lines
-from nemo_aligner.data.formats.base import checked
+from nemo_aligner.data.files import AnyLine, BadLine, Line, read_lines
+from nemo_aligner.data.formats import FORMATS, choose_format, format_named, parse_lines
+from nemo_aligner.data.formats.base import Format, PairKeys, WantedLabels, checked
+from nemo_aligner.data.formats.pairs import CHAT_PAIRS, COMPARISON_TEXT
 from nemo_aligner.data.readers import ReaderConfig, read_records
-from nemo_aligner.data.records import MalformedRecord, Origin
+from nemo_aligner.data.records import PAIR_COLUMNS, MalformedRecord, Origin, text_names
 from nemo_aligner.utils.errors import ConfigError, DataError, shown
 
 _MOST_SHOWN = 80
+_PLAIN = ("text", "messages")
+_READING = ReaderConfig()
 
 
 def labelled_conversation(given: str) -> tuple[str, Any]:
@@ -45,28 +50,39 @@ def labelled_conversation(given: str) -> tuple[str, Any]:
     return label_of(conversation), conversation
 
 
-def labelled_texts(path: str | Path) -> Iterator[tuple[str, Any]]:
-    """Texts to score from a file: each ``text``, ``messages`` or reply of a pair, with its label.
+def labelled_texts(path: str | Path, reading: ReaderConfig = _READING) -> Iterator[tuple[str, Any]]:
+    """Texts to score from a file: each ``text``, ``messages`` or reply of a record, with its label.
 
-    A line is ``{"text": ...}``, ``{"messages": [...]}`` or a pair (``prompt``, ``chosen``,
-    ``rejected``), whose replies give a conversation each; conversations get the line's ``tools``
-    and ``documents``.
+    A line is ``{"text": ...}``, ``{"messages": [...]}``, or of preference data, which is read as
+    for training and evaluation; one with only ``chosen`` or only ``rejected`` gives that text.
+    Nothing is dropped: each text gets a reward, or an error that says why not.
 
     Raises:
+        ConfigError: there is no format of that name.
         DataError: the file cannot be read, or has lines without anything to score; it lists them.
     """
-    found: list[tuple[str, Any]] = []
+    keys = reading.pair_keys or PairKeys()
+    lines = [_complete_pair(line, keys) for line in read_lines(path)]
+    record_lines = [
+        line for line, _ in lines if isinstance(line, Line) and not _is_plain(line.value, reading)
+    ]
+    chosen = None
+    if record_lines:
+        chosen = choose_format(reading.format, None, record_lines, str(path), reading.pair_keys)
+    texts: list[tuple[str, Any]] = []
     malformed: list[MalformedRecord] = []
-    lines = read_lines(path)
-    for line in lines:
+    for line, side in lines:
         try:
-            found += _texts_of(line)
+            if chosen is None or isinstance(line, BadLine) or _is_plain(line.value, reading):
+                texts += _plain_texts(line)
+            else:
+                texts += _record_texts(line, side, chosen, str(path))
         except DataError as error:
             malformed.append(MalformedRecord(Origin(str(path), line.number), str(error)))
     if malformed:
         heading = f"{path}: {len(malformed)} of its {len(lines)} lines are malformed"
         raise DataError("\n".join([heading, *list_malformed(malformed, MOST_LISTED)]))
-    yield from found
+    yield from texts
 
 
 def label_of(text: Any) -> str:
@@ -77,43 +93,53 @@ def label_of(text: Any) -> str:
     return line if len(line) <= _MOST_SHOWN else f"{line[:38]} ... {line[-37:]}"
 
 
-def _texts_of(line: AnyLine) -> list[tuple[str, Any]]:
+def _is_plain(value: dict[str, Any], reading: ReaderConfig) -> bool:
+    """True for a text or messages by themselves, which no format reads as a record of its own."""
+    if reading.pair_keys is not None:
+        formats = [format_named(CHAT_PAIRS.name, reading.pair_keys)]
+    else:
+        # That one makes a pair of two texts: the texts are the same.
+        formats = [known for known in FORMATS.values() if known is not COMPARISON_TEXT]
+    return any(key in value for key in _PLAIN) and not any(each.matches(value) for each in formats)
+
+
+def _complete_pair(line: AnyLine, keys: PairKeys) -> tuple[AnyLine, str | None]:
+    """A pair with its one reply on both sides, and the side it is on; None for any other line."""
+    sides = (keys.chosen, keys.rejected)
+    present = [key for key in sides if isinstance(line, Line) and key in line.value]
+    if isinstance(line, BadLine) or len(present) != 1:
+        return line, None
+    both = dict.fromkeys(sides, line.value[present[0]])
+    side = PAIR_COLUMNS[sides.index(present[0])]
+    return replace(line, value={**line.value, **both}), side
+
+
+def _plain_texts(line: AnyLine) -> list[tuple[str, Any]]:
     if isinstance(line, BadLine):
         raise DataError(line.reason)
-    record = line.value
-    plain = [checked(record[key], key) for key in ("text", "messages") if key in record]
-    replies = {
-        key: _beside(checked(_reply_to(record.get("prompt", ""), record[key]), key), record)
-        for key in ("chosen", "rejected")
-        if key in record
-    }
-    plain = [_beside(text, record) for text in plain]
-    if not plain and not replies:
-        keys = ", ".join(map(repr, record)) or "none"
-        raise DataError(f"got keys {keys}; wanted 'text', 'messages', or 'chosen' and 'rejected'")
-    return [(label_of(text), text) for text in plain] + [
-        (f"{key:8}  {label_of(text)}", text) for key, text in replies.items()
-    ]
+    value = line.value
+    texts = [checked(value[key], key) for key in _PLAIN if key in value]
+    return [(label_of(text), text) for text in (_with_tools(text, value) for text in texts)]
 
 
-def _beside(text: Any, record: dict[str, Any]) -> Any:
+def _with_tools(text: Any, value: dict[str, Any]) -> Any:
     if isinstance(text, str):
         return text
-    return with_tools(text, record.get("tools"), record.get("documents"))
+    return with_tools(text, value.get("tools"), value.get("documents"))
 
 
-def _reply_to(prompt: Any, reply: Any) -> Any:
-    """A prompt and a reply, each a string or messages, as one conversation."""
-    turns = _turns(prompt, "user") if prompt else []
-    return turns + _turns(reply, "assistant")
-
-
-def _turns(text: Any, role: str) -> list[Any]:
-    if isinstance(text, str):
-        return [{"role": role, "content": text}]
-    if not isinstance(text, list):
-        raise DataError(f"got {text!r:.60}, wanted a string or a list of messages")
-    return list(text)
+def _record_texts(
+    line: Line, side: str | None, chosen: Format, path: str
+) -> list[tuple[str, Any]]:
+    """The texts of a line's records, labelled by their names; of a completed pair, one ``side``."""
+    texts = []
+    for record in parse_lines(chosen, [line], path, WantedLabels()):
+        if isinstance(record, MalformedRecord):
+            raise DataError(record.reason)
+        for name, text in zip(text_names(record), record.texts, strict=True):
+            if side in (None, name):
+                texts.append((f"{name:8}  {label_of(text)}", text))
+    return texts
 
 
 def write_first_replies(source: Path, target: Path) -> str:

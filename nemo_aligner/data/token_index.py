@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from nemo_aligner.batch.packed import LabelColumns
+from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.readers import FileRules, ReaderConfig, open_file
@@ -232,8 +233,13 @@ class _Writer:
         prefixes = arrays.read("prefixes", _COUNT)
         saved = prefixes * (np.diff(bounds) - 1)
         reads = arrays.read("reads", _COUNT) if has_steps else None
+        reply_lengths = arrays.read("reply_lengths", _COUNT)
         if has_steps:
-            bounds = arrays.read("read_bounds", _INT)[bounds]
+            read_bounds = arrays.read("read_bounds", _INT)
+            bounds = read_bounds[bounds]
+            if rules.kind is RecordKind.comparison:
+                # A text's last reward is the one with the length of the reply.
+                reply_lengths = reply_lengths[read_bounds[1:] - 1]
         # A row of labels for each record or, of rated steps, for each reward.
         rows = np.diff(bounds) if len(labels) == bounds[-1] else 1
         columns = LabelColumns.of(rules.columns, torch.from_numpy(labels))
@@ -243,7 +249,7 @@ class _Writer:
             format=rules.format,
             counts={reason: count for reason, count in counts.items() if count or reason == "kept"},
             lengths=LengthSummary.of(np.diff(arrays.read("offsets", _INT))),
-            reply_lengths=LengthSummary.of(arrays.read("reply_lengths", _COUNT)),
+            reply_lengths=LengthSummary.of(reply_lengths),
             sources=dict(zip(self._names, self._sources, strict=True)),
             labels=LabelSummary.of(columns),
             longer_chosen=every.longer / every.pairs if every.pairs else None,

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -31,6 +30,7 @@ from nemo_aligner.data.records import (
     Rating,
     Record,
     better_and_worse,
+    lengths_of_rewards,
     prompt_hash,
     short_hash,
     verdict_keys,
@@ -77,8 +77,8 @@ class TokenizedBlock:
     Attributes:
         counts: as in ``clean.py`` and above, without ``kept``.
         parsed: records that were read and not dropped before they were tokenized.
-        arrays: ``tokens [T]``, ``lengths [S]``, ``ranks [S]``, ``reply_lengths [S]``,
-            ``sizes [N]`` (sequences of a record), ``prefixes [N]``, ``lines [N]``,
+        arrays: ``tokens [T]``, ``lengths [S]``, ``ranks [S]``, ``reply_lengths [S]`` (of what each
+            reward is of), ``sizes [N]`` (sequences of a record), ``prefixes [N]``, ``lines [N]``,
             ``labels [N, C]``, ``record_keys [N]``, ``prompt_keys [N]``, ``verdict_keys [V]``,
             ``verdict_counts [N]`` (verdicts of a record). Where the contract has
             steps, there are Q sequences and S rewards: ``lengths [Q]``, ``reads [S]`` (places in
@@ -102,6 +102,8 @@ class TokenizedBlock:
 class _Kept(NamedTuple):
     record: Record
     sequences: list[np.ndarray]
+    # Tokens of the reply of each sequence, and of what each reward is of.
+    reply_tokens: Sequence[int]
     reply_lengths: Sequence[int]
     # Of each sequence, where the contract has steps, and how many were cut off before them.
     reads: Sequence[Sequence[int]] | None = None
@@ -133,7 +135,7 @@ def tokenize_block(block: Block, rules: TokenRules) -> TokenizedBlock:
     kept = list(_kept(records, rules, counts, malformed))
     malformed.sort(key=lambda record: record.origin.line)
     pairs = better_and_worse(
-        [each.record for each in kept], [n for each in kept for n in _reply_lengths(each)]
+        [each.record for each in kept], [count for each in kept for count in each.reply_tokens]
     )
     return TokenizedBlock(
         counts=counts,
@@ -145,13 +147,6 @@ def tokenize_block(block: Block, rules: TokenRules) -> TokenizedBlock:
         pairs=len(pairs),
         longer=sum((a > b) + 0.5 * (a == b) for a, b in pairs),
     )
-
-
-def _reply_lengths(kept: _Kept) -> list[int]:
-    """Of each text, those of its steps together."""
-    lengths = iter(kept.reply_lengths)
-    counts = [1] * len(kept.sequences) if kept.reads is None else map(len, kept.reads)
-    return [sum(islice(lengths, count)) for count in counts]
 
 
 def _kept(
@@ -170,21 +165,17 @@ def _kept(
         sequences = [np.array(text.token_ids, dtype=np.int32) for text in texts]
         reads = [text.reads for text in texts if text.reads is not None]
         if not reads:
-            yield _Kept(record, sequences, each.reply_tokens)
+            yield _Kept(record, sequences, each.reply_tokens, each.reply_tokens)
             continue
         counts["steps"] += sum(map(len, reads))
         lengths = [
             length
-            for tokens, own in zip(each.reply_tokens, reads, strict=True)
-            for length in _step_lengths(tokens, own)
+            for text, reply_tokens, step_tokens in zip(
+                texts, each.reply_tokens, each.step_tokens, strict=True
+            )
+            for length in lengths_of_rewards(record, reply_tokens, step_tokens[text.lost :])
         ]
-        yield _Kept(record, sequences, lengths, reads, texts[0].lost)
-
-
-def _step_lengths(reply_tokens: int, reads: Sequence[int]) -> list[int]:
-    """Tokens of each step; the first has what the others leave of the reply."""
-    rest = [high - low for low, high in pairwise(reads)]
-    return [max(1, reply_tokens - sum(rest)), *rest]
+        yield _Kept(record, sequences, each.reply_tokens, lengths, reads, texts[0].lost)
 
 
 def _arrays(kept: Sequence[_Kept], rules: TokenRules) -> dict[str, np.ndarray]:
@@ -249,7 +240,8 @@ def _encode_all(
                 yield texts
                 continue
             fitted = [_fit(text, contract) for text in texts]
-            yield EncodedRecord(record, fitted, [text.reply_tokens for text in texts])
+            replies = [text.reply_tokens for text in texts]
+            yield EncodedRecord(record, fitted, replies, [text.step_tokens for text in texts])
 
 
 def _tokenize(

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ import torch
 from nemo_aligner.batch.packed import LabelColumns, Records
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.contract import EncodedText, OverlongError, one_reward
-from nemo_aligner.contract.messages import Text, reply_of
+from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.steps import step_texts
 from nemo_aligner.data.clean import (
     EncodedRecord,
     MalformedRule,
@@ -38,8 +39,10 @@ from nemo_aligner.data.records import (
     MalformedRecord,
     Rating,
     label_rows,
+    lengths_of_rewards,
     write_lines,
 )
+from nemo_aligner.data.report import measure_replies
 from nemo_aligner.evaluation.predictions import Prediction, Predictions
 from nemo_aligner.evaluation.sources import Measure, RewardSource, Score
 from nemo_aligner.losses import default_objective, default_step_objective
@@ -55,6 +58,7 @@ from nemo_aligner.metrics.table import (
     find_metric,
     measure_spreads,
 )
+from nemo_aligner.serving.protocols import StepRewards
 from nemo_aligner.utils.console import fit_row
 from nemo_aligner.utils.errors import ConfigError, DataError
 
@@ -246,6 +250,7 @@ def _evaluate_steps(source: RewardSource, ratings: Sequence[Rating]) -> EvalResu
         _last_labels(own, len(each.rewards), len(names))
         for own, each in zip(ratings, scored, strict=True)
     ]
+    lengths = _measure_steps(source, ratings, scored)
     values = torch.tensor([row for own in labels for row in own], dtype=torch.float32)
     sizes = [len(each.rewards) for each in scored]
     texts = torch.zeros(len(rewards), dtype=torch.int64)
@@ -254,7 +259,7 @@ def _evaluate_steps(source: RewardSource, ratings: Sequence[Rating]) -> EvalResu
         default_step_objective(source.contract.readout, source.contract.label_means, names),
         torch.from_numpy(rewards),
         Records.of(range(len(ratings)), sizes, columns, texts, texts),
-        torch.tensor([span.end - span.start for each in scored for span in each.spans]),
+        torch.tensor(lengths),
         [record.source for record in ratings],
     )
     rows = [
@@ -269,6 +274,25 @@ def _evaluate_steps(source: RewardSource, ratings: Sequence[Rating]) -> EvalResu
     ]
     counts = {"read": len(ratings), "kept": len(ratings)}
     return EvalResult(Predictions(rows, tuple(names)), metrics, counts)
+
+
+def _measure_steps(
+    source: RewardSource, ratings: Sequence[Rating], scored: Sequence[StepRewards]
+) -> list[int]:
+    """``[S]`` lengths of what each reward is of, as training counts them."""
+    assert source.contract is not None
+    separator = source.contract.step_separator
+    steps = [
+        step_texts(record.response, each.spans, separator)
+        for record, each in zip(ratings, scored, strict=True)
+    ]
+    replies = _lengths([record.response for record in ratings], source.measure)
+    counts = iter(_lengths([text for texts in steps for text in texts], source.measure))
+    return [
+        length
+        for record, reply_length, texts in zip(ratings, replies, steps, strict=True)
+        for length in lengths_of_rewards(record, reply_length, [*islice(counts, len(texts))])
+    ]
 
 
 def right_from(source: RewardSource) -> float:
@@ -457,6 +481,9 @@ def _check_finite(scores: np.ndarray, owners: Sequence[Comparison | Rating]) -> 
 def _reply_lengths(
     records: Sequence[Comparison] | Sequence[Rating], measure: Measure | None
 ) -> torch.Tensor:
-    texts = [text for record in records for text in record.texts]
-    lengths = [len(reply_of(text)) for text in texts] if measure is None else measure(texts)
-    return torch.tensor(list(lengths), dtype=torch.int64)
+    lengths = _lengths([text for record in records for text in record.texts], measure)
+    return torch.tensor(lengths, dtype=torch.int64)
+
+
+def _lengths(texts: Sequence[Text], measure: Measure | None) -> list[int]:
+    return measure_replies(texts) if measure is None else [*measure(texts)]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.batch.packed import Records, sums_within
+from nemo_aligner.batch.packed import Records
 from nemo_aligner.batch.pairs import PairRows
 from nemo_aligner.config.common import Aggregate
 from nemo_aligner.losses.base import (
@@ -153,7 +153,7 @@ class BradleyTerry(PairObjective):
         return super().step_metrics(*self._measured(rewards, records))
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
-        lengths = sums_within(reply_lengths, records.text_bounds())
+        lengths = reply_lengths[records.text_bounds()[1:] - 1]
         return super().report(*self._measured(rewards, records), lengths)
 
     def _measured(self, rewards: Tensor, records: Records) -> tuple[Tensor, Records]:

@@ -19,13 +19,15 @@ import numpy as np
 import torch
 
 from nemo_aligner.api.training import train_by
+from nemo_aligner.checkpoint.nemo.reward_model import read_tokenizer
 from nemo_aligner.config.common import Checks, RecordKind
 from nemo_aligner.config.load import config_to_dict
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.messages import Text, as_json, reply_of
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
 from nemo_aligner.data.records import Comparison, write_lines
-from nemo_aligner.data.split import lines_by_origin, prompt_keys
+from nemo_aligner.data.report import longer_chosen, measure_replies, unit_of_lengths
+from nemo_aligner.data.split import lines_by_origin, lines_of_records, prompt_keys
 from nemo_aligner.losses.pairwise import LABEL_MARGIN
 from nemo_aligner.metrics.ranking import fit_temperature, share_right, wilson_interval
 from nemo_aligner.utils.errors import ConfigError, DataError
@@ -83,6 +85,7 @@ def filter_file(source: Path, folder: Path, how: Filter, config: TrainConfig) ->
     file = read_records(
         source, ReaderConfig.of(config.model.data, "model.data", kind=RecordKind.comparison)
     )
+    _check_lines_are_apart(file)
     lines = lines_by_origin(file)
     margins = _cross_fit(file, lines, folder, how, config)
     known = torch.from_numpy(margins[~np.isnan(margins)])
@@ -106,7 +109,7 @@ def filter_file(source: Path, folder: Path, how: Filter, config: TrainConfig) ->
             f"kept: {len(kept)} -> {write_lines(folder / 'kept.jsonl', written)}{with_weights}",
             f"doubted: {len(doubted)} ({len(doubted) / len(judged):.1%}) -> "
             + write_lines(folder / "doubted.jsonl", map(_doubted_line, doubted)),
-            *_by_length(judged, doubted),
+            *_by_length(judged, doubted, config),
             *(["most likely mislabelled:"] * bool(doubted)),
             *map(_shown, doubted[:_SHOWN]),
         ]
@@ -125,7 +128,7 @@ def _cross_fit(
     margins = np.full(len(file.records), np.nan)
     for fold in range(how.folds):
         outside, inside = (np.flatnonzero(mask) for mask in (folds != fold, folds == fold))
-        train = [line for i in outside for line in lines[file.records[i].origin.line]]
+        train = lines_of_records([file.records[i] for i in outside], lines)
         held = [file.records[i] for i in inside]
         margins[inside] = _judge(folder / f"fold_{fold + 1}", train, held, config)
     return margins
@@ -142,6 +145,17 @@ def _check(config: TrainConfig) -> None:
             f"model.data.data_prefix: got {', '.join(config.model.data.data_prefix.all_files)}, "
             "wanted none: the folds of the file are what is trained on"
         )
+
+
+def _check_lines_are_apart(file: RecordFile) -> None:
+    """Refuse lines of several pairs: one of them could not be taken out of its line."""
+    counts = Counter(record.origin for record in file.records)
+    for origin, count in counts.items():
+        if count > 1:
+            raise DataError(
+                f"{origin}: {count} pairs are made of this line ({file.format}), and a filter "
+                "keeps or drops whole lines. Write each pair on a line of its own first."
+            )
 
 
 def _folds(keys: Sequence[str], how: Filter, source: str) -> np.ndarray:
@@ -221,20 +235,22 @@ def _accuracy(margins: torch.Tensor, temperature: float) -> str:
     )
 
 
-def _by_length(judged: Sequence[_Judged], doubted: Sequence[_Judged]) -> list[str]:
+def _by_length(
+    judged: Sequence[_Judged], doubted: Sequence[_Judged], config: TrainConfig
+) -> list[str]:
     """Say how often the longer reply was chosen: a model that judges by length doubts the rest."""
+    base = config.pretrained_checkpoint.restore_from_path
+    tokenizer = None if base is None else read_tokenizer(Path(base))
 
-    def share(pairs: Sequence[_Judged]) -> float:
-        longer = [
-            len(reply_of(better)) > len(reply_of(worse))
-            for better, worse in (_ordered(each.record) for each in pairs)
-        ]
-        return float(np.mean(longer)) if longer else float("nan")
+    def show_share(pairs: Sequence[_Judged]) -> str:
+        records = [each.record for each in pairs if len(each.record.texts) == 2]
+        texts = [text for record in records for text in record.texts]
+        share = longer_chosen(records, measure_replies(texts, tokenizer))
+        return "none" if share is None else f"{share:.1%}"
 
-    pairs = [each for each in judged if len(each.record.texts) == 2]  # none of these is tied
     return [
-        f"the longer reply was chosen in {share(pairs):.1%} of the pairs and in "
-        f"{share(doubted):.1%} of the doubted ones"
+        f"the longer reply (in {unit_of_lengths(tokenizer)}) was chosen in {show_share(judged)} of "
+        f"the pairs and in {show_share(doubted)} of the doubted ones"
     ]
 
 

@@ -327,7 +327,7 @@ class HeldoutRewards:
         """
         chosen = _draw(len(dataset), self._most)
         if dataset.name not in self._texts:
-            self._texts[dataset.name] = self._read_texts([dataset.origins[i] for i in chosen])
+            self._texts[dataset.name] = self._read_texts(dataset.origins, chosen)
         texts = self._texts[dataset.name]
         if texts:
             if dataset.steps is not None:
@@ -387,19 +387,44 @@ class HeldoutRewards:
             for record, own in zip(chosen, texts, strict=True)
         ]
 
-    def _read_texts(self, origins: Sequence[Origin]) -> list[tuple[Text, ...]]:
-        """Read every record's texts; none if a file is no longer what was tokenized."""
-        known: dict[Origin, tuple[Text, ...]] = {}
+    def _read_texts(
+        self, origins: Sequence[Origin], chosen: Sequence[int]
+    ) -> list[tuple[Text, ...]]:
+        """Read the texts of the ``chosen`` of all records; none if their file has changed."""
+        texts_by_origin: dict[Origin, list[tuple[Text, ...]]] = {}
         try:
-            for path in dict.fromkeys(origin.path for origin in origins):
-                found = parse_file(path, self._how).records
-                known |= {each.origin: each.texts for each in found}
-                if len({each.origin for each in found}) < len(found):
-                    raise DataError(f"{path}: several records are made of one line")
-            return [known[origin] for origin in origins]
+            for path in dict.fromkeys(origins[index].path for index in chosen):
+                for record in parse_file(path, self._how).records:
+                    texts_by_origin.setdefault(record.origin, []).append(record.texts)
+            numbers = _numbers_in_line(origins, chosen, texts_by_origin)
+            return [texts_by_origin[origins[index]][numbers[index]] for index in chosen]
         except (AlignerError, OSError, KeyError) as error:
             say(f"held-out rewards are not kept for a report: their texts cannot be read: {error}")
             return []
+
+
+def _numbers_in_line(
+    origins: Sequence[Origin],
+    chosen: Sequence[int],
+    texts_by_origin: Mapping[Origin, Sequence[tuple[Text, ...]]],
+) -> dict[int, int]:
+    """Number each of the ``chosen`` records among those that are made of the same line.
+
+    Raises:
+        DataError: a record of the line was dropped, and nothing says which.
+    """
+    lines = {origins[index] for index in chosen}
+    indices: dict[Origin, list[int]] = {}
+    for index, origin in enumerate(origins):
+        if origin in lines:
+            indices.setdefault(origin, []).append(index)
+    for origin, texts in texts_by_origin.items():
+        if origin in lines and len(texts) != len(indices[origin]):
+            raise DataError(
+                f"{origin}: {len(texts)} records are made of this line, and "
+                f"{len(indices[origin])} of them were used. Which ones is not known."
+            )
+    return {index: number for line in indices.values() for number, index in enumerate(line)}
 
 
 def _draw(count: int, most: int) -> list[int]:

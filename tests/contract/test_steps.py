@@ -137,7 +137,7 @@ def test_ids_of_a_step_do_not_depend_on_what_follows(
         assert encoded[0].token_ids == plain.encode(tokenizer, texts[0]).token_ids
     # Many at once are the same as one.
     (found,) = contract.tokenize_records(tokenizer, [texts])
-    assert [(ids, reads) for ids, _, reads in found] == [
+    assert [(each.token_ids, each.reads) for each in found] == [
         (each.token_ids, each.reads) for each in encoded
     ]
     assert contract.tokenize(tokenizer, texts) == [each.token_ids for each in encoded]

@@ -359,9 +359,9 @@ def test_contract_gives_one_conversation_one_sequence_of_ids(
         whole = read_text(given)
         ids = contract.encode(tokenizer, whole).token_ids
         assert contract.tokenize(tokenizer, [whole]) == [ids]
-        (((found, reply_tokens, _),),) = contract.tokenize_records(tokenizer, [[whole]])
-        assert found == ids
-        assert contract.count_reply_tokens(tokenizer, [whole]) == [reply_tokens]
+        ((found,),) = contract.tokenize_records(tokenizer, [[whole]])
+        assert found.token_ids == ids
+        assert contract.count_reply_tokens(tokenizer, [whole]) == [found.reply_tokens]
         assert contract.encode(tokenizer, given).token_ids == ids  # type: ignore[arg-type]
     assert render(contract.template, [USER, REPLY], "", "") == tokenizer.decode(
         contract.encode(tokenizer, [USER, REPLY]).token_ids

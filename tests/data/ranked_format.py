@@ -1,4 +1,4 @@
-"""A format of ranked replies, for tests of what is learned from several, and from ties."""
+"""Formats of ranked replies, and of several pairs on a line, for tests of both."""
 
 from __future__ import annotations
 
@@ -28,4 +28,23 @@ FORMAT = Format(
     wanted="'question' and 'ranked', a list of [rank, reply]",
     parse=parse,
     sample=({"question": "2+2?", "ranked": [[0, "4"], [1, "5"]]},),
+)
+
+
+def parse_several(
+    values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels
+) -> list[Comparison]:
+    return [
+        Comparison.of_pair(*(read_conversation(prompt, text, "pairs") for text in replies), origin)
+        for prompt, *replies in values[0]["pairs"]
+    ]
+
+
+SEVERAL = Format(
+    name="chat_pairs",
+    kind=RecordKind.comparison,
+    matches=has("pairs"),
+    wanted="'pairs', a list of [prompt, chosen, rejected]",
+    parse=parse_several,
+    sample=({"pairs": [["2+2?", "4", "5"], ["3+3?", "6", "7"]]},),
 )

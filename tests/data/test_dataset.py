@@ -197,7 +197,7 @@ def test_table_of_pairs(tmp_path: Path, contracts: Contracts) -> None:
     assert table["exact ties (dropped)"] == "1"
     assert table["duplicate records"] == "1"
     assert table["prompts"] == "2, 3 repeated"
-    assert table["chosen is the longer"] == "70.0%"
+    assert table["chosen is the longer"] == "70.0% (in tokens)"
     assert table["sources"] == "none 2, one 2, two 1"
     longest = len(contracts.tokenizer.encode("cat cat cat"))
     assert table["tokens of a reply"].startswith(f"1 to {longest}, median ")

@@ -12,8 +12,10 @@ import torch
 from nemo_aligner.batch.packed import LabelColumns
 from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.data.formats import FORMATS
+from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.inspect import Inspection, inspect_files, mark_specials
-from nemo_aligner.data.readers import ReaderConfig
+from nemo_aligner.data.readers import ReaderConfig, parse_file
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.report import far_labels, label_range
 from nemo_aligner.data.texts import label_of, labelled_texts, write_first_replies
@@ -264,6 +266,38 @@ def test_texts_of_a_file_are_texts_messages_and_replies(tmp_path: Path) -> None:
     assert (len(label), label[:7], label[-5:]) == (80, "begin x", "x end")
 
 
+def test_texts_of_preference_data_are_those_of_its_records(tmp_path: Path) -> None:
+    """Of every format as evaluate reads it, which counts a question once."""
+    published = {
+        "ultrafeedback_binarized": {
+            "prompt": "why?",
+            "chosen": [USER, REPLY],
+            "rejected": [USER, {**REPLY, "content": "no"}],
+        },
+        "hh": {
+            "chosen": "\n\nHuman: why?\n\nAssistant: so",
+            "rejected": "\n\nHuman: why?\n\nAssistant: no",
+        },
+        "raw texts": {"chosen": "why? so", "rejected": "why? no"},
+    }
+    files = {name: [row, row] for name, row in published.items()}
+    files |= {name: [*known.sample] for name, known in FORMATS.items()}
+    wrong = {}
+    for name, rows in files.items():
+        path = write(tmp_path / "data.jsonl", *rows)
+        records = parse_file(path, ReaderConfig()).records
+        texts = [text for record in records for text in record.texts]
+        found = [text for _, text in labelled_texts(path)]
+        if not texts or found != texts:
+            wrong[name] = (texts, found)
+    assert not wrong, wrong
+    named = write(tmp_path / "named.jsonl", {"q": "why?", "good": "so", "bad": "no"})
+    reading = ReaderConfig(pair_keys=PairKeys("q", "good", "bad"))
+    assert next(text for _, text in labelled_texts(named, reading)) == [USER, REPLY]
+    with pytest.raises(DataError, match=r"named.jsonl:1: got a record with keys 'q', 'good'"):
+        list(labelled_texts(named))
+
+
 def test_texts_are_missing_from_lines_that_are_named(tmp_path: Path) -> None:
     rows = [{"text": 3}, {"texts": "a"}, {"messages": [USER]}, {"prompt": 3, "chosen": "a"}]
     path = write(tmp_path / "asked.jsonl", {"text": "a"}, *rows)
@@ -272,10 +306,11 @@ def test_texts_are_missing_from_lines_that_are_named(tmp_path: Path) -> None:
     assert str(caught.value).splitlines() == [
         f"{path}: 4 of its 5 lines are malformed",
         f"  {path}:2: text: got 3, wanted a text or a list of messages",
-        f"  {path}:3: got keys 'texts'; wanted 'text', 'messages', or 'chosen' and 'rejected'",
+        f"  {path}:3: got keys 'texts'; chat_pairs wants 'prompt', 'chosen' and 'rejected', "
+        "strings or lists of messages",
         f"  {path}:4: messages: the last message is the reply that is scored: got role 'user', "
         "wanted 'assistant'",
-        f"  {path}:5: got 3, wanted a string or a list of messages",
+        f"  {path}:5: prompt: got 3, wanted a string or a list of messages",
     ]
     with pytest.raises(DataError, match=r"asked.jsonl:2: malformed JSON"):
         list(labelled_texts(write(tmp_path / "asked.jsonl", {"text": "a"}, "{")))

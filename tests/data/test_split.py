@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
-from nemo_aligner.data.readers import ReaderConfig
+from nemo_aligner.data.formats import FORMATS
+from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.split import Split, split_file
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests import tiny
+from tests.contracts import Contracts
 from tests.data.conftest import Run
-from tests.data.files import rows_of, write
+from tests.data.files import build, rows_of, write
+from tests.data.ranked_format import SEVERAL
 
 
 def parts_of(folder: Path) -> list[list[dict[str, Any]]]:
@@ -49,6 +52,26 @@ def test_split_keeps_lines_and_prompts_whole(tmp_path: Path, run: Run) -> None:
     assert "longer reply (in characters) is right in 100.0%" in done.stdout or "b" in "".join(
         heldout
     )
+
+
+def test_split_counts_replies_in_tokens_as_training_does(
+    tmp_path: Path, run: Run, contracts: Contracts, tokenizer_folder: Path
+) -> None:
+    """Words that the tokenizer has are one token each, and other letters one apiece."""
+    long, short = "house house", "xqxqxqxqxqxq"
+    pairs = [
+        {"prompt": f"q {n}", "chosen": long if n % 4 else short, "rejected": "zqzqzqzq"}
+        for n in range(40)
+    ]
+    source = write(tmp_path / "pairs.jsonl", *pairs)
+    arguments = ("data split", source, "--output", tmp_path)
+    wins = "always taking the longer reply (in {}) is right in {:.1%} of heldout"
+    assert wins.format("characters", 1) in run(*arguments).stdout
+    shown = run(*arguments, "--tokenizer", tokenizer_folder).stdout
+    table = build(contracts, [tmp_path / "heldout.jsonl"]).train.table()
+    share = table.split("chosen is the longer")[1].split("%")[0].strip()
+    assert wins.format("tokens", float(share) / 100) in shown
+    assert float(share) < 50
 
 
 def test_split_of_a_list_on_one_line_is_by_its_items(tmp_path: Path) -> None:
@@ -94,6 +117,46 @@ def test_split_keeps_comparison_lines_together(tmp_path: Path) -> None:
             assert json.loads(bad)["text"].endswith("bad")
         questions.append({json.loads(line)["text"].split("\n")[0] for line in side})
     assert not questions[0] & questions[1]
+
+
+def test_split_writes_a_line_once_for_all_of_its_records(tmp_path: Path, run: Run) -> None:
+    """Both parts have, read again, the records that were counted; a line is in one part."""
+
+    def step(*ratings: int) -> dict[str, Any]:
+        steps = [{"text": f"step {number}", "rating": each} for number, each in enumerate(ratings)]
+        return {"completions": steps, "chosen_completion": 0}
+
+    rows = [
+        {"question": {"problem": f"Why {n}?"}, "label": {"steps": [step(1, -1), step(1, 0, -1)]}}
+        for n in range(10)
+    ]
+    source = write(tmp_path / "prm.jsonl", *rows)
+    reading = ReaderConfig(attributes=("right",))
+    report = split_file(source, tmp_path, Split(reading=reading))
+    train, heldout = parts_of(tmp_path)
+    assert sorted(train + heldout, key=str) == rows
+    for name, lines in (("train", 8), ("heldout", 2)):
+        path = tmp_path / f"{name}.jsonl"
+        assert len(rows_of(path)) == lines
+        assert len(read_records(path, reading).records) == 4 * lines
+        assert f"{name}: {4 * lines} records, {lines} prompts" in report
+
+
+def test_split_keeps_a_line_whole_whose_records_have_several_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that any line has together stay in one part, however many lines link them."""
+    monkeypatch.setitem(FORMATS, "chat_pairs", SEVERAL)
+    rows = [
+        {"pairs": [[f"q {n}", "a", "b"], [f"q {n + (n % 2 == 0)}", "c", "d"]]} for n in range(8)
+    ]
+    source = write(tmp_path / "trees.jsonl", *rows)
+    report = split_file(source, tmp_path, Split(heldout=0.25))
+    train, heldout = parts_of(tmp_path)
+    assert (len(train), len(heldout)) == (6, 2)
+    assert heldout[0] in rows[::2]
+    assert heldout[1] == rows[rows.index(heldout[0]) + 1]
+    assert "train: 12 records, 3 prompts" in report
 
 
 def test_split_of_ratings_shows_what_length_scores(tmp_path: Path, run: Run) -> None:

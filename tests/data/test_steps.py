@@ -16,6 +16,7 @@ from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.records import Rating
 from nemo_aligner.data.training_data import TrainingData, build_training_data
 from nemo_aligner.utils.errors import ConfigError, DataError
+from tests import tiny
 from tests.contract.refusals import assert_refused
 from tests.contracts import Contracts
 from tests.data.files import write
@@ -195,6 +196,43 @@ def test_label_of_a_whole_text_is_that_of_its_last_step(
     path = write(tmp_path / "a.jsonl", {"prompt": "why", "response": "a\n\nb", "right": 1})
     train = build(contracts, path, objective="binary_cross_entropy").train
     assert torch.nan_to_num(train.records.labels.values, -1).tolist() == [[-1.0], [1.0]]
+
+
+@pytest.mark.parametrize("reads", ["step_ends", "step_marks", "step_answers", "turns"])
+def test_length_of_a_reward_is_that_of_its_step_or_reply_alone(
+    reads: str, tmp_path: Path, contracts: Contracts
+) -> None:
+    """Without the prompt, the separators, and what the chat template writes around turns."""
+    steps, other = ["the cat sings", "two", "a red house"], "no\n\nno"
+    replies = steps if reads == "turns" else ["\n\n".join(steps)]
+    turns = [turn for text in replies for turn in tiny.chat("why", text)]
+    labelled = [{**turn, **({"label": 1} if turn != USER else {})} for turn in turns]
+    rated = {"prompt": "why", "completions": steps, "labels": [1, 0, 1]}
+
+    def count(*texts: str) -> list[int]:
+        return [len(contracts.tokenizer.encode(text)) for text in texts]
+
+    path = write(tmp_path / "a.jsonl", {"messages": labelled} if reads == "turns" else rated)
+    train = build(contracts, path, reads).train
+    assert train.reply_lengths.tolist() == count(*steps)
+    first = train.lengths(0)[0] - int(train.reads(0)[0][0])  # type: ignore[index]
+    cut = build(contracts, path, reads, seq_length=first, overlong=Overlong.truncate_left).train
+    assert cut.reply_lengths.tolist() == count(*steps)[1:]
+    # A label of the whole text, and a verdict on it, are of the whole reply.
+    path = write(tmp_path / "b.jsonl", {"prompt": "why", "response": turns, "right": 1})
+    lengths = build(contracts, path, reads).train.reply_lengths.tolist()
+    assert lengths == count(*steps[:-1], replies[-1])
+    config = contracts.config()
+    config.head = HeadConfig(reads=ScoredPosition(reads))
+    texts = [turns, tiny.chat("why", other)]
+    path = write(tmp_path / "c.jsonl", dict(zip(("chosen", "rejected"), texts, strict=True)))
+    config.data.data_prefix = DataPrefixConfig([str(path)])
+    contract = build_contract(config, contracts.tokenizer, Precision.fp32)
+    train = build_training_data(config, contract, contracts.tokenizer).train
+    lengths = count(replies[-1], other)
+    assert train.records.of_texts().reply_lengths.tolist() == lengths  # type: ignore[union-attr]
+    assert contract.count_reply_tokens(contracts.tokenizer, texts) == lengths
+    assert f"tokens of a reply {min(lengths)} to {max(lengths)}," in " ".join(train.table().split())
 
 
 def test_what_is_cut_off_and_what_does_not_fit_is_counted(

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from nemo_aligner.config.common import Malformed, RecordKind
+from nemo_aligner.config.common import Malformed, Precision, RecordKind
 from nemo_aligner.config.evaluation import SourceConfig
-from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract
+from nemo_aligner.config.model import DataPrefixConfig, HeadConfig, ScoredPosition
+from nemo_aligner.contract.contract import (
+    EncodedText,
+    OverlongError,
+    ScoringContract,
+    TextEncoder,
+)
+from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.contract.messages import Text, reply_of
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import MalformedRule
 from nemo_aligner.data.readers import ReaderConfig
 from nemo_aligner.data.records import Comparison, Origin, Rating
+from nemo_aligner.data.training_data import build_training_data
 from nemo_aligner.evaluation import sources
 from nemo_aligner.evaluation.evaluate import (
     EvalResult,
@@ -28,7 +38,9 @@ from nemo_aligner.evaluation.evaluate import (
 from nemo_aligner.evaluation.run_task import run_task
 from nemo_aligner.evaluation.sources import of_scorer
 from nemo_aligner.evaluation.tasks import find_task
+from nemo_aligner.losses.base import measure_set
 from nemo_aligner.serving.client.posting import JsonAnswer
+from nemo_aligner.serving.protocols import StepRewards
 from nemo_aligner.utils.errors import DataError
 from tests import tiny
 from tests.contracts import Contracts
@@ -225,6 +237,50 @@ def test_regression_model_takes_ratings_and_pairs_and_a_ranking_model_pairs(tmp_
     np.testing.assert_array_equal(report.predictions.rewards, [[2, 1]])
     with pytest.raises(DataError):
         evaluate_file(of_scorer(CountingScorer()), rated_file)
+
+
+@pytest.mark.parametrize("reads", ["step_ends", "step_marks"])
+def test_evaluated_steps_have_the_lengths_that_training_counts(
+    reads: str, tmp_path: Path, contracts: Contracts
+) -> None:
+    """Tokens of each step alone: length scores the same in both, and as written out here."""
+    rng, count = random.Random(3), 24
+    steps = [[tiny.sentence(rng) for _ in range(rng.randint(1, 4))] for _ in range(count)]
+    labels = [[rng.random() * len(text.split()) / 12 for text in texts] for texts in steps]
+    rows = [
+        {"prompt": tiny.sentence(rng), "completions": texts, "labels": row}
+        for texts, row in zip(steps, labels, strict=True)
+    ]
+    path = write(tmp_path / "steps.jsonl", *rows)
+    config = contracts.config(["right"], seq_length=512)
+    config.head, config.objective = HeadConfig(reads=ScoredPosition(reads)), "binary_cross_entropy"
+    config.data.data_prefix = DataPrefixConfig([str(path)])
+    contract = build_contract(config, contracts.tokenizer, Precision.fp32)
+    data = build_training_data(config, contract, contracts.tokenizer)
+    rewards = torch.tensor([[rng.gauss(0, 1)] for texts in steps for _ in texts])
+    lengths = data.train.reply_lengths
+    trained = measure_set(data.objective, rewards, data.train.records, lengths, [""] * count)
+    encoder = TextEncoder(contract, contracts.tokenizer)
+
+    def score_steps(texts: Sequence[Text]) -> list[StepRewards]:
+        parts = np.split(rewards.numpy(), np.cumsum([len(own) for own in steps])[:-1])
+        spans = [encoder.encode(text).spans for text in texts]
+        return [StepRewards(*both) for both in zip(parts, spans, strict=True)]
+
+    scorer = CountingScorer(contract)
+    source = replace(
+        of_scorer(scorer), encode=encoder.encode, measure=encoder.count_reply_tokens,
+        score_steps=score_steps,
+    )  # fmt: skip
+    found = evaluate_file(source, path).metrics
+    tokens = [len(contracts.tokenizer.encode(text)) for texts in steps for text in texts]
+    wanted = {
+        "length_only_pearson_mean": abs(np.corrcoef(tokens, np.concatenate(labels))[0, 1]),
+        "length_correlation/right": np.corrcoef(tokens, rewards.ravel())[0, 1],
+    }
+    for name, value in wanted.items():
+        assert [trained[name], found[name]] == pytest.approx([value] * 2, abs=1e-6), name
+    assert wanted["length_only_pearson_mean"] > 0.3
 
 
 def test_evaluation_report_is_a_table_and_two_files(tmp_path: Path) -> None:

@@ -121,10 +121,10 @@ def test_trajectories_are_compared_by_their_aggregates(how: str) -> None:
     rewards = torch.tensor(flat)[:, None]
     check_gradient(objective, rewards, records)
     check_any_batch(objective, rewards, records)
-    report = objective.report(rewards, records, torch.ones(len(flat), dtype=torch.int64))
+    # The last reward of a trajectory has its length: 3 against 1, and 2 against 2.
+    report = objective.report(rewards, records, torch.tensor([9, 9, 3, 1, 9, 2, 7, 2]))
     right = float(first > second) + float(third > fourth)
     assert report["accuracy"] == right / 2
-    # The lengths of a trajectory's steps are its length: 3 against 1, and 2 against 2.
     assert report["longer_reply_accuracy"] == (1 + 0.5) / 2
 
 

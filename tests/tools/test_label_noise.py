@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.cli.main import main
+from nemo_aligner.data.formats import FORMATS
 from tests import tiny
 from tests.data.files import rows_of, write
+from tests.data.ranked_format import SEVERAL
 
 WRONG = (3, 17, 30)
 
@@ -69,3 +71,14 @@ def test_filter_refuses_what_it_cannot_judge_by(
     ):
         assert main([*command, more]) == 1, more
         assert wanted in capsys.readouterr().err
+
+
+def test_filter_refuses_several_pairs_of_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(FORMATS, "chat_pairs", SEVERAL)
+    pairs = [[f"q {n}", "a", "b"] for n in range(4)]
+    source = write(tmp_path / "trees.jsonl", {"pairs": pairs[:1]}, {"pairs": pairs[1:]})
+    command = [*("data", "filter", f"--input={source}", f"--output={tmp_path / 'out'}")]
+    assert main([*command, "pretrained_checkpoint.restore_from_path=base.nemo"]) == 1
+    assert f"{source}:2: 3 pairs are made of this line" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 import torch
 
 from nemo_aligner.checkpoint.run_folder import FACTS_NAME
-from nemo_aligner.data.training_data import TrainingData, how_to_read
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import DataPrefixConfig, HeadConfig, ScoredPosition
+from nemo_aligner.contract.from_settings import build_contract
+from nemo_aligner.data.training_data import TrainingData, build_training_data, how_to_read
 from nemo_aligner.training.resume import RunFacts
 from nemo_aligner.training.trainer import HeldoutRewards
 from tests import tiny
@@ -84,6 +88,35 @@ def test_heldout_ratings_have_their_labels(tmp_path: Path, contracts: Contracts)
         assert row["rewards"] == {"helpful": 2.0 * number, "brief": 2.0 * number + 1}
         assert row["labels"] == {name: wanted[name] for name in names}
         assert row["texts"]["response"][-1]["content"] == wanted["response"]
+
+
+def test_heldout_records_of_one_line_have_their_own_texts(
+    tmp_path: Path, contracts: Contracts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line of PRM800K is a record for its path, and one for each step beside it."""
+
+    def line(question: str, beside: str) -> dict[str, Any]:
+        texts = [{"text": "good", "rating": 1}, {"text": beside, "rating": -1}]
+        steps = [{"completions": texts, "chosen_completion": 0}]
+        return {"question": {"problem": question}, "label": {"steps": steps}}
+
+    source = files.write(tmp_path / "held.jsonl", line("one?", "bad"), line("two?", "worse"))
+    config = contracts.config(["right"], step_separator=" ")
+    config.head = HeadConfig(reads=ScoredPosition.step_ends)
+    config.data.data_prefix = DataPrefixConfig([str(source)], [str(source)])
+    config.data.allow_prompt_overlap = True
+    contract = build_contract(config, contracts.tokenizer, Precision.fp32)
+    data = build_training_data(config, contract, contracts.tokenizer)
+    heldout = HeldoutRewards(tmp_path, how_to_read(config, data.objective), contract)
+    heldout.keep(data.validation[0], torch.arange(4.0)[:, None])
+    steps = [(row["texts"]["response"][-1]["content"][0]["text"], row) for row in kept(tmp_path)]
+    assert [(text, row["rewards"]["right"], row["labels"]["right"]) for text, row in steps] == [
+        ("bad", 0, 0), ("good", 1, 1), ("worse", 2, 0), ("good", 3, 1)
+    ]  # fmt: skip
+    # Where one of them was dropped, nobody knows which texts the others have.
+    fewer = replace(data.validation[0], name="fewer", origins=data.validation[0].origins[1:])
+    heldout.keep(fewer, torch.zeros(3, 1))
+    assert f"{source}:1: 2 records are made of this line, and 1 of" in capsys.readouterr().out
 
 
 def test_heldout_file_that_is_gone_is_said_and_stops_nothing(

@@ -429,6 +429,21 @@ def _check_read_alike(
 # Text to token ids, by a model's contract or by settings.
 
 
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Load the tokenizer at ``path``: a .nemo file, its folder, or one with tokenizer.json.
+
+    Raises:
+        AlignerError: there is no tokenizer.
+    """
+    return _read_tokenizer_or_rules(path)[0]
+
+
+def _read_tokenizer_or_rules(path: Path) -> tuple[Tokenizer, ScoringContract | None]:
+    if (path / "tokenizer.json").is_file():
+        return load_tokenizer(path), None
+    return read_text_rules(path)
+
+
 def read_or_build_text_rules(
     path: Path,
     data: DataConfig,
@@ -443,11 +458,7 @@ def read_or_build_text_rules(
     Raises:
         AlignerError: there is no tokenizer, or the settings do not fit it.
     """
-    contract = None
-    if (path / "tokenizer.json").is_file():
-        tokenizer = load_tokenizer(path)
-    else:
-        tokenizer, contract = read_text_rules(path)
+    tokenizer, contract = _read_tokenizer_or_rules(path)
     if contract is not None:
         return tokenizer, contract, False
     kind = RewardModelType.regression if attributes else RewardModelType.binary_ranking
