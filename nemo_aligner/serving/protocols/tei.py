@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field, RootModel
 
 from nemo_aligner.contract.messages import Text
-from nemo_aligner.serving.failures import RequestError
+from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import Body, HttpAnswer, Items, Route, Served
 from nemo_aligner.utils.errors import ServingError
@@ -112,8 +113,25 @@ def _check_options(body: PredictRequest | RerankRequest) -> None:
         raise ServingError("raw_scores: got false, wanted true: a reward has no activation")
 
 
+def _check_not_cut(body: PredictRequest | RerankRequest, scored: ScoredRows) -> None:
+    """Refuse a text that was cut although the request says that none may be.
+
+    Raises:
+        RequestError: it names the row.
+    """
+    if body.truncate is False and scored.exceeded.any():
+        row = int(np.argmax(scored.exceeded))
+        raise RequestError(
+            f"row {row}: the text is longer than the model's seq_length, and truncate is false; "
+            "send a shorter text, or truncate=null to have its end scored",
+            FailureKind.bad_request,
+            row=row,
+        )
+
+
 def answer_predict(body: PredictRequest, scored: ScoredRows, served: Served) -> Any:
     """Each attribute with its reward, the largest first."""
+    _check_not_cut(body, scored)
     found = []
     for rewards in scored.rewards.tolist():
         labelled = zip(rewards, served.attributes, strict=True)
@@ -124,6 +142,7 @@ def answer_predict(body: PredictRequest, scored: ScoredRows, served: Served) -> 
 
 def answer_rerank(body: RerankRequest, scored: ScoredRows, served: Served) -> Any:
     """One number for each text, the best first; TEI puts the later of two equal ones first."""
+    _check_not_cut(body, scored)
     ranks: list[dict[str, Any]] = []
     for index, reward in enumerate(served.one_reward(scored.rewards)):
         text = {"text": body.texts[index]} if body.return_text else {}

@@ -122,7 +122,8 @@ class PoolingResponse(Body):
     """``data`` has an object for each input, with its ``index``.
 
     ``/classify``: ``label``, ``probs`` (the rewards) and ``num_classes``; ``/pooling``: ``data``
-    (the rewards); ``/score``: ``score``.
+    (the rewards); ``/score``: ``score``. That of a text that was cut to the model's length has
+    ``truncated``, true.
     """
 
     id: str
@@ -226,7 +227,7 @@ def answer_classify(body: PoolingRequest, scored: ScoredRows, served: Served) ->
         }
         for index, rewards in enumerate(scored.rewards)
     ]
-    return _listed("classify", body, served, data)
+    return _listed("classify", body, served, data, scored)
 
 
 def answer_pooling(body: PoolingRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
@@ -243,7 +244,7 @@ def answer_pooling(body: PoolingRequest, scored: ScoredRows, served: Served) -> 
         {"index": index, "object": "pooling", "data": rewards.tolist()}
         for index, rewards in enumerate(rows)
     ]
-    return _listed("pool", body, served, data)
+    return _listed("pool", body, served, data, scored)
 
 
 def answer_pairs(body: PairsRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
@@ -252,12 +253,18 @@ def answer_pairs(body: PairsRequest, scored: ScoredRows, served: Served) -> dict
         {"index": index, "object": "score", "score": reward}
         for index, reward in enumerate(served.one_reward(scored.rewards))
     ]
-    return _listed("score", body, served, data)
+    return _listed("score", body, served, data, scored)
 
 
 def _listed(
-    kind: str, body: PoolingRequest | PairsRequest, served: Served, data: list[dict[str, Any]]
+    kind: str,
+    body: PoolingRequest | PairsRequest,
+    served: Served,
+    data: list[dict[str, Any]],
+    scored: ScoredRows,
 ) -> dict[str, Any]:
+    for item, was_cut in zip(data, scored.exceeded.tolist(), strict=True):
+        item |= {"truncated": True} if was_cut else {}
     return {
         "id": f"{kind}-{body.request_id or uuid.uuid4().hex}",
         "object": "list",
