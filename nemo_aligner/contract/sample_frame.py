@@ -83,8 +83,9 @@ class SampleFrame:
         """The inverse of ``to_dict``; raises KeyError, TypeError or ValueError where it is none."""
         begins = tuple(map(str, values["begins"]))
         ids = tuple(tuple(map(int, row)) for row in values["begin_ids"])
-        texts = (str(values[name]) for name in ("before_reply", "end", "bos", "eos"))
-        return cls(begins, ids, *texts, bool(values["adds_eos"]))
+        names = ("before_reply", "end", "bos", "eos")
+        before_reply, end, bos, eos = (str(values[name]) for name in names)
+        return cls(begins, ids, before_reply, end, bos, eos, bool(values["adds_eos"]))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -155,7 +156,7 @@ def _shown(text: str) -> str:
 
 def _shortest(beginnings: Iterable[Row]) -> tuple[Row, ...]:
     """Each beginning once, without those that begin with another one; none if one is empty."""
-    rows = [*dict.fromkeys(beginnings)]
+    rows: list[Any] = [*dict.fromkeys(beginnings)]
     if not all(rows):
         return ()
     return tuple(

@@ -14,19 +14,20 @@ from typing import Any
 import numpy as np
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import nemo_aligner
 from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.serving.client import RewardClient
-from nemo_aligner.serving.failures import FailureKind, RequestError, failure_of
+from nemo_aligner.serving.failures import FailureKind, RefusedError, RequestError, failure_of
 from nemo_aligner.serving.gateway_metrics import GatewayMetrics
 from nemo_aligner.serving.protocols import (
     ScoredRows,
     ScoreRequest,
     gym,
     openrlhf,
+    rerank,
     rewards,
     sglang,
     slime,
@@ -35,6 +36,7 @@ from nemo_aligner.serving.protocols import (
 )
 from nemo_aligner.serving.protocols.base import (
     HttpAnswer,
+    ModelRoute,
     PlainRoute,
     Route,
     Served,
@@ -55,9 +57,11 @@ ROUTES: list[Route[Any]] = [
     *vllm.ROUTES,
     *sglang.ROUTES,
     *tei.ROUTES,
+    *rerank.ROUTES,
     *gym.ROUTES,
 ]
 PLAIN_ROUTES: list[PlainRoute] = [*gym.PLAIN_ROUTES]
+MODEL_ROUTES: list[ModelRoute] = [*vllm.MODEL_ROUTES, *tei.MODEL_ROUTES]
 
 # Probes of Kubernetes and load balancers send no token.
 _OPEN_PATHS = ("/health", "/ready")
@@ -112,6 +116,8 @@ def build_app(client: RewardClient, config: GatewayConfig, token: str | None) ->
         )
     for plain in PLAIN_ROUTES:
         _add_plain_route(app, plain, config.max_request_bytes)
+    for of_model in MODEL_ROUTES:
+        _add_model_route(app, of_model, upstream, config)
     _add_own_routes(app, upstream, client, metrics)
     first = {path: several[0] for path, several in at_path.items()}
     return _Plain(app if token is None else _Guarded(app, token, first, metrics))
@@ -161,9 +167,8 @@ class _Endpoint:
         route, body = self._route, None
         try:
             content = await _read(request, self._config.max_request_bytes)
+            route = self._route_of(content)
             body = route.parse(content)
-            route = self._route_of(body)
-            body = body if route is self._route else route.parse(content)
             scored = await self._score(route, body)
             content = route.answer(body, scored, self._served(scored))
             self._metrics.scored(route.path, scored)
@@ -172,9 +177,16 @@ class _Endpoint:
             failure = failure_of(error)
         return route.refuse(failure, body), failure.retry_after_s
 
-    def _route_of(self, body: Any) -> Route[Any]:
+    def _route_of(self, content: bytes) -> Route[Any]:
         """The path's first route, unless fields that it does not know mark another one's body."""
-        unknown = (body.model_extra or {}).keys()
+        if not self._others:
+            return self._route
+        try:
+            body = from_json(content)
+        except ValueError:  # which the route's own parser says of it
+            return self._route
+        names = body.keys() if isinstance(body, dict) else set()
+        unknown = names - self._route.request.model_fields.keys()
         marked = (other for other in self._others if unknown & set(other.marks))
         return next(marked, self._route)
 
@@ -330,6 +342,23 @@ def _add_plain_route(app: FastAPI, route: PlainRoute, max_request_bytes: int) ->
 
     about, method = route.about, route.method
     app.add_api_route(route.path, handle, methods=[method], summary=about, response_model=None)
+
+
+def _add_model_route(
+    app: FastAPI, route: ModelRoute, upstream: UpstreamService, config: GatewayConfig
+) -> None:
+    async def handle() -> Response:
+        try:
+            contract = await upstream.ask_contract()
+        except RefusedError:  # a server of NeMo-Aligner, which publishes none
+            return respond(route.answer(None, config))
+        except ServingError as error:
+            failure = unreachable(error)
+            return respond(refuse_with_detail(failure, None), failure.retry_after_s)
+        return respond(route.answer(contract, config))
+
+    about = route.about
+    app.add_api_route(route.path, handle, methods=["GET"], summary=about, response_model=None)
 
 
 def _add_own_routes(

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_aligner.config.describe import suggestion
-from nemo_aligner.contract.contract import one_reward
+from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.contract.contract import ScoringContract, one_reward
 from nemo_aligner.contract.messages import Text, read_text
 from nemo_aligner.serving.failures import RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
@@ -164,6 +165,18 @@ class PlainRoute:
     about: str
     answer: Callable[[bytes], HttpAnswer]
     method: str = "POST"
+
+
+@dataclass(frozen=True)
+class ModelRoute:
+    """A URL with what is known of the model, asked by GET.
+
+    ``answer`` gets the backends' contract, None if they publish none, and the gateway's settings.
+    """
+
+    path: str
+    about: str
+    answer: Callable[[ScoringContract | None, GatewayConfig], HttpAnswer]
 
 
 def refuse_with_detail(failure: RequestError, body: Any) -> HttpAnswer:

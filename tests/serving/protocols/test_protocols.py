@@ -50,9 +50,9 @@ def test_routes_are_all_there_once_and_their_failures_have_statuses() -> None:
     paths = sorted(route.path for route in ROUTES if not route.marks)
     assert paths == [
         *("/classify", "/compare", "/get_reward", "/pooling", "/predict", "/remote_rm", "/rerank"),
-        *("/score", "/v1/rewards", "/verify"),
+        *("/score", "/v1/rerank", "/v1/rewards", "/v1/score", "/v2/rerank", "/verify"),
     ]
-    assert [route.path for route in ROUTES if route.marks] == ["/classify"]
+    assert [route.path for route in ROUTES if route.marks] == ["/classify", "/rerank"]
     statuses = {kind.label: kind.status for kind in FailureKind}
     assert statuses == {
         "bad request": 400,

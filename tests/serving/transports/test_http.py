@@ -32,6 +32,9 @@ GOOD = {
     "/score": {"text_1": "a", "text_2": "b"},
     "/predict": {"inputs": "ab"},
     "/rerank": {"query": "a", "texts": ["b"]},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v2/rerank": {"query": "a", "documents": ["b"], "top_n": 1},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
     "/verify": {
         "responses_create_params": {"input": "a"},
         "response": {"output": [{"role": "assistant", "content": "b"}]},
@@ -42,7 +45,10 @@ GOOD = {
     },
 }
 # Several attributes as one number.
-MERGED = ("/get_reward", "/remote_rm", "/score", "/rerank", "/verify", "/compare")
+MERGED = (
+    *("/get_reward", "/remote_rm", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+    *("/verify", "/compare"),
+)
 BEARER = {"Authorization": "Bearer s3cret"}
 
 
@@ -85,6 +91,38 @@ def test_gateway_tells_sglangs_classify_from_vllms_by_the_body() -> None:
         assert (answer.status, answer.json) == (400, {"error": error}), body
     # Neither: vLLM's, which was here first.
     assert call(app, "/classify", {}).json["error"]["type"] == "BadRequestError"
+
+
+def test_gateway_tells_vllms_rerank_from_teis_by_the_body() -> None:
+    app, half = make(), total("ab") / 2
+    (rank,) = call(app, "/rerank", {"query": "a", "texts": ["b"]}).json
+    assert rank == {"index": 0, "score": half}
+    (result,) = call(app, "/rerank", {"query": "a", "documents": ["b"]}).json["results"]
+    assert (result["index"], result["relevance_score"]) == (0, half)
+    refused = call(app, "/rerank", {"query": "a", "documents": 5})
+    assert refused.json["error"]["type"] == "BadRequestError"
+    # Neither: TEI's, which was here first.
+    assert call(app, "/rerank", {"query": "a"}).json["error_type"] == "Validation"
+
+
+def test_gateway_says_what_the_model_is_as_openai_and_tei_do() -> None:
+    client = FakeClient()
+    app = make(client)
+    (model,) = call(app, "/v1/models").json["data"]
+    assert (model["id"], model["object"]) == ("reward_model", "model")
+    assert model["max_model_len"] == CONTRACT.seq_length
+    info = call(app, "/info").json
+    assert (info["max_input_length"], info["auto_truncate"]) == (CONTRACT.seq_length, True)
+    assert info["model_dtype"] == "float32"
+    assert info["model_type"]["reranker"]["id2label"] == {"0": "sum", "1": "minus"}
+    client.contract = None  # of NeMo-Aligner's server, which publishes none
+    assert call(app, "/v1/models").json["data"][0]["id"] == "reward_model"
+    assert call(app, "/info").json["model_type"]["reranker"]["id2label"] == {"0": "reward"}
+    client.failure = ServingError("nobody listens")
+    for path in ("/v1/models", "/info"):
+        answer = call(app, path)
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert call(make(token="s3cret"), path).status == 401
 
 
 def test_gateway_answers_a_malformed_body_with_a_400_in_the_protocols_own_shape() -> None:
@@ -436,6 +474,9 @@ CUT: dict[str, Any] = {
     "/score": {"text_1": "a", "text_2": ["a", LONG_TEXT]},
     "/predict": {"inputs": [["a"], [LONG_TEXT]]},
     "/rerank": {"query": "a", "texts": ["a", LONG_TEXT]},
+    "/v1/rerank": {"query": "a", "documents": ["a", LONG_TEXT]},
+    "/v2/rerank": {"query": "a", "documents": ["a", LONG_TEXT]},
+    "/v1/score": {"text_1": "a", "text_2": ["a", LONG_TEXT]},
     "/verify": {
         "responses_create_params": {"input": "a"},
         "response": {"output": [{"role": "assistant", "content": LONG_TEXT}]},
@@ -462,9 +503,10 @@ def test_text_that_was_cut_has_a_sign_by_every_door() -> None:
         assert "x-truncated-rows" not in call(app, path, GOOD[path]).headers, path
     assert answers["/v1/rewards"]["truncated"] == [False, True]
     assert answers["/get_reward"]["extra_logs"]["truncated"] == [0.0, 1.0]
-    for path in ("/classify", "/pooling", "/score"):
+    for path in ("/classify", "/pooling", "/score", "/v1/score"):
         first, second = answers[path]["data"]
         assert ("truncated" in first, second["truncated"]) == (False, True), path
+    assert [answers["/v2/rerank"]["results"][0]["truncated"]] == [True]
     (item,) = call(app, "/classify", {"text": [LONG_TEXT]}).json
     assert item["meta_info"]["truncated"] is True
     assert answers["/verify"]["truncated"] is True
