@@ -135,13 +135,13 @@ def run_score(options: argparse.Namespace) -> int:
     if not texts:
         raise ConfigError("nothing to score: give texts, --conversation or --file")
     from nemo_aligner.serving.client.reward import RewardClient
-    from nemo_aligner.serving.tokens import find_token
+    from nemo_aligner.serving.tokens import find_token, hide_password
 
     token = find_token(None, options.token_variable, "--token")
     with RewardClient(
         options.url, expect=options.expect, wait_s=options.wait, token=token
     ) as client:
-        patience = f"waiting for an answer from {options.url} ..."
+        patience = f"waiting for an answer from {hide_password(options.url)} ..."
         waiting = Timer(_QUIET_S, lambda: print(patience, file=sys.stderr))
         waiting.start()
         try:

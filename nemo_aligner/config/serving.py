@@ -35,6 +35,9 @@ class GatewayConfig:
     complete_turns: bool = setting(
         True, "raw texts and ids that end at an end of turn get what the template has behind it"
     )
+    reject_foreign_templates: bool = setting(
+        False, "reject raw texts and ids that are not written in the model's chat template"
+    )
     reward_threshold: float | None = setting(
         None, "/verify: reward 1 at or above this, else 0; null: the plain reward"
     )
@@ -45,6 +48,7 @@ class GatewayConfig:
     max_connections: int = setting(256, "most concurrent requests per backend")
     timeout_s: float = setting(600.0, "seconds until a request is answered with a 503")
     retry_s: float = setting(1.0, "seconds to wait for a backend before a 503")
+    keep_alive_secs: int = setting(75, "seconds until an idle connection of a client is closed")
     drift_rows: int = setting(1000, "number of latest rows for the metrics of rewards")
     exit_timeout_secs: int = setting(20, "seconds for requests in flight after SIGTERM")
     ready_file: str | None = setting(None, "file that contains the URL while the gateway is ready")
@@ -57,6 +61,7 @@ class GatewayConfig:
                 "max_queue_rows",
                 "max_connections",
                 "timeout_s",
+                "keep_alive_secs",
                 "drift_rows",
                 "exit_timeout_secs",
             )

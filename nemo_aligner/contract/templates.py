@@ -113,7 +113,7 @@ _QUESTION, _REPLY = "a question", "the reply"
 _CALL_ID = "call00001"
 PROBE = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
 # Templates read every field of a tool, so that none may be missing.
-_TOOLS: list[dict[str, Any]] = [
+TRIAL_TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {
@@ -244,7 +244,7 @@ def needs_tools(write: Write) -> bool:
         write(PROBE)
     except DataError:
         try:
-            write(Conversation(PROBE, tools=_TOOLS))
+            write(Conversation(PROBE, tools=TRIAL_TOOLS))
         except DataError:
             return False
         return True
@@ -257,7 +257,7 @@ def for_trials(write: Write) -> Write:
     def write_with_tool(text: Messages | Conversation) -> str:
         documents = text.documents if isinstance(text, Conversation) else None
         tools = text.tools if isinstance(text, Conversation) else None
-        return write(Conversation(messages_of(text), tools or _TOOLS, documents))
+        return write(Conversation(messages_of(text), tools or TRIAL_TOOLS, documents))
 
     return write_with_tool if needs_tools(write) else write
 

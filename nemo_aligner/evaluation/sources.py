@@ -38,7 +38,7 @@ from nemo_aligner.serving.engine.scorer import (
 )
 from nemo_aligner.serving.failures import FailureKind
 from nemo_aligner.serving.protocols import StepRewards
-from nemo_aligner.serving.tokens import find_token
+from nemo_aligner.serving.tokens import find_token, hide_password
 from nemo_aligner.utils.console import Counter, say
 from nemo_aligner.utils.errors import ConfigError, ServingError, short
 from nemo_aligner.utils.processes import find_process
@@ -296,15 +296,15 @@ def open_server(url: str, config: SourceConfig) -> Iterator[RewardSource]:
         ConfigError: the URL has an unknown path, or a setting does not apply to its protocol.
         ServingError: our own server does not answer, or publishes no contract.
     """
-    path = urlsplit(url).path.rstrip("/")
+    path, name = urlsplit(url).path.rstrip("/"), hide_password(url)
     if path == "":
         token = _bearer_token(config)
         with RewardClient(url, timeout_s=config.timeout_s, token=token) as client:
-            yield _ours(url, client)
+            yield _ours(name, client)
         return
     if path not in ("/classify", "/get_reward"):
         raise ConfigError(
-            f"server: got {url}, wanted http://HOST:PORT of a server of ours, or one that ends in "
+            f"server: got {name}, wanted http://HOST:PORT of a server of ours, or one that ends in "
             "/classify (vLLM) or /get_reward (OpenRLHF)"
         )
     address = PostingAddress(url, _bearer_token(config), config.timeout_s)
@@ -314,23 +314,23 @@ def open_server(url: str, config: SourceConfig) -> Iterator[RewardSource]:
     else:
         tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
         score = partial(_ask_openrlhf, address, tokenizer, tuple(weights))
-    yield RewardSource(url, tuple(weights), tuple(weights.values()), score)
+    yield RewardSource(name, tuple(weights), tuple(weights.values()), score)
 
 
 def _bearer_token(config: SourceConfig) -> str | None:
     return find_token(None, config.token_variable, "source.token")
 
 
-def _ours(url: str, client: RewardClient) -> RewardSource:
+def _ours(name: str, client: RewardClient) -> RewardSource:
     try:
         contract = client.contract()
     except NoKServeError as error:
         raise ServingError(
-            f"server: {error}; wanted {url}/classify for vLLM or the gateway, {url}/get_reward for "
-            "OpenRLHF's remote reward model"
+            f"server: {error}; wanted {name}/classify for vLLM or the gateway, {name}/get_reward "
+            "for OpenRLHF's remote reward model"
         ) from error
     return RewardSource(
-        name=url,
+        name=name,
         attributes=tuple(contract.attributes),
         attribute_weights=tuple(contract.attribute_weights),
         score=partial(_ask_ours, client, contract.attributes),
@@ -391,7 +391,7 @@ def _vllm_rewards(
         raise _error(address, answer) from error
     if len(rewards) != len(attributes):
         raise ServingError(
-            f"{address.url}: got {len(rewards)} numbers for a text, wanted {len(attributes)} "
+            f"{address.name}: got {len(rewards)} numbers for a text, wanted {len(attributes)} "
             f"({', '.join(attributes)}); source.attribute_weights says their names and weights"
         )
     return rewards
@@ -458,7 +458,7 @@ def _openrlhf_rewards(address: PostingAddress, answer: JsonAnswer, count: int) -
     except (LookupError, TypeError, ValueError) as error:
         raise _error(address, answer) from error
     if len(rewards) != count:
-        raise ServingError(f"{address.url}: got {len(rewards)} rewards for {count} texts")
+        raise ServingError(f"{address.name}: got {len(rewards)} rewards for {count} texts")
     return rewards
 
 
@@ -469,4 +469,4 @@ def _good(address: PostingAddress, answer: JsonAnswer) -> Mapping[str, Any]:
 
 
 def _error(address: PostingAddress, answer: JsonAnswer) -> ServingError:
-    return ServingError(f"{address.url}: status {answer.status}, got {short(answer.body)}")
+    return ServingError(f"{address.name}: status {answer.status}, got {short(answer.body)}")

@@ -1,4 +1,4 @@
-"""The gateway: its protocols as a FastAPI application, uvicorn around it, and its metrics."""
+"""The gateway: its protocols as a FastAPI application, and uvicorn around it."""
 
 from __future__ import annotations
 
@@ -8,32 +8,26 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    disable_created_metrics,
-)
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import generate_latest
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import nemo_aligner
 from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.serving.client import RewardClient
-from nemo_aligner.serving.failures import FailureKind, RequestError, failure_of
+from nemo_aligner.serving.failures import FailureKind, RefusedError, RequestError, failure_of
+from nemo_aligner.serving.gateway_metrics import GatewayMetrics
 from nemo_aligner.serving.protocols import (
     ScoredRows,
     ScoreRequest,
     gym,
     openrlhf,
+    rerank,
     rewards,
     sglang,
     slime,
@@ -42,15 +36,17 @@ from nemo_aligner.serving.protocols import (
 )
 from nemo_aligner.serving.protocols.base import (
     HttpAnswer,
+    ModelRoute,
     PlainRoute,
     Route,
     Served,
     refuse_with_detail,
+    row_headers,
 )
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.serving.tokens import has_token
 from nemo_aligner.serving.triton import ready_file
-from nemo_aligner.serving.upstream import UpstreamService, unreachable
+from nemo_aligner.serving.upstream import FOREIGN_ADVICE, UpstreamService, unreachable
 from nemo_aligner.utils.errors import ServingError, one_line
 
 # Every protocol that the gateway speaks has its line here.
@@ -61,9 +57,11 @@ ROUTES: list[Route[Any]] = [
     *vllm.ROUTES,
     *sglang.ROUTES,
     *tei.ROUTES,
+    *rerank.ROUTES,
     *gym.ROUTES,
 ]
 PLAIN_ROUTES: list[PlainRoute] = [*gym.PLAIN_ROUTES]
+MODEL_ROUTES: list[ModelRoute] = [*vllm.MODEL_ROUTES, *tei.MODEL_ROUTES]
 
 # Probes of Kubernetes and load balancers send no token.
 _OPEN_PATHS = ("/health", "/ready")
@@ -118,6 +116,8 @@ def build_app(client: RewardClient, config: GatewayConfig, token: str | None) ->
         )
     for plain in PLAIN_ROUTES:
         _add_plain_route(app, plain, config.max_request_bytes)
+    for of_model in MODEL_ROUTES:
+        _add_model_route(app, of_model, upstream, config)
     _add_own_routes(app, upstream, client, metrics)
     first = {path: several[0] for path, several in at_path.items()}
     return _Plain(app if token is None else _Guarded(app, token, first, metrics))
@@ -153,6 +153,7 @@ class _Endpoint:
     ) -> None:
         self._route, *self._others = routes
         self._upstream, self._config, self._metrics = upstream, config, metrics
+        self._foreign_paths: set[str] = set()
 
     async def handle(self, request: Request) -> Response:
         """Answer by the route's protocol, and count the answer."""
@@ -166,19 +167,26 @@ class _Endpoint:
         route, body = self._route, None
         try:
             content = await _read(request, self._config.max_request_bytes)
+            route = self._route_of(content)
             body = route.parse(content)
-            route = self._route_of(body)
-            body = body if route is self._route else route.parse(content)
             scored = await self._score(route, body)
+            content = route.answer(body, scored, self._served(scored))
             self._metrics.scored(route.path, scored)
-            return HttpAnswer(200, route.answer(body, scored, self._served(scored))), None
+            return HttpAnswer(200, content, row_headers(scored)), None
         except ServingError as error:
             failure = failure_of(error)
         return route.refuse(failure, body), failure.retry_after_s
 
-    def _route_of(self, body: Any) -> Route[Any]:
+    def _route_of(self, content: bytes) -> Route[Any]:
         """The path's first route, unless fields that it does not know mark another one's body."""
-        unknown = (body.model_extra or {}).keys()
+        if not self._others:
+            return self._route
+        try:
+            body = from_json(content)
+        except ValueError:  # which the route's own parser says of it
+            return self._route
+        names = body.keys() if isinstance(body, dict) else set()
+        unknown = names - self._route.request.model_fields.keys()
         marked = (other for other in self._others if unknown & set(other.marks))
         return next(marked, self._route)
 
@@ -191,13 +199,43 @@ class _Endpoint:
         asked = route.read(body)
         if route.completes_turns:
             asked, completed = await self._upstream.complete_turns(asked)
-            self._metrics.completed(route.path, completed)
+            self._metrics.count_rows(route.path, "completed", completed)
+        foreign = await self._upstream.find_foreign_rows(asked)
+        self._metrics.count_rows(route.path, "foreign_template", len(foreign))
+        if foreign:
+            asked = self._note_foreign_rows(route, asked, foreign)
         try:
-            return await self._upstream.answer(asked, route.sets_rows_aside)
+            scored = await self._upstream.answer(asked, route.sets_rows_aside)
+            is_foreign = np.isin(np.arange(len(scored.rewards)), [*foreign])
+            return replace(scored, foreign_template=is_foreign)
         except RequestError as refusal:
             if refusal.row is None or route.with_other_reply is None:
                 raise
             return await self._whose_fault(refusal, route.with_other_reply(body))
+
+    def _note_foreign_rows(
+        self, route: Route[Any], request: ScoreRequest, foreign: Mapping[int, str]
+    ) -> ScoreRequest:
+        """Log rows that are in another chat template, once a route, and reject them if asked to.
+
+        Raises:
+            RequestError: they are rejected, and the route sets no rows aside.
+        """
+        row, fault = next(iter(foreign.items()))
+        if route.path not in self._foreign_paths:
+            self._foreign_paths.add(route.path)
+            print(
+                f"Warning: {route.path}: {len(foreign)} of {request.num_rows} texts are not "
+                f"written in the model's chat template; row {row}: {fault}. {FOREIGN_ADVICE}. "
+                "The metrics count the further ones (foreign_template)",
+                flush=True,
+            )
+        if not self._config.reject_foreign_templates:
+            return request
+        if not route.sets_rows_aside:
+            text = f"row {row}: {fault} (gateway.reject_foreign_templates). {FOREIGN_ADVICE}"
+            raise RequestError(text, FailureKind.bad_request, row=row)
+        return request.without_rows(foreign)
 
     async def _whose_fault(self, refusal: RequestError, other: ScoreRequest) -> ScoredRows:
         """Ask with another reply: the refusal becomes a row's error, or the prompt's failure."""
@@ -245,7 +283,7 @@ def _too_large(most: int) -> RequestError:
 
 def respond(answer: HttpAnswer, retry_after_s: float | None = None) -> Response:
     """Make a JSON response; a 503 gets ``Retry-After``."""
-    headers = {}
+    headers = dict(answer.headers)
     if retry_after_s is not None and answer.status == 503:
         headers["Retry-After"] = str(retry_after_s)
     if answer.status == 401:
@@ -304,6 +342,23 @@ def _add_plain_route(app: FastAPI, route: PlainRoute, max_request_bytes: int) ->
 
     about, method = route.about, route.method
     app.add_api_route(route.path, handle, methods=[method], summary=about, response_model=None)
+
+
+def _add_model_route(
+    app: FastAPI, route: ModelRoute, upstream: UpstreamService, config: GatewayConfig
+) -> None:
+    async def handle() -> Response:
+        try:
+            contract = await upstream.ask_contract()
+        except RefusedError:  # a server of NeMo-Aligner, which publishes none
+            return respond(route.answer(None, config))
+        except ServingError as error:
+            failure = unreachable(error)
+            return respond(refuse_with_detail(failure, None), failure.retry_after_s)
+        return respond(route.answer(contract, config))
+
+    about = route.about
+    app.add_api_route(route.path, handle, methods=["GET"], summary=about, response_model=None)
 
 
 def _add_own_routes(
@@ -396,6 +451,7 @@ def run_app(app: ASGIApp, listening: socket.socket, config: GatewayConfig) -> in
             ssl_certfile=config.certificate_file,
             ssl_keyfile=config.key_file,
             timeout_graceful_shutdown=config.exit_timeout_secs,
+            timeout_keep_alive=config.keep_alive_secs,
             server_header=False,
         )
         settings.load()  # here a certificate that cannot be used ends the start
@@ -441,133 +497,3 @@ def _ends_quietly() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-# Prometheus metrics of the gateway and its backends.
-
-# Upper bounds of latencies, from those of a short text on a GPU to those behind a full queue.
-_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
-_GATEWAY, _SERVER = "nemo_aligner_gateway", "nemo_aligner_server"
-# Counters that a backend publishes (``RewardModel.statistics``), with their help texts.
-_COUNTED = {
-    "requests": "requests answered with rewards",
-    "refused_requests": "requests answered with an error",
-    "rows": "texts scored",
-    "tokens": "tokens of the texts scored",
-    "computed_tokens": "tokens that went through the model",
-    "cached_tokens": "tokens whose keys and values were kept (cache hits)",
-    "calls": "calls of the model",
-    "queue_seconds": "seconds that rows waited for their call, added over rows",
-    "forward_seconds": "seconds that the model computed",
-}
-
-Statistics = Mapping[str, Mapping[str, float] | None]
-
-
-class GatewayMetrics:
-    """Counts what the gateway answers; for one event loop."""
-
-    def __init__(self) -> None:
-        disable_created_metrics()  # a line more of each, of which Prometheus makes nothing
-        self._registry = CollectorRegistry()
-        self._requests = Counter(
-            f"{_GATEWAY}_requests",
-            "requests answered",
-            ["route", "status"],
-            registry=self._registry,
-        )
-        self._seconds = Histogram(
-            f"{_GATEWAY}_request_seconds",
-            "from the request's head to its answer",
-            ["route"],
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self._rows = Counter(
-            f"{_GATEWAY}_rows",
-            "texts by what became of them: scored, refused; cut and completed ones are among both",
-            ["route", "outcome"],
-            registry=self._registry,
-        )
-
-    def answered(self, path: str, status: int, seconds: float) -> None:
-        """A request to a route has its answer."""
-        self._requests.labels(path, str(status)).inc()
-        self._seconds.labels(path).observe(seconds)
-
-    def scored(self, path: str, scored: ScoredRows) -> None:
-        """Rows of a request that was scored."""
-        rows = len(scored.rewards)
-        self._rows.labels(path, "scored").inc(rows - len(scored.errors))
-        self._rows.labels(path, "refused").inc(len(scored.errors))
-        self._rows.labels(path, "cut").inc(int(scored.exceeded.sum()))
-
-    def completed(self, path: str, rows: int) -> None:
-        """Rows of a request got what the chat template has behind an end of turn."""
-        if rows:
-            self._rows.labels(path, "completed").inc(rows)
-
-    def render(self, upstream: UpstreamService, statistics: Statistics) -> tuple[bytes, str]:
-        """The text for Prometheus, with what the backends have just said; and its content type."""
-        now = CollectorRegistry()
-        now.register(_Snapshot([*_of_service(upstream), *_of_backends(statistics)]))
-        return generate_latest(self._registry) + generate_latest(now), CONTENT_TYPE_LATEST
-
-
-class _Snapshot:
-    """Values that were taken elsewhere."""
-
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._families
-
-
-def _of_service(upstream: UpstreamService) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        f"{_GATEWAY}_rows_in_flight", "texts not answered yet", value=upstream.rows_in_flight
-    )
-    contract = upstream.contract
-    gauges = {
-        name: GaugeMetricFamily(f"nemo_aligner_reward_{name}", about, labels=["attribute"])
-        for name, about in (
-            ("rows", "of how many rewards, the last, these are"),
-            ("mean", "mean of the last rewards"),
-            ("std", "standard deviation of the last rewards"),
-            ("mean_drift", "mean less the contract's, in the contract's standard deviations"),
-            ("std_ratio", "standard deviation over the contract's"),
-        )
-    }
-    for column, drift in enumerate(upstream.recent.drift(contract)):
-        name = str(column) if contract is None else contract.attributes[column]
-        for field, value in vars(drift).items():
-            if value is not None:
-                gauges[field].add_metric([name], value)
-    yield from gauges.values()
-
-
-def _of_backends(statistics: Statistics) -> Iterator[Metric]:
-    up = GaugeMetricFamily(f"{_SERVER}_up", "whether the backend answers", labels=["backend"])
-    waiting = GaugeMetricFamily(
-        f"{_SERVER}_waiting_rows", "texts that wait for a call of the model", labels=["backend"]
-    )
-    fill = GaugeMetricFamily(
-        f"{_SERVER}_pack_fill",
-        "computed tokens of a call, in the mean, over what a call has room for",
-        labels=["backend"],
-    )
-    counters = {
-        name: CounterMetricFamily(f"{_SERVER}_{name}", about, labels=["backend"])
-        for name, about in _COUNTED.items()
-    }
-    for url, counts in statistics.items():
-        up.add_metric([url], counts is not None)
-        for name in counters.keys() & (counts or {}).keys():
-            counters[name].add_metric([url], counts[name])  # type: ignore[index]
-        if counts and "waiting_rows" in counts:
-            waiting.add_metric([url], counts["waiting_rows"])
-        if counts and counts.get("calls") and counts.get("tokens_per_call"):
-            room = counts["calls"] * counts["tokens_per_call"]
-            fill.add_metric([url], counts.get("computed_tokens", 0.0) / room)
-    yield from (up, waiting, fill, *counters.values())

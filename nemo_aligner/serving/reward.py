@@ -16,6 +16,7 @@ import numpy as np
 
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.contract.contract import ScoringContract, TextEncoder
+from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.steps import StepSpan, aggregate_texts
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.engine.batcher import BackpressureLimit, Batcher, Meter
@@ -306,12 +307,13 @@ class RewardModelServable:
         shaper: RewardShaper | None = None,
         prepare: Callable[[], None] = lambda: None,
         turn_end: TurnEnd | None = None,
+        sample_frame: SampleFrame | None = None,
     ) -> None:
         self._scorer = scorer
         self._config = config
         self._shaper = shaper
         self._prepare = prepare
-        self._turn_end = turn_end
+        self._turn_end, self._sample_frame = turn_end, sample_frame
 
     @property
     def operations(self) -> Mapping[str, Operation]:
@@ -326,7 +328,9 @@ class RewardModelServable:
         # Before the server says that it is ready: the first forward pass is slow, and may show that
         # the model cannot run.
         ranks.execute(_SCORE, [[0]])
-        return RewardModel(self._scorer, self._config, self._shaper, ranks, self._turn_end)
+        return RewardModel(
+            *(self._scorer, self._config, self._shaper, ranks, self._turn_end, self._sample_frame)
+        )
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> object:
         self._prepare()
@@ -348,6 +352,7 @@ class RewardModel:
         shaper: RewardShaper | None,
         ranks: ModelRanks,
         turn_end: TurnEnd | None = None,
+        sample_frame: SampleFrame | None = None,
     ) -> None:
         self._scorer = scorer
         self._config = config
@@ -362,7 +367,7 @@ class RewardModel:
             scorer, self._batcher.submit, config, self._meter, shaper, read_outputs
         )
         self._cached = 0
-        self._turn_end = turn_end
+        self._turn_end, self._sample_frame = turn_end, sample_frame
 
     @property
     def endpoints(self) -> Sequence[Endpoint]:
@@ -378,7 +383,8 @@ class RewardModel:
             max_rows=self._config.max_batch_size,
         )
         contract = self._service.contract
-        return [rewards, contract_endpoint(contract, self.statistics, self._turn_end)]
+        published = contract_endpoint(contract, self.statistics, self._turn_end, self._sample_frame)
+        return [rewards, published]
 
     @property
     def startup_log(self) -> Sequence[str]:
@@ -433,12 +439,13 @@ def contract_endpoint(
     contract: ScoringContract,
     statistics: Callable[[], Mapping[str, float]],
     turn_end: TurnEnd | None = None,
+    sample_frame: SampleFrame | None = None,
 ) -> Endpoint:
     """``contract``: how the texts of this server become scores, and what it has counted.
 
     Counters have no endpoint of their own: each is a process more, and 1.7 s more at the start.
     """
-    published = kserve.encode_contract(contract, turn_end)
+    published = kserve.encode_contract(contract, turn_end, sample_frame)
 
     async def publish(inputs: Tensors) -> Tensors:
         return {**published, **kserve.encode_statistics(statistics())}

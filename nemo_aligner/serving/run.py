@@ -26,7 +26,7 @@ from nemo_aligner.serving.engine.scorer import RewardEnsemble, RewardScorer, loa
 from nemo_aligner.serving.engine.shaping import build_shaper
 from nemo_aligner.serving.reward import RewardModelServable
 from nemo_aligner.serving.service import Servable
-from nemo_aligner.serving.tokens import find_token, say_who_may_ask
+from nemo_aligner.serving.tokens import find_token, hide_password, say_who_may_ask
 from nemo_aligner.serving.triton import check_front, serve
 from nemo_aligner.training.critic import CriticRun, open_critic
 from nemo_aligner.utils.console import say
@@ -56,7 +56,13 @@ def run_server(config: ServeConfig) -> int:
         scorer = RewardEnsemble(models) if len(models) > 1 else models[0]
         contracts = [model.contract for model in models]
         shaper = build_shaper(config.shaping, config.ensemble, contracts)
-        servable = RewardModelServable(scorer, config.server, shaper, turn_end=models[0].turn_end())
+        servable = RewardModelServable(
+            scorer,
+            config.server,
+            shaper,
+            turn_end=models[0].turn_end(),
+            sample_frame=models[0].sample_frame(),
+        )
         return serve([servable], config.server)
 
 
@@ -116,6 +122,7 @@ def _servables(config: ServeCriticConfig, run: CriticRun, layout: ParallelLayout
         config.server,
         prepare=critic.make_room_for_rewards,
         turn_end=scorer.turn_end(),
+        sample_frame=scorer.sample_frame(),
     )
     return [critic, rewards]
 
@@ -162,7 +169,7 @@ def run_gateway(config: GatewayRunConfig) -> int:
         in_callers_loop=True,
     )
     with open_socket(own) as listening:
-        print(f"Backends: {', '.join(config.backends)}", flush=True)
+        print(f"Backends: {', '.join(map(hide_password, config.backends))}", flush=True)
         say_who_may_ask(own.host, token, "gateway.token")
         return run_app(build_app(client, own, token), listening, own)
 

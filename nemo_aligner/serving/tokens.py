@@ -1,9 +1,12 @@
-"""The bearer token of a server: read it from settings, and check requests for it."""
+"""Secrets of a server: its bearer token from settings, checks of requests for it, and URLs without
+passwords.
+"""
 
 from __future__ import annotations
 
 import hmac
 import os
+import re
 from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
@@ -56,6 +59,11 @@ def has_token(sent: Sequence[bytes], token: str) -> bool:
     # In constant time: how much of it was right, nobody learns from the clock.
     is_right = hmac.compare_digest(given.strip(), token.encode())
     return scheme.lower() == b"bearer" and is_right
+
+
+def hide_password(url: str) -> str:
+    """A URL for people and logs: without the user and password that a proxy may ask for in it."""
+    return re.sub(r"^([a-zA-Z]+://)?[^/?#]*@", r"\1", url)
 
 
 def say_who_may_ask(host: str, token: str | None, key: str) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client.reward import OnError, RewardClient
 from nemo_aligner.serving.engine.batcher import BackpressureLimit
@@ -22,6 +23,11 @@ logger = logging.getLogger(__name__)
 
 # When a backend comes back is unknown, so clients are asked to retry soon.
 _AGAIN_IN_S = 1
+# What a sender of texts in another chat template can do.
+FOREIGN_ADVICE = (
+    "Send messages, which get the model's template, or write the texts with its template (the "
+    "field template of /v1/contract)"
+)
 
 
 class UpstreamService:
@@ -39,6 +45,8 @@ class UpstreamService:
         self._limit = BackpressureLimit(config.max_queue_rows, "gateway.max_queue_rows")
         self._turn_end: TurnEnd | None = None
         self._knows_turn_end = not config.complete_turns  # nobody is asked, nothing completed
+        self._sample_frame: SampleFrame | None = None
+        self._knows_sample_frame = False
 
     @property
     def rows_in_flight(self) -> int:
@@ -106,6 +114,34 @@ class UpstreamService:
         given = request.token_lists or []
         token_lists = [turn.complete_ids(row) for row in given]
         return replace(request, token_lists=token_lists), _count_changed(given, token_lists)
+
+    async def find_foreign_rows(self, request: ScoreRequest) -> dict[int, str]:
+        """Find raw texts and token rows that are not written in the backends' chat template.
+
+        Returns:
+            Their numbers in the whole request, and how each differs from a text in the template.
+
+        Raises:
+            RequestError: no backend says what its template writes.
+        """
+        rows: Sequence[Any] = request.texts or request.token_lists or ()
+        raw = {
+            number: row
+            for number, row in zip(request.row_numbers, rows, strict=True)
+            if request.texts is None or isinstance(row, str)
+        }
+        if raw and not self._knows_sample_frame:
+            try:
+                self._sample_frame = await self._client.sample_frame_async()
+            except ServingError as error:
+                raise unreachable(error) from error
+            self._knows_sample_frame = True
+        frame = self._sample_frame
+        if frame is None:
+            return {}
+        find_fault = frame.find_fault_of_ids if request.texts is None else frame.find_fault
+        faults = {number: find_fault(row) for number, row in raw.items()}
+        return {number: fault for number, fault in faults.items() if fault is not None}
 
     async def ask_contract(self) -> ScoringContract:
         """The backends' contract, as they publish it now.

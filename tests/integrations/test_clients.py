@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import urllib.request
 from pathlib import Path
@@ -14,13 +15,21 @@ import pytest
 
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from tests import tiny
-from tests.environments import package, vllm_python
+from tests.environments import kept_environment, make_environment, package, vllm_python
 from tests.integrations.clients import openrlhf_client, verl_client
 from tests.integrations.clients.stand_ins import StandIns
 
 CLIENTS = Path(__file__).parent / "clients"
 RECORDED = Path(__file__).parent / "recorded" / "vllm_classify.json"
 CLOSE = {"rtol": 0, "atol": 1e-5}
+RERANKERS = (
+    "litellm==1.110.2",
+    "cohere==6.1.0",  # the newest that LlamaIndex takes
+    "openai==3.57.0",
+    "llama-index-postprocessor-cohere-rerank==0.10.0",
+    "llama-index-postprocessor-jinaai-rerank==0.6.0",
+    "llama-index-postprocessor-tei-rerank==0.6.0",
+)
 
 CHATS = [
     [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -163,3 +172,43 @@ def test_every_protocol_of_a_prompt_and_its_reply_gives_the_bits_of_score(gatewa
         text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{reply}<|im_end|>"
         (rest,) = posted(f"{gateway}/classify", {"text": [text]})
         assert rest["embedding"] == row["probs"]
+
+
+@pytest.fixture(scope="module")
+def rerank_python() -> Path:
+    """A python with the clients of services that rank documents."""
+
+    def make(folder: Path) -> None:
+        make_environment(folder, *RERANKERS)
+
+    return kept_environment("rerankers", RERANKERS, make) / "bin" / "python"
+
+
+def test_rerank_clients_get_the_rewards_of_score(gateway: str, rerank_python: Path) -> None:
+    """LiteLLM's asks TEI for numbers from 0 to 1: the sigmoids of the rewards."""
+    prompt, replies = CHATS[0][0]["content"], [chat[1]["content"] for chat in CHATS]
+    pairs = posted(f"{gateway}/score", {"text_1": prompt, "text_2": replies})["data"]
+    rewards = [pair["score"] for pair in pairs]
+    assert len(set(rewards)) == len(replies)
+    found = printed(rerank_python, "rerank_clients.py", gateway, prompt, *replies)
+    assert found.pop("models") == ["reward_model"]
+    sigmoids = (1 / (1 + np.exp(-np.array(rewards)))).tolist()
+    assert found.pop("litellm huggingface") == pytest.approx(sigmoids, abs=1e-12)
+    assert len(found) == 10
+    assert {name: scores for name, scores in found.items() if scores != rewards} == {}
+
+
+def test_sample_in_another_template_is_told_from_the_models(gateway: str) -> None:
+    """By a real server's template; one that verl has cut off before its first turn, too."""
+    body = "user\nwhy<|im_end|>\n<|im_start|>assistant\nno<|im_end|>\n"
+    llama = "<|start_header_id|>user<|end_header_id|>\n\nwhy<|eot_id|>"
+    texts = [f"<|im_start|>{body}", body, f"{llama}no<|eot_id|>", f"<|im_start|>{body[:-12]}"]
+    request = urllib.request.Request(f"{gateway}/classify", json.dumps({"input": texts}).encode())
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.headers["X-Foreign-Template-Rows"] == "1, 2"
+    with urllib.request.urlopen(f"{gateway}/metrics", timeout=60) as answer:
+        counted = re.search(
+            r'outcome="foreign_template",route="/classify"} (.+)', answer.read().decode()
+        )
+    assert counted is not None
+    assert float(counted[1]) >= 2

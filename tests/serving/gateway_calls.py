@@ -76,6 +76,7 @@ class FakeClient:
         self.gate: asyncio.Event | None = None
         self.counted: dict[str, dict[str, float] | None] = {"http://one": None}
         self.turn_end_async = AsyncMock(return_value=None)
+        self.sample_frame_async = AsyncMock(return_value=None)
 
     async def score_rows_async(self, texts: Sequence[Any], *, on_error: str = "nan") -> ScoredRows:
         whole = [

@@ -14,11 +14,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
+from nemo_aligner.config.serving import GatewayConfig
 from tests import tiny
 from tests.serving.client.misbehaving import Misbehaving
 from tests.serving.fake_server import CONTRACT, total
@@ -166,3 +169,37 @@ def test_gateway_that_cannot_start_says_so_in_one_line(tmp_path: Path) -> None:
             assert done.returncode == 1
             assert words in done.stderr
             assert "Traceback" not in done.stderr
+
+
+def test_idle_connection_is_kept_for_as_long_as_the_setting_says(
+    lone: Misbehaving, tmp_path: Path
+) -> None:
+    """Longer than aiohttp keeps one to use it again, by default: 15 s."""
+    assert GatewayConfig().keep_alive_secs == 75
+    with gateway(tmp_path, f"backends=[{lone.url}]", "gateway.keep_alive_secs=2") as started:
+        connection = HTTPConnection(urlsplit(started.url).netloc, timeout=10)
+        for pause_s in (0.5, 0.0):
+            connection.request("GET", "/health")
+            assert connection.getresponse().read()
+            time.sleep(pause_s)
+        idle_since = time.monotonic()
+        assert connection.sock.recv(1) == b""  # it was closed
+        assert 1 < time.monotonic() - idle_since < 8
+        connection.close()
+
+
+def test_password_of_a_backends_url_is_shown_nowhere(lone: Misbehaving, tmp_path: Path) -> None:
+    secret = lone.url.replace("//", "//someone:s3cret@")
+    with gateway(tmp_path, f"backends=[{secret}]", "gateway.retry_s=0.3") as started:
+        assert rewards(post(f"{started.url}/v1/rewards", {"texts": ["ab"]})) == [total("ab")]
+        pages = []
+        for path in ("/ready", "/metrics"):
+            with urllib.request.urlopen(f"{started.url}{path}", timeout=10) as page:
+                pages.append(page.read().decode())
+        assert all(lone.url in page for page in pages)
+        lone.go()
+        status, answer = post(f"{started.url}/v1/rewards", {"texts": ["ab"]})
+        assert status == 503
+        shown = [*pages, json.dumps(answer), started.output()]
+        assert lone.url in shown[-1]
+        assert not [text for text in shown if "s3cret" in text or "someone" in text]

@@ -18,7 +18,7 @@ from nemo_aligner.serving import triton
 from nemo_aligner.serving.client import RefusedError, RewardClient, RewardCriticClient
 from nemo_aligner.serving.failures import NO_TOKEN
 from nemo_aligner.serving.service import Endpoint
-from nemo_aligner.serving.tokens import find_token, has_token, say_who_may_ask
+from nemo_aligner.serving.tokens import find_token, has_token, hide_password, say_who_may_ask
 from nemo_aligner.utils.errors import ConfigError, ServingError, SettingsError
 from tests.serving.client.misbehaving import Misbehaving
 from tests.serving.fake_server import CONTRACT, total
@@ -174,3 +174,17 @@ def test_server_with_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert TOKEN not in server.output()
         commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.processes()]
         assert not any(TOKEN.encode() in command for command in commands)
+
+
+def test_url_for_people_has_no_password() -> None:
+    cases = {
+        "http://user:pass@host:5555": "http://host:5555",
+        "https://user:p%40ss@host/a@b": "https://host/a@b",
+        "user:p@ss@host:5555": "host:5555",
+        "http://host:5555/classify": "http://host:5555/classify",
+        "http://[::1]:5555": "http://[::1]:5555",
+    }
+    assert {url: hide_password(url) for url in cases} == cases
+    with pytest.raises(ConfigError) as caught:
+        RewardClient("ftp://user:s3cret@host")
+    assert "s3cret" not in str(caught.value)

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from nemo_aligner.serving.tokens import is_token
+from nemo_aligner.serving.tokens import hide_password, is_token
 from nemo_aligner.utils.errors import ConfigError, ServingError
 
 T = TypeVar("T")
@@ -240,7 +240,7 @@ def checked_urls(urls: Sequence[str]) -> list[str]:
         whole = (url if "://" in url else f"http://{url}").rstrip("/")
         parts = urlsplit(whole)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"url: got {url!r:.80}, wanted http://host:port")
+            raise ConfigError(f"url: got {hide_password(url)!r:.80}, wanted http://host:port")
         checked.append(whole)
     if not checked:
         raise ConfigError("url: got no URL, wanted http://host:port, or several")

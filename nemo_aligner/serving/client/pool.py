@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client.server import (
     ContractCheck,
@@ -159,6 +160,14 @@ class ServerPool:
             ServingError: no server answers.
         """
         return await self._ask(RemoteServer.turn_end, 1)
+
+    async def ask_sample_frame(self) -> SampleFrame | None:
+        """Text that the servers' chat template writes around a sample; None if unknown.
+
+        Raises:
+            ServingError: no server answers.
+        """
+        return await self._ask(RemoteServer.sample_frame, 1)
 
     async def probe(self) -> dict[str, str | None]:
         """State of each server by its URL: why it gives no rewards now, None if it does."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 
+from nemo_aligner.serving.tokens import hide_password
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ServingError, one_line
 
@@ -24,6 +25,11 @@ class PostingAddress:
     url: str
     bearer_token: str | None = None
     timeout_s: float = 600.0
+
+    @property
+    def name(self) -> str:
+        """The URL for people, without a password."""
+        return hide_password(self.url)
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ async def _post(
             return JsonAnswer(answer.status, _read(await answer.text(errors="replace")))
     except (aiohttp.ClientError, asyncio.TimeoutError) as error:
         why = one_line(error) or f"nothing within {address.timeout_s:g} s"
-        raise ServingError(f"{address.url}: no answer: {why}") from error
+        raise ServingError(f"{address.name}: no answer: {why}") from error
 
 
 def _read(text: str) -> Any:

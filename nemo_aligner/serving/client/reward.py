@@ -19,6 +19,7 @@ import numpy as np
 
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text, check_texts
+from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client.calls import ServerClient, check_token, checked_urls
 from nemo_aligner.serving.client.pool import ServerPool, TooManyRowsError
@@ -26,6 +27,7 @@ from nemo_aligner.serving.client.server import ContractCheck
 from nemo_aligner.serving.failures import RefusedError
 from nemo_aligner.serving.protocols import ScoredRows, kserve, place_rows
 from nemo_aligner.serving.protocols.kserve import Tensors
+from nemo_aligner.serving.tokens import hide_password
 from nemo_aligner.utils.errors import ConfigError, DataError, shown
 
 logger = logging.getLogger(__name__)
@@ -86,7 +88,7 @@ class RewardClient(ServerClient[ServerPool]):
             ServerPool,
             *(urls, model_name, self._contract_check, wait_s, retry_s, max_connections, token),
         )
-        name = f"{', '.join(urls)}, {model_name}"
+        name = f"{', '.join(map(hide_password, urls))}, {model_name}"
         super().__init__(name, timeout_s, connect, in_callers_loop)
 
     def contract(self) -> ScoringContract:
@@ -167,6 +169,10 @@ class RewardClient(ServerClient[ServerPool]):
     async def turn_end_async(self) -> TurnEnd | None:
         """Text that the servers' chat template writes after a reply; None if unknown."""
         return await self._run(ServerPool.ask_turn_end)
+
+    async def sample_frame_async(self) -> SampleFrame | None:
+        """Text that the servers' chat template writes around a sample; None if unknown."""
+        return await self._run(ServerPool.ask_sample_frame)
 
     async def probe_async(self) -> dict[str, str | None]:
         """State of each server by its URL: why it gives no rewards now, None if it does."""

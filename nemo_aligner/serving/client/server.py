@@ -15,11 +15,11 @@ import random
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -27,6 +27,7 @@ import numpy as np
 
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import describe_differences
+from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.failures import (
     NO_TOKEN,
@@ -38,9 +39,12 @@ from nemo_aligner.serving.failures import (
 )
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.protocols.kserve import Tensors
+from nemo_aligner.serving.tokens import hide_password
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, ServingError, short
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _CONNECT_S = 3.0
 # A request for rewards is limited by the call's deadline alone, as the model may be slow. These
@@ -69,6 +73,7 @@ class RemoteServer:
     """A server by its URL and the model there; see the top of this file.
 
     Attributes:
+        url: for people, without a password.
         limit: most rows of a request; None before a handshake has succeeded.
         fault: why it is left out, where waiting does not help, such as another contract.
         trouble: why it is left out, for people.
@@ -86,8 +91,9 @@ class RemoteServer:
         contract_check: ContractCheck,
         reads_contract: bool,
     ) -> None:
-        self.name = f"{url}, {model_name}"
-        self.url = url
+        self.url = hide_password(url)
+        self.name = f"{self.url}, {model_name}"
+        self._url = url
         self.in_flight = 0
         self.limit: int | None = None
         self.fault: ServingError | None = None
@@ -161,19 +167,35 @@ class RemoteServer:
         Raises:
             UnavailableError: it gave no answer, and is left out for a while.
         """
+        return await self._read_publication(
+            kserve.decode_turn_end,
+            "it does not say how its chat template ends (%s); a text that ends before that is "
+            "scored as it stands",
+        )
+
+    async def sample_frame(self) -> SampleFrame | None:
+        """Text that its chat template writes around a sample; None if it has no template.
+
+        Raises:
+            UnavailableError: it gave no answer, and is left out for a while.
+        """
+        return await self._read_publication(
+            kserve.decode_sample_frame,
+            "it does not say how its chat template begins and ends (%s); texts that are written in "
+            "another template are scored and not counted",
+        )
+
+    async def _read_publication(self, decode: Callable[[Tensors], T], if_missing: str) -> T | None:
+        """Decode a part of what it publishes; None, and a warning, if that is missing."""
         with self._asked():
             try:
-                return kserve.decode_turn_end(await self._publication(_HANDSHAKE_S))
+                return decode(await self._publication(_HANDSHAKE_S))
             except UnavailableError:
                 raise
             except ServingError as error:  # another's server, or an older one
                 if _is_unauthorized(error):
                     raise
-                logger.warning(
-                    "%s: it does not say how its chat template ends (%s); a text that ends before "
-                    "that is scored as it stands",
-                    *(self.name, short(error)),
-                )
+                logger.warning(f"%s: {if_missing}", self.name, short(error))
                 return None
 
     async def probe(self) -> str | None:
@@ -332,7 +354,7 @@ class RemoteServer:
         try:
             async with self._session.request(
                 method,
-                f"{self.url}/v2/{path}",
+                f"{self._url}/v2/{path}",
                 # aiohttp warns of large bytes, which it writes at once; a stream goes in pieces.
                 data=None if body is None else BytesIO(body),
                 headers=headers,

@@ -19,6 +19,7 @@ from nemo_aligner.config.model import BATCH_INVARIANT_ROWS
 from nemo_aligner.contract.contract import EncodedText, ScoringContract, TextEncoder
 from nemo_aligner.contract.from_settings import describe_differences
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.steps import STEPPED, aggregate_texts
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import TurnEnd
@@ -143,6 +144,10 @@ class RewardScorer:
     def turn_end(self) -> TurnEnd | None:
         """Text that the contract's chat template writes after a reply."""
         return TurnEnd.of(self.contract.template, self._tokenizer, self.contract.template_kwargs)
+
+    def sample_frame(self) -> SampleFrame | None:
+        """Text that the contract's chat template writes around the contents of a sample."""
+        return SampleFrame.of(self.contract, self._tokenizer)
 
     def reset_cache(self) -> None:
         """Empty the prefix cache: keys and values of a failed call may be missing."""

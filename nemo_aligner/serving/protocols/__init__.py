@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,30 @@ class ScoreRequest:
     token_lists: list[list[int]] | None = None
     add_eos: list[bool] | None = None
     refused: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the whole request, those that are refused included."""
+        return len(self.texts or self.token_lists or ()) + len(self.refused)
+
+    @property
+    def row_numbers(self) -> list[int]:
+        """Numbers in the whole request of the rows that are not refused."""
+        return [row for row in range(self.num_rows) if row not in self.refused]
+
+    def without_rows(self, reasons: Mapping[int, str]) -> ScoreRequest:
+        """The same request with further rows refused, by their numbers in the whole request."""
+        keeps = [row not in reasons for row in self.row_numbers]
+
+        def remaining(rows: Sequence[Any] | None) -> list[Any] | None:
+            return None if rows is None else [*compress(rows, keeps)]
+
+        return ScoreRequest(
+            remaining(self.texts),
+            remaining(self.token_lists),
+            remaining(self.add_eos),
+            {**self.refused, **reasons},
+        )
 
 
 @dataclass(frozen=True)
@@ -81,6 +106,9 @@ class ScoredRows:
 
     From a model with a reward for each turn or step also ``steps`` ``[N]``, a ``StepRewards`` or
     None for each row; the reward of a row is that of its last one.
+
+    From the gateway also ``foreign_template`` ``[N]`` bool: rows that are not written in the
+    model's chat template.
     """
 
     rewards: np.ndarray
@@ -93,6 +121,7 @@ class ScoredRows:
     spread: np.ndarray | None = None
     outputs: np.ndarray | None = None
     steps: np.ndarray | None = None
+    foreign_template: np.ndarray | None = None
 
 
 def place_rows(values: np.ndarray, rows: Sequence[int], total: int) -> np.ndarray:

@@ -8,8 +8,8 @@ its own answer.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
 import numpy as np
@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_aligner.config.describe import suggestion
-from nemo_aligner.contract.contract import one_reward
+from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.contract.contract import ScoringContract, one_reward
 from nemo_aligner.contract.messages import Text, read_text
 from nemo_aligner.serving.failures import RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
@@ -82,10 +83,32 @@ class Served:
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """A status, and an object for JSON."""
+    """A status, an object for JSON, and headers beside those of every answer."""
 
     status: int
     content: Any
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+# Numbers of rows, from 0, that were cut to the model's length, or are not written in its chat
+# template. Headers, as some protocols' answers have no room for a further field.
+TRUNCATED_ROWS = "X-Truncated-Rows"
+FOREIGN_ROWS = "X-Foreign-Template-Rows"
+_MOST_SHOWN_ROWS = 100  # clients refuse headers of more than 8 KiB
+
+
+def row_headers(scored: ScoredRows) -> dict[str, str]:
+    """Headers about rows that have a reward by less than the whole text, or by other rules."""
+    masks = {TRUNCATED_ROWS: scored.exceeded, FOREIGN_ROWS: scored.foreign_template}
+    marked = {
+        name: np.flatnonzero(mask).tolist() for name, mask in masks.items() if mask is not None
+    }
+    return {name: _listed(rows) for name, rows in marked.items() if rows}
+
+
+def _listed(rows: Sequence[int]) -> str:
+    more = [f"and {len(rows) - _MOST_SHOWN_ROWS} more"] * (len(rows) > _MOST_SHOWN_ROWS)
+    return ", ".join([*map(str, rows[:_MOST_SHOWN_ROWS]), *more])
 
 
 @dataclass(frozen=True)
@@ -142,6 +165,18 @@ class PlainRoute:
     about: str
     answer: Callable[[bytes], HttpAnswer]
     method: str = "POST"
+
+
+@dataclass(frozen=True)
+class ModelRoute:
+    """A URL with what is known of the model, asked by GET.
+
+    ``answer`` gets the backends' contract, None if they publish none, and the gateway's settings.
+    """
+
+    path: str
+    about: str
+    answer: Callable[[ScoringContract | None, GatewayConfig], HttpAnswer]
 
 
 def refuse_with_detail(failure: RequestError, body: Any) -> HttpAnswer:

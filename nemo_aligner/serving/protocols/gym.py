@@ -234,8 +234,13 @@ def _echo(body: VerifyRequest) -> dict[str, Any]:
 
 
 def _unmeasured(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
+    # Every field of an answer: a rollout that is scored again brings those of the last time along.
     return {
         "reward": 0.0,
+        "raw_reward": None,
+        "reward_components": {},
+        "truncated": False,
+        "contract_hash": None,
         "mask_sample": is_masked,
         "failure_kind": kind,
         "failure_reason": reason,
@@ -298,6 +303,7 @@ def answer_compare(body: CompareRequest, scored: ScoredRows, served: Served) -> 
         "mean_individual_score": float(np.mean(rewards)),
         "std_individual_score": float(np.std(rewards)),
         "tiebreak_usage_rate": 0.0,
+        "truncated_rate": float(np.mean(scored.exceeded)),
     }
     return {"rewards": rewards, "comparison_results": [], "metrics": metrics}
 

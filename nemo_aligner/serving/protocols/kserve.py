@@ -30,8 +30,9 @@ each what message (null in a raw text) and which characters of it it is the rewa
 The model ``contract``, not batched, answers with ``contract`` BYTES [1]: the scoring contract as
 JSON, its hash included; and with ``statistics`` BYTES [1]: what the server has counted since its
 start, a JSON object of numbers (see ``Meter.statistics``); and with ``turn_end`` BYTES [1]: what
-the chat template writes after a reply (see ``TurnEnd``), as JSON, or null. It needs no input;
-``dummy_var`` INT64 [1] is for clients that must send one.
+the chat template writes after a reply (see ``TurnEnd``), as JSON, or null; and with
+``sample_frame`` BYTES [1]: what the template writes around a sample (see ``SampleFrame``), as JSON,
+or null. It needs no input; ``dummy_var`` INT64 [1] is for clients that must send one.
 
 Whether an end-of-sequence token is added is part of what a score means, so the checkpoint's scoring
 contract decides it. ``add_EOS`` cannot change that: for ``sentences`` it must say what the contract
@@ -52,6 +53,7 @@ import numpy as np
 
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Conversation, Messages, Text, as_json, read_text
+from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, StepRewards, TensorSpec
 from nemo_aligner.utils.errors import DataError, ServingError, shown
@@ -89,6 +91,7 @@ CONTRACT_OUTPUTS = (
     TensorSpec("contract", bytes, (1,)),
     TensorSpec("statistics", bytes, (1,)),
     TensorSpec("turn_end", bytes, (1,)),
+    TensorSpec("sample_frame", bytes, (1,)),
 )
 
 
@@ -164,10 +167,17 @@ def _decode_steps(values: np.ndarray) -> np.ndarray:
     return found
 
 
-def encode_contract(contract: ScoringContract, turn_end: TurnEnd | None) -> dict[str, np.ndarray]:
-    """Outputs of the ``contract`` model that stay: the contract, and the end of its template."""
+def encode_contract(
+    contract: ScoringContract, turn_end: TurnEnd | None, sample_frame: SampleFrame | None
+) -> dict[str, np.ndarray]:
+    """Outputs of the ``contract`` model that stay: the contract, and the frame of its template."""
     end = None if turn_end is None else turn_end.to_dict()
-    return {"contract": _json_output(contract.to_dict()), "turn_end": _json_output(end)}
+    frame = None if sample_frame is None else sample_frame.to_dict()
+    return {
+        "contract": _json_output(contract.to_dict()),
+        "turn_end": _json_output(end),
+        "sample_frame": _json_output(frame),
+    }
 
 
 def decode_contract(outputs: Mapping[str, np.ndarray]) -> ScoringContract:
@@ -190,6 +200,19 @@ def decode_turn_end(outputs: Mapping[str, np.ndarray]) -> TurnEnd | None:
         return None if found is None else TurnEnd.from_dict(found)
     except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
         raise ServingError(f"turn_end: {error}") from error
+
+
+def decode_sample_frame(outputs: Mapping[str, np.ndarray]) -> SampleFrame | None:
+    """Decode what a server's template writes around a sample; None if it has no template.
+
+    Raises:
+        ServingError: it does not say, as one of an earlier version.
+    """
+    try:
+        values = _decode_json(outputs["sample_frame"])
+        return None if values is None else SampleFrame.from_dict(values)
+    except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
+        raise ServingError(f"sample_frame: {error}") from error
 
 
 def encode_statistics(statistics: Mapping[str, float]) -> dict[str, np.ndarray]:

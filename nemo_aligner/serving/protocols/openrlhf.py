@@ -39,11 +39,13 @@ def read(body: GetRewardRequest) -> ScoreRequest:
 
 
 def answer(body: GetRewardRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """``extra_logs`` has each attribute, where the model has several."""
+    """``extra_logs`` has each attribute, where the model has several, and what was truncated."""
     rewards = scored.rewards
     merged = served.one_reward(rewards)
     several = served.attributes if rewards.shape[1] > 1 else ()
     logs = {f"reward_{name}": rewards[:, column].tolist() for column, name in enumerate(several)}
+    # In every answer: OpenRLHF logs the mean over those that have it.
+    logs["truncated"] = scored.exceeded.astype(float).tolist()
     return {"rewards": merged, "scores": merged, "extra_logs": logs}
 
 

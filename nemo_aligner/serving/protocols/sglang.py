@@ -86,12 +86,17 @@ def _rows(body: SglangRequest) -> list[Any]:
 
 
 def answer(body: SglangRequest, scored: ScoredRows, served: Served) -> Any:
-    """Tokens are counted of ids alone: the gateway has no tokenizer to count a text's."""
+    """Tokens are counted of ids alone: the gateway has no tokenizer to count a text's.
+
+    ``meta_info`` of a text that was cut to the model's length has ``truncated``.
+    """
     found = []
     for number, (row, rewards) in enumerate(zip(_rows(body), scored.rewards.tolist(), strict=True)):
         meta: dict[str, Any] = {"id": _id(body, number)}
         if not isinstance(row, str):
             meta["prompt_tokens"] = len(row)
+        if scored.exceeded[number]:
+            meta["truncated"] = True
         found.append({"embedding": rewards, "meta_info": meta})
     return found[0] if _is_single(body) else found
 

@@ -7,21 +7,38 @@ template has behind an end of turn; a pair is what the user says and the reply, 
 ``/rerank`` has one ``query``, the user's, with ``texts``, the replies; the answer is their numbers,
 one reward for each, the best first.
 
-``raw_scores`` is true here, whether it is sent or not: a reward has no activation. An explicit
-false, which asks for one, is refused, and so is ``truncate: true``: how a long text is cut is for
-the scoring contract.
+``raw_scores`` left out is true here: a score is a reward. An explicit false, which litellm sends,
+asks for a number from 0 to 1 and gets the reward's sigmoid, as from TEI; it orders texts the same
+way. ``truncate: true`` is refused: how a long text is cut is for the scoring contract.
+
+``GET /info`` is what TEI says of itself, of this model.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field, RootModel
 
+import nemo_aligner
+from nemo_aligner.config.common import Overlong
+from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
-from nemo_aligner.serving.failures import RequestError
+from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
-from nemo_aligner.serving.protocols.base import Body, HttpAnswer, Items, Route, Served
+from nemo_aligner.serving.protocols.base import (
+    Body,
+    HttpAnswer,
+    Items,
+    ModelRoute,
+    Route,
+    Served,
+)
+from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.utils.errors import ServingError
 
 Direction = Literal["left", "right", "Left", "Right"]
@@ -108,24 +125,54 @@ def _check_options(body: PredictRequest | RerankRequest) -> None:
             "truncate: got true, wanted false or null: how a long text is cut is for the model's "
             "scoring contract"
         )
-    if not body.raw_scores:
-        raise ServingError("raw_scores: got false, wanted true: a reward has no activation")
+
+
+def _check_not_cut(body: PredictRequest | RerankRequest, scored: ScoredRows) -> None:
+    """Refuse a text that was cut although the request says that none may be.
+
+    Raises:
+        RequestError: it names the row.
+    """
+    if body.truncate is False and scored.exceeded.any():
+        row = int(np.argmax(scored.exceeded))
+        raise RequestError(
+            f"row {row}: the text is longer than the model's seq_length, and truncate is false; "
+            "send a shorter text, or truncate=null to have its end scored",
+            FailureKind.bad_request,
+            row=row,
+        )
+
+
+def _activated(rewards: Sequence[float], body: PredictRequest | RerankRequest) -> Sequence[float]:
+    """Rewards, or their sigmoids where a request asks for no raw scores."""
+    return rewards if body.raw_scores else [_sigmoid(reward) for reward in rewards]
+
+
+def _sigmoid(reward: float) -> float:
+    """Without the overflow of exp at large rewards."""
+    power = math.exp(-abs(reward))
+    return (1.0 if reward >= 0 else power) / (1.0 + power)
 
 
 def answer_predict(body: PredictRequest, scored: ScoredRows, served: Served) -> Any:
     """Each attribute with its reward, the largest first."""
+    _check_not_cut(body, scored)
     found = []
-    for rewards in scored.rewards.tolist():
+    for row in scored.rewards.tolist():
+        rewards = _activated(row, body)
         labelled = zip(rewards, served.attributes, strict=True)
-        named = [{"score": reward, "label": label} for reward, label in labelled]
+        named: list[dict[str, Any]] = [
+            {"score": reward, "label": label} for reward, label in labelled
+        ]
         found.append(sorted(named, key=lambda each: -each["score"]))
     return found if _is_batch(body) else found[0]
 
 
 def answer_rerank(body: RerankRequest, scored: ScoredRows, served: Served) -> Any:
     """One number for each text, the best first; TEI puts the later of two equal ones first."""
+    _check_not_cut(body, scored)
     ranks: list[dict[str, Any]] = []
-    for index, reward in enumerate(served.one_reward(scored.rewards)):
+    for index, reward in enumerate(_activated(served.one_reward(scored.rewards), body)):
         text = {"text": body.texts[index]} if body.return_text else {}
         ranks.append({"index": index, **text, "score": reward})
     return sorted(ranks, key=lambda rank: (rank["score"], rank["index"]), reverse=True)
@@ -158,3 +205,33 @@ ROUTES: list[Route[Any]] = [
         refuse,
     ),
 ]
+
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def describe_model(contract: ScoringContract | None, config: GatewayConfig) -> HttpAnswer:
+    """TEI's ``/info``; the numbers of a batch are the gateway's, as no batch is made here."""
+    attributes = ("reward",) if contract is None else contract.attributes
+    labels = {str(column): name for column, name in enumerate(attributes)}
+    numbers = {name: column for column, name in enumerate(attributes)}
+    length = 0 if contract is None else contract.seq_length
+    cuts = contract is not None and contract.overlong == Overlong.truncate_left.value
+    content = {
+        "model_id": MODEL_NAME,
+        "model_sha": None if contract is None else contract.hash,
+        "model_dtype": "float32" if contract is None else _DTYPES[contract.dtype],
+        "model_type": {"reranker": {"id2label": labels, "label2id": numbers}},
+        "max_concurrent_requests": config.max_queue_rows,
+        "max_input_length": length,
+        "max_batch_tokens": length,
+        "max_batch_requests": None,
+        "max_client_batch_size": config.max_queue_rows,
+        "auto_truncate": cuts,
+        "tokenization_workers": 1,
+        "version": nemo_aligner.__version__,
+    }
+    return HttpAnswer(200, content)
+
+
+MODEL_ROUTES = [ModelRoute("/info", "Text Embeddings Inference: what the model is", describe_model)]

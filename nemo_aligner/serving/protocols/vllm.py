@@ -1,4 +1,4 @@
-"""vLLM's ``POST /classify``, ``/pooling`` and ``/score``, as its server 0.32 has them.
+"""vLLM's ``POST /classify``, ``/pooling`` and ``/score``, and ``GET /v1/models``, as in its 0.32.
 
 The shapes are those of ``vllm/entrypoints/pooling/*/protocol.py``. ``input`` is a text, token ids,
 or a list of either, all scored as they stand, but for what a chat template has behind an end of
@@ -24,6 +24,8 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, WithJsonSchema
 
+from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.serving.failures import RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
@@ -31,11 +33,13 @@ from nemo_aligner.serving.protocols.base import (
     Body,
     HttpAnswer,
     Items,
+    ModelRoute,
     Route,
     Served,
     as_json,
     conversation_of,
 )
+from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.utils.errors import ServingError
 
 _BY_CONTRACT = "how a text is scored is for the model's scoring contract"
@@ -122,7 +126,8 @@ class PoolingResponse(Body):
     """``data`` has an object for each input, with its ``index``.
 
     ``/classify``: ``label``, ``probs`` (the rewards) and ``num_classes``; ``/pooling``: ``data``
-    (the rewards); ``/score``: ``score``.
+    (the rewards); ``/score``: ``score``. That of a text that was cut to the model's length has
+    ``truncated``, true.
     """
 
     id: str
@@ -139,10 +144,10 @@ def read_input(body: PoolingRequest) -> ScoreRequest:
         raise ServingError("wanted one of input and messages")
     # vLLM's default for special tokens: off for messages, whose template writes them, on for texts.
     if body.messages is not None:
-        _check_fixed(body, special_tokens=False)
+        check_fixed(body, special_tokens=False)
         asked = {name: getattr(body, name) for name in ("messages", *_BESIDE)}
         return ScoreRequest(texts=[conversation_of(asked, "messages")])
-    _check_fixed(body, special_tokens=True)
+    check_fixed(body, special_tokens=True)
     for name in _BESIDE:
         if getattr(body, name):
             raise ServingError(f"{name}: got them beside input, wanted messages with them")
@@ -164,7 +169,7 @@ def _token_lists(given: Any) -> list[list[int]] | None:
 
 def read_pairs(body: PairsRequest) -> ScoreRequest:
     """Read pairs; raise ServingError without a pair of names, or if their lengths do not match."""
-    _check_fixed(body, special_tokens=True)
+    check_fixed(body, special_tokens=True)
     fields = dict(body)
     names = [each for each in _PAIRS if all(fields.get(name) is not None for name in each)]
     if len(names) != 1:
@@ -205,7 +210,7 @@ def read_texts(body: PoolingRequest) -> ScoreRequest:
     return read_input(body)
 
 
-def _check_fixed(body: Body, special_tokens: bool) -> None:
+def check_fixed(body: Body, special_tokens: bool) -> None:
     """Raise ServingError if a field asks for what the scoring contract decides."""
     fixed = {**_FIXED, "add_special_tokens": ((None, special_tokens), _BY_CONTRACT)}
     for name, value in (body.model_extra or {}).items():
@@ -226,7 +231,7 @@ def answer_classify(body: PoolingRequest, scored: ScoredRows, served: Served) ->
         }
         for index, rewards in enumerate(scored.rewards)
     ]
-    return _listed("classify", body, served, data)
+    return _listed("classify", body, served, data, scored)
 
 
 def answer_pooling(body: PoolingRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
@@ -243,7 +248,7 @@ def answer_pooling(body: PoolingRequest, scored: ScoredRows, served: Served) -> 
         {"index": index, "object": "pooling", "data": rewards.tolist()}
         for index, rewards in enumerate(rows)
     ]
-    return _listed("pool", body, served, data)
+    return _listed("pool", body, served, data, scored)
 
 
 def answer_pairs(body: PairsRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
@@ -252,12 +257,18 @@ def answer_pairs(body: PairsRequest, scored: ScoredRows, served: Served) -> dict
         {"index": index, "object": "score", "score": reward}
         for index, reward in enumerate(served.one_reward(scored.rewards))
     ]
-    return _listed("score", body, served, data)
+    return _listed("score", body, served, data, scored)
 
 
 def _listed(
-    kind: str, body: PoolingRequest | PairsRequest, served: Served, data: list[dict[str, Any]]
+    kind: str,
+    body: PoolingRequest | PairsRequest,
+    served: Served,
+    data: list[dict[str, Any]],
+    scored: ScoredRows,
 ) -> dict[str, Any]:
+    for item, was_cut in zip(data, scored.exceeded.tolist(), strict=True):
+        item |= {"truncated": True} if was_cut else {}
     return {
         "id": f"{kind}-{body.request_id or uuid.uuid4().hex}",
         "object": "list",
@@ -310,13 +321,33 @@ ROUTES: list[Route[Any]] = [
         refuse,
         completes_turns=True,
     ),
-    Route(
-        "/score",
-        "vLLM's score of pairs of texts, a prompt and its reply",
-        PairsRequest,
-        PoolingResponse,
-        read_pairs,
-        answer_pairs,
-        refuse,
+    *(
+        Route(
+            path,
+            "vLLM's score of pairs of texts, a prompt and its reply",
+            PairsRequest,
+            PoolingResponse,
+            read_pairs,
+            answer_pairs,
+            refuse,
+        )
+        for path in ("/score", "/v1/score")
     ),
 ]
+
+
+def list_models(contract: ScoringContract | None, config: GatewayConfig) -> HttpAnswer:
+    """OpenAI's list, of one model."""
+    model: dict[str, Any] = {
+        "id": MODEL_NAME,
+        "object": "model",
+        "created": 0,
+        "owned_by": "nemo_aligner",
+        "root": MODEL_NAME,
+    }
+    if contract is not None:
+        model["max_model_len"] = contract.seq_length
+    return HttpAnswer(200, {"object": "list", "data": [model]})
+
+
+MODEL_ROUTES = [ModelRoute("/v1/models", "OpenAI's list of models: the reward model", list_models)]

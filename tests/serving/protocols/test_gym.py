@@ -223,6 +223,7 @@ def test_compare_scores_each_reply_to_the_conversation_alone() -> None:
             "mean_individual_score": 3.0,
             "std_individual_score": 1.0,
             "tiebreak_usage_rate": 0.0,
+            "truncated_rate": 0.0,
         },
     }
 

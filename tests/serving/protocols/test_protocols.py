@@ -50,9 +50,9 @@ def test_routes_are_all_there_once_and_their_failures_have_statuses() -> None:
     paths = sorted(route.path for route in ROUTES if not route.marks)
     assert paths == [
         *("/classify", "/compare", "/get_reward", "/pooling", "/predict", "/remote_rm", "/rerank"),
-        *("/score", "/v1/rewards", "/verify"),
+        *("/score", "/v1/rerank", "/v1/rewards", "/v1/score", "/v2/rerank", "/verify"),
     ]
-    assert [route.path for route in ROUTES if route.marks] == ["/classify"]
+    assert [route.path for route in ROUTES if route.marks] == ["/classify", "/rerank"]
     statuses = {kind.label: kind.status for kind in FailureKind}
     assert statuses == {
         "bad request": 400,
@@ -200,12 +200,14 @@ def test_openrlhf_has_the_answer_of_its_own_server_and_fastapis_errors() -> None
     one = OPENRLHF.answer(
         request, scored([1.5], [-2.0]), Served("reward_model", ("reward",), (1.0,))
     )
-    assert one == {"rewards": [1.5, -2.0], "scores": [1.5, -2.0], "extra_logs": {}}
+    logged = {"truncated": [0.0, 0.0]}
+    assert one == {"rewards": [1.5, -2.0], "scores": [1.5, -2.0], "extra_logs": logged}
     # Several attributes are one reward, and logged each.
     served = Served("reward_model", ("helpful", "long"), (1.0, 0.25))
     two = OPENRLHF.answer(request, scored([1.5, 2.0]), served)
     assert two["rewards"] == two["scores"] == [2.0]
-    assert two["extra_logs"] == {"reward_helpful": [1.5], "reward_long": [2.0]}
+    columns = {"reward_helpful": [1.5], "reward_long": [2.0]}
+    assert two["extra_logs"] == {**columns, "truncated": [0.0]}
     refused = OPENRLHF.refuse(RequestError("row 1: empty", FailureKind.bad_request), None)
     assert (refused.status, refused.content) == (400, {"detail": "row 1: empty"})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("pydantic")
@@ -57,13 +58,25 @@ def test_tei_ranks_texts_by_one_reward_the_best_first() -> None:
     assert with_texts == [{**rank, "text": "bcd"[int(rank["index"])]} for rank in ranks]
 
 
+def test_tei_answers_sigmoids_where_no_raw_scores_are_asked_for() -> None:
+    """From 0 to 1 as from TEI, in the order of the rewards, at any size of them."""
+    rewards = scored([0.0, 0.0], [2.0, 2.0], [-800.0, 0.0], [800.0, 0.0])
+    body = {"query": "a", "texts": ["b", "c", "d", "e"], "raw_scores": False}
+    found = RERANK.answer(parsed(RERANK, body), rewards, SERVED)
+    sigmoid_of_3 = 1 / (1 + np.exp(-3.0))
+    wanted = [(3, 1.0), (1, pytest.approx(sigmoid_of_3)), (0, 0.5), (2, 0.0)]
+    assert [(rank["index"], rank["score"]) for rank in found] == wanted
+    body = {"inputs": "a", "raw_scores": False}
+    (first, second) = PREDICT.answer(parsed(PREDICT, body), scored([-1.0, 0.0]), SERVED)
+    assert first == {"score": 0.5, "label": "long"}
+    assert second == {"score": pytest.approx(1 / (1 + np.e)), "label": "helpful"}
+
+
 def test_tei_refuses_what_would_be_another_score() -> None:
     rank = {"query": "a", "texts": ["b"]}
     wrong: list[tuple[Any, Any, str]] = [
         (PREDICT, {"inputs": "a", "truncate": True}, "truncate: got true, .*scoring contract$"),
         (RERANK, {**rank, "truncate": True}, "truncate: got true, .*scoring contract$"),
-        (PREDICT, {"inputs": "a", "raw_scores": False}, "raw_scores: got false, wanted true: a re"),
-        (RERANK, {**rank, "raw_scores": False}, "raw_scores: got false, wanted true: a reward"),
         (PREDICT, {"inputs": []}, "inputs: got none, wanted a text"),
         (PREDICT, {"inputs": ["a", "b", "c"]}, "row 0: got 3 texts, wanted one or a pair"),
         (PREDICT, {"inputs": [["a"], []]}, "row 1: got 0 texts"),

@@ -10,13 +10,14 @@ import pytest
 pytest.importorskip("pydantic")
 from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.serving.failures import FailureKind, RequestError
-from nemo_aligner.serving.protocols import ScoreRequest, sglang
+from nemo_aligner.serving.protocols import ScoreRequest, rerank, sglang
 from nemo_aligner.serving.protocols.base import Served
 from nemo_aligner.serving.protocols.vllm import ROUTES
 from tests.serving.protocols.bodies import not_refused, parsed, scored
 
-CLASSIFY, POOLING, SCORE = ROUTES
+CLASSIFY, POOLING, SCORE, _ = ROUTES
 (SGLANG,) = sglang.ROUTES
+RERANK, *_ = rerank.ROUTES
 SERVED = Served("reward_model", ("helpful", "long"), (1.0, 0.5))
 
 
@@ -153,6 +154,52 @@ def test_vllm_pooling_and_score_have_their_own_rows() -> None:
         {"index": 0, "object": "score", "score": 2.5},
         {"index": 1, "object": "score", "score": -2.0},
     ]
+
+
+def test_documents_are_ranked_for_vllm_jina_and_cohere() -> None:
+    """The query is what the user says, each document a reply; of equal ones the earlier first."""
+    parts = {"content": [{"type": "text", "text": "d"}]}
+    body: dict[str, Any] = {"query": "a", "documents": ["b", {"text": "c"}, parts], "model": "any"}
+    texts = read(RERANK, body).texts
+    assert texts == [
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": reply}]
+        for reply in "bcd"
+    ]
+    rewards = scored([1.0, 2.0], [5.0, -1.0], [2.0, 0.0])
+    ranks = [
+        {"index": index, "relevance_score": score, "document": {"text": text}}
+        for index, score, text in ((1, 4.5, "c"), (0, 2.0, "b"), (2, 2.0, "d"))
+    ]
+    bare = [{name: rank[name] for name in ("index", "relevance_score")} for rank in ranks]
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({}, ranks),
+        ({"top_n": 0}, ranks),
+        ({"top_n": 9, "return_documents": True}, ranks),
+        ({"top_n": 2}, ranks[:2]),
+        ({"return_documents": False, "rank_fields": ["text"]}, bare),
+    ]
+    for more, wanted in cases:
+        found = RERANK.answer(parsed(RERANK, {**body, **more}), rewards, SERVED)
+        RERANK.response.model_validate(found)
+        assert found["results"] == wanted, more
+    refused = RERANK.refuse(RequestError("why", FailureKind.bad_request), None)
+    assert refused.content["error"]["message"] == refused.content["detail"] == "why"
+
+
+def test_documents_that_are_no_texts_or_want_another_score_are_refused() -> None:
+    body = {"query": "a", "documents": ["b"]}
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        (RERANK, {"query": "a"}, "documents: missing"),
+        (RERANK, {**body, "documents": []}, "documents: got 0, wanted at least 1"),
+        (RERANK, {**body, "documents": [5]}, "documents.0"),
+        (RERANK, {**body, "documents": [{"title": "b"}]}, r"documents.0: got .*title.*wanted a t"),
+        (RERANK, {**body, "query": IMAGE[0]}, "query: got .*wanted a text"),
+        (RERANK, {**body, "top_n": -1}, "top_n"),
+        (RERANK, {**body, "rank_fields": ["title"]}, "rank_fields: got .*title.*wanted null"),
+        (RERANK, {**body, "use_activation": True}, "use_activation: got true"),
+        (RERANK, {**body, "max_tokens_per_doc": 5}, "max_tokens_per_doc: got 5"),
+    ]
+    assert not not_refused(read, wrong)
 
 
 def test_vllm_errors_are_its_own() -> None:

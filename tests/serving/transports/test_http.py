@@ -15,6 +15,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.contract.messages import Conversation
+from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client import RefusedError, ScoredRows
 from nemo_aligner.serving.http import ROUTES, build_app
@@ -31,6 +32,9 @@ GOOD = {
     "/score": {"text_1": "a", "text_2": "b"},
     "/predict": {"inputs": "ab"},
     "/rerank": {"query": "a", "texts": ["b"]},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v2/rerank": {"query": "a", "documents": ["b"], "top_n": 1},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
     "/verify": {
         "responses_create_params": {"input": "a"},
         "response": {"output": [{"role": "assistant", "content": "b"}]},
@@ -41,7 +45,10 @@ GOOD = {
     },
 }
 # Several attributes as one number.
-MERGED = ("/get_reward", "/remote_rm", "/score", "/rerank", "/verify", "/compare")
+MERGED = (
+    *("/get_reward", "/remote_rm", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+    *("/verify", "/compare"),
+)
 BEARER = {"Authorization": "Bearer s3cret"}
 
 
@@ -84,6 +91,38 @@ def test_gateway_tells_sglangs_classify_from_vllms_by_the_body() -> None:
         assert (answer.status, answer.json) == (400, {"error": error}), body
     # Neither: vLLM's, which was here first.
     assert call(app, "/classify", {}).json["error"]["type"] == "BadRequestError"
+
+
+def test_gateway_tells_vllms_rerank_from_teis_by_the_body() -> None:
+    app, half = make(), total("ab") / 2
+    (rank,) = call(app, "/rerank", {"query": "a", "texts": ["b"]}).json
+    assert rank == {"index": 0, "score": half}
+    (result,) = call(app, "/rerank", {"query": "a", "documents": ["b"]}).json["results"]
+    assert (result["index"], result["relevance_score"]) == (0, half)
+    refused = call(app, "/rerank", {"query": "a", "documents": 5})
+    assert refused.json["error"]["type"] == "BadRequestError"
+    # Neither: TEI's, which was here first.
+    assert call(app, "/rerank", {"query": "a"}).json["error_type"] == "Validation"
+
+
+def test_gateway_says_what_the_model_is_as_openai_and_tei_do() -> None:
+    client = FakeClient()
+    app = make(client)
+    (model,) = call(app, "/v1/models").json["data"]
+    assert (model["id"], model["object"]) == ("reward_model", "model")
+    assert model["max_model_len"] == CONTRACT.seq_length
+    info = call(app, "/info").json
+    assert (info["max_input_length"], info["auto_truncate"]) == (CONTRACT.seq_length, True)
+    assert info["model_dtype"] == "float32"
+    assert info["model_type"]["reranker"]["id2label"] == {"0": "sum", "1": "minus"}
+    client.contract = None  # of NeMo-Aligner's server, which publishes none
+    assert call(app, "/v1/models").json["data"][0]["id"] == "reward_model"
+    assert call(app, "/info").json["model_type"]["reranker"]["id2label"] == {"0": "reward"}
+    client.failure = ServingError("nobody listens")
+    for path in ("/v1/models", "/info"):
+        answer = call(app, path)
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert call(make(token="s3cret"), path).status == 401
 
 
 def test_gateway_answers_a_malformed_body_with_a_400_in_the_protocols_own_shape() -> None:
@@ -358,3 +397,159 @@ def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> N
         off = make(client, complete_turns=completes)
         assert call(off, "/classify", {"input": ended}).status == 200
         assert client.asked == [[ended]]
+
+
+FRAME = SampleFrame(("<s>user: ",), ((1, 2),), "|bot:", "</s>\n")
+OURS, OTHER = "<s>user: a|bot: b", "[INST] a [/INST] b"
+# Bodies of a text in the model's template and one in another, where the protocol takes two.
+IN_TWO_TEMPLATES: dict[str, Any] = {
+    "/v1/rewards": {"texts": [OURS, OTHER]},
+    "/get_reward": {"query": [OURS, OTHER]},
+    "/remote_rm": {"prompt": "[INST] a [/INST]", "response": " b"},
+    "/classify": {"input": [OURS, OTHER]},
+    "/pooling": {"input": [[1, 2, 9], [2, 1]]},
+    "/predict": {"inputs": [[OURS], [OTHER], ["a", "b"]]},
+}
+
+
+def rows_counted(app: Any, path: str, outcome: str) -> float:
+    shown = call(app, "/metrics").body.decode()
+    found = re.search(rf'rows_total{{outcome="{outcome}",route="{path}"}} (.+)', shown)
+    return float(found[1]) if found else 0.0
+
+
+def test_text_in_another_template_is_counted_logged_and_marked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By every door of raw texts and ids; messages get the model's template, and are no fault."""
+    client = FakeClient()
+    client.sample_frame_async = AsyncMock(side_effect=[ServingError("nobody"), FRAME])
+    app = make(client)
+    assert call(app, "/get_reward", {"query": [OTHER]}).status == 503
+    for path, body in IN_TWO_TEMPLATES.items():
+        row = "0" if path == "/remote_rm" else "1"
+        for _ in range(2):
+            answer = call(app, path, body)
+            assert (answer.status, answer.headers["x-foreign-template-rows"]) == (200, row), path
+        assert rows_counted(app, path, "foreign_template") == 2, path
+        # Once a route: a run has millions.
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith(f"Warning: {path}: 1 of "), line
+        assert f"row {row}: it begins with " in line
+    assert call(app, "/classify", {"text": [OTHER]}).headers["x-foreign-template-rows"] == "0"
+    for path in ("/score", "/rerank", "/verify", "/compare"):
+        assert "x-foreign-template-rows" not in call(app, path, GOOD[path]).headers, path
+    assert client.sample_frame_async.await_count == 2
+    ours = call(app, "/v1/rewards", {"texts": [OURS]})
+    assert "x-foreign-template-rows" not in ours.headers
+
+
+def test_text_in_another_template_is_rejected_if_asked_for() -> None:
+    client = FakeClient()
+    client.sample_frame_async = AsyncMock(return_value=FRAME)
+    app = make(client, reject_foreign_templates=True)
+    for path, body in IN_TWO_TEMPLATES.items():
+        answer = call(app, path, body)
+        if path == "/v1/rewards":
+            (error,) = answer.json["errors"]
+            assert (error["row"], answer.json["rewards"][1]) == (1, None)
+            assert answer.json["rewards"][0] == [total(OURS), -total(OURS)]
+            assert "it begins with '[INST] a [/INST] b'" in error["message"]
+        else:
+            assert answer.status == 400, path
+            assert "(gateway.reject_foreign_templates). Send messages" in message(answer), path
+        assert rows_counted(app, path, "foreign_template") == 1, path
+    assert client.asked == [[OURS]]
+    assert call(app, "/v1/rewards", {"texts": [OTHER]}).json["rewards"] == [None]
+    assert call(app, "/classify", {"input": OURS}).status == 200
+
+
+LONG_TEXT = "z" * 50  # which the client of these tests cuts
+CUT: dict[str, Any] = {
+    "/v1/rewards": {"texts": ["a", LONG_TEXT]},
+    "/get_reward": {"query": ["a", LONG_TEXT]},
+    "/remote_rm": {"prompt": "a", "response": LONG_TEXT},
+    "/classify": {"input": ["a", LONG_TEXT]},
+    "/pooling": {"input": ["a", LONG_TEXT]},
+    "/score": {"text_1": "a", "text_2": ["a", LONG_TEXT]},
+    "/predict": {"inputs": [["a"], [LONG_TEXT]]},
+    "/rerank": {"query": "a", "texts": ["a", LONG_TEXT]},
+    "/v1/rerank": {"query": "a", "documents": ["a", LONG_TEXT]},
+    "/v2/rerank": {"query": "a", "documents": ["a", LONG_TEXT]},
+    "/v1/score": {"text_1": "a", "text_2": ["a", LONG_TEXT]},
+    "/verify": {
+        "responses_create_params": {"input": "a"},
+        "response": {"output": [{"role": "assistant", "content": LONG_TEXT}]},
+    },
+    "/compare": {
+        "conversation_history": [{"role": "user", "content": "a"}],
+        "response_objs": [
+            {"output": [{"role": "assistant", "content": text}]} for text in ("a", LONG_TEXT)
+        ],
+    },
+}
+
+
+def test_text_that_was_cut_has_a_sign_by_every_door() -> None:
+    """A header everywhere, and a field where the protocol has room for one."""
+    app, answers = make(), {}
+    assert set(CUT) == set(GOOD)
+    for path, body in CUT.items():
+        answer = call(app, path, body)
+        row = "0" if path in ("/remote_rm", "/verify") else "1"
+        assert (answer.status, answer.headers.get("x-truncated-rows")) == (200, row), path
+        assert rows_counted(app, path, "cut") == 1, path
+        answers[path] = answer.json
+        assert "x-truncated-rows" not in call(app, path, GOOD[path]).headers, path
+    assert answers["/v1/rewards"]["truncated"] == [False, True]
+    assert answers["/get_reward"]["extra_logs"]["truncated"] == [0.0, 1.0]
+    for path in ("/classify", "/pooling", "/score", "/v1/score"):
+        first, second = answers[path]["data"]
+        assert ("truncated" in first, second["truncated"]) == (False, True), path
+    assert [answers["/v2/rerank"]["results"][0]["truncated"]] == [True]
+    (item,) = call(app, "/classify", {"text": [LONG_TEXT]}).json
+    assert item["meta_info"]["truncated"] is True
+    assert answers["/verify"]["truncated"] is True
+    assert answers["/compare"]["metrics"]["truncated_rate"] == 0.5
+    # TEI refuses a long text unless it may cut it, and so does an explicit false here.
+    for path in ("/predict", "/rerank"):
+        refused = call(app, path, {**CUT[path], "truncate": False})
+        assert (refused.status, refused.json["error_type"]) == (400, "Validation"), path
+        assert refused.json["error"].startswith("row 1: the text is longer than the model's"), path
+        assert call(app, path, {**GOOD[path], "truncate": False}).status == 200
+
+
+def test_header_of_rows_stays_short() -> None:
+    answer = call(make(), "/v1/rewards", {"texts": [LONG_TEXT] * 5000})
+    shown = answer.headers["x-truncated-rows"]
+    assert shown.startswith("0, 1, 2, ")
+    assert shown.endswith(", 99, and 4900 more")
+
+
+def test_verify_of_a_failure_has_no_numbers_of_an_earlier_time() -> None:
+    """A rollout that is scored again brings its last answer along."""
+    stale = {
+        "reward": 0.75,
+        "raw_reward": 0.75,
+        "reward_components": {"sum": 0.75},
+        "truncated": True,
+        "contract_hash": "feed",
+        "mask_sample": False,
+    }
+    none = {
+        "reward": 0.0,
+        "raw_reward": None,
+        "reward_components": {},
+        "truncated": False,
+        "contract_hash": None,
+    }
+    no_reply = {**GOOD["/verify"], **stale, "response": {"output": []}}
+    client = FakeClient()
+    app = make(client)
+    of_reply = call(app, "/verify", no_reply).json
+    client.failure = ServingError("nobody listens")
+    of_backend = call(app, "/verify", {**GOOD["/verify"], **stale, "_ng_task_index": 7}).json
+    for answer in (of_reply, of_backend):
+        assert {name: answer[name] for name in none} == none
+        assert answer["mask_sample"] is True
+    assert of_backend["_ng_task_index"] == 7

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from yarl import URL
 
 _PAUSE_S = 0.5
 _STOP_S = 30.0
@@ -75,13 +76,14 @@ class Gateways:
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=self._timeout_s),
             )
+        name = str(URL(url).with_user(None))  # errors are in rollouts, which are for all to read
         try:
             async with self._session.post(url, json=rollout) as answer:
-                return _read(url, answer.status, await answer.text())
+                return _read(name, answer.status, await answer.text())
         except asyncio.TimeoutError as error:
-            raise GatewayError("transport_timeout", f"{url}: no answer in time") from error
+            raise GatewayError("transport_timeout", f"{name}: no answer in time") from error
         except aiohttp.ClientError as error:
-            raise GatewayError("transport_unreachable", f"{url}: {error}") from error
+            raise GatewayError("transport_unreachable", f"{name}: {error}") from error
 
 
 def _read(url: str, status: int, text: str) -> dict[str, Any]:

@@ -1,0 +1,132 @@
+"""``POST /rerank`` with ``documents``, ``/v1/rerank`` and ``/v2/rerank``: vLLM, Jina and Cohere.
+
+The three send the same: a ``query``, ``documents`` (texts, or objects with ``text``), ``top_n`` and
+``return_documents``; and read ``results``, the best first, each with ``index`` and
+``relevance_score``. Sources: vLLM 0.32 (``vllm/entrypoints/pooling/*/protocol.py``), Cohere's
+client 6.1 and Jina's reference of November 2026. The query is the user's message and a document the
+reply. A score is the model's reward, which may be any number. ``document`` is in the answer unless
+``return_documents`` is false, as with vLLM and Jina.
+
+TEI has ``/rerank``, too, with ``texts`` (``tei.py``).
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from pydantic import Field
+
+from nemo_aligner.serving.failures import RequestError
+from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
+from nemo_aligner.serving.protocols.base import (
+    Body,
+    HttpAnswer,
+    Items,
+    Route,
+    Served,
+    as_json,
+    conversation_of,
+    text_of,
+)
+from nemo_aligner.serving.protocols.vllm import check_fixed
+from nemo_aligner.serving.protocols.vllm import refuse as refuse_like_vllm
+from nemo_aligner.utils.errors import ServingError
+
+# By Cohere's first version: the parts of a document that count. There is one.
+_RANK_FIELDS = (None, ["text"])
+
+
+class DocumentsRequest(Body):
+    """A query and documents, which are replies to it."""
+
+    query: str | dict[str, Any] = Field(examples=["What is red?"])
+    documents: Items[str | dict[str, Any]] = Field(min_length=1, examples=[["A rose.", "The sky."]])
+    model: str | None = None
+    top_n: int | None = Field(None, ge=0, description="the best ones alone; 0 or null: all")
+    return_documents: bool | None = None
+
+
+class RankedDocument(Body):
+    """One of the documents, by its place in the request."""
+
+    index: int
+    relevance_score: float
+    document: dict[str, Any] | None = None
+
+
+class DocumentsResponse(Body):
+    """The best first; a document that was cut to the model's length has ``truncated``, true."""
+
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: dict[str, int]
+    meta: dict[str, Any]
+
+
+def read(body: DocumentsRequest) -> ScoreRequest:
+    """Read pairs of the query and each document; raise ServingError for what is no text."""
+    check_fixed(body, special_tokens=True)
+    rank_fields = (body.model_extra or {}).get("rank_fields")
+    if rank_fields not in _RANK_FIELDS:
+        raise ServingError(
+            f'rank_fields: got {as_json(rank_fields)}, wanted null or ["text"]: a document is one '
+            "text here"
+        )
+    query = {"role": "user", "content": _text(body.query, "query")}
+    replies = [_text(each, f"documents.{row}") for row, each in enumerate(body.documents)]
+    return ScoreRequest(
+        texts=[
+            conversation_of([query, {"role": "assistant", "content": reply}], f"documents.{row}")
+            for row, reply in enumerate(replies)
+        ]
+    )
+
+
+def _text(given: str | dict[str, Any], where: str) -> str:
+    """A text, that of Cohere's and Jina's object, or vLLM's parts of text."""
+    if isinstance(given, str):
+        return given
+    content = given.get("text", given.get("content"))
+    return text_of(given if content is None else content, where)
+
+
+def answer(body: DocumentsRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
+    """Of equal rewards the earlier document comes first, as in vLLM."""
+    results = []
+    for index, reward in enumerate(served.one_reward(scored.rewards)):
+        result: dict[str, Any] = {"index": index, "relevance_score": reward}
+        if body.return_documents is not False:
+            result["document"] = {"text": _text(body.documents[index], "documents")}
+        if scored.exceeded[index]:
+            result["truncated"] = True
+        results.append(result)
+    results.sort(key=lambda result: -result["relevance_score"])
+    return {
+        "id": f"rerank-{uuid.uuid4().hex}",
+        "model": served.model_name,
+        "results": results[: body.top_n or None],
+        # The gateway has no tokenizer to count with, and clients of all three read the field.
+        "usage": {"prompt_tokens": 0, "total_tokens": 0},
+        "meta": {},
+    }
+
+
+def refuse(failure: RequestError, body: DocumentsRequest | None) -> HttpAnswer:
+    """vLLM's ``error``, Jina's ``detail`` and Cohere's ``message`` in one."""
+    refused = refuse_like_vllm(failure, body)
+    words = {"detail": failure.message, "message": failure.message}
+    return HttpAnswer(refused.status, {**refused.content, **words})
+
+
+def _route(path: str, about: str, marks: tuple[str, ...] = ()) -> Route[DocumentsRequest]:
+    types = (DocumentsRequest, DocumentsResponse)
+    return Route(path, about, *types, read, answer, refuse, marks=marks)
+
+
+ROUTES = [
+    _route("/rerank", "vLLM's reranking: documents by their rewards", ("documents",)),
+    _route("/v1/rerank", "Jina's reranking, Cohere's first and vLLM's: documents by their rewards"),
+    _route("/v2/rerank", "Cohere's second reranking, and vLLM's: documents by their rewards"),
+]
