@@ -227,6 +227,36 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+# A shape that hides nothing: its width is no square and no power of two, the root of a head's size
+# is rounded in 16 bits, and there are three query groups of three heads and an odd vocabulary.
+ODD_SHAPE = {
+    "vocab_size": 337,
+    "hidden_size": 216,
+    "intermediate_size": 152,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 24,
+    "initializer_range": 0.06,
+}
+
+
+def odd_settings(case: str) -> dict[str, Any]:
+    """Settings that give a case ``ODD_SHAPE``, with what depends on it."""
+    config, settings = CASES[case], dict(ODD_SHAPE)
+    if "query_pre_attn_scalar" in config:
+        settings["query_pre_attn_scalar"] = 29
+    if "num_experts" in config or "num_local_experts" in config:
+        counts = "num_experts" if "num_experts" in config else "num_local_experts"
+        settings |= {counts: 7, "moe_intermediate_size": 44}
+    rope = config.get("rope_parameters", {})
+    if rope.get("rope_type") == "longrope":
+        # A factor for each pair of channels that is rotated.
+        factors = [1.1 + 0.3 * pair for pair in range(6)]
+        longer = {"short_factor": factors, "long_factor": [1.7 * factor for factor in factors]}
+        settings["rope_parameters"] = {**rope, **longer}
+    return settings
+
+
 def hf_config(case: str, **settings: Any) -> Any:
     """The case as a configuration of transformers."""
     from transformers import AutoConfig

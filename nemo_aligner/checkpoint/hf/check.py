@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from nemo_aligner.checkpoint.decoder_tensors import LAYERS
 from nemo_aligner.checkpoint.hf.families.base import HF_HEAD
 from nemo_aligner.checkpoint.hf.heads import (
     SCORE_WITH_BIAS,
     TOKEN_SUFFIX,
+    BodyWithHead,
     find_head,
     forget_lengths,
     is_of_head,
@@ -429,8 +432,13 @@ def read_as_it_runs(model: GPTRewardModel, read: Callable[[str, int | None], Ten
 def compute_in_fp32(model: torch.nn.Module) -> None:
     """Make every module of ``model`` compute in fp32, casting its own weights while it runs.
 
-    Same results as ``model.float()``, with fp32 memory for one module at a time.
+    Same results as the class of transformers loaded in fp32 from the same files, with fp32 memory
+    for one module at a time.
+
+    Args:
+        model: a model of transformers that was loaded in the files' dtype, or a head beside one.
     """
+    _restore_buffers(model.body if isinstance(model, BodyWithHead) else model)
     for module in model.modules():
         stored = {
             parameter: parameter.data
@@ -443,6 +451,31 @@ def compute_in_fp32(model: torch.nn.Module) -> None:
         elif stored:
             module.register_forward_pre_hook(lambda *unused, stored=stored: _put(stored, True))
             module.register_forward_hook(lambda *unused, stored=stored: _put(stored, False))
+
+
+def _restore_buffers(model: Any) -> None:
+    """Give a model of transformers the buffers that its class computes in fp32.
+
+    transformers computes what no file has in the dtype in which it loads: a Gemma in bf16 scales
+    its embeddings by 25.25 where the root of its width is 25.298. A cast to fp32 keeps 25.25.
+    """
+    config = deepcopy(model.config)
+    config.dtype = torch.float32
+    with _WithoutLargeTensors():
+        fresh = type(model)(config)
+    stored = fresh.state_dict().keys()
+    for name, buffer in fresh.named_buffers():
+        if name not in stored and model.get_buffer(name).dtype != buffer.dtype:
+            module, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(module), attribute, buffer.to(model.device))
+
+
+class _WithoutLargeTensors(TorchFunctionMode):
+    """Creates the matrices of a model on the meta device, where they take no memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = {"device": "meta"} if func is torch.empty else {}
+        return func(*args, **{**(kwargs or {}), **device})
 
 
 def _put(stored: Mapping[torch.nn.Parameter, Tensor], is_running: bool) -> None:

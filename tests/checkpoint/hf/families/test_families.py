@@ -270,9 +270,12 @@ def test_family_qkv_is_interleaved_by_group_and_comes_apart_again() -> None:
 def test_family_export_is_what_was_converted(
     case: str, dtype: torch.dtype, layout: Any, tmp_path: Path
 ) -> None:
-    families.write_reward_model(tmp_path / "there", case, dtype)
-    # Of two query groups, for which a third of zeros is added and removed again.
-    convert(tmp_path / "there", tmp_path / "rm.nemo", tensor_parallel=3)
+    """In bf16 of a shape that hides nothing, such as what a library rounds to 16 bits by itself."""
+    is_odd = dtype is torch.bfloat16
+    shape = families.odd_settings(case) if is_odd else {}
+    families.write_reward_model(tmp_path / "there", case, dtype, **shape)
+    # Of two or three query groups, to which another of zeros is added and removed again.
+    convert(tmp_path / "there", tmp_path / "rm.nemo", tensor_parallel=2 if is_odd else 3)
     summary = export(tmp_path / "rm.nemo", tmp_path / "back", layout)
     # The export scored texts longer than any window through both.
     assert summary.largest_difference < 2e-5
