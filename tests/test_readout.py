@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.contract.contract import one_reward, reward_weights
-from nemo_aligner.contract.readout import Readout
+from nemo_aligner.contract.readout import Readout, one_reward, reward_weights
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contract.refusals import assert_refused
 from tests.serving.fake_server import CONTRACT

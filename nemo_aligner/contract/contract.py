@@ -55,7 +55,7 @@ from nemo_aligner.contract.template_check import check_it_ends
 from nemo_aligner.contract.templates import after_reply
 from nemo_aligner.contract.tokenizer import TextIds, Tokenizer, WrittenText, encode_records
 from nemo_aligner.contract.turns import write_conversation
-from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError, short, shown
+from nemo_aligner.utils.errors import CheckpointError, DataError, short, shown
 
 VERSION = 1
 # For people, and for trainers that normalize rewards; no score depends on them.
@@ -549,40 +549,6 @@ class TextEncoder:
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
         """Tokens of every text's reply alone, at its full length."""
         return self.contract.count_reply_tokens(self.tokenizer, texts)
-
-
-# The one number that ranks texts, where a reward model has several attributes.
-
-
-def reward_weights(contract: ScoringContract, attribute: str | None) -> tuple[float, ...]:
-    """A weights that make one reward of a text's A; None is the contract's own.
-
-    Raises:
-        ConfigError: the model has no such attribute.
-    """
-    if attribute is None:
-        return contract.attribute_weights
-    if attribute not in contract.attributes:
-        raise ConfigError(
-            f"attribute: got {attribute!r:.80}, wanted one of {', '.join(contract.attributes)}"
-        )
-    return tuple(float(name == attribute) for name in contract.attributes)
-
-
-def one_reward(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
-    """``[N, A]`` float32 and A weights to ``[N]`` float32, summed in float64.
-
-    A single attribute stays as it is, and a row of NaN stays NaN. Where every row is NaN, there may
-    be any number of columns: a client that has seen no reward knows of none.
-    """
-    if len(weights) == 1:
-        return rewards[:, 0]
-    # In float64, so that the order in which BLAS adds does not show in the float32 result.
-    merged = np.full(len(rewards), np.nan, dtype=np.float32)
-    known = ~np.isnan(rewards).all(axis=1)
-    if known.any():
-        merged[known] = rewards[known].astype(np.float64) @ np.asarray(weights, dtype=np.float64)
-    return merged
 
 
 def check_plain_reading(contract: ScoringContract, where: str, who: str) -> None:

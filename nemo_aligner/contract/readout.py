@@ -11,11 +11,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nemo_aligner.utils.errors import DataError, shown
+from nemo_aligner.utils.errors import ConfigError, DataError, shown
+
+if TYPE_CHECKING:
+    from nemo_aligner.contract.contract import ScoringContract
 
 BINS, QUANTILES, HEADS = "bins", "quantiles", "heads"
 MEDIAN = 0.5
@@ -140,3 +143,37 @@ def _check_row(kind: str, row: Sequence[float]) -> None:
             f"readout: got the quantiles {shown(list(row))}, wanted levels between 0 and 1, "
             "with 0.5, which is the reward"
         )
+
+
+# The one number that ranks texts, where a reward model has several attributes.
+
+
+def reward_weights(contract: ScoringContract, attribute: str | None) -> tuple[float, ...]:
+    """A weights that make one reward of a text's A; None is the contract's own.
+
+    Raises:
+        ConfigError: the model has no such attribute.
+    """
+    if attribute is None:
+        return contract.attribute_weights
+    if attribute not in contract.attributes:
+        raise ConfigError(
+            f"attribute: got {attribute!r:.80}, wanted one of {', '.join(contract.attributes)}"
+        )
+    return tuple(float(name == attribute) for name in contract.attributes)
+
+
+def one_reward(rewards: np.ndarray, weights: Sequence[float]) -> np.ndarray:
+    """``[N, A]`` float32 and A weights to ``[N]`` float32, summed in float64.
+
+    A single attribute stays as it is, and a row of NaN stays NaN. Where every row is NaN, there may
+    be any number of columns: a client that has seen no reward knows of none.
+    """
+    if len(weights) == 1:
+        return rewards[:, 0]
+    # In float64, so that the order in which BLAS adds does not show in the float32 result.
+    merged = np.full(len(rewards), np.nan, dtype=np.float32)
+    known = ~np.isnan(rewards).all(axis=1)
+    if known.any():
+        merged[known] = rewards[known].astype(np.float64) @ np.asarray(weights, dtype=np.float64)
+    return merged

@@ -21,8 +21,9 @@ import torch
 
 from nemo_aligner.batch.packed import LabelColumns, Records
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.contract.contract import EncodedText, OverlongError, one_reward
+from nemo_aligner.contract.contract import EncodedText, OverlongError
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.contract.steps import step_texts
 from nemo_aligner.data.clean import (
     EncodedRecord,
@@ -358,19 +359,9 @@ def evaluate_file(
         turned = [each.swapped() for each in file.records if isinstance(each, Comparison)]
         file = replace(file, records=turned)
     file = keep_scorable(file, source, how.rule)
-    has_labels = any(isinstance(each, Rating) and each.steps for each in file.records)
-    if has_labels and source.score_steps is None:
-        raise DataError(
-            f"{path}: got labels of turns or steps, wanted a model in this process that has a "
-            "reward for each (rm_model_file)"
-        )
+    _check_steps(file, source, path)
     if source.encode is None:
         file, source = drop_refused(file, source)
-    if file.kind is RecordKind.rating and source.aggregate is not None:
-        raise ConfigError(
-            f"aggregate: got {source.aggregate.value}, but the ratings of {path} are compared with "
-            "the reward of each turn or step. Leave it out, or evaluate pairs or a task of texts"
-        )
     if file.kind is RecordKind.rating and source.score_steps is not None:
         found = _evaluate_steps(source, file.records)
     elif file.kind is RecordKind.rating:
@@ -393,6 +384,21 @@ def evaluate_file(
             measure=source.measure,
         )
     return replace(found, counts=file.counts, malformed=file.malformed)
+
+
+def _check_steps(file: RecordFile, source: RewardSource, path: str | Path) -> None:
+    """Raise where the rewards of steps that a file is about are not those that the source gives."""
+    has_labels = any(isinstance(record, Rating) and record.steps for record in file.records)
+    if has_labels and source.score_steps is None:
+        raise DataError(
+            f"{path}: got labels of turns or steps, wanted a model in this process that has a "
+            "reward for each (rm_model_file)"
+        )
+    if file.kind is RecordKind.rating and source.aggregate is not None:
+        raise ConfigError(
+            f"aggregate: got {source.aggregate.value}, but the ratings of {path} are compared with "
+            "the reward of each turn or step. Leave it out, or evaluate pairs or a task of texts"
+        )
 
 
 def drop_refused(file: RecordFile, source: RewardSource) -> tuple[RecordFile, RewardSource]:

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.contract.contract import OverlongError, one_reward
+from nemo_aligner.contract.contract import OverlongError
 from nemo_aligner.contract.messages import Text, messages_of
+from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.contract.steps import StepTextError
 from nemo_aligner.contract.turns import TurnMarkError
 from nemo_aligner.data.files import BadLine, Line, read_lines

@@ -17,9 +17,10 @@ from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
 from nemo_aligner.config.common import Aggregate, Overlong, RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig
 from nemo_aligner.config.model import layout_sizes
-from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract, one_reward
+from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract
 from nemo_aligner.contract.from_settings import check_expected
 from nemo_aligner.contract.messages import Text, as_json
+from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.contract.steps import aggregate_steps
 from nemo_aligner.contract.template_check import freeze_date
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer

@@ -15,7 +15,7 @@ import numpy as np
 
 from nemo_aligner.config.evaluation import RewardEnvironmentConfig
 from nemo_aligner.config.load import load_values
-from nemo_aligner.contract.contract import ScoringContract, one_reward, reward_weights
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import check_expected
 from nemo_aligner.contract.messages import (
     REASONING,
@@ -25,6 +25,7 @@ from nemo_aligner.contract.messages import (
     with_messages,
     with_tools,
 )
+from nemo_aligner.contract.readout import one_reward, reward_weights
 from nemo_aligner.serving.client import RewardClient, ScoredRows
 from nemo_aligner.serving.tokens import find_token
 from nemo_aligner.utils.errors import ConfigError, DataError, short

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from nemo_aligner.config.common import Aggregate
-from nemo_aligner.contract.contract import one_reward, reward_weights
 from nemo_aligner.contract.messages import Conversation, Text, messages_of, without_struct_nulls
+from nemo_aligner.contract.readout import one_reward, reward_weights
 from nemo_aligner.contract.steps import aggregate_steps
 from nemo_aligner.serving.client import RewardClient, ScoredRows
 from nemo_aligner.utils.errors import ConfigError

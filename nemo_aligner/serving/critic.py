@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from nemo_aligner.config.serving import ServeCriticConfig, WhileTraining
-from nemo_aligner.contract.contract import TextEncoder, one_reward
+from nemo_aligner.contract.contract import TextEncoder
+from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.distributed.cpu_products import resident_bytes
 from nemo_aligner.models.offload import OffloadGroup, OffloadManager, OffloadPolicy

@@ -19,8 +19,9 @@ from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
 from nemo_aligner.checkpoint.run_folder import HELDOUT_NAME
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.training import MonitorMode, TrainConfig
-from nemo_aligner.contract.contract import ScoringContract, one_reward
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.readers import ReaderConfig, parse_file
 from nemo_aligner.data.records import PAIR_COLUMNS, Origin, replace_lines, reward_row, row_lines

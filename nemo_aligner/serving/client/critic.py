@@ -9,7 +9,8 @@ from functools import partial
 
 import numpy as np
 
-from nemo_aligner.contract.contract import ScoringContract, one_reward
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.serving.client.calls import ServerClient, check_token, checked_urls
 from nemo_aligner.serving.client.pool import ServerPool

@@ -18,8 +18,9 @@ from pydantic_core import ErrorDetails
 
 from nemo_aligner.config.describe import suggestion
 from nemo_aligner.config.serving import GatewayConfig
-from nemo_aligner.contract.contract import ScoringContract, one_reward
+from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text, read_text
+from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.serving.failures import RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.utils.errors import DataError, ServingError, short, shown
