@@ -168,7 +168,7 @@ class RewardScorer:
         return aggregate_texts(rewards, bounds, self.contract.aggregation)
 
     def _score_reads(self, texts: Sequence[EncodedText]) -> tuple[np.ndarray, list[int]]:
-        """Rewards ``[S, A]`` of all turns or steps of N texts, and the N + 1 bounds of the texts'."""
+        """Rewards ``[S, A]`` of all turns or steps of N texts, and N + 1 bounds of the texts."""
         reads = [text.reads or () for text in texts]
         outputs = self.score_step_outputs([text.token_ids for text in texts], reads)
         return self.contract.rewards_of(outputs), [*accumulate(map(len, reads), initial=0)]
