@@ -334,19 +334,9 @@ def evaluate_file(
         turned = [each.swapped() for each in file.records if isinstance(each, Comparison)]
         file = replace(file, records=turned)
     file = keep_scorable(file, source, how.rule)
-    has_labels = any(isinstance(each, Rating) and each.steps for each in file.records)
-    if has_labels and source.score_steps is None:
-        raise DataError(
-            f"{path}: got labels of turns or steps, wanted a model in this process that has a "
-            "reward for each (rm_model_file)"
-        )
+    _check_steps(file, source)
     if source.encode is None:
         file, source = drop_refused(file, source)
-    if file.kind is RecordKind.rating and source.aggregate is not None:
-        raise ConfigError(
-            f"aggregate: got {source.aggregate.value}, but the ratings of {path} are compared with "
-            "the reward of each turn or step. Leave it out, or evaluate pairs or a task of texts"
-        )
     if file.kind is RecordKind.rating and source.score_steps is not None:
         found = _evaluate_steps(source, file.records)
     elif file.kind is RecordKind.rating:
@@ -369,6 +359,22 @@ def evaluate_file(
             measure=source.measure,
         )
     return replace(found, counts=file.counts, malformed=file.malformed)
+
+
+def _check_steps(file: RecordFile, source: RewardSource) -> None:
+    """Refuse labels of steps for a source without them, and ratings for a rule for pairs."""
+    has_labels = any(isinstance(each, Rating) and each.steps for each in file.records)
+    if has_labels and source.score_steps is None:
+        raise DataError(
+            f"{file.path}: got labels of turns or steps, wanted a model in this process that has a "
+            "reward for each (rm_model_file)"
+        )
+    if file.kind is RecordKind.rating and source.aggregate is not None:
+        raise ConfigError(
+            f"aggregate: got {source.aggregate.value}, but the ratings of {file.path} are compared "
+            "with the reward of each turn or step. Leave it out, or evaluate pairs or a task of "
+            "texts"
+        )
 
 
 def drop_refused(file: RecordFile, source: RewardSource) -> tuple[RecordFile, RewardSource]:
