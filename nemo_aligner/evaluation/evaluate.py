@@ -363,7 +363,7 @@ def evaluate_file(
 
 def _check_steps(file: RecordFile, source: RewardSource) -> None:
     """Refuse labels of steps for a source without them, and ratings for a rule for pairs."""
-    has_labels = any(isinstance(each, Rating) and each.steps for each in file.records)
+    has_labels = any(isinstance(record, Rating) and record.steps for record in file.records)
     if has_labels and source.score_steps is None:
         raise DataError(
             f"{file.path}: got labels of turns or steps, wanted a model in this process that has a "

@@ -190,13 +190,13 @@ def test_reward_of_a_trajectory_is_one_in_validation_report_and_evaluation(
     _, contract = read_text_rules(archive(folder))
     assert contract is not None
     assert contract.aggregate == rule
-    wanted = validated(folder)
-    found = json.loads((folder / "report.json").read_text())["metrics"]
+    validation = validated(folder)
+    evaluation = json.loads((folder / "report.json").read_text())["metrics"]
     for metric in ("accuracy", "reward_margin", "reward_chosen_mean", "reward_margin_p05", "ece"):
-        assert found[metric] == wanted[f"validation-trajectories/{metric}"], metric
-    kept = folder / "heldout" / "validation-trajectories.jsonl"
+        assert evaluation[metric] == validation[f"validation-trajectories/{metric}"], metric
+    heldout = folder / "heldout" / "validation-trajectories.jsonl"
     rows, reported = (
-        [row["rewards"] for row in rows_of(path)] for path in (folder / "rewards.jsonl", kept)
+        [row["rewards"] for row in rows_of(path)] for path in (folder / "rewards.jsonl", heldout)
     )
     assert rows == reported
     flat = [reward for row in rows for reward in row.values()]

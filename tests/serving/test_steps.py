@@ -169,7 +169,7 @@ def test_text_is_served_the_reward_that_the_contract_makes_of_its_steps(
     half = ShapingConfig(attribute_weights=weights, threshold=float(np.median(shaped)))
     long = ShapingConfig(attribute_weights=weights, length_penalty=1.0)
     lengths = scorer.count_reply_tokens(chats)
-    for rules, wanted, has_steps in (
+    for rules, expected, has_steps in (
         (None, raw, True),
         (half, shaped[:, None], True),
         (long, (shaped - np.array(lengths))[:, None], False),
@@ -181,17 +181,17 @@ def test_text_is_served_the_reward_that_the_contract_makes_of_its_steps(
         started = servable.start(OneRank(servable))
         for _ in range(2):  # and from its cache
             rows = asyncio.run(asked(started, chats))
-            np.testing.assert_allclose(rows["rewards"], wanted, rtol=2e-6, atol=1e-6)
-            assert rows["rewards"].tobytes() == wanted.tobytes() or rules is not None
+            np.testing.assert_allclose(rows["rewards"], expected, rtol=2e-6, atol=1e-6)
+            assert rows["rewards"].tobytes() == expected.tobytes() or rules is not None
             assert ("steps" in rows) == has_steps
             if rules is not None:
                 assert rows["raw_rewards"].tobytes() == raw.tobytes()
             if rules is half:
-                assert rows["passed"][:, 0].tolist() == (wanted[:, 0] >= half.threshold).tolist()
+                assert rows["passed"][:, 0].tolist() == (expected[:, 0] >= half.threshold).tolist()
             if rules is None:
-                found = [StepRewards.from_json(row.decode()) for row in rows["steps"][:, 0]]
-                for got, own in zip(found, steps, strict=True):
-                    assert got.rewards.tobytes() == own.rewards.tobytes()
+                served = [StepRewards.from_json(row.decode()) for row in rows["steps"][:, 0]]
+                for answered, scored in zip(served, steps, strict=True):
+                    assert answered.rewards.tobytes() == scored.rewards.tobytes()
         with pytest.raises(ServingError, match=f"row 0: got token ids, .*whose {how} is"):
             asyncio.run(started.endpoints[0].answer(kserve.encode_tokens([[5, 6]])))
         started.close()

@@ -117,17 +117,17 @@ def test_export_says_how_steps_become_one_reward_of_a_text(
     kind = stepped("one matrix", "step_ends", ";")
     kind = dataclasses.replace(kind, rules=(*kind.rules, ("aggregate", how)))
     ours = na.RewardModel.from_pretrained(write_archive(tmp_path / "rm.nemo", kind, "llama"))
-    wanted = ours.score(texts(";"))
-    said = str(ours.export(tmp_path / "out"))
-    assert f"WARNING: the reward of a text is the {how} of its steps' rewards" in said
+    rewards = ours.score(texts(";"))
+    summary = str(ours.export(tmp_path / "out"))
+    assert f"WARNING: the reward of a text is the {how} of its steps' rewards" in summary
     assert config_of(tmp_path / "out")["aggregate"] == how
     convert(tmp_path / "out", tmp_path / "again.nemo")
     again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
     assert again.contract().aggregate == how
-    np.testing.assert_allclose(again.score(texts(";")), wanted, atol=1e-5)
+    np.testing.assert_allclose(again.score(texts(";")), rewards, atol=1e-5)
     shown = by_card(tmp_path / "out", monkeypatch)
-    (found,) = again.score([shown["conversation"]])
-    np.testing.assert_allclose(shown["reward_of_text"].numpy(), found, atol=1e-4)
+    (by_archive,) = again.score([shown["conversation"]])
+    np.testing.assert_allclose(shown["reward_of_text"].numpy(), by_archive, atol=1e-4)
     assert "**The reward of a text is the " in (tmp_path / "out" / "README.md").read_text()
     if how != "mean":
         with pytest.raises(AlignerError, match=f"steps whose {how} is the reward of a text"):
