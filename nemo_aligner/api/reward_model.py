@@ -150,8 +150,9 @@ class RewardModel:
         NaN, as with the client of a server.
 
         With ``steps`` they are those of every turn or step instead, of a model that reads them: for
-        each text ``rewards`` ``[S, A]``, of which the last is the text's, and ``spans``, which say
-        what characters of which message each is the reward of. One pass computes all of them.
+        each text ``rewards`` ``[S, A]``, of which the contract's ``aggregate`` makes the text's, or
+        the last one is it, and ``spans``, which say what characters of which message each is the
+        reward of. One pass computes all of them.
 
         Raises:
             ConfigError: there are no rewards of steps.
@@ -206,8 +207,8 @@ class RewardModel:
 
         Args:
             settings: those of the verb that are not about the model: ``task``, ``threshold``,
-                ``swapped``, ``robustness_pairs``, ``output``, ``output_rewards``, ``report`` and
-                ``data.*``
+                ``aggregate``, ``swapped``, ``robustness_pairs``, ``output``, ``output_rewards``,
+                ``report`` and ``data.*``
 
         Raises:
             AlignerError: what ends the verb, with the same message.

@@ -359,7 +359,7 @@ def evaluate_file(
         turned = [each.swapped() for each in file.records if isinstance(each, Comparison)]
         file = replace(file, records=turned)
     file = keep_scorable(file, source, how.rule)
-    _check_steps(file, source, path)
+    _check_steps(file, source)
     if source.encode is None:
         file, source = drop_refused(file, source)
     if file.kind is RecordKind.rating and source.score_steps is not None:
@@ -386,18 +386,19 @@ def evaluate_file(
     return replace(found, counts=file.counts, malformed=file.malformed)
 
 
-def _check_steps(file: RecordFile, source: RewardSource, path: str | Path) -> None:
-    """Raise where the rewards of steps that a file is about are not those that the source gives."""
+def _check_steps(file: RecordFile, source: RewardSource) -> None:
+    """Refuse labels of steps for a source without them, and ratings for a rule for pairs."""
     has_labels = any(isinstance(record, Rating) and record.steps for record in file.records)
     if has_labels and source.score_steps is None:
         raise DataError(
-            f"{path}: got labels of turns or steps, wanted a model in this process that has a "
+            f"{file.path}: got labels of turns or steps, wanted a model in this process that has a "
             "reward for each (rm_model_file)"
         )
     if file.kind is RecordKind.rating and source.aggregate is not None:
         raise ConfigError(
-            f"aggregate: got {source.aggregate.value}, but the ratings of {path} are compared with "
-            "the reward of each turn or step. Leave it out, or evaluate pairs or a task of texts"
+            f"aggregate: got {source.aggregate.value}, but the ratings of {file.path} are compared "
+            "with the reward of each turn or step. Leave it out, or evaluate pairs or a task of "
+            "texts"
         )
 
 

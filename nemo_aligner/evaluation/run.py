@@ -208,11 +208,11 @@ def _measure_task(
 ) -> TaskResult:
     """Run a benchmark; where it judges steps, ``about`` gets the threshold and its origin."""
     weights, score_steps = source.attribute_weights, source.score_steps
-    held = config.threshold_from
+    threshold_file = config.threshold_from
     chosen, threshold = None, config.threshold
-    if held is not None:
-        say(f"choosing the threshold by {held} ...")
-        chosen = choose_threshold(task, held, score_steps, weights, source.encode)
+    if threshold_file is not None:
+        say(f"choosing the threshold by {threshold_file} ...")
+        chosen = choose_threshold(task, threshold_file, score_steps, weights, source.encode)
         threshold = chosen.value
     elif threshold is None:
         threshold = right_from(source)
@@ -220,8 +220,8 @@ def _measure_task(
     if task.reads_steps:
         origin = "the default" if config.threshold is None else "as set"
         about["threshold"] = f"{threshold:g}, {origin}"
-        if chosen is not None and held is not None:
-            about["threshold"] = chosen.about(held, result)
+        if chosen is not None and threshold_file is not None:
+            about["threshold"] = chosen.about(threshold_file, result)
     return result
 
 

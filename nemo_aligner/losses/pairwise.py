@@ -53,7 +53,8 @@ class BradleyTerry(PairObjective):
         center_rewards_coefficient: adds this times ``(better + worse) ** 2``, which keeps rewards
             around 0 (Eisenstein et al. 2023, "Helping or herding?", as in TRL).
         aggregate: where turns or steps are scored, what becomes the reward of a text: ``last``,
-            ``min``, ``mean`` or ``product`` of theirs (see ``aggregate``).
+            ``min``, ``mean`` or ``product`` of theirs (see ``aggregate``). It is the rule of the
+            model's scoring contract, too.
         longer_chosen_weight: weight of the loss of a pair whose longer reply was chosen; the others
             have 1. Where a share p of pairs chose the longer one, ``(1 - p) / p`` makes both kinds
             weigh the same (inverse propensity; Horvitz and Thompson 1952).

@@ -287,11 +287,11 @@ def _spread(objective: Objective, records: Records, rewards: Tensor) -> dict[str
 
     Of texts, where the objective aggregates the rewards of their turns or steps; else of these.
     """
-    whole = whole_rewards(objective, records.labels, rewards)
+    measured = whole_rewards(objective, records.labels, rewards)
     how = aggregate_of(objective)
     if records.texts is not None and how != Aggregate.last.value:
-        whole = rewards_of_texts(whole, records, Aggregate(how))
-    averages, deviations = whole.mean(0).tolist(), whole.std(0, correction=0).tolist()
+        measured = rewards_of_texts(measured, records, Aggregate(how))
+    averages, deviations = measured.mean(0).tolist(), measured.std(0, correction=0).tolist()
     spread: dict[str, float] = {}
     for name, mean, deviation in zip(objective.attributes, averages, deviations, strict=True):
         spread |= {f"reward_mean/{name}": mean, f"reward_std/{name}": deviation}

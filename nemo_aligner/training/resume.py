@@ -168,8 +168,8 @@ def find_latest(
     latest = replace(latest, state=_with_objective(latest.state))
     settings = latest.state.fingerprint[_OBJECTIVE_SETTINGS]
     # Runs of versions whose contract did not say how steps become one reward had the rule, too.
-    before = with_aggregate(stored, settings.get("aggregate", Aggregate.last.value))
-    differences = describe_differences(before.differences(now))
+    previous = with_aggregate(stored, settings.get("aggregate", Aggregate.last.value))
+    differences = describe_differences(previous.differences(now))
     # Who looks at a run without its model does not know its weights.
     frozen = fresh.fingerprint.get(_FROZEN, latest.state.fingerprint.get(_FROZEN))
     fingerprint = {

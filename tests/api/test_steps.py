@@ -116,29 +116,31 @@ def test_rule_of_the_contract_makes_one_reward_of_a_text_everywhere(tmp_path: Pa
             hashes.add(contract.hash)
             steps = [text.rewards for text in model.score([*TEXTS, *pairs], steps=True)]
             assert [*map(len, steps)] == [2, 1, 1, 3]
-            wanted = {rule: np.stack([merge(own, rule) for own in steps]) for rule in paths}
-            found = model.score([*TEXTS, *pairs])
-            np.testing.assert_allclose(found, wanted[how], rtol=1e-6, atol=1e-7)
+            expected_by_rule = {
+                rule: np.stack([merge(of_text, rule) for of_text in steps]) for rule in paths
+            }
+            rewards = model.score([*TEXTS, *pairs])
+            np.testing.assert_allclose(rewards, expected_by_rule[how], rtol=1e-6, atol=1e-7)
             rows = model.score_rows([*TEXTS, "", *pairs]).rewards
-            assert rows[[0, 1, 3, 4]].tobytes() == found.tobytes()
+            assert rows[[0, 1, 3, 4]].tobytes() == rewards.tobytes()
             weights = np.array(contract.attribute_weights)
-            for asked in (None, *paths):  # of pairs, by the contract's rule or another one
-                more: dict[str, Any] = {} if asked is None else {"aggregate": asked}
+            for setting in (None, *paths):  # of pairs, by the contract's rule or another one
+                more: dict[str, Any] = {} if setting is None else {"aggregate": setting}
                 measured = model.evaluate([record], **more)
                 row = measured.rows[0]["rewards"]
-                expected = wanted[asked or how][2:] @ weights
+                expected = expected_by_rule[setting or how][2:] @ weights
                 assert [row["chosen"], row["rejected"]] == pytest.approx(expected, rel=1e-5)
                 assert measured.accuracy == float(expected[0] > expected[1])
-                is_other = asked not in (None, how)
-                assert ("as set" in measured.table) == is_other, (how, asked)
+                is_other = setting not in (None, how)
+                assert ("as set" in measured.table) == is_other, (how, setting)
         release_models()
         with single_process():
             scorer = load_scorer(path, initialize_layout())
             in_process = InProcessScorer(scorer).score_rows([*TEXTS, *pairs]).rewards
-            assert in_process.tobytes() == found.tobytes()
+            assert in_process.tobytes() == rewards.tobytes()
             ids = scorer.encode(TEXTS[0]).token_ids
             if how == "last":
-                assert scorer.score_tokens([ids]).tobytes() == found[:1].tobytes()
+                assert scorer.score_tokens([ids]).tobytes() == rewards[:1].tobytes()
             else:
                 with pytest.raises(DataError, match=f"token ids, .*whose {how} is the reward"):
                     scorer.score_tokens([ids])

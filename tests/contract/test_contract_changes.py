@@ -74,12 +74,12 @@ def test_start_of_another_rule_for_steps_is_kept_by_nobody(contracts: Contracts)
     least = with_aggregate(plain, "min")
     assert least.aggregate == "min"
     assert with_aggregate(least, "last") == plain
-    for asked, start in ((least, plain), (plain, least)):
+    for contract, start in ((least, plain), (plain, least)):
         with pytest.raises(ConfigError, match=r"model\.objective_kwargs\.aggregate: ") as caught:
-            continue_contract(asked, start)
+            continue_contract(contract, start)
         assert HEAD in str(caught.value)
         for allowed in ({"new_head": True}, {"allow_change": True}):
-            assert continue_contract(asked, start, **allowed) == asked
+            assert continue_contract(contract, start, **allowed) == contract
 
 
 def test_start_keeps_weights_label_means_and_readout(contracts: Contracts) -> None:

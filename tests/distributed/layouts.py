@@ -30,6 +30,7 @@ REGRESSION = (
     "model.reward_model_type=regression",
     f"model.regression.attributes=[{','.join(ATTRIBUTES)}]",
 )
+STEPS_OF_PAIRS = ("model.head.reads=step_ends", 'model.data.step_separator=";"')
 MLP_HEAD = ("model.head.bias=true", "model.head.mlp_size=24")
 FROZEN = ("model.freeze_layers=2", "model.optim.sched.name=constant")
 RECOMPUTE = "model.activations_checkpoint_granularity=full"
@@ -84,6 +85,21 @@ CASES = {
     "odin": Case(("model.objective=odin", "model.objective_kwargs.length_coefficient=0.2")),
     "language": Case(
         ("model.objective=regularized_by_language", "model.objective_kwargs.coefficient=0.5")
+    ),
+    # Rewards of steps: masks of dropout, a learned scalar beside them, and the rule for a text.
+    "trajectories": Case(
+        (
+            *LORA,
+            *STEPS_OF_PAIRS,
+            "model.objective_kwargs={aggregate: product, learn_length_bias: true}",
+        ),
+        ("trajectories",),
+        evaluated="trajectories",
+    ),
+    "least_step": Case(
+        (*STEPS_OF_PAIRS, "model.objective_kwargs.aggregate=min"),
+        ("trajectories",),
+        evaluated="trajectories",
     ),
     "heads": Case(("model.objective=head_ensemble", *MLP_HEAD, "model.optim.head_lr_mult=3")),
     "bins": Case(
@@ -150,6 +166,7 @@ def write_inputs(folder: Path) -> None:
     tiny.write_pairs(folder / "pairs.jsonl", 37)
     tiny.write_ratings(folder / "ratings.jsonl", 37, ATTRIBUTES)
     write(folder / "rankings.jsonl", *rankings(26))
+    write(folder / "trajectories.jsonl", *trajectories(37))
     for known in OF_PAIRS:
         write(folder / f"{known.name}.jsonl", *known.sample)
     values = {"prompt": "why", "chosen": "a cat", "rejected": "no"}
@@ -164,6 +181,18 @@ def rankings(count: int) -> Iterator[dict[str, Any]]:
         rng.shuffle(ranks)
         ranked = [[rank, "thank you " * (3 - rank) + tiny.sentence(rng, 2, 5)] for rank in ranks]
         yield {"question": f"{tiny.sentence(rng, 2, 4)} {number}", "ranked": ranked}
+
+
+def trajectories(count: int) -> Iterator[dict[str, str]]:
+    """Pairs of replies of one to four steps; every step of the better one thanks."""
+    rng = random.Random(0)
+
+    def reply(thanks: str) -> str:
+        return ";".join(thanks + tiny.sentence(rng, 1, 4) for _ in range(rng.randint(1, 4)))
+
+    for number in range(count):
+        prompt = f"{tiny.sentence(rng, 2, 4)} {number}"
+        yield {"prompt": prompt, "chosen": reply("thank you "), "rejected": reply("")}
 
 
 def settings(inputs: Path, case: Case, layout: str, folder: Path) -> list[str]:

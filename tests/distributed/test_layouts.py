@@ -21,6 +21,7 @@ from nemo_aligner.contract.contract import check_plain_reading
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.hf.exporting import export
+from tests.data.files import rows_of
 from tests.distributed import layouts
 from tests.distributed.layouts import ATTRIBUTES, CASES, STEPS, archive, curve, validated
 from tests.training import jobs
@@ -82,9 +83,18 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
     """By one launch, each where it has code of its own; in fp16 pp2's first stage is frozen."""
     at = {
         "tp2": ("ranking", "onednn", "plackett_luce", "bins", "formats", "zero_groups"),
-        "tp2_sp": ("onednn", "language"),
+        "tp2_sp": ("onednn", "language", "trajectories", "least_step"),
         "pp2": ("pairs_and_ratings", "fp16", "against_length"),
-        "dp2": ("onednn", "learned_ties", "quantiles", "odin", "heads", "language"),
+        "dp2": (
+            "onednn",
+            "learned_ties",
+            "quantiles",
+            "odin",
+            "heads",
+            "language",
+            "trajectories",
+            "least_step",
+        ),
         "cp2_ring": ("recompute",),
         "cp2": (
             "recompute",
@@ -170,6 +180,28 @@ def test_training_on_each_kind_of_data_learns_and_says_what_it_read(one_process:
     assert [known.name for known in layouts.OF_PAIRS if f"({known.name})" not in said] == []
     assert "1 read, 1 kept" in (one_process / "formats.evaluated").read_text()
     check_evaluation(one_process / "fp16", validated(one_process / "fp16"))
+
+
+@pytest.mark.parametrize(("name", "rule"), [("trajectories", "product"), ("least_step", "min")])
+def test_reward_of_a_trajectory_is_one_in_validation_report_and_evaluation(
+    one_process: Path, name: str, rule: str
+) -> None:
+    folder = one_process / name
+    _, contract = read_text_rules(archive(folder))
+    assert contract is not None
+    assert contract.aggregate == rule
+    validation = validated(folder)
+    evaluation = json.loads((folder / "report.json").read_text())["metrics"]
+    for metric in ("accuracy", "reward_margin", "reward_chosen_mean", "reward_margin_p05", "ece"):
+        assert evaluation[metric] == validation[f"validation-trajectories/{metric}"], metric
+    heldout = folder / "heldout" / "validation-trajectories.jsonl"
+    rows, reported = (
+        [row["rewards"] for row in rows_of(path)] for path in (folder / "rewards.jsonl", heldout)
+    )
+    assert rows == reported
+    flat = [reward for row in rows for reward in row.values()]
+    assert contract.reward_mean == (pytest.approx(np.mean(flat)),)
+    assert contract.reward_std == (pytest.approx(np.std(flat)),)
 
 
 NUMBERS = {"bins": (0.0, 1.0, 2.0, 3.0, 4.0), "quantiles": (0.1, 0.5, 0.9)}

@@ -75,7 +75,7 @@ def test_learned_scalar_is_none_of_the_rewards_that_are_aggregated(how: str) -> 
     good, bad, bias = [2.0, -1.0, 0.5], [1.0, 0.25], 1.7
     lengths = [3, 4, 5, 2, 6]
     (better,), (worse,) = (
-        aggregate_steps(np.array(own, np.float32)[:, None], Aggregate(how)) for own in (good, bad)
+        aggregate_steps(np.array(text, np.float32)[:, None], Aggregate(how)) for text in (good, bad)
     )
     margin = float(better) - float(worse) + bias * math.log(12 / 8)
     records = Records.of(

@@ -325,14 +325,16 @@ def test_dropout_of_a_text_with_several_rewards_is_that_of_its_record_and_number
     """The masks are of texts, however many of their steps are read."""
 
     def of_steps(ids: list[int], sequences: list[list[int]], counts: list[list[int]]) -> Tensor:
-        texts = [number for own in counts for number, n in enumerate(own) for _ in range(n)]
+        texts = [
+            number for of_record in counts for number, n in enumerate(of_record) for _ in range(n)
+        ]
         records = Records.of(ids, [*map(sum, counts)], texts=torch.tensor(texts))
-        flat = [count for own in counts for count in own]
+        flat = [count for of_record in counts for count in of_record]
         reads = [
             torch.arange(len(sequence) - count, len(sequence))
             for sequence, count in zip(sequences, flat, strict=True)
         ]
-        groups = [Group(len(own), 0) for own in counts]
+        groups = [Group(len(of_record), 0) for of_record in counts]
         pack = PackedBatch.pack(sequences, records, groups=groups, reads=reads)
         return left_out(pack.padded_to_multiple(16))
 
@@ -341,8 +343,8 @@ def test_dropout_of_a_text_with_several_rewards_is_that_of_its_record_and_number
     assert torch.equal(of_steps([7], [FIRST, SECOND], [[3, 2]])[:both], plain)
     company = of_steps([2, 7, 9], [[3] * 11, FIRST, SECOND, [4] * 9], [[5], [3, 2], [4]])
     assert torch.equal(company[11 : 11 + both], plain)
-    others = left_out(PackedBatch.pack([[3] * 11, [4] * 9], Records.of([2, 9], [1, 1])))
-    assert torch.equal(torch.cat([company[:11], company[11 + both : 20 + both]]), others)
+    single = left_out(PackedBatch.pack([[3] * 11, [4] * 9], Records.of([2, 9], [1, 1])))
+    assert torch.equal(torch.cat([company[:11], company[11 + both : 20 + both]]), single)
 
 
 def test_dropout_on_ranks_that_share_tokens_or_channels_is_the_same() -> None:

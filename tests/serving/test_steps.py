@@ -24,9 +24,9 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.engine.scorer import RewardEnsemble, load_scorer
 from nemo_aligner.serving.engine.shaping import RewardShaper
-from nemo_aligner.serving.protocols import StepRewards
+from nemo_aligner.serving.protocols import StepRewards, kserve
 from nemo_aligner.serving.reward import RewardModelServable, mark_reads, unmark_reads
-from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.errors import ConfigError, ServingError
 from tests.heads import OneRank
 from tests.serving.gateway_calls import FakeClient, call
 from tests.serving.servers import SERVE, running
@@ -43,10 +43,7 @@ def stepped(
 ) -> Path:
     """The tiny reward model, read at every turn."""
     path = tmp_path_factory.mktemp("stepped") / "steps.nemo"
-    made = load_reward_model(archive, layout)
-    contract = dataclasses.replace(made.contract, scored_position="turns")
-    save_reward_model(path, made.model, made.config, made.tokenizer, contract)
-    return path
+    return rewritten(archive, path, layout, scored_position="turns")
 
 
 def test_marked_ids_are_found_again() -> None:
@@ -147,17 +144,63 @@ def test_steps_are_shaped_one_by_one_and_those_of_an_ensemble_combined(
             both = np.concatenate(raw, axis=1)[last]
             np.testing.assert_array_equal(rows["raw_rewards"], both)
             assert rows["passed"][:, 0].tolist() == (wanted[last] >= 0).tolist()
-    with pytest.raises(ConfigError, match=r"model 1 does not score as .*model.head.reads"):
-        RewardEnsemble(
-            [models[0], load_scorer(whole(second, layout), layout, micro_batch_tokens=512)]
-        )
+    for fields, setting in (
+        ({"scored_position": "last_token"}, "model.head.reads"),
+        ({"aggregate": "min"}, "model.objective_kwargs.aggregate"),
+    ):
+        path = rewritten(second, tmp_path / f"{setting}.nemo", layout, **fields)
+        other = load_scorer(path, layout, micro_batch_tokens=512)
+        with pytest.raises(ConfigError, match=f"model 1 does not score as .*{setting}"):
+            RewardEnsemble([models[0], other])
 
 
-def whole(path: Path, layout: ParallelLayout) -> Path:
-    """The same model, read at the last token."""
+@pytest.mark.parametrize("how", ["min", "mean", "product"])
+def test_text_is_served_the_reward_that_the_contract_makes_of_its_steps(
+    how: str, stepped: Path, layout: ParallelLayout, tmp_path: Path
+) -> None:
+    """The scorer's, to the bit; shaping takes it as it takes any other reward of a text."""
+    merged = rewritten(stepped, tmp_path / "merged.nemo", layout, aggregate=how)
+    scorer = load_scorer(merged, layout, micro_batch_tokens=512, prefix_cache_tokens=4096)
+    chats = [CHAT, CHAT[:2], [*CHAT, QUESTION, ANSWER]]
+    raw, steps = scorer.score(chats), scorer.score_steps(chats)
+    assert not np.array_equal(raw, np.stack([text.rewards[-1] for text in steps]))
+    weights = {"helpfulness": 2.0, "verbosity": -1.0}
+    shaped = (raw.astype(np.float64) @ [2.0, -1.0]).astype(np.float32)
+    half = ShapingConfig(attribute_weights=weights, threshold=float(np.median(shaped)))
+    long = ShapingConfig(attribute_weights=weights, length_penalty=1.0)
+    lengths = scorer.count_reply_tokens(chats)
+    for rules, expected, has_steps in (
+        (None, raw, True),
+        (half, shaped[:, None], True),
+        (long, (shaped - np.array(lengths))[:, None], False),
+    ):
+        shaper = None
+        if rules is not None:
+            shaper = RewardShaper(rules, EnsembleConfig(), [scorer.contract])
+        servable = RewardModelServable(scorer, ServerConfig(), shaper)
+        started = servable.start(OneRank(servable))
+        for _ in range(2):  # and from its cache
+            rows = asyncio.run(asked(started, chats))
+            np.testing.assert_allclose(rows["rewards"], expected, rtol=2e-6, atol=1e-6)
+            assert rows["rewards"].tobytes() == expected.tobytes() or rules is not None
+            assert ("steps" in rows) == has_steps
+            if rules is not None:
+                assert rows["raw_rewards"].tobytes() == raw.tobytes()
+            if rules is half:
+                assert rows["passed"][:, 0].tolist() == (expected[:, 0] >= half.threshold).tolist()
+            if rules is None:
+                served = [StepRewards.from_json(row.decode()) for row in rows["steps"][:, 0]]
+                for answered, scored in zip(served, steps, strict=True):
+                    assert answered.rewards.tobytes() == scored.rewards.tobytes()
+        with pytest.raises(ServingError, match=f"row 0: got token ids, .*whose {how} is"):
+            asyncio.run(started.endpoints[0].answer(kserve.encode_tokens([[5, 6]])))
+        started.close()
+
+
+def rewritten(path: Path, other: Path, layout: ParallelLayout, **fields: Any) -> Path:
+    """The same model, read by other fields of its contract."""
     made = load_reward_model(path, layout)
-    contract = dataclasses.replace(made.contract, scored_position="last_token")
-    other = path.with_suffix(".whole.nemo")
+    contract = dataclasses.replace(made.contract, **fields)
     save_reward_model(other, made.model, made.config, made.tokenizer, contract)
     return other
 

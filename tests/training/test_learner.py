@@ -121,11 +121,11 @@ def test_auxiliary_loss_of_experts_is_a_mean_over_records_at_any_layout(
 ) -> None:
     """Whatever the loss of rewards divides by: here by 23 labels of 6 records."""
     archive = Path(two_ranks["experts"])
-    wanted = balanced.gradient_norm_by_hand(archive, layout)
-    found = {"one": balanced.build(archive, layout).train_step(0)["grad_norm"]}
-    found |= two_ranks["auxiliary"]
-    assert set(found) == {"one", "dp2", "tp2", "tp2_sp"}
-    assert found == pytest.approx(dict.fromkeys(found, wanted), rel=1e-5)
+    by_hand = balanced.gradient_norm_by_hand(archive, layout)
+    norms = {"one": balanced.build(archive, layout).train_step(0)["grad_norm"]}
+    norms |= two_ranks["auxiliary"]
+    assert set(norms) == {"one", "dp2", "tp2", "tp2_sp"}
+    assert norms == pytest.approx(dict.fromkeys(norms, by_hand), rel=1e-5)
 
 
 def test_validation_changes_nothing_and_the_next_step_trains(learner: RewardLearner) -> None:

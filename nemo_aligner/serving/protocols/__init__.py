@@ -105,7 +105,8 @@ class ScoredRows:
     ``[N, A]``, the uncertainty of the rewards, and the head's ``outputs`` ``[N, M * A * K]``.
 
     From a model with a reward for each turn or step also ``steps`` ``[N]``, a ``StepRewards`` or
-    None for each row; the reward of a row is that of its last one.
+    None for each row; the reward of a row is that of its last one, or what the contract's
+    ``aggregate`` makes of all.
 
     From the gateway also ``foreign_template`` ``[N]`` bool: rows that are not written in the
     model's chat template.

@@ -109,6 +109,31 @@ def test_head_of_steps_is_exported_with_its_rewards(
         np.testing.assert_allclose(right, 1 / (1 + np.exp(-found.rewards)), atol=1e-4)
 
 
+@pytest.mark.parametrize("how", ["min", "mean", "product"])
+def test_export_says_how_steps_become_one_reward_of_a_text(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No reader of Hugging Face's forms has such a rule: people are told, and have a program."""
+    kind = stepped("one matrix", "step_ends", ";")
+    kind = dataclasses.replace(kind, rules=(*kind.rules, ("aggregate", how)))
+    ours = na.RewardModel.from_pretrained(write_archive(tmp_path / "rm.nemo", kind, "llama"))
+    rewards = ours.score(texts(";"))
+    summary = str(ours.export(tmp_path / "out"))
+    assert f"WARNING: the reward of a text is the {how} of its steps' rewards" in summary
+    assert config_of(tmp_path / "out")["aggregate"] == how
+    convert(tmp_path / "out", tmp_path / "again.nemo")
+    again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
+    assert again.contract().aggregate == how
+    np.testing.assert_allclose(again.score(texts(";")), rewards, atol=1e-5)
+    shown = by_card(tmp_path / "out", monkeypatch)
+    (by_archive,) = again.score([shown["conversation"]])
+    np.testing.assert_allclose(shown["reward_of_text"].numpy(), by_archive, atol=1e-4)
+    assert "**The reward of a text is the " in (tmp_path / "out" / "README.md").read_text()
+    if how != "mean":
+        with pytest.raises(AlignerError, match=f"steps whose {how} is the reward of a text"):
+            ours.export(tmp_path / "merged", merge=True)
+
+
 # Heads, rules, separators and decoders; a tag is found by vLLM itself.
 VLLM = [
     ("one matrix", "step_ends", "\n\n", "llama"),
