@@ -54,6 +54,7 @@ from nemo_aligner.models.shape import (
     with_lora,
 )
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
+from nemo_aligner.utils.writing import explaining_full_disk
 
 _OR_NEW_HEAD = "; pretrained_checkpoint.new_head=true begins with a new head on its body"
 
@@ -236,7 +237,8 @@ def save_reward_model(
     """
     path = Path(path)
     staging = path.with_name(f".{path.name}.staging")
-    on_main(lambda: _make_staging(staging, tokenizer))
+    with explaining_full_disk(path):
+        on_main(lambda: _make_staging(staging, tokenizer))
     # Stacked by layer, as an archive has them; a run's checkpoint has a key for each layer.
     weights = model.sharded_state_dict(prefix=PREFIX)
     for name in OF_OBJECTIVE:
@@ -252,7 +254,8 @@ def save_reward_model(
         write_nemo(path, dict(config), staging / "weights", staging / "tokenizer", rules)
         shutil.rmtree(staging)
 
-    on_main(write)
+    with explaining_full_disk(path):
+        on_main(write)
     barrier()
 
 
