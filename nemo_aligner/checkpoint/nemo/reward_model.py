@@ -40,6 +40,7 @@ from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.distributed.collectives import barrier, on_main
 from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.kernels import decide_together
 from nemo_aligner.models.lora import LoraDropout, draw_adapters, fold_adapters
 from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
 from nemo_aligner.models.shape import (
@@ -133,6 +134,7 @@ def load_pretrained(
             reply_marker=reply_marker,
             lora_dropout=lora_dropout,
         )
+        decide_together()
         # Checked before a byte is read: a wrong head is found in a second, not after the body.
         has_head = not new_head and _check_head(folder, shape, num_outputs, _OR_NEW_HEAD)
         _load_into(model, folder, with_head=has_head)
@@ -216,6 +218,7 @@ def reward_model_without_weights(
         precision=precision or Precision(contract.dtype),
         reply_marker=contract.reply_marker,
     )
+    decide_together()
     return LoadedRewardModel(model.eval(), contract.with_dtype(precision), tokenizer, folder.config)
 
 
