@@ -41,6 +41,7 @@ from nemo_aligner.config.training import MonitorMode
 from nemo_aligner.distributed.collectives import on_main
 from nemo_aligner.utils.errors import CheckpointError
 from nemo_aligner.utils.host_transfer import Wait
+from nemo_aligner.utils.writing import write_problem
 
 _VERSION = 1
 _UNFINISHED = re.compile(rf"{STEP_NAME.pattern}\.(partial|removed)")
@@ -257,7 +258,12 @@ class RunCheckpoints:
             return None
         (saved, pending), self._pending = self._pending, None
         # Collective, and raises on every rank or on none.
-        pending.finish()
+        try:
+            pending.finish()
+        except CheckpointError:
+            # What is written of it takes space that may be what it lacks.
+            on_main(lambda: shutil.rmtree(_unnamed(saved.path), ignore_errors=True))
+            raise
         with _as_checkpoint_error(saved.path):
             self.check_lock()
             on_main(lambda: _publish(saved))
@@ -372,7 +378,7 @@ def _as_checkpoint_error(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path}: not saved: {error}") from error
+        raise CheckpointError(f"{path}: not saved: {write_problem(path, error)}") from error
 
 
 def _delete_unfinished(folder: Path) -> None:

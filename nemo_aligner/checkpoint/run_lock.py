@@ -30,6 +30,7 @@ from pathlib import Path
 from nemo_aligner.distributed.collectives import on_main
 from nemo_aligner.utils.console import say, show_duration
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
+from nemo_aligner.utils.writing import explaining_full_disk, write_problem
 
 LOCK_NAME = "run.lock"
 BEAT_S = 10.0
@@ -181,15 +182,16 @@ def lock_run(folder: Path) -> Iterator[RunLock]:
             holders.append(_take(path))
         except OSError as error:
             raise ConfigError(
-                f"exp_manager.explicit_log_dir: {folder} cannot be written to: {error}. Set it to "
-                "a folder that can"
+                f"exp_manager.explicit_log_dir: {folder} cannot be written to: "
+                f"{write_problem(folder, error)}"
             ) from error
 
     try:
         on_main(take)
         lock = RunLock(path, holders[0] if holders else None)
         try:
-            yield lock
+            with explaining_full_disk(folder):
+                yield lock
         finally:
             lock.release()
     finally:
@@ -237,10 +239,14 @@ def _create(path: Path, holder: Holder) -> bool:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
         return False
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(asdict(holder), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(asdict(holder), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
     return True
 
 
@@ -298,17 +304,27 @@ def _now_of(folder: Path) -> float:
 
 
 def _remove(path: Path, holder: Holder | None) -> bool:
-    """Remove the lock of a dead job; False if another job took it at the same time."""
-    taken = path.with_name(f".{LOCK_NAME}.{uuid.uuid4().hex}")
+    """Remove the lock of a dead job; False if another job is doing so, or has done."""
+    # Between a look at the file and its removal another job could have removed it, too, and created
+    # its own. So this is done by one job at a time, for which a second file stands.
+    guard = path.with_name(f".{LOCK_NAME}.taking")
     try:
-        # By a rename, which one of several jobs can do, and then sees what it has.
-        path.rename(taken)
-    except FileNotFoundError:
+        os.close(os.open(guard, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    except FileExistsError:
+        if _is_old(guard):  # of a job that was killed right then
+            guard.unlink(missing_ok=True)
+        time.sleep(_POLL_S / 10)
         return False
-    is_same = _read(taken) == holder
-    if not is_same:
-        # Another job's, which removed the dead one's and created its own meanwhile: put it back.
-        with suppress(OSError):
-            os.link(taken, path)
-    taken.unlink(missing_ok=True)
-    return is_same
+    try:
+        if _read(path) != holder or (holder is None and not _is_old(path)):
+            return False
+        path.unlink(missing_ok=True)
+        return True
+    finally:
+        guard.unlink(missing_ok=True)
+
+
+def _is_old(path: Path) -> bool:
+    """Tell if a file was not touched for as long as makes its job dead."""
+    touched = _time_of(path)
+    return touched is not None and _now_of(path.parent) - touched >= DEAD_AFTER_S

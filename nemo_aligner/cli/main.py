@@ -24,6 +24,7 @@ from nemo_aligner.config.describe import find_conflict, install_command, list_ke
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.utils.errors import AlignerError, CheckpointError, ConfigError
 from nemo_aligner.utils.processes import describe_error, is_first_rank, report
+from nemo_aligner.utils.writing import is_disk_full, write_problem
 
 Run = Callable[[argparse.Namespace], int]
 # Extra that installs each module.
@@ -73,6 +74,10 @@ def _describe(error: Exception) -> str:
         return missing_module(error)
     if isinstance(error, AlignerError):
         return describe_error(error)
+    if isinstance(error, OSError) and is_disk_full(error):
+        if error.filename is None:  # a file that was open already
+            return f"an output file cannot be written: {error}. Free some space on its disk"
+        return f"{error.filename}: {write_problem(Path(error.filename).absolute(), error)}"
     for said in _SAID_OUT_OF_MEMORY:
         if said in str(error):
             return _out_of_memory(str(error).partition(said)[2], said)

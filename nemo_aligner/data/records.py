@@ -28,6 +28,7 @@ from nemo_aligner.contract.messages import (
 )
 from nemo_aligner.contract.messages import as_json as conversation_as_json
 from nemo_aligner.utils.errors import ConfigError, DataError, short, shown
+from nemo_aligner.utils.writing import write_problem, write_whole
 
 # Preference data in memory: comparisons and ratings, each with the file and line it is from.
 
@@ -298,32 +299,21 @@ def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
 def write_lines(path: Path, lines: Iterable[str]) -> str:
     """Write the lines, in UTF-8, into a file whose folder is made if need be.
 
-    What to say of it: its path, and whether another file was there.
+    It may be read at any time: it is whole, old or new. What to say of it: its path, and whether
+    another file was there.
 
     Raises:
         ConfigError: there is something in the way of the folder, named ``output``.
     """
     text = "".join(f"{line}\n" for line in lines).encode()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replaces = path.exists() and path.read_bytes() != text
-        path.write_bytes(text)
+        replaces = path.is_file() and path.read_bytes() != text
+        write_whole(path, text)
     except OSError as error:
         raise ConfigError(
-            f"output: got {path.parent}, wanted a folder to write to: {error}"
+            f"output: got {path.parent}, wanted a folder to write to: {write_problem(path, error)}"
         ) from error
     return f"{path} (in place of another)" if replaces else str(path)
-
-
-def replace_lines(path: Path, lines: Iterable[str]) -> None:
-    """``write_lines`` for a file that may be read, or left, at any time: it is whole, old or new.
-
-    Raises:
-        ConfigError: see ``write_lines``.
-    """
-    unnamed = path.with_name(f"{path.name}.partial")
-    write_lines(unnamed, lines)
-    os.replace(unnamed, path)
 
 
 def write_records(
@@ -361,7 +351,7 @@ def write_records(
             )
         os.replace(unnamed, path)
     except OSError as error:
-        raise ConfigError(f"{path}: it cannot be written: {error}") from error
+        raise ConfigError(f"{path}: it cannot be written: {write_problem(path, error)}") from error
     finally:
         unnamed.unlink(missing_ok=True)
     return count

@@ -30,6 +30,7 @@ from nemo_aligner.distributed.collectives import run_on_some
 from nemo_aligner.utils.console import say, show_duration
 from nemo_aligner.utils.errors import ConfigError, DataError
 from nemo_aligner.utils.processes import find_process, make_temporary, remove_temporary
+from nemo_aligner.utils.writing import write_problem
 
 # The folder of a file's index, and whether the index still fits the file.
 #
@@ -322,8 +323,8 @@ def _prepare(path: str, rules: IndexRules, place: IndexPlace) -> Path:
         write_index(path, rules, folder, say)
     except OSError as error:
         raise DataError(
-            f"{path}: its tokens cannot be written to {folder}: {error}; wanted a folder with "
-            "space as model.data.index_dir"
+            f"{path}: its tokens cannot be written to {folder}: {write_problem(folder, error)}. "
+            "model.data.index_dir sets another folder"
         ) from error
     say(f"{path}: tokenized in {show_duration(time.monotonic() - begun)}")
     return folder

@@ -20,7 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from nemo_aligner.distributed.collectives import current_device, gather_objects
+from nemo_aligner.utils.errors import one_line
+from nemo_aligner.utils.processes import is_main
 
 logger = logging.getLogger(__name__)
 
@@ -123,21 +128,59 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x
 
 
-@cache
+# True if another rank cannot use them.
+_is_off = False
+
+
+def decide_together() -> None:
+    """Have all ranks use kernels.c, or none; every rank calls it before it scores a text.
+
+    The kernels round otherwise than torch does: a text's reward must not depend on the rank that
+    computes it.
+    """
+    global _is_off
+    if not dist.is_initialized() or dist.get_world_size() == 1 or current_device().type != "cpu":
+        return
+    library, problem = _compiled()
+    problems = gather_objects(problem if library is None else None)
+    _is_off = any(each is not None for each in problems)
+    # Those who switched them off know.
+    shown = [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None]
+    if is_main() and set(problems) != {_SWITCHED_OFF} and shown:
+        _warn("; ".join(shown))
+
+
 def _library() -> Any:
     """The compiled file, once that has been tried; None if it cannot be had."""
-    if os.environ.get(SWITCH) == "0":
+    if _is_off:
         return None
+    library, problem = _compiled()
+    if library is None and problem != _SWITCHED_OFF:
+        _warn(problem)
+    return library
+
+
+@cache
+def _warn(problem: str) -> None:
+    logger.warning("kernels.c is not used, so scoring is slower on this CPU: %s", problem)
+
+
+_SWITCHED_OFF = f"{SWITCH}=0"
+
+
+@cache
+def _compiled() -> tuple[Any, str]:
+    """The compiled file, or None and why it cannot be had."""
+    if os.environ.get(SWITCH) == "0":
+        return None, _SWITCHED_OFF
     try:
         library = _compile()
     except (OSError, subprocess.SubprocessError) as error:
-        why = getattr(error, "stderr", None) or error
-        logger.info("kernels.c was not compiled, so scoring is slower on this CPU: %s", why)
-        return None
+        return None, one_line(getattr(error, "stderr", None) or error)
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name)
         function.argtypes, function.restype = [_TYPES[each] for each in arguments], None
-    return library
+    return library, ""
 
 
 def _compile() -> ctypes.CDLL:

@@ -28,7 +28,7 @@ from nemo_aligner.config.load import config_to_dict, flatten, save_config
 from nemo_aligner.config.training import RunFolderConfig, TrainConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import describe_differences, with_aggregate
-from nemo_aligner.data.records import replace_lines
+from nemo_aligner.data.records import write_lines
 from nemo_aligner.data.report import FileReport
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.distributed.collectives import on_main
@@ -309,7 +309,7 @@ class RunFacts:
     def write(self) -> None:
         """Write the file, with the memory that has been needed so far."""
         content = json.dumps({**self._facts, "peak_memory": peak_memory()}, indent=2)
-        replace_lines(self._path, [content])
+        write_lines(self._path, [content])
 
 
 def describe_file(report: FileReport) -> dict[str, Any]:

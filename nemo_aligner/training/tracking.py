@@ -20,8 +20,9 @@ from nemo_aligner.checkpoint.run_folder import METRICS_NAME, TRACKING_NAME
 from nemo_aligner.checkpoint.safe_load import read_json
 from nemo_aligner.config.load import flatten
 from nemo_aligner.config.training import RunFolderConfig
-from nemo_aligner.data.records import replace_lines
+from nemo_aligner.data.records import write_lines
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, one_line
+from nemo_aligner.utils.writing import write_problem
 
 _LONGEST_PARAMETER = 250  # what Lightning cuts MLflow's to
 _WANDB_ID_BYTES = 4
@@ -259,7 +260,7 @@ def _write_known(path: Path, runs: Mapping[str, KnownRun]) -> None:
         }
         for name, run in runs.items()
     }
-    replace_lines(path, [json.dumps(content, indent=2)])
+    write_lines(path, [json.dumps(content, indent=2)])
 
 
 # ``metrics.jsonl`` in the folder of a run: every number that is logged, a JSON object a line.
@@ -287,7 +288,8 @@ class MetricsFile:
             self._lines.flush()
         except OSError as error:
             raise CheckpointError(
-                f"{self._path}: the metrics of step {step} cannot be written: {error.strerror}"
+                f"{self._path}: the metrics of step {step} cannot be written: "
+                f"{write_problem(self._path, error)}"
             ) from error
 
     def close(self) -> None:
@@ -318,7 +320,7 @@ def _as_row(line: str) -> dict[str, Any] | None:
 
 def _forget_after(path: Path, last_step: int) -> None:
     kept = (row for row in read_metrics(path) if last_step > 0 and row["step"] <= last_step)
-    replace_lines(path, map(json.dumps, kept))
+    write_lines(path, map(json.dumps, kept))
 
 
 def _finite(value: float) -> float | None:

@@ -24,7 +24,7 @@ from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.readers import ReaderConfig, parse_file
-from nemo_aligner.data.records import PAIR_COLUMNS, Origin, replace_lines, reward_row, row_lines
+from nemo_aligner.data.records import PAIR_COLUMNS, Origin, reward_row, row_lines, write_lines
 from nemo_aligner.distributed.collectives import agree, agree_on, gather_objects, wait_for_device
 from nemo_aligner.distributed.cpu_products import FreedMemory
 from nemo_aligner.metrics.table import Shown, all_metrics
@@ -338,7 +338,7 @@ class HeldoutRewards:
             is_pairs = dataset.kind is RecordKind.comparison
             describe = self._pairs if is_pairs else self._ratings
             rows = describe(dataset, rewards.double().cpu(), chosen, texts)
-            replace_lines(self._folder / f"{dataset.name}.jsonl", row_lines(rows))
+            write_lines(self._folder / f"{dataset.name}.jsonl", row_lines(rows))
 
     def _pairs(
         self,

@@ -1,7 +1,11 @@
-"""``resave.py ARCHIVE FOLDER``: load an archive at TP=2 and at PP=2, and save it from there."""
+"""``resave.py ARCHIVE FOLDER``: load an archive at TP=2 and at PP=2, and save it from there.
+
+The second rank has no C compiler.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,17 +13,24 @@ LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2)}
 
 
 def main(archive: str, folder: str) -> None:
+    import torch
+
     from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
     from nemo_aligner.checkpoint.weights.save import save_weights
     from nemo_aligner.config.common import Precision
     from nemo_aligner.distributed.launch import launch
     from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
+    from nemo_aligner.models import kernels
     from nemo_aligner.utils.errors import CheckpointError
 
+    if os.environ["RANK"] == "1":
+        os.environ["CC"] = "no-such-compiler"
     with launch(timeout_seconds=60):
         for name, (tp, pp) in LAYOUTS.items():
             layout = initialize_layout(tp, pp)
             loaded = load_pretrained(archive, layout, num_attributes=1, precision=Precision.fp32)
+            with torch.no_grad():
+                print(f"kernels are used: {kernels.take(torch.zeros(4, 16))}")
             save_weights(loaded.model.sharded_state_dict(prefix="model."), Path(folder, name))
             try:
                 load_pretrained("missing.nemo", layout, num_attributes=1, precision=Precision.fp32)

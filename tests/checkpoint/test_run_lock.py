@@ -141,7 +141,7 @@ def test_lock_of_another_machine_is_taken_over_without_a_sign_of_life(
 
 
 def test_dead_lock_is_taken_by_one_of_several_jobs(tmp_path: Path) -> None:
-    for number in range(20):
+    for number in range(50):
         path = write(tmp_path, ELSEWHERE)
         os.utime(path, (1e9, 1e9))
         outcomes: list[str] = []
@@ -159,7 +159,7 @@ def test_dead_lock_is_taken_by_one_of_several_jobs(tmp_path: Path) -> None:
             if outcomes.count("refused") == 3:  # noqa: B023
                 over.set()  # noqa: B023
 
-        jobs = [threading.Thread(target=take) for _ in range(4)]
+        jobs = [threading.Thread(target=take, daemon=True) for _ in range(4)]
         for job in jobs:
             job.start()
         for job in jobs:

@@ -203,7 +203,8 @@ def test_runs_tell_once_of_a_write_that_fails(
     assert steps(checkpoints.list_saved()) == [1]
     # The next try takes the place of what is left of this one.
     monkeypatch.setattr(Written, "error", None)
-    (tmp_path / "step_00000002.partial" / "state").mkdir()
+    assert not (tmp_path / "step_00000002.partial").exists()
+    (tmp_path / "step_00000002.partial" / "state").mkdir(parents=True)
     assert save(checkpoints, {2: None}) == [2]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -220,11 +220,28 @@ def test_kernels_add_to_the_stream_and_norm_the_sum(dtype: torch.dtype) -> None:
     assert torch.equal(stream, wanted + added)
 
 
-def test_without_a_compiler_torch_computes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CC", "no-such-compiler")
-    kernels._library.cache_clear()
-    try:
+    kernels._compiled.cache_clear()
+    kernels._warn.cache_clear()
+    yield
+    kernels._compiled.cache_clear()
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_without_a_compiler_torch_computes_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
         with torch.no_grad():
             assert not kernels.take(torch.zeros(4, 16))
-    finally:
-        kernels._library.cache_clear()
+    why = "found no C compiler no-such-compiler"
+    told = f"kernels.c is not used, so scoring is slower on this CPU: {why}"
+    assert [record.getMessage() for record in caplog.records] == [told]
+    assert caplog.records[0].levelname == "WARNING"
+    monkeypatch.setenv(kernels.SWITCH, "0")
+    kernels._compiled.cache_clear()
+    with torch.no_grad():
+        assert not kernels.take(torch.zeros(4, 16))
+    assert len(caplog.records) == 1  # who switches them off knows

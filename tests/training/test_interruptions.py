@@ -187,7 +187,9 @@ def test_resume_of_two_ranks_that_were_stopped_killed_and_moved(
     check_moved(tiny.numbers(tmp_path / "run"), tiny.numbers(undisturbed))
 
     assert no_space.returncode != 0
-    assert "step_00000004.partial/state: rank 1: [Errno 28] No space left" in no_space.stderr
+    told = "step_00000004.partial/state: cannot be written: rank 1: the disk is full, with "
+    assert told in no_space.stderr
+    assert not (tmp_path / "full/checkpoints/step_00000004.partial").exists()  # it took space
     assert "CheckpointError: " in no_space.stderr
     assert 'File "nemo_aligner' not in no_space.stderr
     assert "step_00000002, after 16 records" in goes_on.stdout

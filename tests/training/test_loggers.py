@@ -108,5 +108,5 @@ def test_metrics_file_has_every_number_at_once_and_null_where_one_is_not_finite(
     file.log({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 2}, 1)
     assert path.read_text() == '{"step": 1, "a": null, "b": null, "c": null, "d": 2.0}\n'
     file._lines = Mock(**{"flush.side_effect": OSError(errno.ENOSPC, "No space left on device")})
-    with pytest.raises(CheckpointError, match=r"metrics of step 7 .*: No space"):
+    with pytest.raises(CheckpointError, match=r"metrics of step 7 .*: the disk is full, with "):
         file.log({"train/loss": 0.5}, 7)

@@ -65,6 +65,7 @@ from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import CheckpointError
+from nemo_aligner.utils.writing import write_problem
 
 # Export as a folder; LoRA is folded into the weights.
 
@@ -342,7 +343,8 @@ class ShardWriter:
             save_file(tensors, path, metadata={"format": "pt"})
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"{self._folder}: the weights cannot be written: {error}"
+                f"{self._folder}: the weights cannot be written: "
+                f"{write_problem(self._folder, error)}"
             ) from error
         path.chmod(mode)  # safetensors creates files that only their owner may read
         self._waiting, self._bytes = {}, 0

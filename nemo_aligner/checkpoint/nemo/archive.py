@@ -38,6 +38,7 @@ from nemo_aligner.checkpoint.safe_load import MAX_TEXT_BYTES, read_json
 from nemo_aligner.distributed.collectives import barrier, gather_objects
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
+from nemo_aligner.utils.writing import explaining_full_disk, write_problem
 
 # Opening: unpacked once per host, and checked before any use.
 
@@ -174,8 +175,9 @@ def unpack(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Path:
             sums = _extract(archive, root, path, wanted)
         _compare(sums, root, path, wanted)
     except _UNREADABLE as error:
+        problem = write_problem(root, error)
         remove_temporary(root)
-        raise CheckpointError(f"{path}: cannot unpack: {error}") from error
+        raise CheckpointError(f"{path}: cannot unpack: {problem}") from error
     except BaseException:
         remove_temporary(root)
         raise
@@ -355,9 +357,11 @@ def scratch_beside(output: Path) -> Iterator[Path]:
         output.parent.mkdir(parents=True, exist_ok=True)
         scratch = make_temporary(f".{output.name}.", output.parent)
     except OSError as error:
-        raise CheckpointError(f"{output}: cannot be written: {error}") from error
+        problem = write_problem(output, error)
+        raise CheckpointError(f"{output}: cannot be written: {problem}") from error
     try:
-        yield scratch
+        with explaining_full_disk(output):
+            yield scratch
     finally:
         remove_temporary(scratch)
 

@@ -40,6 +40,7 @@ from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.distributed.collectives import barrier, on_main
 from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.kernels import decide_together
 from nemo_aligner.models.lora import LoraDropout, draw_adapters, fold_adapters
 from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
 from nemo_aligner.models.shape import (
@@ -54,6 +55,7 @@ from nemo_aligner.models.shape import (
     with_lora,
 )
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
+from nemo_aligner.utils.writing import explaining_full_disk
 
 _OR_NEW_HEAD = "; pretrained_checkpoint.new_head=true begins with a new head on its body"
 
@@ -132,6 +134,7 @@ def load_pretrained(
             reply_marker=reply_marker,
             lora_dropout=lora_dropout,
         )
+        decide_together()
         # Checked before a byte is read: a wrong head is found in a second, not after the body.
         has_head = not new_head and _check_head(folder, shape, num_outputs, _OR_NEW_HEAD)
         _load_into(model, folder, with_head=has_head)
@@ -215,6 +218,7 @@ def reward_model_without_weights(
         precision=precision or Precision(contract.dtype),
         reply_marker=contract.reply_marker,
     )
+    decide_together()
     return LoadedRewardModel(model.eval(), contract.with_dtype(precision), tokenizer, folder.config)
 
 
@@ -236,7 +240,8 @@ def save_reward_model(
     """
     path = Path(path)
     staging = path.with_name(f".{path.name}.staging")
-    on_main(lambda: _make_staging(staging, tokenizer))
+    with explaining_full_disk(path):
+        on_main(lambda: _make_staging(staging, tokenizer))
     # Stacked by layer, as an archive has them; a run's checkpoint has a key for each layer.
     weights = model.sharded_state_dict(prefix=PREFIX)
     for name in OF_OBJECTIVE:
@@ -252,7 +257,8 @@ def save_reward_model(
         write_nemo(path, dict(config), staging / "weights", staging / "tokenizer", rules)
         shutil.rmtree(staging)
 
-    on_main(write)
+    with explaining_full_disk(path):
+        on_main(write)
     barrier()
 
 

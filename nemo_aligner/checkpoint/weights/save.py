@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core.dist_checkpointing.core import (
     CheckpointingConfig,
@@ -49,6 +50,7 @@ from nemo_aligner.distributed.collectives import gather_objects, on_main
 from nemo_aligner.models.shape import is_of_adapter
 from nemo_aligner.utils.errors import CheckpointError
 from nemo_aligner.utils.host_transfer import Wait, copy_beside, host_zeros
+from nemo_aligner.utils.writing import is_disk_full, write_problem
 
 # Sharded saves, in megatron-core's format.
 
@@ -188,10 +190,21 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
         for cause, _ in error.failures.values():
             if isinstance(cause, CheckpointError):  # it says all there is to say
                 raise CheckpointError(str(cause)) from error
-        failures = [f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items()]
-        raise CheckpointError(f"{folder}: {'; '.join(failures)}") from error
-    except (OSError, CheckpointingException) as error:
-        raise CheckpointError(f"{folder}: {error}") from error
+        problems: dict[str, list[int]] = {}
+        for rank, (cause, _) in error.failures.items():
+            problems.setdefault(write_problem(folder, cause), []).append(rank)
+        # Most often all ranks meet the same.
+        failures = "; ".join(
+            f"rank {', '.join(map(str, ranks))}: {problem}" for problem, ranks in problems.items()
+        )
+        if dist.get_world_size() == 1:
+            (failures,) = problems
+        raise CheckpointError(f"{folder}: cannot be written: {failures}") from error
+    except (OSError, CheckpointingException, RuntimeError) as error:
+        if type(error) is RuntimeError and not is_disk_full(error):
+            raise
+        problem = write_problem(folder, error)
+        raise CheckpointError(f"{folder}: cannot be written: {problem}") from error
 
 
 # Zero-copy saves.

@@ -43,6 +43,7 @@ from nemo_aligner.evaluation.report.run_report import (
 )
 from nemo_aligner.metrics.ranking import correlation, nanmean
 from nemo_aligner.utils.errors import ConfigError, DataError
+from nemo_aligner.utils.writing import write_problem, write_whole
 
 MOST_REPORTED = len(COLOURS)
 # For the texts of all mistakes together: escaped and in UTF-8, the page stays below 3 MB.
@@ -84,11 +85,11 @@ def save_page(reported: Sequence[RunReport], output: Path) -> Path:
     """Write the page of reports in memory, and return its path."""
     content = render_page(reported)
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
         # A text may contain half of a surrogate pair, which UTF-8 cannot encode.
-        output.write_bytes(content.encode("utf-8", "replace"))
+        write_whole(output, content.encode("utf-8", "replace"))
     except OSError as error:
-        raise ConfigError(f"output: got {output}, wanted a file to write: {error}") from error
+        problem = write_problem(output, error)
+        raise ConfigError(f"output: got {output}, wanted a file to write: {problem}") from error
     return output
 
 

@@ -134,6 +134,10 @@ def test_ranks_get_what_was_written_and_save_it_as_it_was(
     source = theirs(write)
     done = tiny.run_script("tests/checkpoint/resave.py", str(source), str(tmp_path), processes=2)
     assert done.stdout.count("all ranks know: missing.nemo: no such") == 2 * len(LAYOUTS)
+    # The second rank has no C compiler, so the first one must not round by the kernels either.
+    assert done.stdout.count("kernels are used: False") == 2 * len(LAYOUTS)
+    told = "kernels.c is not used, so scoring is slower on this CPU: rank 1: found no C compiler"
+    assert done.stderr.count(told) == 1
     for name in LAYOUTS:
         got = dist_checkpointing.load_plain_tensors(str(tmp_path / name))
         found = {key.removeprefix("model."): tensor for key, tensor in got.items()}

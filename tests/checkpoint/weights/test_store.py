@@ -140,14 +140,30 @@ def test_save_that_fails_in_the_background_is_told_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*unused: Any) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(FileSystemWriter, "write_data", fail)
     pending = PendingSave(request(), tmp_path / "weights")
-    with pytest.raises(CheckpointError, match=r"weights: rank 0: \[Errno 28\] No space left"):
+    message = r"weights: cannot be written: \[Errno 5\] Input/output error$"
+    with pytest.raises(CheckpointError, match=message):
         pending.finish()
     assert pending.is_written
     assert not (tmp_path / "weights" / "metadata.json").exists()
+
+
+def test_save_on_a_full_disk_says_so_and_how_much_is_free(tmp_path: Path) -> None:
+    """Wherever it fills up, and whatever torch makes of that."""
+    message = r"cannot be written: (the disk is full|a write was cut off, as by a full disk), with "
+    large = {"a": sharded("a", torch.zeros(300, 1000)), "b": sharded("b", torch.zeros(3, 1000))}
+    message += r"\d+\.\d [GM]B free there\. Free some"
+    cases = (("small", request(), "__0_0.distcp"), ("large", large, "__0_0.distcp"))
+    for name, state, file in (*cases, ("common", {**request(), "plain": [1]}, "common.pt")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / file).symlink_to("/dev/full")
+        with pytest.raises(CheckpointError, match=f"{name}: {message}"):
+            PendingSave(state, folder).finish()
+        assert not (folder / "metadata.json").exists()
 
 
 def test_save_clones_no_part_of_flat_memory(

@@ -1,0 +1,102 @@
+"""Files are written whole or not at all, and an error of a full disk says how much is free."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+
+from nemo_aligner.checkpoint.nemo.archive import scratch_beside, write_nemo
+from nemo_aligner.checkpoint.run_lock import lock_run
+from nemo_aligner.cli.main import _describe
+from nemo_aligner.data.records import write_lines, write_records
+from nemo_aligner.utils.errors import CheckpointError, ConfigError
+from nemo_aligner.utils.writing import write_problem, write_whole
+from tests.checkpoint.refusals import refusals
+
+FREE = r", with \d+\.\d [GM]B free .*\. Free some space, or choose another disk"
+# Words of torch, safetensors and the system.
+CUT_OFF = "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"
+RUST = "Error while serializing: I/O error: No space left on device (os error 28)"
+
+
+def test_write_problem_of_a_full_disk_has_its_free_space(tmp_path: Path) -> None:
+    missing = tmp_path / "not" / "made"
+    errors = {
+        "the disk is full": OSError(errno.ENOSPC, "No space left on device"),
+        "the disk quota is used up": OSError(errno.EDQUOT, "Disk quota exceeded"),
+        "a write was cut off, as by a full disk": RuntimeError(CUT_OFF),
+    }
+    for problem, error in errors.items():
+        free = write_problem(missing, error).removeprefix(f"{problem}, with ")
+        assert free.endswith(f" free in {tmp_path}. Free some space, or choose another disk")
+        assert write_problem(tmp_path, error).startswith(f"{problem}, with ")
+        assert " free there. " in write_problem(tmp_path, error)
+    assert write_problem(missing, SafetensorError(RUST)).startswith("the disk is full, with ")
+    denied = PermissionError(errno.EACCES, "Permission denied", "/x")
+    assert write_problem(missing, denied) == "[Errno 13] Permission denied: '/x'"
+
+
+def full_disk(path: Path) -> Path:
+    """Have every write to a path fail as on a full disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to("/dev/full")
+    return path
+
+
+def test_full_disk_is_named_by_whatever_writes(tmp_path: Path) -> None:
+    """And what was there before stays."""
+    for name in ("lines.jsonl", "records.jsonl", "model.nemo", "run/run.lock"):
+        full_disk(tmp_path / f"{name}.partial")
+    full_disk(tmp_path / ".model.nemo.partial")
+    (tmp_path / "lines.jsonl").write_text("old\n")
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    (weights / "tensors").write_bytes(bytes(100_000))
+    with refusals(ConfigError) as refused:
+        with refused("lines", f"output: .*{tmp_path}, wanted .*: the disk is full{FREE}"):
+            write_lines(tmp_path / "lines.jsonl", ["new"] * 9000)
+        with refused("records", f"records.jsonl: it cannot be written: the disk is full{FREE}"):
+            write_records(tmp_path / "records.jsonl", [{"a": 1}] * 9000)
+    assert (tmp_path / "lines.jsonl").read_text() == "old\n"
+    with refusals() as refused:
+        with (
+            refused("scratch", f"new.nemo: cannot be written: the disk is full{FREE}"),
+            scratch_beside(tmp_path / "new.nemo") as scratch,
+        ):
+            write_nemo(tmp_path / "model.nemo", {}, weights, weights)
+        with (
+            refused("run", f"run: cannot be written: the disk is full{FREE}"),
+            lock_run(tmp_path / "run"),
+        ):
+            (tmp_path / "run/run.lock.partial").write_text("x" * 9000)
+    assert not scratch.exists()
+    assert not (tmp_path / "model.nemo").exists()
+    error = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "x"))
+    assert _describe(error).startswith(f"{tmp_path}/x: the disk is full, with ")
+
+
+def test_file_that_cannot_be_written_is_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("file")
+    write_whole(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_bytes() == b"new"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(tmp_path / "pipe", b"piped")
+    assert os.read(reader, 9) == b"piped"
+    os.close(reader)
+    write_whole(tmp_path / "made" / "file", b"x")
+    full_disk(tmp_path / "file.partial")
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(tmp_path / "file", b"newer")
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "made", "pipe"]
+    with pytest.raises(CheckpointError, match="cannot be written"), scratch_beside(
+        tmp_path / "file" / "x"
+    ):
+        pass
