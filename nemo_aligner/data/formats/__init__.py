@@ -58,6 +58,15 @@ from nemo_aligner.data.formats.ratings import (
     RATED_CHAT,
     RATED_TEXT,
     STEPWISE,
+    UNPAIRED,
+)
+from nemo_aligner.data.formats.verdicts import (
+    CHATBOT_ARENA,
+    NECTAR,
+    PKU_SAFERLHF,
+    SHP,
+    SUMMARIZE_FROM_FEEDBACK,
+    WEBGPT,
 )
 from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Rating, Record
 from nemo_aligner.utils.errors import ConfigError, DataError
@@ -83,8 +92,15 @@ FORMATS: dict[str, Format] = {
         ULTRAFEEDBACK,
         QA_FEEDBACK,
         PANDALM,
+        PKU_SAFERLHF,
+        SHP,
+        WEBGPT,
+        SUMMARIZE_FROM_FEEDBACK,
+        CHATBOT_ARENA,
+        NECTAR,
         RATED_TEXT,
         RATED_CHAT,
+        UNPAIRED,
         STEPWISE,
         MATH_SHEPHERD,
         PRM800K,

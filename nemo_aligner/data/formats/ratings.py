@@ -75,6 +75,36 @@ RATED_TEXT = Format(
 )
 
 
+# One reply with whether it is a good one: TRL's unpaired preferences (its documentation, "Dataset
+# formats") and ms-swift's, as KTO learns from them (Ethayarajh et al. 2024, arXiv:2402.01306). The
+# attribute may have any name.
+
+
+def _is_unpaired(value: dict[str, Any]) -> bool:
+    return {"prompt", "completion", "label"} <= set(value) or (
+        isinstance(value.get("messages"), list) and "label" in value and not _has_labels(value)
+    )
+
+
+def _parse_unpaired(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Rating:
+    value = values[0]
+    labels = _read_step_labels(value["label"], "label", wanted)
+    if "completion" in value:
+        conversation = read_conversation(value["prompt"], value["completion"], "completion")
+        return Rating(conversation, labels, origin)
+    return Rating(checked(value["messages"], "messages"), labels, origin)
+
+
+UNPAIRED = Format(
+    name="unpaired",
+    kind=RecordKind.rating,
+    matches=_is_unpaired,
+    wanted="'prompt', 'completion' and 'label', or 'messages' and 'label'",
+    parse=_parse_unpaired,
+    sample=({"prompt": "2+2?", "completion": "4", "label": True},),
+)
+
+
 # Labels of steps.
 
 Labels = tuple[float | None, ...]
