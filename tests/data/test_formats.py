@@ -191,6 +191,10 @@ def test_bad_comparisons_are_errors_with_file_and_line(tmp_path: Path) -> None:
         ([PAIR, {**PAIR, "chosen": []}], r":2: chosen: got \[\]"),
         ([PAIR, {**PAIR, "prompt": None}], r":2: missing key 'prompt'"),
         ([PAIR, {**PAIR, "prompt": {"a": 1}}], r":2: prompt: got"),
+        (
+            [{"question": "why", "chosen": [GOOD], "rejected": [BAD]}],
+            r":1: missing key 'prompt': chosen begins with the reply. If 'question' is .*key q",
+        ),
         ([PAIR, {**PAIR, "chosen": [USER]}], r":2: chosen: .*got role 'user', wanted 'assistant'"),
         ([PAIR, {**PAIR, "chosen": [{"role": "assistant"}]}], r":2: chosen: messages\[0\]: got an"),
         ([PAIR, {**PAIR, "chosen": [{**GOOD, "content": None}]}], r"messages\[0\].content: got n"),

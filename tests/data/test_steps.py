@@ -158,6 +158,10 @@ def test_records_of_steps_that_are_malformed(tmp_path: Path) -> None:
         (bad_mark, r"label: got 'x\\nStep 2: .*' behind step 1, wanted \+ or -"),
         ({**SHEPHERD, "input": f"why {MARK}", "label": "why +"}, "input: got .*'Step 1:'"),
         ({"messages": [{**USER, "label": 1}]}, r"messages\[0\].label: got 1 of role 'user'"),
+        (
+            {"question": {"problem": "why"}, "label": {"steps": [{"completions": 1}]}},
+            r"label.steps\[0\].completions: got 1, wanted a list",
+        ),
     ]
     assert_refused(lambda row: read(tmp_path, row), cases, DataError)
 

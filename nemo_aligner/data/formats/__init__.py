@@ -42,7 +42,7 @@ from nemo_aligner.data.formats.pairs import (
     TEXT_PAIRS,
     pairs_by,
 )
-from nemo_aligner.data.formats.prompts import prompt_like, with_prompt_columns
+from nemo_aligner.data.formats.prompts import advise_prompt_key, prompt_like, with_prompt_columns
 from nemo_aligner.data.formats.rankings import (
     HELPSTEER2_PREFERENCE,
     HELPSTEER3,
@@ -58,6 +58,15 @@ from nemo_aligner.data.formats.ratings import (
     RATED_CHAT,
     RATED_TEXT,
     STEPWISE,
+    UNPAIRED,
+)
+from nemo_aligner.data.formats.verdicts import (
+    CHATBOT_ARENA,
+    NECTAR,
+    PKU_SAFERLHF,
+    SHP,
+    SUMMARIZE_FROM_FEEDBACK,
+    WEBGPT,
 )
 from nemo_aligner.data.records import Comparison, MalformedRecord, Origin, Rating, Record
 from nemo_aligner.utils.errors import ConfigError, DataError
@@ -83,8 +92,15 @@ FORMATS: dict[str, Format] = {
         ULTRAFEEDBACK,
         QA_FEEDBACK,
         PANDALM,
+        PKU_SAFERLHF,
+        SHP,
+        WEBGPT,
+        SUMMARIZE_FROM_FEEDBACK,
+        CHATBOT_ARENA,
+        NECTAR,
         RATED_TEXT,
         RATED_CHAT,
+        UNPAIRED,
         STEPWISE,
         MATH_SHEPHERD,
         PRM800K,
@@ -162,10 +178,9 @@ def _hint(line: Line, fitting: Sequence[Format]) -> str:
             return f". It fits {known.name}, for model.reward_model_type={needs}"
     prompts = prompt_like(line.value)
     if TEXT_PAIRS in fitting and TEXT_PAIRS.matches(line.value) and prompts:
-        flag = f"{prompts[0]} (model.data.prompt_key={prompts[0]} in training)"
         return (
-            f". If {prompts[0]!r} is the prompt, set --prompt-key {flag}; where 'chosen' and "
-            "'rejected' are whole texts, set --format text_pairs (model.data.format=text_pairs)"
+            f". {advise_prompt_key(prompts[0])}; where 'chosen' and 'rejected' are whole texts, "
+            "set --format text_pairs (model.data.format=text_pairs)"
         )
     if COMPARISON_TEXT in fitting and COMPARISON_TEXT.matches(line.value):
         return (

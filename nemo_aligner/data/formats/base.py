@@ -133,6 +133,8 @@ _TURN = re.compile(r"\n<extra_id_1>(User|Assistant)\n")
 
 def read_string(value: dict[str, Any], key: str) -> str:
     """A field that is a text."""
+    if key not in value:
+        raise DataError(f"missing key {key!r}, got {', '.join(map(repr, value)) or 'none'}")
     text = value[key]
     if not isinstance(text, str):
         raise DataError(f"{key}: got {text!r:.60}, wanted a string")

@@ -20,7 +20,7 @@ from nemo_aligner.data.formats.base import (
     read_pair_labels,
     read_string,
 )
-from nemo_aligner.data.formats.prompts import prompt_like
+from nemo_aligner.data.formats.prompts import advise_prompt_key, prompt_like
 from nemo_aligner.data.records import Comparison, Origin
 from nemo_aligner.utils.errors import DataError
 
@@ -109,6 +109,10 @@ def pairs_by(keys: PairKeys) -> Format:
 
     def parse(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Comparison:
         prompt = _read_prompt(values[0], keys.prompt)
+        if prompt is None and _begins_with_reply(values[0][keys.chosen]):
+            advice = [advise_prompt_key(name) for name in prompt_like(values[0])]
+            why = f"missing key {keys.prompt!r}: {keys.chosen} begins with the reply"
+            raise DataError(". ".join([why, *advice[:1]]))
         chosen, rejected = (
             read_conversation(prompt, values[0][key], key, keys.prompt)
             for key in (keys.chosen, keys.rejected)

@@ -45,6 +45,12 @@ def prompt_like(value: dict[str, Any]) -> list[str]:
     return sorted(names, key=lambda name: name in (*_SYSTEM, _HISTORY))
 
 
+def advise_prompt_key(name: str) -> str:
+    """What to do if a column of this name is the prompt."""
+    flag = f"--prompt-key {name} (model.data.prompt_key={name} in training)"
+    return f"If {name!r} is the prompt, set {flag}"
+
+
 def _has_text(cell: object) -> bool:
     return not is_blank(cell) if isinstance(cell, str) else isinstance(cell, list) and bool(cell)
 

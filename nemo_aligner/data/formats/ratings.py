@@ -75,6 +75,36 @@ RATED_TEXT = Format(
 )
 
 
+# One reply with whether it is a good one: TRL's unpaired preferences (its documentation, "Dataset
+# formats") and ms-swift's, as KTO learns from them (Ethayarajh et al. 2024, arXiv:2402.01306). The
+# attribute may have any name.
+
+
+def _is_unpaired(value: dict[str, Any]) -> bool:
+    return {"prompt", "completion", "label"} <= set(value) or (
+        isinstance(value.get("messages"), list) and "label" in value and not _has_labels(value)
+    )
+
+
+def _parse_unpaired(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Rating:
+    value = values[0]
+    labels = _read_step_labels(value["label"], "label", wanted)
+    if "completion" in value:
+        conversation = read_conversation(value["prompt"], value["completion"], "completion")
+        return Rating(conversation, labels, origin)
+    return Rating(checked(value["messages"], "messages"), labels, origin)
+
+
+UNPAIRED = Format(
+    name="unpaired",
+    kind=RecordKind.rating,
+    matches=_is_unpaired,
+    wanted="'prompt', 'completion' and 'label', or 'messages' and 'label'",
+    parse=_parse_unpaired,
+    sample=({"prompt": "2+2?", "completion": "4", "label": True},),
+)
+
+
 # Labels of steps.
 
 Labels = tuple[float | None, ...]
@@ -245,8 +275,11 @@ def _rated(step: Any, where: str, wanted: WantedLabels) -> list[tuple[Any, Label
     if not isinstance(step, dict):
         raise DataError(f"{where}: got {shown(step)}, wanted an object with 'completions'")
     chosen, written = step.get("chosen_completion"), step.get("human_completion")
+    completions = step.get("completions") or []
+    if not isinstance(completions, list):
+        raise DataError(f"{where}.completions: got {shown(completions)}, wanted a list")
     found = []
-    for number, each in enumerate(step.get("completions") or ()):
+    for number, each in enumerate(completions):
         place = f"{where}.completions[{number}]"
         if not isinstance(each, dict) or each.get("rating") not in (-1, 0, 1, None):
             raise DataError(f"{place}: got {shown(each)}, wanted a text and a rating -1, 0 or 1")
