@@ -170,6 +170,26 @@ def test_mean_of_a_reply_has_its_rewards_in_sentence_transformers(
     np.testing.assert_allclose(rewards, again.score([conversation]), atol=near)
 
 
+@pytest.mark.parametrize("name", ["one matrix", "several attributes"])
+def test_logits_are_those_of_a_cross_encoder_given_messages(
+    name: str, tmp_path: Path, sentence_transformers: None
+) -> None:
+    from sentence_transformers import CrossEncoder
+
+    ours = na.RewardModel.from_pretrained(write_archive(tmp_path / "rm.nemo", KINDS[name]))
+    ours.export(tmp_path / "out")
+    model = CrossEncoder(str(tmp_path / "out"), device="cpu", local_files_only=True)
+    logits = ours.score(TEXTS) - list(config_of(tmp_path / "out")["label_means"].values())
+    found = np.reshape(model.predict(TEXTS), logits.shape)
+    np.testing.assert_allclose(found, logits, atol=1e-5, rtol=0)
+    # The card warns of this.
+    pairs = [tuple(turn["content"] for turn in text) for text in TEXTS]
+    assert np.abs(np.reshape(model.predict(pairs), logits.shape) - logits).max() > 0.1
+    card = (tmp_path / "out/README.md").read_text()
+    assert 'CrossEncoder("out", model_kwargs={"dtype": torch.float32}).predict([conv' in card
+    assert "Never pass a prompt and a reply as a pair of texts" in card
+
+
 def ids_of(folder: Path) -> list[list[int]]:
     """Token ids of the texts, as the model card says."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
