@@ -227,6 +227,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+# A case for each model_type.
+BODIES = {config["model_type"]: case for case, config in reversed(CASES.items())}
+
 # A shape that hides nothing: its width is no square and no power of two, the root of a head's size
 # is rounded in 16 bits, and there are three query groups of three heads and an odd vocabulary.
 ODD_SHAPE = {

@@ -26,13 +26,13 @@ HIDDEN = tiny.SHAPE["hidden_size"]
 NAMES = ("helpfulness", "verbosity")
 MEANS = (0.75, -1.5)
 LEVELS, VALUES = (0.1, 0.5, 0.9), ((0.0, 1.0, 4.0), (-1.0, 0.5, 2.0))
-# Its tensors' sizes by outputs, and what its scoring contract says beside names and means.
-LINEAR = {"score.weight": ("outputs", HIDDEN)}
+# Its tensors' sizes by outputs and width, and what its contract says beside names and means.
+LINEAR = {"score.weight": ("outputs", "hidden")}
 BIAS = {**LINEAR, "score.bias": ("outputs",)}
 TWO_LAYERS = {
-    "score.0.weight": (HIDDEN, HIDDEN),
-    "score.0.bias": (HIDDEN,),
-    "score.2.weight": ("outputs", HIDDEN),
+    "score.0.weight": ("hidden", "hidden"),
+    "score.0.bias": ("hidden",),
+    "score.2.weight": ("outputs", "hidden"),
     "score.2.bias": ("outputs",),
 }
 
@@ -44,7 +44,7 @@ class Kind:
     ``rules`` are other fields of its scoring contract.
     """
 
-    tensors: dict[str, tuple[Any, ...]]
+    tensors: dict[str, tuple[str, ...]]
     attributes: tuple[str, ...] = ("reward",)
     readout: str | None = None
     reads_mean: bool = False
@@ -72,10 +72,8 @@ def write_source(folder: Path, kind: Kind, body: str = "llama", **changes: Any) 
     outputs = len(kind.attributes) * (1 if kind.readout is None else len(LEVELS))
     families.write_hf_checkpoint(folder, body, **changes)
     generator = torch.Generator().manual_seed(5)
-    sizes = {
-        name: [outputs if each == "outputs" else each for each in size]
-        for name, size in kind.tensors.items()
-    }
+    sizes_by_name = {"outputs": outputs, "hidden": changes.get("hidden_size", HIDDEN)}
+    sizes = {name: [sizes_by_name[axis] for axis in axes] for name, axes in kind.tensors.items()}
     edit_tensors(
         folder,
         {name: torch.randn(size, generator=generator) * 0.3 for name, size in sizes.items()},

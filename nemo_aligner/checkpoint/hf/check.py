@@ -359,18 +359,27 @@ def _check_logits(how: str, got: Tensor, logits: Tensor, texts: Sequence[Text]) 
         )
 
 
-def architecture_of(model_type: str) -> str:
-    """Class for a reward model of this type, by the name that transformers has or would give it."""
-    from transformers import CONFIG_MAPPING, MODEL_MAPPING
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as CLASSES
+BODY_SUFFIX, LANGUAGE_MODEL_SUFFIX = "Model", "ForCausalLM"
+
+
+def class_name(model_type: str, suffix: str) -> str:
+    """Name a decoder's class for a head, by the suffix of that head's classes.
+
+    It begins as that of the language model, by which vLLM finds the decoder: transformers calls
+    Gemma 3's classes ``Gemma3ForCausalLM`` and ``Gemma3TextForSequenceClassification``.
+    """
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
     # Includes classes that third-party families registered with transformers' Auto classes.
     try:
         config = CONFIG_MAPPING[model_type]
-        found: Any = CLASSES[config] if config in CLASSES else MODEL_MAPPING[config]
+        body = MODEL_MAPPING[config].__name__
     except KeyError as error:
         raise CheckpointError(f"{model_type}: transformers has no decoder of this type") from error
-    return found.__name__ if config in CLASSES else found.__name__[:-5] + REWARD_SUFFIX
+    if suffix == BODY_SUFFIX or config not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return body.removesuffix(BODY_SUFFIX) + suffix
+    language_model = MODEL_FOR_CAUSAL_LM_MAPPING[config].__name__
+    return language_model.removesuffix(LANGUAGE_MODEL_SUFFIX) + suffix
 
 
 def has_class(architecture: str, model_type: str) -> bool:

@@ -23,9 +23,11 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.hf.card import model_card
 from nemo_aligner.checkpoint.hf.check import (
+    BODY_SUFFIX,
+    LANGUAGE_MODEL_SUFFIX,
     CheckedText,
-    architecture_of,
     check_folder,
+    class_name,
     encode_texts,
     has_class,
     our_logits,
@@ -206,19 +208,17 @@ def _check(
 
 # Ends of a class's name, by the form of its head: two layers as in vLLM's Qwen2ForRewardModel; the
 # value head stands beside a language model.
-_LANGUAGE_MODEL = "ForCausalLM"
-_SUFFIXES = {TWO_LAYERS.last: "ForRewardModel", VALUE_LAYER.last: _LANGUAGE_MODEL}
+_SUFFIXES = {TWO_LAYERS.last: "ForRewardModel", VALUE_LAYER.last: LANGUAGE_MODEL_SUFFIX}
 _STEP_SUFFIXES = {SCORE_WITH_BIAS: TOKEN_SUFFIX, TWO_LAYERS.last: STEP_SUFFIX}
 
 
 def _class_of(archive: RewardArchive, head: HeadOut, contract: ScoringContract) -> str:
     """Name of the class that an archive's decoder is with such a head."""
-    model_type = archive.family.to_hf(archive.config)["model_type"]
-    decoder = architecture_of(model_type).removesuffix(REWARD_SUFFIX)
-    if contract.reply_marker is not None:  # as a reward model it would be read at the last token
-        return decoder + "Model"
     suffixes = _STEP_SUFFIXES if contract.has_steps else _SUFFIXES
-    return decoder + suffixes.get(head.form, REWARD_SUFFIX)
+    suffix = suffixes.get(head.form, REWARD_SUFFIX)
+    if contract.reply_marker is not None:  # as a reward model it would be read at the last token
+        suffix = BODY_SUFFIX
+    return class_name(archive.family.to_hf(archive.config)["model_type"], suffix)
 
 
 def _is_whole(head: HeadOut, contract: ScoringContract) -> bool:
@@ -460,7 +460,9 @@ def hf_config(
         "num_labels": len(names),
         "id2label": names,
         "label2id": {name: number for number, name in names.items()},
-        "problem_type": "regression",  # so that vLLM returns raw scores
+        # So that vLLM and sentence-transformers return raw scores.
+        "problem_type": "regression",
+        "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"},
         "bos_token_id": contract.bos_id,
         "eos_token_id": contract.eos_id,
         "pad_token_id": pad_id,

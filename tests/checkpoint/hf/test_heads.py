@@ -247,8 +247,6 @@ def released() -> Iterator[None]:
 
 # Of the first step's loss, against that of the source's rewards; bf16 may choose other experts.
 LOSS_TOLERANCES = {"fp32": 1e-4, "bf16": 0.15}
-# A case of tests/families.py for each model_type.
-BODIES = {families.CASES[body]["model_type"]: body for body in reversed(families.CASES)}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -263,10 +261,10 @@ BY_LENGTH = {
 }
 
 
-@pytest.mark.parametrize("kind", [*BODIES, *BY_LENGTH])
+@pytest.mark.parametrize("kind", [*families.BODIES, *BY_LENGTH])
 def test_decoder_goes_the_whole_way(kind: str, tmp_path: Path) -> None:
     """In a shape that hides nothing, and trained in bf16."""
-    body = BODIES.get(kind, kind)
+    body = families.BODIES.get(kind, kind)
     shape = families.odd_settings(body)
     case = replace(
         CASES["score"],

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from nemo_aligner.api.reward_model import release_models
 from nemo_aligner.checkpoint.hf import gguf_out
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.utils.errors import AlignerError
-from tests import tiny
+from tests import families, tiny
 from tests.checkpoint.hf.exporting import config_of
 from tests.environments import kept_environment, make_environment, package, vllm_python
 from tests.heads import KINDS, TWO_LAYERS, write_archive
@@ -170,11 +170,35 @@ def test_mean_of_a_reply_has_its_rewards_in_sentence_transformers(
     np.testing.assert_allclose(rewards, again.score([conversation]), atol=near)
 
 
-def ids_of(folder: Path) -> list[list[int]]:
+@pytest.mark.parametrize("name", ["one matrix", "several attributes"])
+def test_logits_are_those_of_a_cross_encoder_given_messages(
+    name: str, tmp_path: Path, sentence_transformers: None
+) -> None:
+    from sentence_transformers import CrossEncoder
+
+    ours = na.RewardModel.from_pretrained(write_archive(tmp_path / "rm.nemo", KINDS[name]))
+    ours.export(tmp_path / "out")
+    model = CrossEncoder(str(tmp_path / "out"), device="cpu", local_files_only=True)
+    logits = ours.score(TEXTS) - list(config_of(tmp_path / "out")["label_means"].values())
+    found = np.reshape(model.predict(TEXTS), logits.shape)
+    np.testing.assert_allclose(found, logits, atol=1e-5, rtol=0)
+    # The card warns of this.
+    pairs = [tuple(turn["content"] for turn in text) for text in TEXTS]
+    assert np.abs(np.reshape(model.predict(pairs), logits.shape) - logits).max() > 0.1
+    card = (tmp_path / "out/README.md").read_text()
+    assert 'CrossEncoder("out", model_kwargs={"dtype": torch.float32}).predict([conv' in card
+    assert "Never pass a prompt and a reply as a pair of texts" in card
+
+
+def ids_of(folder: Path, texts: Sequence[Any] = TEXTS) -> list[list[int]]:
     """Token ids of the texts, as the model card says."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    written = [tokenizer.apply_chat_template(text, tokenize=False) for text in TEXTS]
+    written = written_by(tokenizer, texts)
     return [tokenizer(each, add_special_tokens=False).input_ids for each in written]
+
+
+def written_by(tokenizer: Any, texts: Sequence[Any]) -> list[str]:
+    return [tokenizer.apply_chat_template(text, tokenize=False) for text in texts]
 
 
 def printed(python: str | Path, script: str, *arguments: Any, **environment: str) -> Any:
@@ -183,7 +207,7 @@ def printed(python: str | Path, script: str, *arguments: Any, **environment: str
         [str(python), str(CLIENTS / script), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
         env=tiny.environment(TOKENIZERS_PARALLELISM="false", **environment),
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -192,32 +216,54 @@ def printed(python: str | Path, script: str, *arguments: Any, **environment: str
 
 # Models whose heads are wide enough for vLLM's attention on a CPU.
 WIDE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+# And of no shape that hides something.
+ODD_AND_WIDE = {
+    "vocab_size": 337,
+    "hidden_size": 192,
+    "intermediate_size": 160,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 32,
+    "initializer_range": 0.06,
+}
+# Of these vLLM has no decoder of its own, and none of a name for transformers' to be loaded with a
+# head: it has to be told.
+TOLD = {
+    name: {"convert": "classify", "hf_overrides": {"architectures": [f"{decoder}ForCausalLM"]}}
+    for name, decoder in (("ministral", "Ministral"), ("helium", "Helium"))
+}
 VLLM: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("llama", "several attributes", {}),
-    "qwen2": ("qwen2", "several attributes", {}),
-    "qwen3": ("qwen3", "several attributes", {}),
-    "gemma2": ("gemma2", "quantiles", {}),
+    **{body: (body, "one matrix", {}) for body in families.BODIES.values()},
+    "several attributes": ("llama", "several attributes", {}),
+    "quantiles": ("gemma2", "quantiles", {}),
     "bias": ("llama", "a bias", {"head": "score.bias"}),
     "two layers": ("qwen2", "two layers", {}),
 }
 
 
 def test_exports_have_their_rewards_in_vllm(tmp_path: Path) -> None:
+    """Of every family, and every head that vLLM reads."""
     python = vllm_python()
     asked, wanted = [], {}
     for name, (body, kind, options) in VLLM.items():
-        archive = write_archive(tmp_path / f"{name}.nemo", KINDS[kind], body, **WIDE)
+        archive = write_archive(tmp_path / f"{name}.nemo", KINDS[kind], body, **ODD_AND_WIDE)
         ours = na.RewardModel.from_pretrained(archive)
         scores = ours.score(TEXTS)
-        ours.export(tmp_path / name, **options)
         folder = tmp_path / name
+        ours.export(folder, **options)
+        release_models()
         wanted[name] = scores - list(config_of(folder)["label_means"].values())
         task = "token_classify" if kind == "two layers" else "classify"
         asked.append({"folder": str(folder), "ids": ids_of(folder), "task": task})
+        asked[-1]["options"] = TOLD.get(name, {})
+    # Its scores of pairs of texts, which it joins, are logits, too.
+    texts = written_by(AutoTokenizer.from_pretrained(tmp_path / "llama"), TEXTS)
+    asked.append({**asked[0], "pairs": [(text[:9], text[9:]) for text in texts]})
+    wanted["pairs"] = wanted["llama"]
     (tmp_path / "asked.json").write_text(json.dumps(asked))
     found = printed(python, "vllm_scores.py", tmp_path / "asked.json")
-    for name, logits in zip(VLLM, found, strict=True):
-        np.testing.assert_allclose(logits, wanted[name], atol=1e-5, rtol=0, err_msg=name)
+    for name, logits in zip(wanted, found, strict=True):
+        np.testing.assert_allclose(logits, wanted[name], atol=2e-5, rtol=0, err_msg=name)
 
 
 def test_value_head_has_its_rewards_in_trl(tmp_path: Path, rewardbench_python: Path) -> None:

@@ -4,6 +4,7 @@ Run in a Python with vLLM. ``python vllm_scores.py FILE`` with JSON of a list of
 and ``task`` prints the logits of each folder: those of a text, or of its last token where the task
 is ``token_classify``. With ``reads``, places in each text, they are a row for each of these, and
 with ``step_tag_id`` a row for each such token, as vLLM's STEP pooling finds them, by its softmax.
+With ``pairs`` of texts they are vLLM's scores of these. ``options`` are the engine's.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ def logits(asked: dict[str, Any]) -> list[Any]:
         enforce_eager=True,
         max_model_len=128,
         pooler_config=pooler,
+        **asked.get("options", {}),
     )
+    if "pairs" in asked:
+        scored = model.score(*map(list, zip(*asked["pairs"], strict=True)), use_tqdm=False)
+        return [[each.outputs.score] for each in scored]
     # The folder's problem_type says for classify that there is no activation.
     is_plain = task == "classify" or tag is not None
     how = PoolingParams() if is_plain else PoolingParams(use_activation=False)

@@ -117,7 +117,14 @@ def _ministral3_to_hf(config: Config) -> dict[str, Any]:
     decoder = settings.decoder_to_hf(config, "ministral3", sliding_window=shape.window_size)
     scaling = {_BETA: shape.query_scaling.beta, _LENGTH: shape.query_scaling.old_context_len}
     rope = {**decoder["rope_parameters"], **scaling}
-    return {**decoder, "rope_parameters": rope, "rope_scaling": rope}
+    # vLLM reads the scaling of queries as Mistral's own files have it.
+    for_vllm = {_LENGTH: scaling[_LENGTH], "beta": scaling[_BETA]}
+    return {
+        **decoder,
+        "rope_parameters": rope,
+        "rope_scaling": rope,
+        "llama_4_scaling": for_vllm,
+    }
 
 
 MINISTRAL3 = ModelFamily(
