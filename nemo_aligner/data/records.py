@@ -294,7 +294,10 @@ def write_records(
                 if not isinstance(record, Mapping):
                     raise DataError(f"record {count}: got {shown(record)}, wanted a dict")
                 row = without_struct_nulls(dict(record)) if is_arrow else dict(record)
-                lines.write(f"{as_json(row)}\n")
+                try:
+                    lines.write(f"{as_json(row)}\n")
+                except (ValueError, RecursionError) as error:
+                    raise DataError(f"record {count}: it is no JSON object: {error}") from error
         if path.exists() and cmp(unnamed, path, shallow=False):
             return count
         if path.exists() and not may_replace:

@@ -23,12 +23,13 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from pydantic_core import to_json
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import nemo_aligner
 from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.serving.client import RewardClient
-from nemo_aligner.serving.failures import FailureKind, RequestError, failure_of
+from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
 from nemo_aligner.serving.protocols import (
     ScoredRows,
     ScoreRequest,
@@ -46,6 +47,8 @@ from nemo_aligner.serving.protocols.base import (
     Route,
     Served,
     refuse_with_detail,
+    too_large,
+    unpack_body,
 )
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.serving.tokens import has_token
@@ -172,8 +175,8 @@ class _Endpoint:
             scored = await self._score(route, body)
             self._metrics.scored(route.path, scored)
             return HttpAnswer(200, route.answer(body, scored, self._served(scored))), None
-        except ServingError as error:
-            failure = failure_of(error)
+        except Exception as error:
+            failure = public_failure(error)
         return route.refuse(failure, body), failure.retry_after_s
 
     def _route_of(self, body: Any) -> Route[Any]:
@@ -186,7 +189,7 @@ class _Endpoint:
         """Have the backends score a body.
 
         Raises:
-            ServingError: any failure of it; see ``failure_of``.
+            Exception: any failure of it; see ``public_failure``.
         """
         asked = route.read(body)
         if route.completes_turns:
@@ -218,29 +221,26 @@ class _Endpoint:
 
 
 async def _read(request: Request, most: int) -> bytes:
-    """Read the body, and no more of it than is allowed.
+    """Read the body, unpacked, and no more of it than is allowed.
 
     Raises:
-        RequestError: it has more bytes than ``most``.
+        RequestError: it has more bytes than ``most``, or its sender leaves before it is whole.
+        ServingError: see ``unpack_body``.
     """
     # The header spares reading a body that says its size; one in chunks has none, or may lie.
     said = request.headers.get("content-length", "")
     if said.isdecimal() and int(said) > most:
-        raise _too_large(most)
+        raise too_large(most)
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most:
-            raise _too_large(most)
-        parts.append(part)
-    return b"".join(parts)
-
-
-def _too_large(most: int) -> RequestError:
-    return RequestError(
-        f"got a body of more than {most} bytes (gateway.max_request_bytes); send less at once",
-        FailureKind.too_large,
-    )
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                raise too_large(most)
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise RequestError("the body is not whole", FailureKind.bad_request) from error
+    return unpack_body(b"".join(parts), request.headers.get("content-encoding", ""), most)
 
 
 def respond(answer: HttpAnswer, retry_after_s: float | None = None) -> Response:
@@ -295,12 +295,21 @@ class _Guarded:
         return has_token(sent, self._token)
 
 
+async def _answered(answer: Awaitable[Response]) -> Response:
+    """An answer that is no protocol's, or why there is none."""
+    try:
+        return await answer
+    except Exception as error:
+        failure = public_failure(error)
+        return respond(refuse_with_detail(failure, None), failure.retry_after_s)
+
+
 def _add_plain_route(app: FastAPI, route: PlainRoute, max_request_bytes: int) -> None:
+    async def answer(request: Request) -> Response:
+        return respond(route.answer(await _read(request, max_request_bytes)))
+
     async def handle(request: Request) -> Response:
-        try:
-            return respond(route.answer(await _read(request, max_request_bytes)))
-        except ServingError as error:
-            return respond(refuse_with_detail(failure_of(error), None))
+        return await _answered(answer(request))
 
     about, method = route.about, route.method
     app.add_api_route(route.path, handle, methods=[method], summary=about, response_model=None)
@@ -324,8 +333,7 @@ def _add_own_routes(
         try:
             return respond(HttpAnswer(200, (await upstream.ask_contract()).to_dict()))
         except ServingError as error:
-            failure = unreachable(error)
-            return respond(refuse_with_detail(failure, None), failure.retry_after_s)
+            raise unreachable(error) from error
 
     async def scrape() -> Response:
         # The backends' own counts come with the gateway's: Triton's metrics have none of ours.
@@ -338,8 +346,16 @@ def _add_own_routes(
         ("/ready", ready, "200 while a backend answers, else 503"),
         ("/metrics", scrape, "For Prometheus"),
     ]
-    for path, handler, about in own:
-        app.add_api_route(path, handler, methods=["GET"], summary=about, response_model=None)
+
+    def answering(work: Callable[[], Awaitable[Response]]) -> Callable[[], Awaitable[Response]]:
+        async def handle() -> Response:
+            return await _answered(work())
+
+        return handle
+
+    for path, work, about in own:
+        handle = answering(work)
+        app.add_api_route(path, handle, methods=["GET"], summary=about, response_model=None)
 
 
 def _described(routes: Sequence[Route[Any]]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,11 +13,9 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client.reward import OnError, RewardClient
 from nemo_aligner.serving.engine.batcher import BackpressureLimit
-from nemo_aligner.serving.failures import FailureKind, RefusedError, RequestError
+from nemo_aligner.serving.failures import FailureKind, RefusedError, RequestError, public_failure
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, place_rows
 from nemo_aligner.utils.errors import ServingError, one_line
-
-logger = logging.getLogger(__name__)
 
 # When a backend comes back is unknown, so clients are asked to retry soon.
 _AGAIN_IN_S = 1
@@ -70,10 +67,7 @@ class UpstreamService:
         except ServingError as error:
             raise unreachable(error) from error
         except Exception as error:
-            logger.exception("a request could not be answered")
-            # Without its words: who is at the gateway need not learn of the code behind it.
-            text = f"internal error: {type(error).__name__}"
-            raise RequestError(text, FailureKind.internal) from error
+            raise public_failure(error) from error
         if not is_probe:
             self.recent.add(scored.rewards)
         return _with_refused(scored, request.refused)

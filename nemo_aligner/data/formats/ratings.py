@@ -245,8 +245,11 @@ def _rated(step: Any, where: str, wanted: WantedLabels) -> list[tuple[Any, Label
     if not isinstance(step, dict):
         raise DataError(f"{where}: got {shown(step)}, wanted an object with 'completions'")
     chosen, written = step.get("chosen_completion"), step.get("human_completion")
+    completions = step.get("completions") or []
+    if not isinstance(completions, list):
+        raise DataError(f"{where}.completions: got {shown(completions)}, wanted a list")
     found = []
-    for number, each in enumerate(step.get("completions") or ()):
+    for number, each in enumerate(completions):
         place = f"{where}.completions[{number}]"
         if not isinstance(each, dict) or each.get("rating") not in (-1, 0, 1, None):
             raise DataError(f"{place}: got {shown(each)}, wanted a text and a rating -1, 0 or 1")
