@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -92,7 +93,9 @@ def build_app(client: RewardClient, config: GatewayConfig, token: str | None) ->
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        asked = asyncio.ensure_future(upstream.say_missing_backends())
         yield
+        asked.cancel()
         await client.aclose()
 
     app = _App(

@@ -11,6 +11,7 @@ import numpy as np
 from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.turns import TurnEnd
+from nemo_aligner.serving.client.pool import NoServerError
 from nemo_aligner.serving.client.reward import OnError, RewardClient
 from nemo_aligner.serving.engine.batcher import BackpressureLimit
 from nemo_aligner.serving.failures import FailureKind, RefusedError, RequestError, public_failure
@@ -101,6 +102,16 @@ class UpstreamService:
         token_lists = [turn.complete_ids(row) for row in given]
         return replace(request, token_lists=token_lists), _count_changed(given, token_lists)
 
+    async def say_missing_backends(self) -> None:
+        """Warn of the backends that give no rewards; the gateway waits for them all the same."""
+        for url, why in (await self._client.probe_async()).items():
+            if why is not None:
+                print(
+                    f"Warning: {url}: {one_line(why)}; requests get a 503 while no backend answers "
+                    "(GET /ready says which do)",
+                    flush=True,
+                )
+
     async def ask_contract(self) -> ScoringContract:
         """The backends' contract, as they publish it now.
 
@@ -133,7 +144,8 @@ class UpstreamService:
 
 def unreachable(error: ServingError) -> RequestError:
     """The failure of a request that no backend has answered."""
-    return RequestError(one_line(error), FailureKind.unreachable, _AGAIN_IN_S)
+    text = f"no backend answers: {error.trouble}" if isinstance(error, NoServerError) else error
+    return RequestError(one_line(text), FailureKind.unreachable, _AGAIN_IN_S)
 
 
 def _say_completed(turn: TurnEnd) -> None:
