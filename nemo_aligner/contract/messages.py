@@ -56,6 +56,8 @@ _BESIDE = ("tools", "documents")
 _WITH_STRUCTS = ("tools", "tool_calls")
 _SHOWN = 60
 _DEEPEST = 64
+# Python reads and writes integers of up to 4,300 digits (``sys.set_int_max_str_digits``).
+_TOO_LARGE = 10**4300
 
 
 def messages_of(text: Text) -> Messages:
@@ -427,8 +429,15 @@ def _check_json(value: Any, where: str, depth: int = 0) -> None:
     elif isinstance(value, list):
         for number, each in enumerate(value):
             _check_json(each, f"{where}[{number}]", depth + 1)
-    elif not isinstance(value, int | float | None) or not math.isfinite(value or 0):
+    elif not _is_json_number(value) and value is not None:
         raise DataError(f"{where}: got {_shown(value)}, wanted a JSON value")
+
+
+def _is_json_number(value: object) -> bool:
+    """True for a number, or a bool, that JSON can hold and Python can write."""
+    if isinstance(value, int):
+        return abs(value) < _TOO_LARGE  # math.isfinite fails on integers that no float holds
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def _is_unicode(text: str) -> bool:

@@ -21,7 +21,7 @@ parts says its steps itself. White space between two separators is no step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -49,6 +49,8 @@ SEPARATED = STEPPED[1:]
 OPEN_ENDED = (MARKS, ANSWERS)
 # What a right step is answered by.
 _ANSWER = "+"
+# A reply of a character that no template writes.
+_PLACEHOLDER = "\ue000"
 
 Write = Callable[[Messages | Conversation], str]
 
@@ -139,7 +141,11 @@ def split_steps(
     if position == MARKS and not reply[steps[-1].end :].startswith(separator):
         reply = reply[: steps[-1].end] + separator
     written = reply if isinstance(text, str) else write(_with_reply(text, reply))
-    start = _place(written, reply, tail)
+    calls = not isinstance(text, str) and messages_of(text)[-1].get("tool_calls")
+    if calls and not isinstance(text, str) and reply.strip():
+        start = _place_before_calls(written, text, reply, write)
+    else:
+        start = _place(written, reply, tail)
     number = None if isinstance(text, str) else len(messages_of(text)) - 1
     spans = tuple(StepSpan(number, step.start, step.end) for step in steps)
     ends = [start + step.end for step in steps]
@@ -257,13 +263,33 @@ def _find(reply: str, separator: str) -> list[StepSpan]:
 def _place(written: str, reply: str, tail: str) -> int:
     """Where the reply would begin in what the template has written, had it trimmed nothing."""
     end = len(written) - len(tail) if tail and written.endswith(tail) else len(written)
-    lead = len(reply) - len(reply.lstrip())
-    for trimmed in (0, lead):
-        for shown in (reply[trimmed:], reply[trimmed:].rstrip()):
-            at = written.rfind(shown, 0, end)
-            if at >= 0:
-                return at - trimmed
-    raise DataError(
+    for trimmed, shown in _as_shown(reply):
+        at = written.rfind(shown, 0, end)
+        if at >= 0:
+            return at - trimmed
+    raise _not_found()
+
+
+def _place_before_calls(
+    written: str, text: Messages | Conversation, reply: str, write: Write
+) -> int:
+    """``_place`` of a reply with calls of tools behind it, which may hold the same words again."""
+    at = write(_with_reply(text, _PLACEHOLDER)).find(_PLACEHOLDER)
+    for trimmed, shown in _as_shown(reply):
+        if at >= 0 and written.startswith(shown, at):
+            return at - trimmed
+    raise _not_found()
+
+
+def _as_shown(reply: str) -> Iterator[tuple[int, str]]:
+    """A reply as templates write it, and by how much its beginning is trimmed there."""
+    for trimmed in (0, len(reply) - len(reply.lstrip())):
+        yield trimmed, reply[trimmed:]
+        yield trimmed, reply[trimmed:].rstrip()
+
+
+def _not_found() -> DataError:
+    return DataError(
         "the chat template does not write the reply as it is, so its steps are not found; wanted "
         "model.head.reads=last_token or turns, or another template"
     )

@@ -262,6 +262,18 @@ def for_trials(write: Write) -> Write:
     return write_with_tool if needs_tools(write) else write
 
 
+class CallFrames(NamedTuple):
+    """Text that an argument would have to hold to be read as more than one argument of one call.
+
+    Attributes:
+        values: what stands between an argument and the next one's name, or the next call's.
+        names: what stands behind the name of a function, and behind that of an argument.
+    """
+
+    values: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+
+
 class Frames(NamedTuple):
     """Text that a template writes around the contents of messages.
 
@@ -270,12 +282,14 @@ class Frames(NamedTuple):
         between: of it what stands between two messages, whatever the role of the second.
         end: what it writes after the last reply, without white space around it.
         results: what stands between two results of tools, and between the last and a reply.
+        calls: what stands in calls of tools whose arguments are written as they are, not as JSON.
     """
 
     around: tuple[str, ...]
     between: tuple[str, ...]
     end: str
     results: tuple[str, ...] = ()
+    calls: CallFrames = CallFrames()
 
 
 def find_frames(write: Write) -> Frames:
@@ -292,20 +306,69 @@ def find_frames(write: Write) -> Frames:
     around = next(filter(None, (_around(write, roles) for roles in _TRIALS)), ())
     others = (_around(write, ("user", "assistant", role, "assistant")) for role in ROLES)
     between = [*around[1:-1], *(piece for found in others for piece in found[1:-1])]
-    return Frames(around, tuple(dict.fromkeys(between)), end, _around_results(write))
+    between = [*dict.fromkeys(between)]
+    return Frames(around, tuple(between), end, _around_results(write), _find_call_frames(write))
 
 
 def _around_results(write: Write) -> tuple[str, ...]:
     """Nothing where a template writes no results of tools, or not as they are."""
-    asked, answered = _turns_of(("user", "assistant"))
-    results = [{**tool_result(), "content": f"\ue000{number}\ue000"} for number in (2, 3)]
-    try:
-        text = write([asked, tool_call_turn(), *results, answered])
-    except DataError:
-        return ()
-    # Without what stands before the first of them, which is the call's.
-    _, *found = _CONTENT.split(text)
-    return tuple(found[1:-1]) if len(found) == len(results) + 2 else ()
+    asked, answered, *more = _turns_of(("user", "assistant", "user", "assistant"))
+    results = [{**tool_result(), "content": f"\ue000{number}\ue000"} for number in (4, 5)]
+    # Before the last reply some templates write more, as tags for thoughts: see ``find_frames``.
+    for after in (more, []):
+        try:
+            text = write([asked, tool_call_turn(), *results, answered, *after])
+        except DataError:
+            continue
+        # Without what stands before the first of them, which is the call's.
+        _, *found = _CONTENT.split(text)
+        return tuple(found[1:3]) if len(found) == len(results) + 2 + len(after) else ()
+    return ()
+
+
+def _find_call_frames(write: Write) -> CallFrames:
+    """Nothing where a template writes no calls, or escapes their arguments, as JSON does.
+
+    It does not escape them if a call with two arguments, or two calls, can be written as one
+    argument that holds what stands between the two.
+    """
+    function, key, value, *others = ("zqnamev", "zqkeyv", "zqvaluev", "zqotherv", "zqlastv")
+
+    def write_calls(*calls: tuple[str, dict[str, str]]) -> str:
+        functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
+        asked, _ = _turns_of(("user", "assistant"))
+        called = [{"id": _CALL_ID, "type": "function", "function": each} for each in functions]
+        return write([asked, {"role": "assistant", "content": "", "tool_calls": called}])
+
+    values: list[str] = []
+    names: list[str] = []
+    first = (function, {key: value})
+    for calls in (
+        [(function, {key: value, others[0]: others[1]})],
+        [first, (others[0], {key: others[1]})],
+    ):
+        try:
+            text = write_calls(*calls)
+            _, in_name, in_key, between, *_ = _split_at(text, (function, key, value, others[0]))
+            held = text[text.index(value) : text.index(others[1]) + len(others[1])]
+            if write_calls((function, {key: held})) == text:
+                values.append(between)
+                names += [in_name, in_key]
+        except (DataError, ValueError):
+            continue
+    plain_names = (name for name in names if function not in name)
+    return CallFrames(tuple(values), tuple(dict.fromkeys(plain_names)))
+
+
+def _split_at(text: str, words: Sequence[str]) -> list[str]:
+    """The parts before, between and behind the words; raises ValueError unless in that order."""
+    parts = []
+    for word in words:
+        before, found, text = text.partition(word)
+        if not found:
+            raise ValueError(word)
+        parts.append(before)
+    return [*parts, text]
 
 
 def tool_call_turn(name: str = "look_up", argument: str = "a word", content: str = "") -> Message:

@@ -4,8 +4,9 @@ turn.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from nemo_aligner.contract.messages import (
     REASONING,
     Conversation,
+    Message,
     Messages,
     is_plain,
     joined_content,
@@ -22,6 +24,7 @@ from nemo_aligner.contract.messages import (
 )
 from nemo_aligner.contract.template_check import template_reading
 from nemo_aligner.contract.templates import (
+    CallFrames,
     Write,
     after_reply,
     find_frames,
@@ -42,13 +45,17 @@ from nemo_aligner.utils.errors import ConfigError, DataError, short
 # - an added token of the tokenizer that the template writes around messages;
 # - the whole text between two turns, for templates that write words instead (``\n\nUser: ``);
 # - at its end, the text that the template writes after a reply;
-# - where tools are used, a token that the template writes around their results.
+# - where tools are used, a token or a tag that the template writes around their results;
+# - in a call of a tool, what the template writes between two arguments, or two calls.
 #
 # This covers every text of a message, including names and arguments of calls, and tools and
 # documents. Raw texts are scored as they stand: their author has written the turns.
 
 # Keys whose text may not end with the template's end of turn.
 _SAID = ("content", *REASONING)
+_TOOL = "tool"
+# As templates write them around results: ``<tool_response>`` and its end.
+_TAG = re.compile(r"</?[A-Za-z][\w.-]*>")
 
 
 class TurnMarkError(DataError):
@@ -64,6 +71,7 @@ class TurnMarks:
         normalized: nor any of these, once the content is ``normalize``d.
         end: no content may end with it, empty if any may.
         around_results: none of them may be in a conversation that uses tools.
+        in_calls: none of ``values`` may be in a call of a tool, nor of ``names`` in a name there.
     """
 
     anywhere: tuple[str, ...]
@@ -71,6 +79,7 @@ class TurnMarks:
     end: str
     normalize: Callable[[str], str]
     around_results: tuple[str, ...] = ()
+    in_calls: CallFrames = field(default_factory=CallFrames)
 
     @classmethod
     def of(cls, write: Write, tokenizer: Tokenizer | None) -> TurnMarks:
@@ -98,14 +107,22 @@ class TurnMarks:
             if _is_mark(piece, True) and not any(token.content in piece for token in tokens)
         ]
         anywhere = dict.fromkeys([*(token.content for token in tokens), *words])
-        added = [] if tokenizer is None else tokenizer.added_tokens(frames.results)
-        results = [token.content for token in added if _is_mark(token.content, token.special)]
-        results = [mark for mark in results if mark not in anywhere]
+        results = _marks_of_results(frames.results, tuple(anywhere), tokenizer)
+        in_calls = [] if tokenizer is None else tokenizer.added_tokens(frames.calls.values)
+        calls = CallFrames(
+            tuple(
+                piece.strip()
+                for piece in frames.calls.values
+                if _is_mark(piece, True) or any(token.content in piece for token in in_calls)
+            ),
+            tuple(piece for piece in frames.calls.names if piece.strip()),
+        )
         if tokenizer is None or not tokenizer.has_normalizer:
-            return cls(tuple(anywhere), (), frames.end, str, tuple(results))
+            return cls(tuple(anywhere), (), frames.end, str, results, calls)
         changed = [tokenizer.normalize(token.content) for token in tokens if token.normalized]
-        normalize = tokenizer.normalize
-        return cls(tuple(anywhere), tuple(changed), frames.end, normalize, tuple(results))
+        return cls(
+            tuple(anywhere), tuple(changed), frames.end, tokenizer.normalize, results, calls
+        )
 
     def check(self, conversation: Messages | Conversation) -> None:
         """Refuse a conversation with a mark in a message, or beside them.
@@ -114,7 +131,9 @@ class TurnMarks:
             TurnMarkError: it names the message, the mark, and where it stands.
         """
         messages = messages_of(conversation)
-        if not isinstance(conversation, Conversation) and is_plain(messages):
+        has_results = any(message["role"] == _TOOL for message in messages)
+        is_short = not isinstance(conversation, Conversation) and not has_results
+        if is_short and is_plain(messages):
             for number, message in enumerate(messages):
                 self._refuse(message["content"], f"messages[{number}].content")
             return
@@ -122,6 +141,7 @@ class TurnMarks:
             for key, value in message.items():
                 if key != "role":
                     self._check_value(key, value, f"messages[{number}].{key}")
+            self._check_calls(message, f"messages[{number}].tool_calls")
         if isinstance(conversation, Conversation):
             for name in ("tools", "documents"):
                 for place, text in strings_of(getattr(conversation, name), name):
@@ -134,6 +154,25 @@ class TurnMarks:
             # A template may write parts without anything between them, or with a newline.
             for text in ("".join(part["text"] for part in value), joined_content(value)):
                 self._refuse(text, f"{where}, its parts together", uses_tools=True)
+
+    def _check_calls(self, message: Message, where: str) -> None:
+        for number, call in enumerate(message.get("tool_calls", ())):
+            function = call.get("function", call)
+            place = f"{where}[{number}]"
+            named = [(f"{place}, its name", function["name"])]
+            named += [(f"{place}, its argument {key!r:.40}", key) for key in function["arguments"]]
+            for marks, texts in (
+                (self.in_calls.values, strings_of(call, place)),
+                (self.in_calls.names, named),
+            ):
+                for at, text in texts:
+                    mark = next((mark for mark in marks if mark in text), None)
+                    if mark is not None:
+                        raise TurnMarkError(
+                            f"{at}: got {short(mark)!r} at character {text.index(mark) + 1}, which "
+                            "the chat template writes between arguments or calls: the model would "
+                            "read several of them here; wanted text without it"
+                        )
 
     def _refuse(
         self, text: str, where: str, is_said: bool = True, uses_tools: bool = False
@@ -158,6 +197,23 @@ class TurnMarks:
             text = self.normalize(content)
             found = [(text.index(mark), mark) for mark in self.normalized if mark in text]
         return min(found, default=None)
+
+
+def _marks_of_results(
+    pieces: Sequence[str], anywhere: Sequence[str], tokenizer: Tokenizer | None
+) -> tuple[str, ...]:
+    """Marks of the pieces that stand around results of tools: tokens, tags, or whole pieces."""
+    added = [] if tokenizer is None else tokenizer.added_tokens(pieces)
+    tokens = [token.content for token in added if _is_mark(token.content, token.special)]
+    # In some models, as Qwen2.5, the tags that a template writes between results are no tokens.
+    tags = [tag for piece in pieces[:1] for tag in _TAG.findall(piece)]
+    marks = [*dict.fromkeys([*tokens, *tags])]
+    words = [
+        piece
+        for piece in pieces
+        if _is_mark(piece, True) and not any(mark in piece for mark in (*marks, *anywhere))
+    ]
+    return tuple(mark for mark in (*marks, *words) if mark not in anywhere)
 
 
 def _is_mark(text: str, is_special: bool) -> bool:

@@ -327,6 +327,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
+# Of lists and objects in a record, which Python could read to some hundreds.
+_DEEPEST = 100
+
 _decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
 _lenient = json.JSONDecoder(parse_constant=_refuse_constant)
 
@@ -335,9 +338,22 @@ def _checked(item: _Value) -> AnyLine:
     number, raw, value = item
     if isinstance(value, _TwiceError):
         return BadLine(number, raw, f"malformed JSON: {value}")
-    if isinstance(value, dict):
-        return Line(number, raw, value)
-    return BadLine(number, raw, f"got {raw[:60]!r}, wanted a JSON object")
+    if not isinstance(value, dict):
+        return BadLine(number, raw, f"got {raw[:60]!r}, wanted a JSON object")
+    if _is_too_deep(raw, value):
+        return BadLine(number, raw, f"got lists or objects nested more than {_DEEPEST} deep")
+    return Line(number, raw, value)
+
+
+def _is_too_deep(raw: str, value: dict[str, Any]) -> bool:
+    """True for an object that a function which calls itself would not get to the end of."""
+    if raw.count("[") + raw.count("{") <= _DEEPEST:
+        return False
+    level: list[Any] = [value]
+    for _ in range(_DEEPEST):
+        nested = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [item for items in nested for item in items if isinstance(item, dict | list)]
+    return bool(level)
 
 
 def json_lines(text: str, first: int = 1) -> Iterator[AnyLine]:

@@ -352,6 +352,8 @@ def write_records(
                     lines.write(f"{as_json(row)}\n")
                 except DataError as error:
                     raise DataError(f"record {count}: {error}") from error
+                except (ValueError, RecursionError) as error:
+                    raise DataError(f"record {count}: it is no JSON object: {error}") from error
         if path.exists() and cmp(unnamed, path, shallow=False):
             return count
         if path.exists() and not may_replace:

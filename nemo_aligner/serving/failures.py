@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from enum import Enum
+from secrets import token_hex
 from typing import Literal
 
 from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
@@ -132,6 +133,19 @@ def failure_of(error: Exception) -> RequestError:
     if isinstance(error, RequestError):
         return error
     return RequestError(text, FailureKind.bad_request)
+
+
+def public_failure(error: Exception) -> RequestError:
+    """``failure_of`` at the gateway, whose senders need not learn of the code behind it.
+
+    They get the number of a fault of the code in the log, and none of its words.
+    """
+    if isinstance(error, AlignerError):
+        return failure_of(error)
+    number = token_hex(4)
+    logger.error("internal error %s: a request could not be answered", number, exc_info=error)
+    text = f"internal error {number}: {type(error).__name__}; the gateway's log has more under it"
+    return RequestError(text, FailureKind.internal)
 
 
 # In a client. Triton sends neither the row, nor a 401, a 413 or Retry-After: they are in the words.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -15,12 +16,13 @@ import numpy as np
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from pydantic_core import from_json, to_json
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import nemo_aligner
 from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.serving.client import RewardClient
-from nemo_aligner.serving.failures import FailureKind, RefusedError, RequestError, failure_of
+from nemo_aligner.serving.failures import FailureKind, RefusedError, RequestError, public_failure
 from nemo_aligner.serving.gateway_metrics import GatewayMetrics
 from nemo_aligner.serving.protocols import (
     ScoredRows,
@@ -42,6 +44,8 @@ from nemo_aligner.serving.protocols.base import (
     Served,
     refuse_with_detail,
     row_headers,
+    too_large,
+    unpack_body,
 )
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.serving.tokens import has_token
@@ -87,7 +91,9 @@ def build_app(client: RewardClient, config: GatewayConfig, token: str | None) ->
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        asked = asyncio.ensure_future(upstream.say_missing_backends())
         yield
+        asked.cancel()
         await client.aclose()
 
     app = _App(
@@ -173,8 +179,8 @@ class _Endpoint:
             content = route.answer(body, scored, self._served(scored))
             self._metrics.scored(route.path, scored)
             return HttpAnswer(200, content, row_headers(scored)), None
-        except ServingError as error:
-            failure = failure_of(error)
+        except Exception as error:
+            failure = public_failure(error)
         return route.refuse(failure, body), failure.retry_after_s
 
     def _route_of(self, content: bytes) -> Route[Any]:
@@ -194,7 +200,7 @@ class _Endpoint:
         """Have the backends score a body.
 
         Raises:
-            ServingError: any failure of it; see ``failure_of``.
+            Exception: any failure of it; see ``public_failure``.
         """
         asked = route.read(body)
         if route.completes_turns:
@@ -256,29 +262,26 @@ class _Endpoint:
 
 
 async def _read(request: Request, most: int) -> bytes:
-    """Read the body, and no more of it than is allowed.
+    """Read the body, unpacked, and no more of it than is allowed.
 
     Raises:
-        RequestError: it has more bytes than ``most``.
+        RequestError: it has more bytes than ``most``, or its sender leaves before it is whole.
+        ServingError: see ``unpack_body``.
     """
     # The header spares reading a body that says its size; one in chunks has none, or may lie.
     said = request.headers.get("content-length", "")
     if said.isdecimal() and int(said) > most:
-        raise _too_large(most)
+        raise too_large(most)
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most:
-            raise _too_large(most)
-        parts.append(part)
-    return b"".join(parts)
-
-
-def _too_large(most: int) -> RequestError:
-    return RequestError(
-        f"got a body of more than {most} bytes (gateway.max_request_bytes); send less at once",
-        FailureKind.too_large,
-    )
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                raise too_large(most)
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise RequestError("the body is not whole", FailureKind.bad_request) from error
+    return unpack_body(b"".join(parts), request.headers.get("content-encoding", ""), most)
 
 
 def respond(answer: HttpAnswer, retry_after_s: float | None = None) -> Response:
@@ -333,12 +336,21 @@ class _Guarded:
         return has_token(sent, self._token)
 
 
+async def _answered(answer: Awaitable[Response]) -> Response:
+    """An answer that is no protocol's, or why there is none."""
+    try:
+        return await answer
+    except Exception as error:
+        failure = public_failure(error)
+        return respond(refuse_with_detail(failure, None), failure.retry_after_s)
+
+
 def _add_plain_route(app: FastAPI, route: PlainRoute, max_request_bytes: int) -> None:
+    async def answer(request: Request) -> Response:
+        return respond(route.answer(await _read(request, max_request_bytes)))
+
     async def handle(request: Request) -> Response:
-        try:
-            return respond(route.answer(await _read(request, max_request_bytes)))
-        except ServingError as error:
-            return respond(refuse_with_detail(failure_of(error), None))
+        return await _answered(answer(request))
 
     about, method = route.about, route.method
     app.add_api_route(route.path, handle, methods=[method], summary=about, response_model=None)
@@ -379,8 +391,7 @@ def _add_own_routes(
         try:
             return respond(HttpAnswer(200, (await upstream.ask_contract()).to_dict()))
         except ServingError as error:
-            failure = unreachable(error)
-            return respond(refuse_with_detail(failure, None), failure.retry_after_s)
+            raise unreachable(error) from error
 
     async def scrape() -> Response:
         # The backends' own counts come with the gateway's: Triton's metrics have none of ours.
@@ -393,8 +404,16 @@ def _add_own_routes(
         ("/ready", ready, "200 while a backend answers, else 503"),
         ("/metrics", scrape, "For Prometheus"),
     ]
-    for path, handler, about in own:
-        app.add_api_route(path, handler, methods=["GET"], summary=about, response_model=None)
+
+    def answering(work: Callable[[], Awaitable[Response]]) -> Callable[[], Awaitable[Response]]:
+        async def handle() -> Response:
+            return await _answered(work())
+
+        return handle
+
+    for path, work, about in own:
+        handle = answering(work)
+        app.add_api_route(path, handle, methods=["GET"], summary=about, response_model=None)
 
 
 def _described(routes: Sequence[Route[Any]]) -> dict[str, Any]:

@@ -389,7 +389,10 @@ class RewardModel:
     @property
     def startup_log(self) -> Sequence[str]:
         contract = self._service.contract
-        lines = [f"Scoring contract {contract.hash}"]
+        lines = [
+            "It speaks KServe v2; `nemo-aligner gateway` adds /v1/rewards and trainers' protocols",
+            f"Scoring contract {contract.hash}",
+        ]
         if contract.shaping is not None:
             rules = json.loads(contract.shaping).items()
             lines += ["Shaped rewards:", *(f"  {name}: {_shown(rule)}" for name, rule in rules)]

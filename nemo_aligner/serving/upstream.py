@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,13 +12,12 @@ from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
+from nemo_aligner.serving.client.pool import NoServerError
 from nemo_aligner.serving.client.reward import OnError, RewardClient
 from nemo_aligner.serving.engine.batcher import BackpressureLimit
-from nemo_aligner.serving.failures import FailureKind, RefusedError, RequestError
+from nemo_aligner.serving.failures import FailureKind, RefusedError, RequestError, public_failure
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, place_rows
 from nemo_aligner.utils.errors import ServingError, one_line
-
-logger = logging.getLogger(__name__)
 
 # When a backend comes back is unknown, so clients are asked to retry soon.
 _AGAIN_IN_S = 1
@@ -78,10 +76,7 @@ class UpstreamService:
         except ServingError as error:
             raise unreachable(error) from error
         except Exception as error:
-            logger.exception("a request could not be answered")
-            # Without its words: who is at the gateway need not learn of the code behind it.
-            text = f"internal error: {type(error).__name__}"
-            raise RequestError(text, FailureKind.internal) from error
+            raise public_failure(error) from error
         if not is_probe:
             self.recent.add(scored.rewards)
         return _with_refused(scored, request.refused)
@@ -143,6 +138,16 @@ class UpstreamService:
         faults = {number: find_fault(row) for number, row in raw.items()}
         return {number: fault for number, fault in faults.items() if fault is not None}
 
+    async def say_missing_backends(self) -> None:
+        """Warn of the backends that give no rewards; the gateway waits for them all the same."""
+        for url, why in (await self._client.probe_async()).items():
+            if why is not None:
+                print(
+                    f"Warning: {url}: {one_line(why)}; requests get a 503 while no backend answers "
+                    "(GET /ready says which do)",
+                    flush=True,
+                )
+
     async def ask_contract(self) -> ScoringContract:
         """The backends' contract, as they publish it now.
 
@@ -175,7 +180,8 @@ class UpstreamService:
 
 def unreachable(error: ServingError) -> RequestError:
     """The failure of a request that no backend has answered."""
-    return RequestError(one_line(error), FailureKind.unreachable, _AGAIN_IN_S)
+    text = f"no backend answers: {error.trouble}" if isinstance(error, NoServerError) else error
+    return RequestError(one_line(text), FailureKind.unreachable, _AGAIN_IN_S)
 
 
 def _say_completed(turn: TurnEnd) -> None:

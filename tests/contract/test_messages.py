@@ -116,6 +116,26 @@ LONGEST_SHOWN = ["x" * 56]  # with its brackets and quotes 60 characters
 TOO_LONG = ["x" * 57]
 
 
+def test_integer_that_no_float_holds_is_kept_as_it_is(
+    contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    """In a call, a tool's schema and a document, also where they come as JSON text."""
+    number = 7 * 10**400
+    function = {"name": "f", "arguments": json.dumps({"n": number})}
+    text = {
+        "messages": [USER, {"role": "assistant", "tool_calls": [{"function": function}]}],
+        "tools": [{"function": {"name": "f", "parameters": {"maximum": -number}}}],
+        "documents": [{"pages": number}],
+    }
+    read = read_text(text)
+    assert isinstance(read, Conversation)
+    (call,) = read.messages[1]["tool_calls"]
+    assert call["function"]["arguments"] == {"n": number}
+    contract = contracts(template="chatml", seq_length=8192)
+    written = tokenizer.decode(contract.encode(tokenizer, text).token_ids)  # type: ignore[arg-type]
+    assert written.count(str(number)) == 3
+
+
 def test_messages_that_are_no_text_are_refused() -> None:
     def calling(**changes: Any) -> list[Any]:
         return [{**CALLING, "tool_calls": [{**CALL, **changes}]}]
@@ -180,6 +200,7 @@ def test_messages_that_are_no_text_are_refused() -> None:
             "arguments.a: got {1}, wanted a J",
         ),
         (calling(function={"name": "f", "arguments": {"\ud800": 1}}), "half of a surrogate pair"),
+        (calling(function={"name": "f", "arguments": {"n": 10**4300}}), "arguments.n: got int, w"),
         (calling(function={"name": "f", "arguments": deep}), "nested more than 64 deep"),
         ({"messages": CHAT, "tools": "x"}, "tools: got 'x', wanted a JSON list"),
         ({"messages": CHAT, "tools": {"a": 1}}, "tools: got an object with keys 'a', wanted a li"),

@@ -161,6 +161,19 @@ def test_step_token_is_read_wherever_it_stands_and_put_behind_the_last_step(
     assert [encoded.token_ids[place] for place in encoded.reads or ()] == [mark, mark]
 
 
+def test_steps_of_a_reply_that_its_own_call_repeats_are_read_in_the_reply(
+    contracts: Contracts, tokenizer: Tokenizer
+) -> None:
+    for reads, end in (("step_ends", "one"), ("step_marks", "one; ")):
+        contract = make(contracts, reads, template="chatml", step_separator="; ")
+        for content in ("one; two", "  one; two", "one; two; "):
+            call = {"function": {"name": "f", "arguments": {"a": content, "b": f"{content}; "}}}
+            reply = {**said(content), "tool_calls": [call]}
+            first, *_ = read_texts(contract, tokenizer, [USER, reply])
+            lead = content[: content.index("one")]
+            assert first.endswith(f"<|im_start|>assistant\n{lead}{end}"), (reads, content)
+
+
 def test_steps_that_are_cut_off_are_counted(contracts: Contracts, tokenizer: Tokenizer) -> None:
     how = {"seq_length": 12, "overlong": Overlong.truncate_left}
     contract = make(contracts, "step_ends", **how)

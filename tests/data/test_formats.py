@@ -186,6 +186,7 @@ def test_bad_comparisons_are_errors_with_file_and_line(tmp_path: Path) -> None:
         (['[{"text": "a"}]', "x"], r":1: malformed JSON"),
         (['"a string"'], r":1: got .*, wanted a JSON object"),
         ([PAIR, "no JSON"], r":2: malformed JSON: Expecting value at character 1, near 'no JSON'"),
+        ([PAIR, f'{{"a": {"[" * 101}{"]" * 101}}}'], r":2: got lists or objects nested more th"),
         ([PAIR, {"prompt": "why", "chosen": "x"}], r":2: got keys .*chat_pairs wants"),
         ([PAIR, {**PAIR, "chosen": 3}], r":2: chosen: got 3, wanted a string or a list"),
         ([PAIR, {**PAIR, "chosen": []}], r":2: chosen: got \[\]"),

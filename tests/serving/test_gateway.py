@@ -23,7 +23,7 @@ import pytest
 
 from nemo_aligner.config.serving import GatewayConfig
 from tests import tiny
-from tests.serving.client.misbehaving import Misbehaving
+from tests.serving.client.misbehaving import Misbehaving, eventually
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.servers import gateway
 
@@ -83,10 +83,13 @@ def test_it_starts_before_its_backend_and_answers_until_sigterm_and_then_what_is
     with gateway(tmp_path, f"backends=[{lone.url}]", "gateway.retry_s=0.3") as started:
         with pytest.raises(urllib.error.HTTPError, match="503"):
             urllib.request.urlopen(f"{started.url}/ready", timeout=10)
+        refused = "connection refused: nobody listens there"
+        warning = f"Warning: {lone.url}: {refused}; requests get a 503"
+        assert eventually(lambda: warning in started.output())
         begun = time.monotonic()
         status, answer = post(f"{started.url}/get_reward", {"query": ["ab"]})
         assert (status, time.monotonic() - begun < 3) == (503, True), answer
-        assert "connection refused" in answer["detail"]
+        assert answer["detail"] == f"no backend answers: {lone.url}, reward_model: {refused}"
         lone.come()
         with urllib.request.urlopen(f"{started.url}/ready", timeout=10) as ready:
             assert ready.status == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -74,11 +75,23 @@ def test_upstream_says_whose_fault_each_way_to_fail_is() -> None:
         (RefusedError("s", 413, "too many"), Failure("too many", FailureKind.too_large)),
         (RefusedError("s", 500, "model failed"), Failure("model failed", FailureKind.internal)),
         (ServingError("nobody"), Failure("nobody", FailureKind.unreachable, 1)),
-        (KeyError("x"), Failure("internal error: KeyError", FailureKind.internal)),
     ]
     client = FakeClient()
     for client.failure, wanted in ways:
         assert ask(service(client), TWO) == wanted
+
+
+def test_upstream_says_of_a_fault_of_the_code_what_number_it_has_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = FakeClient()
+    client.failure = KeyError("secret words")
+    failed = ask(service(client), TWO)
+    assert failed.kind is FailureKind.internal
+    said = re.fullmatch(r"internal error (\w{8}): KeyError; .* log .*", failed.message)
+    assert said is not None, failed.message
+    assert f"internal error {said[1]}" in caplog.text
+    assert "secret words" in caplog.text
 
 
 def test_upstream_tells_more_rows_than_may_wait_when_to_come_again() -> None:

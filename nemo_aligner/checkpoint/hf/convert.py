@@ -356,7 +356,7 @@ def _stated_labels(found: Source, head: FoundHead) -> list[str]:
             names = {number: f"LABEL_{number}" for number in range(_num_labels(found, head))}
         by_number = {int(key): str(names[key]) for key in names}
         labels = [by_number[number] for number in range(len(names))]
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise CheckpointError(
             f"id2label: got {shown(names)}, wanted names for the numbers from 0 on (or num_labels)"
         ) from error

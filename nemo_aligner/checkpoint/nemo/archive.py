@@ -153,7 +153,11 @@ _MAX_RATIO = 20  # weights hardly compress; a higher ratio is a decompression bo
 _ALWAYS_ALLOWED = 2**28
 _SPARE_BYTES = 2**28  # leave this much of the disk free, or half of what is free
 _BLOCK = 2**20
-_UNREADABLE = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, zlib.error)
+# A recursion: tarfile reads headers of headers by calling itself.
+_UNREADABLE = (
+    *(tarfile.TarError, OSError, EOFError, ValueError, OverflowError, zlib.error, RecursionError),
+)
+_DEEPEST = 64  # folders in folders: those of a distributed checkpoint are 4
 
 
 def unpack(path: Path, wanted: Callable[[PurePosixPath], bool]) -> Path:
@@ -200,7 +204,10 @@ def verify_folder(root: Path, wanted: Callable[[PurePosixPath], bool]) -> None:
     """Compare the ``wanted`` files of an unpacked archive with its checksums, if it has any."""
     if not (root / CHECKSUMS_NAME).is_file():
         return
-    names = (file.relative_to(root) for file in root.rglob("*") if file.is_file())
+    try:
+        names = [file.relative_to(root) for file in root.rglob("*") if file.is_file()]
+    except RecursionError as error:
+        raise CheckpointError(f"{root}: its folders are nested too deeply to be read") from error
     sums = {
         name.as_posix(): sha256_of(root / name) for name in names if wanted(PurePosixPath(name))
     }
@@ -320,6 +327,11 @@ def _checked_name(member: tarfile.TarInfo, path: Path) -> PurePosixPath:
     name = PurePosixPath(member.name)
     if name.is_absolute() or ".." in name.parts:
         raise CheckpointError(f"{path}: member {member.name!r} has a path outside the archive")
+    if len(name.parts) > _DEEPEST:
+        raise CheckpointError(
+            f"{path}: member {member.name[:60]!r}... is {len(name.parts)} folders deep, wanted at "
+            f"most {_DEEPEST}; no checkpoint is"
+        )
     if not member.name.isprintable() or "\\" in member.name:
         raise CheckpointError(
             f"{path}: member {member.name!r} has a name with unprintable characters or a backslash"

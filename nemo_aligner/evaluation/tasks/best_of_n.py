@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ from nemo_aligner.utils.errors import DataError
 # The table also has its reward and its length. If they grow with n and the score does not, the
 # reward is over-optimised (Gao et al. 2022, arXiv 2210.10760).
 
+_LARGEST = sys.float_info.max
+
 
 def _read_best_of_n(value: dict[str, Any]) -> Item:
     replies, scores = value["responses"], value["scores"]
@@ -39,7 +42,8 @@ def _read_best_of_n(value: dict[str, Any]) -> Item:
             f"responses, scores: got {replies!r:.60} and {scores!r:.40}, wanted two or more "
             "replies and as many numbers"
         )
-    if not all(isinstance(score, int | float) and math.isfinite(score) for score in scores):
+    # Not math.isfinite, which fails on an integer that no float holds.
+    if not all(isinstance(each, int | float) and abs(each) <= _LARGEST for each in scores):
         raise DataError(f"scores: got {scores!r:.60}, wanted finite numbers")
     texts = tuple(asked(value["prompt"], reply, "responses") for reply in replies)
     return Item(str(value.get("id", "")), "", texts, 0, tuple(map(float, scores)))

@@ -33,6 +33,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class NoServerError(ServingError):
+    """No server has answered; ``trouble`` says why of each, without what a client may set."""
+
+    def __init__(self, trouble: str, advice: str) -> None:
+        super().__init__(f"{trouble}; {advice}")
+        self.trouble = trouble
+
+
 class NoKServeError(ServingError):
     """Every URL is answered by another protocol."""
 
@@ -339,7 +347,7 @@ class ServerPool:
         trouble = self.trouble() or search.last_trouble
         if all(server.is_foreign for server in self._servers):  # to evaluate, another client fits
             raise NoKServeError(trouble)
-        raise ServingError(f"{trouble}; {advice}")
+        raise NoServerError(trouble, advice)
 
     async def _change(self, now: float, search: _Search) -> None:
         """Wait until a handshake, a pause or the search's patience ends; at most a second."""

@@ -286,6 +286,8 @@ def _chunks(rows: list[int], size: int) -> Iterable[list[int]]:
 # or lost is sent again as a whole.
 _MOST_ROWS = 128
 _OPTIONAL = [spec.name for spec in kserve.OPTIONAL_OUTPUTS]
+# What encoding a row raises: no JSON value, half of a surrogate pair, lists in lists without end.
+_UNSENDABLE = (TypeError, ValueError, RecursionError)
 
 
 def check_on_error(on_error: str) -> None:
@@ -416,11 +418,11 @@ def encoded(part: PartialRequest) -> Tensors:
         return part.inputs
     except DataError as error:  # which says what row
         raise RefusedError("client", 400, str(error)) from error
-    except (TypeError, ValueError):  # such as a lone surrogate: which row has it is yet to be found
+    except _UNSENDABLE:  # such as a lone surrogate: which row has it is yet to be found
         for place, row in enumerate(part.rows):
             try:
                 _ = part.only([row]).inputs
-            except (TypeError, ValueError) as error:
+            except _UNSENDABLE as error:
                 text = f"row {place}: it cannot be sent: {error}"
                 raise RefusedError("client", 400, text) from error
         raise

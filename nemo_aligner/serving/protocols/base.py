@@ -7,7 +7,9 @@ its own answer.
 
 from __future__ import annotations
 
+import codecs
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Generic, NoReturn, TypeVar
@@ -21,7 +23,7 @@ from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text, read_text
 from nemo_aligner.contract.readout import one_reward
-from nemo_aligner.serving.failures import RequestError
+from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.utils.errors import DataError, ServingError, short, shown
 
@@ -183,6 +185,53 @@ class ModelRoute:
 def refuse_with_detail(failure: RequestError, body: Any) -> HttpAnswer:
     """``{"detail"}``, FastAPI's own shape, which clients of servers made with it read."""
     return HttpAnswer(failure.kind.status, {"detail": failure.message})
+
+
+_GZIP, _UTF16 = b"\x1f\x8b", (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def unpack_body(content: bytes, encoding: str, most: int) -> bytes:
+    """A body's JSON: gunzipped by its first bytes, and without a byte order mark.
+
+    ``encoding`` is the header ``Content-Encoding``.
+
+    Raises:
+        RequestError: it has more bytes than ``most`` once unpacked.
+        ServingError: it is packed otherwise, cut off or damaged, or in UTF-16.
+    """
+    encoding = encoding.strip().lower()
+    if encoding not in ("", "identity", "gzip", "x-gzip"):
+        raise ServingError(
+            f"Content-Encoding: got {shown(encoding)}, wanted gzip or none; send the JSON as it is"
+        )
+    if content.startswith(_GZIP):
+        content = _gunzip(content, most)
+    elif "gzip" in encoding:
+        raise ServingError("Content-Encoding: got gzip, and a body that is not; leave it out")
+    if content.startswith(_UTF16):
+        raise ServingError("body: got text in UTF-16; wanted JSON in UTF-8")
+    return content.removeprefix(codecs.BOM_UTF8)
+
+
+def _gunzip(content: bytes, most: int) -> bytes:
+    unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    try:
+        unpacked = unpacker.decompress(content, most + 1)
+    except zlib.error as error:
+        raise ServingError(f"body: its gzip data cannot be read: {error}") from error
+    if len(unpacked) > most:
+        raise too_large(most)
+    if not unpacker.eof or unpacker.unused_data:
+        raise ServingError("body: its gzip data is cut off, or has more behind its end")
+    return unpacked
+
+
+def too_large(most: int) -> RequestError:
+    """The failure of a body of more bytes than ``most``."""
+    return RequestError(
+        f"got a body of more than {most} bytes (gateway.max_request_bytes); send less at once",
+        FailureKind.too_large,
+    )
 
 
 def parse_body(form: type[T], body: bytes) -> T:

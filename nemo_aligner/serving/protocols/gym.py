@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -154,8 +155,9 @@ def turns_of(items: list[Any], where: str) -> Messages:
         # Reward models are trained on replies, which have no reasoning in them.
         if kind == "reasoning":
             continue
-        if kind in _READ_BY_KIND:
-            turns.append(_READ_BY_KIND[kind](item, place))
+        read_item = _READ_BY_KIND.get(kind) if isinstance(kind, str) else None
+        if read_item is not None:
+            turns.append(read_item(item, place))
             continue
         if kind != "message" or not isinstance(item.get("role"), str):
             raise ServingError(
@@ -371,6 +373,7 @@ def answer_session(content: bytes) -> HttpAnswer:
 def answer_aggregate(content: bytes) -> HttpAnswer:
     """Metrics by Gym's names."""
     rollouts = parse_body(AggregateRequest, content).verify_responses
+    _check_indices(rollouts)
     # A masked rollout has reward 0 as a placeholder, which would lower every mean.
     measured = [each for each in rollouts if not each.get("mask_sample")]
     by_task: dict[Any, list[dict[str, Any]]] = defaultdict(list)
@@ -398,25 +401,42 @@ def answer_reverify_mode(content: bytes) -> HttpAnswer:
     return HttpAnswer(200, "stateless")
 
 
+def _check_indices(rollouts: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ServingError for an index of a task or repeat that nothing can be grouped by."""
+    for number, rollout in enumerate(rollouts):
+        for key in (_TASK, _ROLLOUT):
+            index = rollout.get(key)
+            if not isinstance(index, int | str | None):
+                place = f"verify_responses.{number}.{key}"
+                raise ServingError(f"{place}: got {as_json(index)}, wanted an integer or a text")
+
+
+@np.errstate(over="ignore", invalid="ignore")
 def _statistics(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Statistics of each number in the rollouts, by its name."""
+    """Statistics of each number in the rollouts, by its name; those that no float holds are out."""
     columns: dict[str, list[float]] = defaultdict(list)
     for each in rollouts:
         for name, value in each.items():
-            if isinstance(value, int | float) and math.isfinite(value) and name[:4] != _OWN:
+            if _is_float(value) and name[:4] != _OWN:
                 columns[name].append(float(value))
     columns.pop("mask_sample", None)
-    found: dict[str, float] = {}
+    statistics: dict[str, float] = {}
     for name, values in columns.items():
         spread = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-        found |= {
+        statistics |= {
             f"mean/{name}": float(np.mean(values)),
             f"max/{name}": max(values),
             f"min/{name}": min(values),
             f"median/{name}": float(np.median(values)),
             f"std/{name}": spread,
         }
-    return found
+    return {name: value for name, value in statistics.items() if math.isfinite(value)}
+
+
+def _is_float(value: Any) -> bool:
+    """True for a number, or a bool, that a float can hold."""
+    # Not math.isfinite, which fails on an integer of more than 308 digits.
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def _coverage(

@@ -403,6 +403,7 @@ def test_conversion_refuses_a_reward_model_that_does_not_fit(changed_reward: Pat
     settings = config_edits(
         ({"id2label": {"0": "a", "1": "b"}}, r"got shape \[1, 64\], wanted \[2, 64\]"),
         ({"id2label": {"zero": "a"}}, r"id2label: got .*, wanted names for the numbers"),
+        ({"id2label": [float("inf")]}, r"id2label: got \[inf\], wanted names for the numbers"),
         ({"id2label": None, "num_labels": "two"}, r"num_labels: got 'two' and 1 rows"),
         ({"id2label": None, "num_labels": 2}, r"num_labels: got 2 and 1 rows"),
         ({"architectures": {"a": "b"}}, r"architectures: got .*, wanted a list"),

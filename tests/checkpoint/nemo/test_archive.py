@@ -6,8 +6,11 @@ import gzip
 import hashlib
 import io
 import json
+import os
+import re
 import shutil
 import stat
+import subprocess
 import tarfile
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -140,6 +143,35 @@ def test_archive_members_are_plain_files_once_and_folders(tmp_path: Path, scratc
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
         tar.addfile(sparse)
     assert refuse(path, scratch) == told
+
+
+def test_archive_is_refused_whose_folders_or_headers_are_nested_without_end(
+    tmp_path: Path, scratch: Path
+) -> None:
+    fine = "/".join("a" * 63)
+    shutil.rmtree(unpack(pack(tmp_path / "a.nemo", (f"{fine}/x", b"x")), everything))
+    path = pack(tmp_path / "a.nemo", ("fine", b"x"), (f"{'a/' * 2000}x", b"x"))
+    for wanted in (everything, lambda member: member.name == "fine"):
+        told = f"{path}: member 'a/a/a/.*'... is 2001 folders deep, wanted at most 64; "
+        assert re.match(told, refuse(path, scratch, wanted))
+    # Each such header has the name of the next one, which is another.
+    name = tarfile.TarInfo("././@LongLink")
+    name.type, name.size = tarfile.GNUTYPE_LONGNAME, 2
+    header = name.tobuf(tarfile.GNU_FORMAT) + b"x\0".ljust(512, b"\0")
+    path.write_bytes(header * 3000 + bytes(1024))
+    assert refuse(path, scratch).startswith(f"{path}: cannot unpack: ")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / CHECKSUMS_NAME).write_bytes(sums_of({}))
+    inside = os.open(folder, os.O_RDONLY)
+    for _ in range(1500):
+        os.mkdir("a", dir_fd=inside)
+        outer, inside = inside, os.open("a", os.O_RDONLY, dir_fd=inside)
+        os.close(outer)
+    os.close(inside)
+    with pytest.raises(CheckpointError, match="its folders are nested too deeply"):
+        verify_folder(folder, everything)
+    subprocess.run(["rm", "-rf", folder], check=True)  # as shutil.rmtree calls itself
 
 
 def test_archive_has_as_many_members_as_may_be(

@@ -96,6 +96,16 @@ def test_refused_rows_are_those_that_cannot_be_sent(lone: Misbehaving) -> None:
         assert scored.errors[1].startswith("it cannot be sent: 'utf-8' codec")
         assert scored.rewards[:, 0].tolist()[::2] == [97, 98]
         assert "row 1: it cannot be sent" in seconds(client.score, ["a", "\ud83d"])[1]
+        endless: list[Any] = []
+        endless.append(endless)
+        deep: Any = 1
+        for _ in range(100_000):
+            deep = [deep]
+        said = [{"role": "assistant", "content": "a", "of": each} for each in (endless, deep, {1})]
+        scored = client.score_rows(["a", *([each] for each in said)])
+        assert [*scored.errors] == [1, 2, 3]
+        assert all(why.startswith("it cannot be sent: ") for why in scored.errors.values())
+        assert scored.rewards[0, 0] == 97
 
 
 def test_refused_for_its_size_a_request_is_sent_in_parts(lone: Misbehaving) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 from typing import Any
@@ -183,7 +184,59 @@ def test_gateway_without_a_backend_answers_503_and_gym_a_masked_sample() -> None
     assert call(app, "/v1/contract").status == 503
     client.failure = KeyError("secret words")
     answer = call(app, "/v1/rewards", GOOD["/v1/rewards"])
-    assert (answer.status, message(answer)) == (500, "internal error: KeyError")
+    assert answer.status == 500
+    assert re.match(r"internal error \w{8}: KeyError; the gateway's log", message(answer))
+
+
+def test_gateway_answers_what_its_own_code_raises_with_a_500_in_the_protocols_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*unused: Any) -> Any:
+        raise RuntimeError("secret words")
+
+    client = FakeClient()
+    app = make(client)
+    monkeypatch.setattr(client, "probe_async", fail)
+    monkeypatch.setattr(client, "statistics_async", fail)
+    monkeypatch.setattr("nemo_aligner.serving.protocols.base.BaseModel.model_validate_json", fail)
+    for path, body in [
+        *GOOD.items(),
+        ("/aggregate_metrics", {}),
+        ("/ready", None),
+        ("/metrics", None),
+    ]:
+        answer = call(app, path, body)
+        assert answer.status == 500, path
+        assert re.match(r"internal error \w{8}: RuntimeError", message(answer)), path
+
+
+def test_gateway_reads_bodies_with_a_byte_order_mark_or_packed_by_gzip() -> None:
+    body = json.dumps(GOOD["/v1/rewards"]).encode()
+    packed, mark = gzip.compress(body), b"\xef\xbb\xbf"
+    zipped = {"Content-Encoding": "gzip"}
+    app = make(max_request_bytes=100)
+    for content, headers in (
+        (mark + body, {}),
+        (packed, {}),
+        (packed, zipped),
+        (gzip.compress(mark + body), zipped),
+    ):
+        assert call(app, "/v1/rewards", content, headers).status == 200, content
+    # A gateway's limit is of what is read, so that few bytes cannot become many.
+    answer = call(app, "/v1/rewards", gzip.compress(body + b" " * 10**6), zipped)
+    assert (answer.status, "more than 100 bytes" in message(answer)) == (413, True)
+    cases: list[tuple[bytes, dict[str, str], str]] = [
+        (body, zipped, "Content-Encoding: got gzip, and a body that is not"),
+        (body, {"Content-Encoding": "br"}, "Content-Encoding: got 'br', wanted gzip or none"),
+        (packed[:-9], zipped, "body: its gzip data is cut off"),
+        (packed + packed, zipped, "or has more behind its end"),
+        (packed[:-8] + bytes(8), zipped, "body: its gzip data cannot be read"),
+        (body.decode().encode("utf-16"), {}, "body: got text in UTF-16; wanted JSON in UTF-8"),
+    ]
+    for content, headers, wanted in cases:
+        for path in ("/v1/rewards", "/classify", "/seed_session"):
+            answer = call(app, path, content, headers)
+            assert (answer.status, wanted in message(answer)) == (400, True), (wanted, answer.body)
 
 
 def test_gateway_makes_no_one_reward_of_several_attributes_without_a_contract() -> None:

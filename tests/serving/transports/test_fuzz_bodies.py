@@ -1,0 +1,224 @@
+"""Damaged bodies at every path of the gateway: each gets rewards or the reason, never a 500."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("hypothesis")
+from hypothesis import given
+
+from nemo_aligner.config.common import Overlong
+from nemo_aligner.config.serving import GatewayConfig, ServerConfig
+from nemo_aligner.contract.contract import ScoringContract, TextEncoder
+from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.contract.turns import TurnEnd
+from nemo_aligner.serving.client.reward import (
+    OnError,
+    RowCollector,
+    Split,
+    split_texts,
+    split_tokens,
+)
+from nemo_aligner.serving.engine.batcher import Meter
+from nemo_aligner.serving.failures import FailureKind, RefusedError, failure_of
+from nemo_aligner.serving.http import PLAIN_ROUTES, ROUTES, build_app
+from nemo_aligner.serving.protocols import ScoredRows, kserve
+from nemo_aligner.serving.reward import RewardService, unmark_reads
+from tests.contracts import Contracts
+from tests.fuzzing import Faults, damaged, fuzz_settings
+from tests.serving.gateway_calls import call_async
+
+BODIES, IN_A_BATCH = 10_000, 20
+USER, REPLY = (
+    {"role": "user", "content": "is it raining"},
+    {"role": "assistant", "content": "no\nit is not"},
+)
+FUNCTION = {
+    "name": "weather",
+    "description": "Of a city",
+    "parameters": {"type": "object", "maximum": 3},
+}
+TOOL = {"type": "function", "function": FUNCTION}
+CALLED = {"name": "weather", "arguments": '{"city": "Bonn", "days": [1, 2.5, null]}'}
+CALLING = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "1", "type": "function", "function": CALLED}],
+}
+RESULT = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "dry"}]}
+CHAT = [{"role": "system", "content": "be kind"}, USER, CALLING, RESULT, REPLY]
+WHOLE = {"messages": CHAT, "tools": [TOOL], "documents": [{"title": "a", "text": "b"}]}
+OUTPUT = [
+    {"type": "reasoning", "summary": []},
+    {"type": "function_call", "call_id": "1", **CALLED},
+    {"type": "function_call_output", "call_id": "1", "output": "dry"},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "no"}]},
+]
+ASKED = {"input": [USER], "instructions": "be kind", "tools": [{"type": "function", **FUNCTION}]}
+ROLLOUT = {
+    "reward": 0.5,
+    "mask_sample": False,
+    "_ng_task_index": 0,
+    "_ng_rollout_index": 1,
+    "tokens": 10,
+}
+SAMPLES: dict[str, list[Any]] = {
+    "/v1/rewards": [
+        {"texts": ["a rose", "b"], "outputs": True},
+        {"conversations": [[USER, REPLY], WHOLE], "steps": True},
+        {"tokens": [[1, 2, 3], [4]], "steps": False},
+    ],
+    "/get_reward": [{"query": ["a<|im_end|>", "b"], "prompts": ["a"], "labels": [None]}],
+    "/remote_rm": [
+        {"prompt": "a", "response": "b", "label": None},
+        {"prompt": [USER], "response": "b", "label": "c"},
+    ],
+    "/classify": [
+        {"model": "m", "input": ["a", "b"]},
+        {"input": [[1, 2], [3]]},
+        {"messages": CHAT, "tools": [TOOL]},
+        {"text": ["a", "b"], "rid": ["1", "2"]},
+        {"input_ids": [1, 2], "image_data": None},
+    ],
+    "/pooling": [
+        {"input": [1, 2], "task": "classify", "dimensions": None},
+        {**WHOLE, "priority": 0},
+    ],
+    "/score": [
+        {"queries": "a", "documents": ["b", {"content": [{"type": "text", "text": "c"}]}]},
+        {"text_1": ["a"], "text_2": ["b"], "truncate_prompt_tokens": None, "tools": [TOOL]},
+    ],
+    "/predict": [
+        {"inputs": [["a"], ["b", "c"]], "truncate": False},
+        {"inputs": "a", "raw_scores": True},
+    ],
+    "/rerank": [{"query": "a", "texts": ["b", "c"], "return_text": True}],
+    "/verify": [
+        {"responses_create_params": ASKED, "response": {"output": OUTPUT}, "_ng_task_index": 3},
+        {"responses_create_params": {"input": "a"}, "response": {"output": [REPLY]}},
+    ],
+    "/compare": [
+        {"conversation_history": [USER], "response_objs": [{"output": OUTPUT}, {"output": [REPLY]}]}
+    ],
+    "/seed_session": [{"resources_session_id": "s", "task_data": {"a": 1}}],
+    "/close_session": [{"resources_session_id": None}],
+    "/aggregate_metrics": [
+        {"verify_responses": [ROLLOUT, {**ROLLOUT, "mask_sample": True, "passed": True}]}
+    ],
+}
+FEW_ROWS = 3  # of a request to a server, so that a body becomes several
+
+
+class Engine:
+    """A client with a server behind it in this process, in all but the model and the sockets."""
+
+    def __init__(self, contract: ScoringContract, tokenizer: Tokenizer) -> None:
+        encoder = TextEncoder(contract, tokenizer)
+        self._service = RewardService(encoder, self._submit, ServerConfig(), Meter())
+        self._contract = contract
+        self._turn_end = TurnEnd.of(contract.template, tokenizer)
+        self.faults: list[str] = []
+
+    def _submit(self, rows: list[list[int]]) -> Future[np.ndarray]:
+        """The last id of each row, or of each of its steps, is its reward."""
+        found = [unmark_reads(row) for row in rows]
+        rewards = [float(ids[place]) for ids, places in found for place in places]
+        answer: Future[np.ndarray] = Future()
+        answer.set_result(np.array(rewards, dtype=np.float32).reshape(-1, 1))
+        return answer
+
+    async def limit(self) -> tuple[int, int]:
+        return FEW_ROWS, 1
+
+    async def infer(self, inputs: kserve.Tensors, rows: int) -> ScoredRows:
+        try:
+            outputs = kserve.encode_rewards(await self._service.answer(inputs))
+        except Exception as error:
+            failure = failure_of(error)
+            if failure.kind is FailureKind.internal:
+                self.faults.append(failure.message)
+            said = failure.message.encode().decode()  # which a socket would have to take
+            raise RefusedError("engine", failure.kind.status, said) from error
+        return kserve.decode_rewards(outputs)
+
+    async def score_rows_async(
+        self, texts: Sequence[Text], *, on_error: OnError = "nan"
+    ) -> ScoredRows:
+        split = partial(split_texts, list(texts))
+        return await self._collect(len(texts), split, on_error)
+
+    async def score_token_rows_async(
+        self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "nan"
+    ) -> ScoredRows:
+        split = partial(split_tokens, list(token_lists))
+        return await self._collect(len(token_lists), split, on_error)
+
+    async def _collect(self, total: int, split: Split, on_error: OnError) -> ScoredRows:
+        collector = RowCollector(self, on_error)  # type: ignore[arg-type]
+        return await collector.collect(total, split, 1)
+
+    async def contract_async(self) -> ScoringContract:
+        return self._contract
+
+    async def turn_end_async(self) -> TurnEnd | None:
+        return self._turn_end
+
+
+def as_bytes(body: Any, number: int) -> tuple[bytes, dict[str, str]]:
+    """A body and its headers: some are packed, or begin with a mark, and some of these cut off."""
+    content, headers = json.dumps(body).encode(), {}
+    if number % 10 == 3:
+        content, headers = gzip.compress(content, 1), {"Content-Encoding": "gzip"}
+    elif number % 10 == 7:
+        content = b"\xef\xbb\xbf" + content
+    return content[: len(content) - (number % 40 in (3, 7))], headers
+
+
+def test_damaged_body_at_any_path_gets_an_answer_and_never_a_500(
+    contracts: Contracts, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert set(SAMPLES) == {each.path for each in (*ROUTES, *PLAIN_ROUTES)} - {"/reverify_mode"}
+    contract = contracts(template="chatml", seq_length=64, overlong=Overlong.truncate_left)
+    stepped = replace(contract, scored_position="step_ends", step_separator="\n")
+    engines = [Engine(each, tokenizer) for each in (contract, stepped)]
+    config = GatewayConfig(max_request_bytes=100_000)
+    apps = [build_app(engine, config, None) for engine in engines]  # type: ignore[arg-type]
+    statuses: Counter[tuple[str, int]] = Counter()
+    faults = Faults()
+    loop = asyncio.new_event_loop()
+
+    @fuzz_settings(BODIES // IN_A_BATCH)
+    @given(damaged(SAMPLES, IN_A_BATCH))
+    def send_batch(batch: list[tuple[str, Any]]) -> None:
+        for number, (path, body) in enumerate(batch):
+            content, headers = as_bytes(body, faults.tries)
+            with faults.noting((path, body)):
+                answer = loop.run_until_complete(
+                    call_async(apps[number % 2], path, content, headers)
+                )
+                statuses[path, answer.status] += 1
+                assert answer.status in (200, 400, 413), answer.body
+                assert isinstance(answer.json, dict | list | float)
+                assert [engine.faults for engine in engines] == [[], []]
+
+    with caplog.at_level(logging.ERROR):
+        send_batch()
+    loop.close()
+    faults.check()
+    assert not caplog.records
+    assert faults.tries == BODIES
+    assert min(statuses[path, status] for path in SAMPLES for status in (200, 400)) > 5
