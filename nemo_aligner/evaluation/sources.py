@@ -20,6 +20,7 @@ from nemo_aligner.config.model import layout_sizes
 from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract, one_reward
 from nemo_aligner.contract.from_settings import check_expected
 from nemo_aligner.contract.messages import Text, as_json
+from nemo_aligner.contract.readout import SCORE
 from nemo_aligner.contract.steps import aggregate_steps
 from nemo_aligner.contract.template_check import freeze_date
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
@@ -112,6 +113,7 @@ class RewardSource:
             ConfigError: there are none.
         """
         score_steps = self.score_steps
+        scale = SCORE if self.contract is None else self.contract.reward_scale
         if how is Aggregate.last:
             return self
         if score_steps is None:
@@ -120,7 +122,9 @@ class RewardSource:
             )
 
         def score(texts: Sequence[Text]) -> np.ndarray:
-            return np.array([aggregate_steps(each.rewards, how) for each in score_steps(texts)])
+            return np.array(
+                [aggregate_steps(each.rewards, how, scale) for each in score_steps(texts)]
+            )
 
         return replace(self, score=score)
 

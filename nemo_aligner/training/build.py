@@ -24,11 +24,13 @@ from nemo_aligner.config.serving import CriticModelConfig, ServeCriticConfig
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import build_contract, continue_contract
+from nemo_aligner.contract.readout import LOG_ODDS, PROBABILITY
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.contract.turns import make_reply_marker
 from nemo_aligner.data.training_data import TrainingData, TrainLoader, build_training_data
 from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.losses import settings_of_run
 from nemo_aligner.losses.base import auxiliary_heads, reads_language, start_of_learned
 from nemo_aligner.models.lora import LoraDropout, train_adapters_alone
 from nemo_aligner.models.reward_model import (
@@ -81,8 +83,12 @@ def build_data(config: TrainConfig) -> TrainingData:
     prefix = config.model.data.data_prefix
     say(f"reading and tokenizing {', '.join(prefix.all_files)} ...")
     tokenizer, start = read_text_rules(str(start_from.restore_from_path))
-    before = _contract_before(config)
-    contract = build_contract(config.model, tokenizer, config.trainer.precision, start, before)
+    before, model = _contract_before(config), config.model
+    if before is not None:
+        model = replace(model, objective_kwargs=settings_of_run(model, before))
+    # Only a built-in template may have had an earlier text.
+    known = before if model.data.template in BUILT_IN_TEMPLATES else None
+    contract = build_contract(model, tokenizer, config.trainer.precision, start, known)
     if start is not None:
         contract = continue_contract(
             contract,
@@ -95,7 +101,7 @@ def build_data(config: TrainConfig) -> TrainingData:
     shape = ModelShape.from_config(read_model_config(Path(str(start_from.restore_from_path))))
     shape.rotation_by_length(contract.seq_length)  # raises if it has none
     data = build_training_data(
-        config.model,
+        model,
         contract,
         tokenizer,
         measure_label_means=means_are_new,
@@ -104,13 +110,22 @@ def build_data(config: TrainConfig) -> TrainingData:
     if start_from.load_rm_head_weights is not None:
         source, names = start_from.load_rm_head_weights, start_from.rm_head_names
         check_initial_head(source, data.contract, names)
+    if start is not None and not start_from.new_head:
+        _say_new_scale(start, data.contract)
     return data.with_validation_limited(config.trainer.rm.limit_val_records, config.model.seed)
 
 
+def _say_new_scale(start: ScoringContract, contract: ScoringContract) -> None:
+    """Tell of rewards on another scale than those of the model to start from."""
+    if (start.reward_scale, contract.reward_scale) == (LOG_ODDS, PROBABILITY):
+        say(
+            "note: the reward model to start from answers log-odds, and this one will answer "
+            "probabilities; model.objective_kwargs.scale=log_odds keeps log-odds"
+        )
+
+
 def _contract_before(config: TrainConfig) -> ScoringContract | None:
-    """The contract of the run that goes on, if it may have an earlier text of its template."""
-    if config.model.data.template not in BUILT_IN_TEMPLATES:
-        return None
+    """The contract of the run that goes on; None for a new one."""
     folder = Path(config.exp_manager.explicit_log_dir) / CHECKPOINTS_NAME
     latest = RunCheckpoints(folder, save_top_k=0).latest()
     return None if latest is None else ScoringContract.from_dict(latest.state.contract)
