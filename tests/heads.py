@@ -63,13 +63,15 @@ KINDS = {
     "several heads": Kind(LINEAR, NAMES, "heads"),
     "bins": Kind(LINEAR, NAMES, "bins"),
     "bins with a bias": Kind(BIAS, NAMES, "bins"),
+    "probabilities": Kind(BIAS, NAMES, "sigmoid"),
+    "a probability": Kind(BIAS, readout="sigmoid"),
     "the mean of a reply": Kind(LINEAR, NAMES, reads_mean=True),
 }
 
 
 def write_source(folder: Path, kind: Kind, body: str = "llama", **changes: Any) -> None:
     """A Hugging Face folder with such a head; each of its outputs is an attribute."""
-    outputs = len(kind.attributes) * (1 if kind.readout is None else len(LEVELS))
+    outputs = len(kind.attributes) * (1 if kind.readout in (None, "sigmoid") else len(LEVELS))
     families.write_hf_checkpoint(folder, body, **changes)
     generator = torch.Generator().manual_seed(5)
     sizes_by_name = {"outputs": outputs, "hidden": changes.get("hidden_size", HIDDEN)}
@@ -109,8 +111,11 @@ def write_archive(
     count = len(kind.attributes)
     beside: dict[str, Any] = dict(kind.rules)
     if kind.readout is not None:
-        numbers = VALUES if kind.readout == "bins" else (LEVELS, LEVELS)
+        rows: dict[str, Any] = {"bins": VALUES, "sigmoid": ((1.0,),) * count}
+        numbers = rows.get(kind.readout, (LEVELS, LEVELS))
         beside |= {"readout": Readout(kind.readout, numbers).to_json()}
+    # Labels that are probabilities are not centred.
+    means = (0.0,) * count if kind.readout == "sigmoid" else MEANS[:count]
     with launch():
         loaded = load_reward_model(path.with_suffix(".first"), initialize_layout())
         if kind.reads_mean:
@@ -120,7 +125,7 @@ def write_archive(
             loaded.contract,
             attributes=kind.attributes,
             attribute_weights=(2.0, -1.0)[:count],
-            label_means=MEANS[:count],
+            label_means=means,
             reward_model_type="regression",
             **beside,
         )

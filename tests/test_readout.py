@@ -16,6 +16,7 @@ from tests.serving.fake_server import CONTRACT
 
 BINS = Readout("bins", ((0.0, 1.0, 4.0), (-1.0, 0.0, 1.0)))
 QUANTILES = Readout("quantiles", ((0.1, 0.5, 0.9),) * 2)
+SIGMOIDS = Readout("sigmoid", ((1.0,),) * 2)
 HEADS = Readout("heads", ((1.0, 2.0, 3.0),) * 2)
 OUTPUTS = np.array([[0.0, 0.0, math.log(2), 3.0, 3.0, 3.0], [5.0, 1.0, 2.0, 0.0, 0.5, -1.0]])
 
@@ -58,10 +59,27 @@ def test_readout_of_large_outputs_stays_finite() -> None:
     assert BINS.rewards(np.array([[0, 0, 1e30, -1e30, 0, 1e30]])).tolist() == [[4.0, 1.0]]
 
 
+def test_readout_of_a_sigmoid_is_a_probability_and_its_deviation() -> None:
+    outputs = np.array([[0.0, math.log(3)], [-800.0, 800.0]], dtype=np.float32)
+    np.testing.assert_allclose(SIGMOIDS.rewards(outputs), [[0.5, 0.75], [0.0, 1.0]], rtol=1e-6)
+    deviations = [[0.5, math.sqrt(3) / 4], [0.0, 0.0]]
+    np.testing.assert_allclose(SIGMOIDS.spreads(outputs), deviations, rtol=1e-6, atol=1e-30)
+    # As two bins have it, of outputs 0 and the log-odds.
+    two = Readout("bins", ((0.0, 1.0),))
+    odds = np.array([[-3.5], [0.25], [7.0]], dtype=np.float32)
+    pairs = np.concatenate([np.zeros_like(odds), odds], axis=1)
+    one = Readout("sigmoid", ((1.0,),))
+    np.testing.assert_allclose(one.rewards(odds), two.rewards(pairs), rtol=1e-6)
+    np.testing.assert_allclose(one.spreads(odds), two.spreads(pairs), rtol=1e-6)
+    assert one.gives_probabilities
+    assert two.gives_probabilities
+    assert not any(each.gives_probabilities for each in (BINS, QUANTILES, HEADS))
+
+
 def test_readout_survives_json() -> None:
-    for readout in (BINS, QUANTILES):
+    for readout, width in ((BINS, 3), (QUANTILES, 3), (SIGMOIDS, 1)):
         assert Readout.from_json(readout.to_json()) == readout
-        assert readout.width == 3
+        assert readout.width == width
     texts = ("", "[]", "{}", '{"kind": "bins"}', '{"kind": "bins", "numbers": [["x", 1]]}', "1")
     cases = [(text, "readout: got") for text in texts]
     assert_refused(Readout.from_json, cases, DataError)
@@ -69,7 +87,7 @@ def test_readout_survives_json() -> None:
 
 def test_readout_of_other_numbers_is_refused() -> None:
     cases: list[tuple[Any, str]] = [
-        (("mean", ((0, 1),)), "got 'mean', wanted bins, quantiles or heads"),
+        (("mean", ((0, 1),)), "got 'mean', wanted bins or quantiles or heads or sigmoid"),
         (("bins", ((0, 1), (0, 1, 2))), "attributes of different numbers of outputs"),
         (("bins", ()), "different numbers"),
         (("bins", ((1,),)), r"got \[1\], wanted 2 to 1000 ascending numbers"),
@@ -77,6 +95,7 @@ def test_readout_of_other_numbers_is_refused() -> None:
         (("bins", ((0, math.inf),)), "ascending numbers"),
         (("quantiles", ((0.1, 0.9),)), "with 0.5, which is the reward"),
         (("quantiles", ((0.0, 0.5),)), "wanted levels between 0 and 1"),
+        (("sigmoid", ((0.0, 1.0),)), r"got \[0.0, 1.0\], wanted \[1\] of a sigmoid"),
     ]
     assert_refused(lambda case: Readout(*case), cases, DataError)
 

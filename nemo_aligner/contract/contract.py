@@ -42,7 +42,7 @@ import numpy as np
 from nemo_aligner.config.common import Aggregate, Overlong, Precision, RecordKind, RewardModelType
 from nemo_aligner.contract.fields import check_fields
 from nemo_aligner.contract.messages import Text, read_text, reply_of
-from nemo_aligner.contract.readout import Readout
+from nemo_aligner.contract.readout import LOG_ODDS, PROBABILITY, SCORE, Readout
 from nemo_aligner.contract.steps import (
     OPEN_ENDED,
     STEPPED,
@@ -103,7 +103,7 @@ class ScoringContract:
     ``template`` is the chat template's text, empty if there is none. ``label_means`` are added to
     the head's output (zeros for ranking). ``reward_mean``, ``reward_std`` are None until measured.
     ``shaping`` says as JSON what a server makes of the model's rewards; no model's archive has any.
-    ``readout`` says as JSON how a head with several outputs for each attribute is read;
+    ``readout`` says as JSON how a head is read whose outputs are no rewards;
     ``reply_marker`` are the ids that come before a reply, where its mean is scored;
     ``chat_template_kwargs`` says as JSON what else the template is given;
     ``reward_token_id`` is a token that is appended to every text, conversations included;
@@ -170,6 +170,21 @@ class ScoringContract:
         return None if readout is None else readout.spreads(outputs)
 
     @property
+    def reward_scale(self) -> str:
+        """What a reward is a number of: ``probability``, ``log_odds`` or ``score``.
+
+        Models of versions that trained steps with cross-entropy and had no readout for it say by
+        the absence of any that they give log-odds.
+        """
+        if self.shaping is not None:
+            return SCORE
+        readout = self.output_readout
+        if readout is not None:
+            return PROBABILITY if readout.gives_probabilities else SCORE
+        is_rated = self.has_steps and self.record_kind is RecordKind.rating
+        return LOG_ODDS if is_rated and not any(self.label_means) else SCORE
+
+    @property
     def outputs_per_attribute(self) -> int:
         """Outputs of the head per attribute."""
         readout = self.output_readout
@@ -179,7 +194,7 @@ class ScoringContract:
     def output_names(self) -> list[str]:
         """Names of the head's outputs, such as ``helpfulness=0.5`` of a bin."""
         readout = self.output_readout
-        if readout is None:
+        if readout is None or readout.width == 1:
             return list(self.attributes)
         rows = zip(self.attributes, readout.numbers, strict=True)
         return [f"{name}={number:g}" for name, row in rows for number in row]
@@ -551,31 +566,3 @@ class TextEncoder:
         return self.contract.count_reply_tokens(self.tokenizer, texts)
 
 
-def check_plain_reading(contract: ScoringContract, where: str, who: str) -> None:
-    """Refuse a model that reads more than the last token, or has several outputs an attribute.
-
-    Raises:
-        CheckpointError: it names the file ``where`` and ``who`` takes one output for each.
-    """
-    check_last_token(contract, where, who)
-    readout = contract.output_readout
-    if readout is not None:
-        raise CheckpointError(
-            f"{where}: its head has {readout.width} outputs for each attribute ({readout.kind}), "
-            f"wanted one: {who} cannot turn them into a reward"
-        )
-
-
-def check_last_token(contract: ScoringContract, where: str, who: str) -> None:
-    """Refuse a model that reads more than the last token; see ``check_plain_reading``."""
-    if contract.reply_marker is not None:
-        raise CheckpointError(
-            f"{where}: its head reads the mean of the reply (model.head.reads), wanted one that "
-            f"reads the last token: {who} cannot average"
-        )
-    if contract.has_steps:
-        raise CheckpointError(
-            f"{where}: its head reads every turn or step (model.head.reads is "
-            f"{contract.scored_position}), wanted one that reads the last token: {who} has one "
-            "reward for each text"
-        )

@@ -9,12 +9,13 @@ from typing import Any
 from nemo_aligner.config.common import Aggregate, Precision, RewardModelType
 from nemo_aligner.config.model import DataConfig, ModelConfig, ScoredPosition
 from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.readout import SIGMOID
 from nemo_aligner.contract.steps import SEPARATED
 from nemo_aligner.contract.template_check import check_template, freeze_date
 from nemo_aligner.contract.templates import canonical_kwargs, resolve_template
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import make_reply_marker
-from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
 
 def build_contract(
@@ -228,3 +229,39 @@ def _parting(first: Any, second: Any) -> tuple[str, str]:
     start = max(0, same - _SHOWN_CHARACTERS // 2)
     cut = [text[start : start + _SHOWN_CHARACTERS] for text in shown]
     return f"{'...' * (start > 0)}{cut[0]}...", f"{'...' * (start > 0)}{cut[1]}..."
+
+
+def check_plain_reading(contract: ScoringContract, where: str, who: str) -> None:
+    """Refuse a model that reads more than the last token, or has several outputs an attribute.
+
+    Raises:
+        CheckpointError: it names the file ``where`` and ``who`` takes one output for each.
+    """
+    check_last_token(contract, where, who)
+    readout = contract.output_readout
+    if readout is not None and readout.kind == SIGMOID:
+        raise CheckpointError(
+            f"{where}: its rewards are probabilities, the sigmoid of the head's output; wanted a "
+            f"head whose output is the reward: {who} takes no sigmoid "
+            "(model.objective_kwargs.scale=log_odds trains one)"
+        )
+    if readout is not None:
+        raise CheckpointError(
+            f"{where}: its head has {readout.width} outputs for each attribute ({readout.kind}), "
+            f"wanted one that is the reward: {who} cannot turn them into a reward"
+        )
+
+
+def check_last_token(contract: ScoringContract, where: str, who: str) -> None:
+    """Refuse a model that reads more than the last token; see ``check_plain_reading``."""
+    if contract.reply_marker is not None:
+        raise CheckpointError(
+            f"{where}: its head reads the mean of the reply (model.head.reads), wanted one that "
+            f"reads the last token: {who} cannot average"
+        )
+    if contract.has_steps:
+        raise CheckpointError(
+            f"{where}: its head reads every turn or step (model.head.reads is "
+            f"{contract.scored_position}), wanted one that reads the last token: {who} has one "
+            "reward for each text"
+        )

@@ -1,4 +1,4 @@
-"""Readout of a head with several outputs per attribute: a reward, and its uncertainty.
+"""Readout of a head whose outputs are no rewards: a reward, and its uncertainty.
 
 It is part of the scoring contract, so training, evaluation and the server read outputs by the same
 code. Every row is read alone, in float64: how a row's sum is rounded depends on no other row.
@@ -20,7 +20,11 @@ from nemo_aligner.utils.errors import ConfigError, DataError, shown
 if TYPE_CHECKING:
     from nemo_aligner.contract.contract import ScoringContract
 
-BINS, QUANTILES, HEADS = "bins", "quantiles", "heads"
+BINS, QUANTILES, HEADS, SIGMOID = "bins", "quantiles", "heads", "sigmoid"
+_KINDS = (BINS, QUANTILES, HEADS, SIGMOID)
+# What a reward is a number of: the probability that a step or reply is right, the logarithm of
+# its odds, or any other score.
+PROBABILITY, LOG_ODDS, SCORE = "probability", "log_odds", "score"
 MEDIAN = 0.5
 # Far more than any has; a contract is untrusted.
 _MOST_NUMBERS = 1000
@@ -33,9 +37,10 @@ class Readout:
     Attributes:
         kind: ``bins``: they are logits of as many values, and the reward is the expected one;
             ``quantiles``: they are these quantiles of the label, and the reward is the median;
-            ``heads``: each is a reward, and the reward is their mean.
+            ``heads``: each is a reward, and the reward is their mean;
+            ``sigmoid``: the one output is log-odds, and the reward is the probability.
         numbers: ``[A][K]`` the values, or levels between 0 and 1, or numbers of the heads, each
-            going up.
+            going up; of a sigmoid the label that it is the probability of, 1.
     """
 
     kind: str
@@ -43,10 +48,8 @@ class Readout:
 
     def __post_init__(self) -> None:
         """Raises DataError: it is no readout that a reward could be had of."""
-        if self.kind not in (BINS, QUANTILES, HEADS):
-            raise DataError(
-                f"readout: got {shown(self.kind)}, wanted {BINS}, {QUANTILES} or {HEADS}"
-            )
+        if self.kind not in _KINDS:
+            raise DataError(f"readout: got {shown(self.kind)}, wanted {' or '.join(_KINDS)}")
         if len({len(row) for row in self.numbers}) != 1:
             raise DataError("readout: got attributes of different numbers of outputs")
         for row in self.numbers:
@@ -60,7 +63,14 @@ class Readout:
     @property
     def is_linear(self) -> bool:
         """True if rewards are outputs, or means of them, so that a head of one output has them."""
-        return self.kind != BINS
+        return self.kind in (QUANTILES, HEADS)
+
+    @property
+    def gives_probabilities(self) -> bool:
+        """True if a reward is the probability of the label 1, where labels are from 0 to 1."""
+        return self.kind == SIGMOID or (
+            self.kind == BINS and all(row == (0.0, 1.0) for row in self.numbers)
+        )
 
     def plain_rows(self, rows: Any) -> Any:
         """Rows ``[A, ...]`` of a head that gives the rewards, of those ``[A * K, ...]`` of one that
@@ -73,18 +83,19 @@ class Readout:
 
     def rewards(self, outputs: np.ndarray) -> np.ndarray:
         """``[S, A]`` float32 of ``outputs [S, A * K]``."""
-        of = {BINS: self._expected, QUANTILES: self._median, HEADS: _mean}
+        of = {BINS: self._expected, QUANTILES: self._median, HEADS: _mean, SIGMOID: _sigmoid}
         return self._read(outputs, of[self.kind])
 
     def spreads(self, outputs: np.ndarray) -> np.ndarray:
         """``[S, A]`` float32: how far apart the label may be, in its own unit.
 
-        Of bins and heads the standard deviation, of quantiles the highest minus the lowest; that is
-        negative where they cross.
+        Of bins, heads and probabilities the standard deviation, of quantiles the highest minus the
+        lowest; that is negative where they cross.
         """
         of = {
             BINS: self._deviation,
             QUANTILES: lambda row: row[:, -1] - row[:, 0],
+            SIGMOID: lambda row: np.sqrt(_sigmoid(row) * _sigmoid(-row)),
             HEADS: lambda row: np.sqrt(_mean((row - _mean(row)[:, None]) ** 2)),
         }
         return self._read(outputs, of[self.kind])
@@ -132,7 +143,17 @@ def _mean(row: np.ndarray) -> np.ndarray:
     return row.mean(axis=1)
 
 
+def _sigmoid(row: np.ndarray) -> np.ndarray:
+    """Without the overflow of exp at large outputs."""
+    power = np.exp(-np.abs(row[:, 0]))
+    return np.where(row[:, 0] >= 0, 1.0, power) / (1.0 + power)
+
+
 def _check_row(kind: str, row: Sequence[float]) -> None:
+    if kind == SIGMOID:
+        if tuple(row) != (1.0,):
+            raise DataError(f"readout: got {shown(list(row))}, wanted [1] of a {SIGMOID}")
+        return
     fits = 2 <= len(row) <= _MOST_NUMBERS and all(map(math.isfinite, row))
     if not fits or any(low >= high for low, high in pairwise(row)):
         raise DataError(

@@ -37,6 +37,7 @@ from nemo_aligner.contract.messages import (
     said,
     with_messages,
 )
+from nemo_aligner.contract.readout import PROBABILITY, SCORE
 from nemo_aligner.utils.errors import DataError, short
 
 TURNS = ScoredPosition.turns.value
@@ -80,18 +81,26 @@ class SteppedText:
     spans: tuple[StepSpan, ...]
 
 
-def aggregate_steps(rewards: np.ndarray, how: Aggregate) -> np.ndarray:
+def aggregate_steps(rewards: np.ndarray, how: Aggregate, scale: str = SCORE) -> np.ndarray:
     """One reward of a text, ``[A]`` float32, of the rewards ``[S, A]`` of its turns or steps.
 
-    ``product`` is ``sum log sigmoid(r)``, as training has it (``losses/pairwise.py``).
+    ``product`` is ``sum log sigmoid(r)``, as training has it (``losses/pairwise.py``); of rewards
+    whose ``scale`` (the contract's) is that of probabilities ``sum log r``, which is the same of
+    the log-odds.
     """
     if how is Aggregate.last:
         return rewards[-1]
     if how is Aggregate.min:
         return rewards.min(axis=0)
     exact = rewards.astype(np.float64)
-    summed = exact.mean(axis=0) if how is Aggregate.mean else -np.logaddexp(0, -exact).sum(axis=0)
-    return summed.astype(np.float32)
+    if how is Aggregate.mean:
+        return exact.mean(axis=0).astype(np.float32)
+    if scale == PROBABILITY:
+        # A probability that fp32 has rounded to 0 is as small as the smallest.
+        logarithms = np.log(np.maximum(exact, np.finfo(np.float32).tiny))
+    else:
+        logarithms = -np.logaddexp(0, -exact)
+    return logarithms.sum(axis=0).astype(np.float32)
 
 
 def aggregate_texts(rewards: np.ndarray, bounds: Sequence[int], how: Aggregate) -> np.ndarray:

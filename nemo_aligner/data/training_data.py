@@ -107,11 +107,15 @@ def build_training_data(
         _check_labels(dataset, objective)
         _check_fits(dataset, config.micro_batch_tokens)
     is_centred = getattr(objective, "centres_labels", True)
-    if objective.record_kind is RecordKind.rating and is_centred:
+    is_rated = objective.record_kind is RecordKind.rating
+    if is_rated and is_centred:
         if measure_label_means:
             contract = contract.with_label_means(_measured_means(train, contract.attributes))
         means = dict(zip(contract.attributes, contract.label_means, strict=True))
         train, heldout = train.centred_on(means), [each.centred_on(means) for each in heldout]
+    elif is_rated and any(contract.label_means):
+        # Of the model to start from, whose labels were centred; these are learned as they are.
+        contract = contract.with_label_means([0.0] * len(contract.attributes))
     validation, test = heldout[: len(prefix.validation)], heldout[len(prefix.validation) :]
     return TrainingData(train, validation, contract, objective, test)
 

@@ -47,7 +47,7 @@ from nemo_aligner.data.report import measure_replies
 from nemo_aligner.evaluation.predictions import Prediction, Predictions
 from nemo_aligner.evaluation.sources import Measure, RewardSource, Score
 from nemo_aligner.losses import default_objective, default_step_objective
-from nemo_aligner.losses.base import RatingObjective, measure_set
+from nemo_aligner.losses.base import RIGHT_FROM, measure_set
 from nemo_aligner.metrics.ranking import wilson_interval
 from nemo_aligner.metrics.regression import RatedRewards
 from nemo_aligner.metrics.table import (
@@ -299,10 +299,10 @@ def _measure_steps(
 def right_from(source: RewardSource) -> float:
     """The reward from which on a step counts as right."""
     if source.contract is None:
-        return RatingObjective.right_from
+        return RIGHT_FROM
     contract = source.contract
     objective = default_step_objective(contract.readout, contract.label_means, source.attributes)
-    return float(getattr(objective, "right_from", RatingObjective.right_from))
+    return float(getattr(objective, "right_from", RIGHT_FROM))
 
 
 def _last_labels(record: Rating, steps: int, columns: int) -> list[list[float]]:

@@ -20,7 +20,7 @@ from nemo_aligner.config.model import layout_sizes
 from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract
 from nemo_aligner.contract.from_settings import check_expected
 from nemo_aligner.contract.messages import Text, as_json
-from nemo_aligner.contract.readout import one_reward
+from nemo_aligner.contract.readout import SCORE, one_reward
 from nemo_aligner.contract.steps import aggregate_steps
 from nemo_aligner.contract.template_check import freeze_date
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
@@ -117,6 +117,7 @@ class RewardSource:
             ConfigError: it gives one reward for each text alone.
         """
         rule = Aggregate.last if self.contract is None else self.contract.aggregation
+        scale = SCORE if self.contract is None else self.contract.reward_scale
         if how is None or how is rule:
             return self
         score_steps = self.score_steps
@@ -128,7 +129,9 @@ class RewardSource:
             )
 
         def score(texts: Sequence[Text]) -> np.ndarray:
-            return np.array([aggregate_steps(each.rewards, how) for each in score_steps(texts)])
+            return np.array(
+                [aggregate_steps(each.rewards, how, scale) for each in score_steps(texts)]
+            )
 
         return replace(self, score=score, aggregate=how)
 

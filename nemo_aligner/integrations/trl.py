@@ -12,7 +12,7 @@ import numpy as np
 
 from nemo_aligner.config.common import Aggregate
 from nemo_aligner.contract.messages import Conversation, Text, messages_of, without_struct_nulls
-from nemo_aligner.contract.readout import one_reward, reward_weights
+from nemo_aligner.contract.readout import SCORE, one_reward, reward_weights
 from nemo_aligner.contract.steps import aggregate_steps
 from nemo_aligner.serving.client import RewardClient, ScoredRows
 from nemo_aligner.utils.errors import ConfigError
@@ -42,6 +42,7 @@ class RewardFunction:
         self._client = client
         self._attribute = attribute
         self._weights: tuple[float, ...] | None = None
+        self._scale = SCORE
 
     def __call__(
         self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
@@ -67,6 +68,7 @@ class RewardFunction:
             if self._aggregate is Aggregate.last is contract.aggregation:
                 self._aggregate = None  # which is every text's reward, with steps and without
             self._weights = reward_weights(contract, self._attribute)
+            self._scale = contract.reward_scale
         # Prompts and tools are of a data set's rows, which Arrow keeps.
         rows = columns.get("tools") or [None] * len(prompts)
         tools = without_struct_nulls(rows, is_inside=True)
@@ -94,7 +96,7 @@ class RewardFunction:
             if own is not None:
                 places = [s.end - 1 if s.message is None else s.message for s in own.spans]
                 first = next((n for n, at in enumerate(places) if at >= begin[row]), -1)
-                rewards[row] = aggregate_steps(own.rewards[first:], self._aggregate)
+                rewards[row] = aggregate_steps(own.rewards[first:], self._aggregate, self._scale)
             elif row not in scored.errors:
                 raise ConfigError(
                     f"aggregate: got {self._aggregate.value}, but the server answers no rewards of "

@@ -16,6 +16,8 @@ from typing import Any
 
 from nemo_aligner.config.common import RecordKind, RewardModelType
 from nemo_aligner.config.model import ModelConfig
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.readout import LOG_ODDS, SIGMOID, Readout
 from nemo_aligner.losses.base import Objective
 from nemo_aligner.losses.multi_head import HeadEnsemble, Odin, RegularizedByLanguage
 from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, PlackettLuce, RaoKupper
@@ -24,6 +26,7 @@ from nemo_aligner.losses.regression import (
     Huber,
     MaskedMse,
     OrdinalBins,
+    ProbabilityCrossEntropy,
     Quantiles,
     RankingAndRegression,
 )
@@ -53,6 +56,8 @@ _SETTINGS_KEY = "model.objective_kwargs"
 _WEIGHTS = "weights"
 # Not settings: the scoring contract has them.
 _NO_SETTINGS = ("attributes", _WEIGHTS)
+# What objectives did before they had a setting for it, where its default is something else.
+_EARLIER_SETTINGS: dict[str, dict[str, Any]] = {"binary_cross_entropy": {"scale": LOG_ODDS}}
 
 
 def build_objective(
@@ -96,10 +101,14 @@ def default_step_objective(
 ) -> Objective:
     """Objective that measures rewards of turns and steps where nothing is trained.
 
-    A head whose labels were centred, or that has a readout, predicts labels; any other, log-odds.
+    A head whose labels were centred, or that has a readout, predicts labels, and one that was
+    trained with cross-entropy their probability; any other, log-odds.
     """
-    is_of_labels = readout is not None or any(label_means)
-    return (MaskedMse if is_of_labels else BinaryCrossEntropy)(tuple(attributes))
+    if readout is not None and Readout.from_json(readout).kind == SIGMOID:
+        return ProbabilityCrossEntropy(tuple(attributes))
+    if readout is not None or any(label_means):
+        return MaskedMse(tuple(attributes))
+    return BinaryCrossEntropy(tuple(attributes), LOG_ODDS)
 
 
 def objective_name(config: ModelConfig) -> str:
@@ -112,6 +121,16 @@ def default_name(model_type: str) -> str:
     return _DEFAULTS[RewardModelType(model_type)]
 
 
+def settings_of_run(config: ModelConfig, contract: ScoringContract) -> dict[str, Any]:
+    """Settings of the objective, completed by what a run with this ``contract`` began with.
+
+    Runs of versions that had fewer settings go on as they were.
+    """
+    earlier = _EARLIER_SETTINGS.get(objective_name(config), {})
+    is_earlier = contract.readout is None
+    return {**(earlier if is_earlier else {}), **config.objective_kwargs}
+
+
 def objective_settings(objective: Objective) -> dict[str, Any]:
     """Settings of an objective, defaults included."""
     return {name: getattr(objective, name) for name in _defaults(type(objective))}
@@ -120,11 +139,12 @@ def objective_settings(objective: Objective) -> dict[str, Any]:
 def settings_with_defaults(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the ``settings`` of an earlier version's run with defaults.
 
-    New settings are off by default. Settings of objectives from other packages stay as they are.
+    New settings are off by default, but for those of ``_EARLIER_SETTINGS``. Settings of objectives
+    from other packages stay as they are.
     """
     if name not in OBJECTIVES:
         return dict(settings)
-    return {**_defaults(OBJECTIVES[name]), **settings}
+    return {**_defaults(OBJECTIVES[name]), **_EARLIER_SETTINGS.get(name, {}), **settings}
 
 
 def describe_objective(config: ModelConfig, objective: Objective) -> str:

@@ -113,6 +113,9 @@ class PairObjective:
         return {}
 
 
+RIGHT_FROM = 0.5  # of labels and rewards from 0 to 1
+
+
 @dataclass(frozen=True)
 class RatingObjective:
     """Base of objectives on rated replies, with a label column for each attribute."""
@@ -142,8 +145,10 @@ class RatingObjective:
         errors = torch.where(present, records.as_single(rewards) - labels.nan_to_num(), 0.0)
         return errors, present
 
-    # Where steps are scored, the reward from which on one counts as right.
-    right_from: ClassVar[float] = 0.5
+    @property
+    def right_from(self) -> float:
+        """Where steps are scored, the reward from which on one counts as right."""
+        return RIGHT_FROM
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
         rated = self._rated(rewards, records, torch.zeros(len(rewards), dtype=torch.int64))

@@ -12,8 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_aligner.batch.packed import LabelColumns, Records
-from nemo_aligner.contract.readout import BINS, QUANTILES, Readout
-from nemo_aligner.losses.base import RatingObjective, check_above, check_number, check_whole
+from nemo_aligner.contract.readout import (
+    BINS,
+    LOG_ODDS,
+    PROBABILITY,
+    QUANTILES,
+    SIGMOID,
+    Readout,
+)
+from nemo_aligner.losses.base import (
+    RIGHT_FROM,
+    RatingObjective,
+    check_above,
+    check_number,
+    check_whole,
+)
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.losses.value import merge_attributes
 from nemo_aligner.metrics.ranking import PairRewards
@@ -60,23 +73,61 @@ class BinaryCrossEntropy(RatingObjective):
 
     Over the labels that are present: of every step where steps are scored, else of the text. A
     label between 0 and 1, as the share of completions that come to the right answer, is the
-    probability to learn (the soft estimation of Wang et al. 2023, "Math-Shepherd", eq. 3). The
-    reward is the log-odds of a right step, and 0 is undecided.
+    probability to learn (the soft estimation of Wang et al. 2023, "Math-Shepherd", eq. 3).
+
+    Attributes:
+        scale: ``probability``: the head's output r is read as ``sigmoid(r)``, the probability of a
+            right step, and 0.5 is undecided; ``log_odds``: the reward is r, and 0 is undecided.
     """
+
+    scale: str = PROBABILITY
 
     centres_labels: ClassVar[bool] = False
     main_metric: ClassVar[str] = "loss"
     lowest_label: ClassVar[float | None] = 0.0
     highest_label: ClassVar[float | None] = 1.0
-    # The reward from which on a step counts as right.
-    right_from: ClassVar[float] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.scale not in (PROBABILITY, LOG_ODDS):
+            raise ValueError(f"scale: got {self.scale!r}, wanted {PROBABILITY} or {LOG_ODDS}")
+
+    @property
+    def readout(self) -> Readout | None:
+        if self.scale == LOG_ODDS:
+            return None
+        return Readout(SIGMOID, ((1.0,),) * len(self.attributes))
+
+    @property
+    def right_from(self) -> float:
+        return 0.0 if self.scale == LOG_ODDS else RIGHT_FROM
+
+    def loss(self, outputs: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+        """Sum over labels, and their count (int), of ``outputs [S, A]``."""
+        labels = records.labels.targets(self.attributes)
+        present = ~torch.isnan(labels)
+        # log(1 + exp(r)) - l r, without the overflow of exp.
+        losses = F.softplus(outputs) - labels.nan_to_num() * records.as_single(outputs)
+        return torch.where(present, losses, 0.0).sum(), present.sum()
+
+
+@dataclass(frozen=True)
+class ProbabilityCrossEntropy(RatingObjective):
+    """The same of rewards that are probabilities already, for evaluation, which has no outputs.
+
+    As fp32 rounds a probability near 1, it counts at most as one of ``1 - 2 ** -25``.
+    """
+
+    centres_labels: ClassVar[bool] = False
+    main_metric: ClassVar[str] = "loss"
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
         """Sum over labels, and their count (int), of rewards ``[S, A]``."""
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
-        # log(1 + exp(r)) - l r, without the overflow of exp.
-        losses = F.softplus(rewards) - labels.nan_to_num() * records.as_single(rewards)
+        tiny = torch.finfo(torch.float32).tiny
+        right = records.as_single(rewards).double().clamp(tiny, 1 - 2**-25)
+        share = labels.nan_to_num().double()
+        losses = -(share * right.log() + (1 - share) * torch.log1p(-right))
         return torch.where(present, losses, 0.0).sum(), present.sum()
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.contract.contract import ScoringContract, TextEncoder
+from nemo_aligner.contract.readout import LOG_ODDS, PROBABILITY
 from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.steps import StepSpan, aggregate_texts
 from nemo_aligner.contract.turns import TurnEnd
@@ -392,6 +393,7 @@ class RewardModel:
         lines = [
             "It speaks KServe v2; `nemo-aligner gateway` adds /v1/rewards and trainers' protocols",
             f"Scoring contract {contract.hash}",
+            *_SCALES.get(contract.reward_scale, ()),
         ]
         if contract.shaping is not None:
             rules = json.loads(contract.shaping).items()
@@ -427,6 +429,13 @@ class RewardModel:
             print(f"{left} rows were not answered within server.exit_timeout_secs", flush=True)
         self._service.close()
         self._batcher.close()
+
+
+# What a reader of rewards has to know of them; of other scores there is nothing to say.
+_SCALES = {
+    PROBABILITY: ["Rewards are probabilities, from 0 to 1"],
+    LOG_ODDS: ["Rewards are log-odds of a right step; their sigmoid is its probability"],
+}
 
 
 def _shown(rule: Any) -> str:

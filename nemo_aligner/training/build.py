@@ -28,12 +28,13 @@ from nemo_aligner.contract.from_settings import (
     continue_contract,
     with_aggregate,
 )
+from nemo_aligner.contract.readout import LOG_ODDS, PROBABILITY
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.contract.turns import make_reply_marker
 from nemo_aligner.data.training_data import TrainingData, TrainLoader, build_training_data
 from nemo_aligner.distributed.collectives import current_device, gpu_computes_bf16, on_main
 from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout
-from nemo_aligner.losses import build_objective
+from nemo_aligner.losses import build_objective, settings_of_run
 from nemo_aligner.losses.base import (
     aggregate_of,
     auxiliary_heads,
@@ -114,11 +115,13 @@ def build_data(config: TrainConfig) -> TrainingData:
     prefix = config.model.data.data_prefix
     say(f"reading and tokenizing {', '.join(prefix.all_files)} ...")
     tokenizer, start = read_text_rules(str(start_from.restore_from_path))
-    before = None
-    if config.model.data.template in BUILT_IN_TEMPLATES:
-        before = _resumed_contract(config)  # may have an earlier text of the template
-    contract = build_contract(config.model, tokenizer, config.precision, start, before)
-    objective = build_objective(config.model, contract.attributes, contract.attribute_weights)
+    before, model = _resumed_contract(config), config.model
+    if before is not None:
+        model = replace(model, objective_kwargs=settings_of_run(model, before))
+    # Only a built-in template may have had an earlier text.
+    known = before if model.data.template in BUILT_IN_TEMPLATES else None
+    contract = build_contract(model, tokenizer, config.precision, start, known)
+    objective = build_objective(model, contract.attributes, contract.attribute_weights)
     contract = with_aggregate(contract, aggregate_of(objective))
     if start is not None:
         contract = continue_contract(
@@ -132,7 +135,7 @@ def build_data(config: TrainConfig) -> TrainingData:
     shape = ModelShape.from_config(read_model_config(Path(str(start_from.restore_from_path))))
     shape.rotation_by_length(contract.seq_length)  # raises if it has none
     data = build_training_data(
-        config.model,
+        model,
         contract,
         tokenizer,
         measure_label_means=means_are_new,
@@ -141,7 +144,18 @@ def build_data(config: TrainConfig) -> TrainingData:
     if start_from.load_rm_head_weights is not None:
         source, names = start_from.load_rm_head_weights, start_from.rm_head_names
         check_initial_head(source, data.contract, names)
+    if start is not None and not start_from.new_head:
+        _say_new_scale(start, data.contract)
     return data.with_validation_limited(config.trainer.rm.limit_val_records, config.model.seed)
+
+
+def _say_new_scale(start: ScoringContract, contract: ScoringContract) -> None:
+    """Tell of rewards on another scale than those of the model to start from."""
+    if (start.reward_scale, contract.reward_scale) == (LOG_ODDS, PROBABILITY):
+        say(
+            "note: the reward model to start from answers log-odds, and this one will answer "
+            "probabilities; model.objective_kwargs.scale=log_odds keeps log-odds"
+        )
 
 
 def _resumed_contract(config: TrainConfig) -> ScoringContract | None:

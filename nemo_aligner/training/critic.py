@@ -29,8 +29,8 @@ from nemo_aligner.checkpoint.run_lock import RunLock
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import config_to_dict
 from nemo_aligner.config.serving import ServeCriticConfig
-from nemo_aligner.contract.contract import ScoringContract, check_plain_reading
-from nemo_aligner.contract.from_settings import check_expected
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.from_settings import check_expected, check_plain_reading
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.packing import TokenPacking
 from nemo_aligner.data.rollout import Rollout

@@ -26,7 +26,8 @@ from nemo_aligner.config.training import (
     MonitorMode,
     TrainConfig,
 )
-from nemo_aligner.contract.contract import ScoringContract, check_plain_reading
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.from_settings import check_plain_reading
 from nemo_aligner.data.dataset import TokenizedDataset, weighted_order
 from nemo_aligner.data.training_data import Imbalance, TrainingData, how_to_read
 from nemo_aligner.distributed.collectives import gpu_computes_bf16, lacks_bf16

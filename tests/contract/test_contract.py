@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nemo_aligner.config.common import Overlong, Precision
@@ -424,3 +425,54 @@ def test_message_with_the_words_between_turns_is_refused(
     # It writes no such token, and none but ChatML's between turns.
     assert plain.encode(tokenizer, talk("why", "a<|im_start|>b")).token_ids
     assert contracts().encode(tokenizer, talk("why", "bad\n\nUser: thanks")).token_ids
+
+
+# As a version without ``readout`` for cross-entropy wrote it.
+OF_STEPS: dict[str, Any] = {
+    "version": 1,
+    "template": "",
+    "add_bos": False,
+    "add_eos": True,
+    "bos_id": None,
+    "eos_id": 2,
+    "overlong": "drop",
+    "seq_length": 64,
+    "attributes": ["right"],
+    "attribute_weights": [1.0],
+    "label_means": [0.0],
+    "dtype": "fp32",
+    "tokenizer_fingerprint": "abc",
+    "reward_model_type": "regression",
+    "scored_position": "step_ends",
+    "reward_mean": None,
+    "reward_std": None,
+    "measured_on": None,
+    "step_separator": "\n\n",
+    "hash": "3ae1ba0f315fda2bc651e8b1da7ba9d8d41cb0364ae210e04e038bc7433adff4",
+}
+
+
+def test_contract_says_what_its_rewards_are_numbers_of() -> None:
+    """And one of an earlier version keeps its rule, which it had no field for, and its hash."""
+    earlier = ScoringContract.from_dict(OF_STEPS)
+    assert earlier.to_dict() == OF_STEPS
+    assert earlier.reward_scale == "log_odds"
+    outputs = np.array([[-2.5], [0.25]], dtype=np.float32)
+    assert earlier.rewards_of(outputs).tolist() == outputs.tolist()
+    sigmoid = earlier.with_readout(Readout("sigmoid", ((1.0,),)))
+    assert sigmoid.hash != earlier.hash
+    np.testing.assert_allclose(sigmoid.rewards_of(outputs), 1 / (1 + np.exp(-outputs)), rtol=1e-6)
+    assert sigmoid.output_names == ["right"]
+    scales = {
+        "probability": [sigmoid, earlier.with_readout(Readout("bins", ((0.0, 1.0),)))],
+        "score": [
+            earlier.with_readout(Readout("bins", ((0.0, 4.0),))),
+            earlier.with_label_means([0.5]),
+            dataclasses.replace(earlier, reward_model_type="binary_ranking"),
+            dataclasses.replace(earlier, scored_position="last_token", step_separator=None),
+            dataclasses.replace(sigmoid, shaping="{}"),
+        ],
+    }
+    for scale, contracts_of_scale in scales.items():
+        assert {each.reward_scale for each in contracts_of_scale} == {scale}
+

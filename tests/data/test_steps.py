@@ -194,6 +194,28 @@ def test_labels_belong_to_the_tokens_that_are_read(tmp_path: Path, contracts: Co
     assert torch.equal(turned.reads(1)[0], places)  # type: ignore[index]
 
 
+def test_contract_of_cross_entropy_says_that_rewards_are_probabilities(
+    tmp_path: Path, contracts: Contracts
+) -> None:
+    """Whatever means of labels the model to start from has, and unless settings say otherwise."""
+    path = write(tmp_path / "a.jsonl", STEPWISE)
+    config = contracts.config(["right"])
+    config.objective = "binary_cross_entropy"
+    config.head = HeadConfig(reads=ScoredPosition.step_ends)
+    config.data.data_prefix = DataPrefixConfig([str(path)])
+    plain = build_contract(config, contracts.tokenizer, Precision.fp32)
+    for given, kwargs, scale in (
+        (plain, {}, "probability"),
+        (plain.with_label_means([0.5]), {}, "probability"),
+        (plain, {"scale": "log_odds"}, "log_odds"),
+    ):
+        config.objective_kwargs = kwargs
+        contract = build_training_data(config, given, contracts.tokenizer).contract
+        assert (contract.reward_scale, contract.label_means) == (scale, (0.0,)), kwargs
+        # One that says nothing is the contract of versions that knew no other.
+        assert (contract.hash == plain.hash) == (scale == "log_odds")
+
+
 def test_label_of_a_whole_text_is_that_of_its_last_step(
     tmp_path: Path, contracts: Contracts
 ) -> None:

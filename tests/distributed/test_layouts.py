@@ -17,7 +17,7 @@ import pytest
 
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
-from nemo_aligner.contract.contract import check_plain_reading
+from nemo_aligner.contract.from_settings import check_plain_reading
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.hf.exporting import export

@@ -23,7 +23,7 @@ from nemo_aligner.losses import (
 )
 from nemo_aligner.losses.base import PairObjective
 from nemo_aligner.losses.pairwise import BradleyTerry
-from nemo_aligner.losses.regression import MaskedMse
+from nemo_aligner.losses.regression import BinaryCrossEntropy, MaskedMse
 from nemo_aligner.utils.errors import ConfigError
 from tests import tiny
 
@@ -94,6 +94,9 @@ def test_settings_that_a_run_lacks_had_their_defaults() -> None:
     assert settings_with_defaults("my:Loss", {"x": 1}) == {"x": 1}
     page = (tiny.ROOT / "docs" / "training.md").read_text()
     rows = {line.split("|")[1].strip(): line for line in page.splitlines() if line[:2] == "| "}
+    # Runs from before its rewards were probabilities.
+    earlier = settings_with_defaults("binary_cross_entropy", {})
+    assert earlier == {"scale": "log_odds"} != objective_settings(BinaryCrossEntropy(("a",)))
     for name in OBJECTIVES:
         settings = settings_with_defaults(name, {})
         assert [key for key in settings if f"`{key}`" not in rows[f"`{name}`"]] == []

@@ -12,8 +12,9 @@ import torch
 from nemo_aligner.batch.packed import LabelColumns, Records
 from nemo_aligner.config.common import Aggregate
 from nemo_aligner.config.model import ModelConfig
+from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.steps import aggregate_steps
-from nemo_aligner.losses import build_objective
+from nemo_aligner.losses import build_objective, default_step_objective
 from nemo_aligner.losses.base import Objective, label_limits
 from nemo_aligner.losses.pairwise import AGGREGATES, BradleyTerry
 from nemo_aligner.losses.regression import BinaryCrossEntropy, MaskedMse, OrdinalBins
@@ -154,10 +155,57 @@ def report_of(objective: Any, rewards: list[float], records: Records) -> dict[st
     return objective.report(torch.tensor(rewards)[:, None], records, lengths)
 
 
+def test_probabilities_are_judged_like_their_log_odds() -> None:
+    """Labels from 0 to 1 have a probability for a reward unless log-odds are asked for."""
+    labels = [[1.0, 1.0, 0.0, MISSING], [1.0, 1.0], [0.0, 1.0], [1.0, MISSING, 0.0]]
+    outputs = [1.0, 2.0, -1.0, 5.0, 0.0, -0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
+    default = BinaryCrossEntropy(("right",))
+    odds = BinaryCrossEntropy(("right",), "log_odds")
+    assert (default.scale, default.right_from, odds.right_from) == ("probability", 0.5, 0.0)
+    assert odds.readout is None
+    assert default.readout is not None
+    assert loss_of(default, outputs, stepped(labels)) == loss_of(odds, outputs, stepped(labels))
+    found, wanted = (report_of(each, outputs, stepped(labels)) for each in (default, odds))
+    judged = [name for name in wanted if name.startswith(("step_", "first_error_"))]
+    assert len(judged) > 10
+    assert {name: found[name] for name in judged} == {
+        name: pytest.approx(wanted[name], abs=1e-7) for name in judged
+    }
+    with pytest.raises(ValueError, match="scale: got 'odds', wanted probability or log_odds"):
+        BinaryCrossEntropy(("right",), "odds")
+
+
+def test_evaluation_measures_probabilities_by_the_loss_of_training() -> None:
+    labels, outputs = [[1.0, 0.7, MISSING], [0.0]], [0.5, -1.0, 9.0, 2.0]
+    trained = BinaryCrossEntropy(("right",))
+    assert trained.readout is not None
+    evaluated = default_step_objective(trained.readout.to_json(), [0.0], ["right"])
+    rewards = trained.readout.rewards(np.array(outputs)[:, None])[:, 0].tolist()
+    wanted, count = loss_of(trained, outputs, stepped(labels))
+    assert loss_of(evaluated, rewards, stepped(labels)) == (pytest.approx(wanted, rel=1e-6), count)
+    assert evaluated.right_from == trained.right_from  # type: ignore[attr-defined]
+    certain, _ = loss_of(evaluated, [0.0, 1.0], stepped([[1.0, 0.0]]))
+    assert 80 < certain < 120
+    earlier = default_step_objective(None, [0.0], ["right"])
+    assert earlier == BinaryCrossEntropy(("right",), "log_odds")
+
+
+@pytest.mark.parametrize("how", AGGREGATES)
+def test_product_of_probabilities_is_that_of_their_log_odds(how: str) -> None:
+    odds = np.array([[2.0], [-1.0], [0.5]], dtype=np.float32)
+    probabilities = Readout("sigmoid", ((1.0,),)).rewards(odds)
+    found = aggregate_steps(probabilities, Aggregate(how), "probability")
+    plain = aggregate_steps(probabilities, Aggregate(how))
+    wanted = aggregate_steps(odds, Aggregate.product) if how == "product" else plain
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    never = np.zeros((1, 1), dtype=np.float32)
+    assert np.isfinite(aggregate_steps(never, Aggregate(how), "probability")).all()
+
+
 def test_metrics_of_steps() -> None:
     labels = [[1.0, 1.0, 0.0, MISSING], [1.0, 1.0], [0.0, 1.0], [1.0, MISSING, 0.0]]
     rewards = [1.0, 2.0, -1.0, 5.0, 0.0, -0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
-    found = report_of(BinaryCrossEntropy(("right",)), rewards, stepped(labels))
+    found = report_of(BinaryCrossEntropy(("right",), "log_odds"), rewards, stepped(labels))
     # Wrong: the second of the second text, the first of the third, the last of the fourth.
     assert found["step_accuracy"] == pytest.approx(6 / 9)
     # Found in the first text; the second has none, of which one is found; the third's is not
@@ -177,7 +225,7 @@ def test_metrics_of_steps() -> None:
     tenth = [long[f"step_position/10/{name}"] for name in ("labels", "probability", "accuracy")]
     assert tenth == [2, 0.5, 0.5]
     rewards[5] = 0.5
-    found = report_of(BinaryCrossEntropy(("right",)), rewards, stepped(labels))
+    found = report_of(BinaryCrossEntropy(("right",), "log_odds"), rewards, stepped(labels))
     assert found["first_error_f1"] == pytest.approx(2 * 0.5 * 1 / 1.5)
     # Centred labels are measured where they are; returns are neither right nor wrong.
     moved = report_of(MaskedMse(("right",)), [r - 0.5 for r in rewards], stepped(labels, mean=0.5))

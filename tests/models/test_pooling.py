@@ -17,7 +17,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
     save_reward_model,
 )
 from nemo_aligner.config.common import Precision
-from nemo_aligner.contract.contract import check_plain_reading
+from nemo_aligner.contract.from_settings import check_plain_reading
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.turns import make_reply_marker, reply_start
 from nemo_aligner.models.readout import mean_of_replies

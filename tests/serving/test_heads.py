@@ -29,6 +29,7 @@ SERVED = (
     "quantiles",
     "several heads",
     "bins with a bias",
+    "probabilities",
     "the mean of a reply",
 )
 

@@ -16,13 +16,15 @@ from nemo_aligner.checkpoint.safe_load import read_json
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import config_to_dict, load_config
 from nemo_aligner.config.training import MonitorMode, TrainConfig, TrainerConfig
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.losses import settings_of_run
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.training.resume import changes_since, find_latest, go_on, new_state
 from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.errors import CheckpointError
 from tests import tiny
 from tests.contracts import Contracts
-from tests.data.files import build
+from tests.data.files import build, write
 
 NAME = "validation/accuracy"
 
@@ -163,3 +165,37 @@ def test_resume_knows_the_rule_for_steps_of_a_version_whose_contract_did_not_say
     assert goes_on_from(replace(fresh, contract=stepped.to_dict(), fingerprint=fingerprint))
     with pytest.raises(CheckpointError, match=r"model\.objective_kwargs: the checkpoint has"):
         goes_on_from(new_state(config, tiny.SMALLEST, last))
+
+
+def test_run_from_before_probabilities_goes_on_with_log_odds(
+    tmp_path: Path, contracts: Contracts
+) -> None:
+    """Its state names no scale, and its contract has no readout; a new run's has one."""
+    record = {"prompt": "why", "completions": ["the cat", "sings"], "labels": [1, 0]}
+    files = [write(tmp_path / "steps.jsonl", record)]
+    rules = {"scored_position": "step_ends", "step_separator": "\n\n"}
+    plain = replace(contracts(["right"]), **rules)
+    name = "binary_cross_entropy"
+
+    def built(settings: dict[str, Any]) -> tuple[TrainConfig, Any]:
+        how = {"attributes": ["right"], "contract": plain, "objective": name}
+        config = TrainConfig()
+        config.model = replace(contracts.config(["right"]), objective=name)
+        return config, build(contracts, files, settings=settings, **how)
+
+    config, data = built({"scale": "log_odds"})
+    state = new_state(config, tiny.SMALLEST, data)
+    assert data.contract.hash == plain.hash
+    earlier = replace(state, fingerprint={**state.fingerprint, "model.objective_kwargs": {}})
+    assert earlier.fingerprint != state.fingerprint
+    checkpoints: Any = SimpleNamespace(latest=lambda: Saved(tmp_path, earlier), folder=tmp_path)
+    before = ScoringContract.from_dict(earlier.contract)
+    config, data = built(settings_of_run(config.model, before))
+    fresh = new_state(config, tiny.SMALLEST, data)
+    assert find_latest(checkpoints, config, fresh, data)
+    # Without it the contract would be another one, which no run goes on by.
+    config, data = built({})
+    fresh = new_state(config, tiny.SMALLEST, data)
+    with pytest.raises(CheckpointError, match="readout"):
+        find_latest(checkpoints, config, fresh, data)
+    assert settings_of_run(config.model, data.contract) == {}

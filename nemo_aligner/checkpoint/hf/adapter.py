@@ -40,7 +40,8 @@ from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.reward_model import reward_model_of
 from nemo_aligner.checkpoint.safe_load import bounded_torch_load
 from nemo_aligner.config.common import Precision
-from nemo_aligner.contract.contract import ScoringContract, check_plain_reading
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.from_settings import check_plain_reading
 from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.lora import folded

@@ -60,7 +60,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import reward_model_without_weigh
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import format_of
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.readout import HEADS
+from nemo_aligner.contract.readout import HEADS, SIGMOID
 from nemo_aligner.contract.steps import MARKS
 from nemo_aligner.contract.templates import with_kwargs_inside
 from nemo_aligner.contract.tokenizer import Tokenizer
@@ -233,7 +233,10 @@ def _notes(contract: ScoringContract, exported: ScoringContract, form: str) -> I
         has_heads = readout is not None and readout.kind == HEADS
         left = "heads but their mean" if has_heads else "quantiles but the median"
         yield f"left out: all {left}, which is the reward; with them goes how certain it is"
-    if exported.readout is not None:
+    kept = exported.output_readout
+    if kept is not None and kept.kind == SIGMOID:
+        yield "the logits are log-odds: a reward is their sigmoid (readout in config.json)"
+    elif kept is not None:
         yield (
             "WARNING: the logits are those of bins. A reward is the mean of an attribute's values "
             "by their softmax (readout in config.json; the model card has the program)"

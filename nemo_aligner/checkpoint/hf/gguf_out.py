@@ -34,7 +34,8 @@ from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.nemo.reward_model import contract_of, model_shape
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import format_of, torch_dtype
-from nemo_aligner.contract.contract import ScoringContract, check_last_token
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.from_settings import check_last_token
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.contract.turns import write_conversation
 from nemo_aligner.models.shape import ModelShape, check_is_linear

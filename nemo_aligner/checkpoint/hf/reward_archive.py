@@ -33,6 +33,7 @@ from nemo_aligner.checkpoint.weights.store import TensorStore
 from nemo_aligner.config.common import Aggregate
 from nemo_aligner.config.dtypes import format_of
 from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.readout import SIGMOID
 from nemo_aligner.models.lora import folded
 from nemo_aligner.models.shape import LORA_A, LORA_B, LoraShape, ModelShape, is_of_adapter
 from nemo_aligner.utils.errors import CheckpointError, shown
@@ -330,7 +331,10 @@ def head_of(
         exported = exported.with_readout(None)
     if options.merge:
         exported = _merged_contract(exported)
-    are_rewards, form = exported.readout is None, options.head
+    kept = exported.output_readout
+    are_rewards, form = kept is None, options.head
+    if contract.has_steps and kept is not None and kept.kind == SIGMOID:
+        are_rewards = True  # its readers take the softmax of two outputs, which is the probability
     if contract.reply_marker is not None:
         form = _form_with_biases(stored, form, "means")
     put = HeadOut.of_steps if contract.has_steps else HeadOut.of

@@ -62,13 +62,14 @@ class Served:
     """The model behind the gateway, for answers that name it.
 
     ``attributes`` are the names of a reward's columns, and ``weights`` (None where no server says)
-    make one number of them.
+    make one number of them. ``scale`` is the contract's ``reward_scale``, None likewise.
     """
 
     model_name: str
     attributes: Sequence[str]
     weights: Sequence[float] | None
     reward_threshold: float | None = None
+    scale: str | None = None
 
     def one_reward(self, rewards: np.ndarray) -> list[float]:
         """Merge ``[B, A]`` rewards into one per row, as evaluation does; A = 1 is left as it is.

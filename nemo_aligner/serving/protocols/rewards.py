@@ -3,8 +3,9 @@
 The body has one of ``texts`` (scored as they stand), ``conversations`` (lists of messages, or
 objects with ``messages``, ``tools`` and ``documents``, which get the model's chat template) and
 ``tokens`` (token ids, scored as they stand). ``rewards`` has a row for each, with a number for each
-of ``attributes``, or null where it cannot be scored, and ``errors`` says why. ``truncated`` says
-which texts were cut to the model's length. With ``outputs: true`` a model with several outputs for
+of ``attributes``, or null where it cannot be scored, and ``errors`` says why. ``scale`` says what
+the numbers are: ``probability``, ``log_odds`` or ``score``. ``truncated`` says which texts were cut
+to the model's length. With ``outputs: true`` a model with several outputs for
 each attribute adds ``spread``, how uncertain each reward is, and its ``outputs``. With
 ``steps: true`` a model with a reward for each turn or step adds ``steps``: of each row all of them,
 each with the ``message`` (null in a raw text) and the characters ``start`` to ``end`` of it.
@@ -89,6 +90,7 @@ class RewardsResponse(Body):
 
     rewards: list[list[float] | None]
     attributes: list[str]
+    scale: str | None
     contract_hash: str | None
     truncated: list[bool]
     errors: list[RowError]
@@ -134,6 +136,7 @@ def answer(body: RewardsRequest, scored: ScoredRows, served: Served) -> dict[str
     return {
         "rewards": _rows(scored.rewards),
         "attributes": list(served.attributes),
+        "scale": served.scale,
         "contract_hash": scored.contract_hash,
         "truncated": scored.exceeded.tolist(),
         "errors": [{"row": row, "message": why} for row, why in scored.errors.items()],

@@ -28,6 +28,7 @@ from nemo_aligner.config.common import Overlong
 from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.readout import PROBABILITY
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
@@ -143,9 +144,15 @@ def _check_not_cut(body: PredictRequest | RerankRequest, scored: ScoredRows) -> 
         )
 
 
-def _activated(rewards: Sequence[float], body: PredictRequest | RerankRequest) -> Sequence[float]:
-    """Rewards, or their sigmoids where a request asks for no raw scores."""
-    return rewards if body.raw_scores else [_sigmoid(reward) for reward in rewards]
+def _activated(
+    rewards: Sequence[float], body: PredictRequest | RerankRequest, served: Served
+) -> Sequence[float]:
+    """Rewards, or their sigmoids where a request asks for no raw scores.
+
+    Probabilities are from 0 to 1 already.
+    """
+    is_wanted = body.raw_scores or served.scale == PROBABILITY
+    return rewards if is_wanted else [_sigmoid(reward) for reward in rewards]
 
 
 def _sigmoid(reward: float) -> float:
@@ -159,7 +166,7 @@ def answer_predict(body: PredictRequest, scored: ScoredRows, served: Served) -> 
     _check_not_cut(body, scored)
     found = []
     for row in scored.rewards.tolist():
-        rewards = _activated(row, body)
+        rewards = _activated(row, body, served)
         labelled = zip(rewards, served.attributes, strict=True)
         named: list[dict[str, Any]] = [
             {"score": reward, "label": label} for reward, label in labelled
@@ -172,7 +179,7 @@ def answer_rerank(body: RerankRequest, scored: ScoredRows, served: Served) -> An
     """One number for each text, the best first; TEI puts the later of two equal ones first."""
     _check_not_cut(body, scored)
     ranks: list[dict[str, Any]] = []
-    for index, reward in enumerate(_activated(served.one_reward(scored.rewards), body)):
+    for index, reward in enumerate(_activated(served.one_reward(scored.rewards), body, served)):
         text = {"text": body.texts[index]} if body.return_text else {}
         ranks.append({"index": index, **text, "score": reward})
     return sorted(ranks, key=lambda rank: (rank["score"], rank["index"]), reverse=True)
@@ -228,6 +235,7 @@ def describe_model(contract: ScoringContract | None, config: GatewayConfig) -> H
         "max_batch_requests": None,
         "max_client_batch_size": config.max_queue_rows,
         "auto_truncate": cuts,
+        "reward_scale": None if contract is None else contract.reward_scale,
         "tokenization_workers": 1,
         "version": nemo_aligner.__version__,
     }

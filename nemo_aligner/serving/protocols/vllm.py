@@ -347,6 +347,7 @@ def list_models(contract: ScoringContract | None, config: GatewayConfig) -> Http
     }
     if contract is not None:
         model["max_model_len"] = contract.seq_length
+        model["reward_scale"] = contract.reward_scale
     return HttpAnswer(200, {"object": "list", "data": [model]})
 
 

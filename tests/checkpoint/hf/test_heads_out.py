@@ -53,6 +53,7 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("several heads", {}, "LlamaForSequenceClassification", "left out: all heads but their mean"),
     ("bins", {}, "LlamaForSequenceClassification", "WARNING: the logits are those of bins"),
     ("bins with a bias", {"head": "score.bias"}, "LlamaForSequenceClassification", "of bins"),
+    ("probabilities", {"head": "score.bias"}, "LlamaForSequenceClassification", "are log-odds: a"),
 ]
 
 
@@ -119,6 +120,7 @@ def test_head_that_has_no_such_form_is_refused(tmp_path: Path) -> None:
         ("several attributes", {"head": "score.2"}, "got 'score.2' for a head of one matrix"),
         ("two layers", {"head": "score"}, "got 'score' for a head of two layers, wanted score.2"),
         ("bins with a bias", {}, "head: got score for bins with a bias, wanted score.bias"),
+        ("probabilities", {"merge": True}, "merge: got a head of sigmoid, whose outputs are no"),
         ("bins with a bias", {"merge": True}, "merge: got a head of bins, whose outputs are no"),
         ("the mean of a reply", {"head": "score"}, "for a head of means, wanted score.bias"),
     ):

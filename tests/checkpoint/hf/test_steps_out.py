@@ -34,6 +34,8 @@ CASES = [
     # transformers has no class for it, but its decoder.
     ("one matrix", "step_ends", "\n", "granite", "GraniteForTokenClassification"),
     ("two layers", "step_marks", "\n", "qwen2", "Qwen2ForProcessRewardModel"),
+    ("a probability", "step_ends", "\n\n", "llama", "LlamaForTokenClassification"),
+    ("probabilities", "step_ends", "\n\n", "qwen3", "Qwen3ForTokenClassification"),
 ]
 
 
@@ -95,7 +97,7 @@ def test_head_of_steps_is_exported_with_its_rewards(
     again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
     assert again.contract() == summary.contract
     rules: dict[str, Any] = {"label_means": (0.0,) * len(kind.attributes), "readout": None}
-    rules = {} if kind.readout == "bins" else rules
+    rules = {} if kind.readout in ("bins", "sigmoid") else rules
     assert again.contract() == dataclasses.replace(ours.contract(), **rules)
     for own, found in zip(wanted, again.score(texts(separator), steps=True), strict=True):
         assert own.spans == found.spans
@@ -106,7 +108,9 @@ def test_head_of_steps_is_exported_with_its_rewards(
     np.testing.assert_allclose(shown["rewards"].numpy(), found.rewards, atol=1e-4)
     if len(kind.attributes) == 1:
         right = shown["logits"].softmax(-1)[:, 1:].numpy()
-        np.testing.assert_allclose(right, 1 / (1 + np.exp(-found.rewards)), atol=1e-4)
+        is_probability = kind.readout == "sigmoid"
+        sigmoids = found.rewards if is_probability else 1 / (1 + np.exp(-found.rewards))
+        np.testing.assert_allclose(right, sigmoids, atol=1e-4)
 
 
 @pytest.mark.parametrize("how", ["min", "mean", "product"])

@@ -165,6 +165,7 @@ def test_rewards_have_their_rows_or_their_errors() -> None:
     assert answer == {
         "rewards": [[float(np.float32(0.1)), -2.0], None],
         "attributes": ["helpfulness", "verbosity"],
+        "scale": None,
         "contract_hash": "cafe",
         "truncated": [True, False],
         "errors": [{"row": 1, "message": "the text is empty"}],

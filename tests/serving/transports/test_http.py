@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import re
+from dataclasses import replace
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -16,6 +17,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.contract.messages import Conversation
+from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client import RefusedError, ScoredRows
@@ -606,3 +608,18 @@ def test_verify_of_a_failure_has_no_numbers_of_an_earlier_time() -> None:
         assert {name: answer[name] for name in none} == none
         assert answer["mask_sample"] is True
     assert of_backend["_ng_task_index"] == 7
+
+
+def test_answers_say_whether_rewards_are_probabilities_or_log_odds() -> None:
+    """And TEI's numbers from 0 to 1 are the probabilities themselves, where rewards are."""
+    odds = replace(CONTRACT, scored_position="turns", attributes=("right", "other"))
+    probability = odds.with_readout(Readout("sigmoid", ((1.0,), (1.0,))))
+    body = {"query": "a", "texts": ["b"], "raw_scores": False}
+    for contract, scale in ((CONTRACT, "score"), (odds, "log_odds"), (probability, "probability")):
+        app = make(FakeClient(contract))
+        assert call(app, "/v1/rewards", {"texts": ["ab"]}).json["scale"] == scale
+        assert call(app, "/v1/models").json["data"][0]["reward_scale"] == scale
+        assert call(app, "/info").json["reward_scale"] == scale
+        (rank,) = call(app, "/rerank", body).json
+        assert rank["score"] == (total("ab") / 2 if scale == "probability" else 1.0)
+    assert call(make(FakeClient(None)), "/v1/rewards", {"texts": ["ab"]}).json["scale"] is None
