@@ -85,10 +85,10 @@ def compare_files(first: str | Path, second: str | Path) -> PairedComparison:
     tables = [read_pairs(Path(path)) for path in (first, second)]
     matched = _match(*tables)
     if not matched:
-        names = " and ".join(table.names[0] for table in tables)
+        records = " and ".join(table.names[0] for table in tables)
         raise DataError(
             f"{first} and {second}: they have no pair in common, by what its replies say (the "
-            f"first ones are {names}). Evaluate both models on the same file."
+            f"first ones are {records}). Evaluate both models on the same file."
         )
     left, right = (
         Predictions([table.rows[index] for index in indices])
@@ -140,9 +140,10 @@ def _is_reworded(first: Prediction, second: Prediction) -> bool:
 def _have_same_words(first: Text, second: Text) -> bool:
     if isinstance(first, str) and isinstance(second, str):
         return False  # nothing says which part of it is the reply
-    if isinstance(first, str) or isinstance(second, str):
-        raw, text = (first, second) if isinstance(first, str) else (second, first)
-        return _last_question(text) in raw and str(raw).endswith(reply_of(text))
+    for raw, conversation in ((first, second), (second, first)):
+        if isinstance(raw, str):
+            has_question = _last_question(conversation) in raw
+            return has_question and raw.endswith(reply_of(conversation))
     questions = sorted(map(_last_question, (first, second)), key=len)
     return reply_of(first) == reply_of(second) and questions[0] in questions[1]
 

@@ -8,7 +8,7 @@ with EOS (``build_contract``). Lists of messages are joined to a conversation, a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.model import TRL_FORMAT
@@ -28,9 +28,10 @@ def _parse_trl(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabel
 
 def _join(prompt: Any, reply: Any, key: str) -> Text:
     """A prompt, None where the reply has it in it, and a reply."""
-    for kind in (str, list):
-        if isinstance(reply, kind) and isinstance(prompt, kind | None):
-            return checked(reply if prompt is None else prompt + reply, key)  # type: ignore[no-any-return]
+    if prompt is None and isinstance(reply, str | list):
+        return cast(Text, checked(reply, key))
+    if isinstance(prompt, str | list) and type(prompt) is type(reply):
+        return cast(Text, checked(prompt + reply, key))
     kinds = " and ".join(type(each).__name__ for each in (prompt, reply) if each is not None)
     raise DataError(f"{key}: got prompt and reply as {kinds}, wanted two texts or two lists")
 
