@@ -177,6 +177,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     rules = None
     if options.tokenizer is not None:
         data = DataConfig(
+            format=options.format,
             seq_length=options.seq_length,
             overlong=Overlong(options.overlong),
             template=options.template,

@@ -59,12 +59,17 @@ def _is_number(text: str) -> bool:
     return True
 
 
+# Pairs as TRL's RewardTrainer reads them, which ends raw texts with EOS.
+TRL_FORMAT = "trl"
+
+
 @dataclass
 class DataConfig:
     """Data files, and the rules of the scoring contract by which texts become token ids.
 
     Where ``template``, ``chat_template_kwargs``, ``add_bos`` or ``add_eos`` is null, the reward
-    model that training starts from decides, and for a base model its tokenizer.
+    model that training starts from decides, and for a base model its tokenizer; but with ``format:
+    trl`` a null ``add_eos`` is true.
     """
 
     data_prefix: DataPrefixConfig = field(default_factory=DataPrefixConfig)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_aligner.config.common import Aggregate, Precision, RewardModelType
-from nemo_aligner.config.model import DataConfig, ModelConfig, ScoredPosition
+from nemo_aligner.config.model import TRL_FORMAT, DataConfig, ModelConfig, ScoredPosition
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import SIGMOID
 from nemo_aligner.contract.steps import SEPARATED
@@ -42,6 +42,7 @@ def build_contract(
     bos, eos = tokenizer.adds_bos, tokenizer.adds_eos
     if start is not None:
         bos, eos = start.add_bos, start.add_eos
+    eos = eos or data.format == TRL_FORMAT
     known = [each.template for each in (start, before) if each is not None]
     template = _template(data.template, tokenizer, start, known)
     bos_token, eos_token = tokenizer.bos_token, tokenizer.eos_token
@@ -124,10 +125,12 @@ def _separator(
 
 
 def _resolve(setting: bool | None, habit: bool, token_id: int | None, name: str) -> bool:
-    if setting and token_id is None:
+    is_added = habit if setting is None else setting
+    if is_added and token_id is None:
         token = name.removeprefix("add_").upper()
-        raise ConfigError(f"model.data.{name}: got true, but the tokenizer has no {token} token")
-    return habit if setting is None else setting
+        cause = f"{name}: got true" if setting else f"format: got {TRL_FORMAT}"
+        raise ConfigError(f"model.data.{cause}, but the tokenizer has no {token} token")
+    return is_added
 
 
 # Differences between two scoring contracts, and those that training may make.

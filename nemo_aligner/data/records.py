@@ -23,7 +23,6 @@ from nemo_aligner.contract.messages import (
     Text,
     is_plain,
     question_of,
-    read_text,
     said,
     without_struct_nulls,
 )
@@ -287,11 +286,6 @@ def reward_row(
         for side, text in zip(sides, texts, strict=True)
     }
     return row | {name: _finite(values) for name, values in more.items() if values}
-
-
-def row_text(value: Any) -> Any:
-    """Read one of a row's texts: an object, which has tools or documents, to a ``Conversation``."""
-    return read_text(value) if isinstance(value, Mapping) else value
 
 
 def row_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:

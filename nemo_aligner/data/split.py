@@ -16,7 +16,7 @@ from nemo_aligner.contract.messages import first_prompt
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import list_malformed
 from nemo_aligner.data.files import Line, read_lines
-from nemo_aligner.data.formats import FORMATS
+from nemo_aligner.data.formats import format_named
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
 from nemo_aligner.data.records import Comparison, Rating, Record, prompt_key, write_lines
 from nemo_aligner.data.report import longer_chosen, measure_replies, unit_of_lengths
@@ -136,7 +136,7 @@ def check_names(attributes: Sequence[str]) -> None:
 def lines_by_origin(file: RecordFile) -> dict[int, list[str]]:
     """Lines of each record as written, by the line on which it begins."""
     lines = [line for line in read_lines(file.path) if isinstance(line, Line)]
-    count = FORMATS[file.format].lines_per_record
+    count = format_named(file.format, None).lines_per_record
     return {
         first.number: [
             # An item of a JSON list may have line breaks.

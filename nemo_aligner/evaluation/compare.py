@@ -8,6 +8,7 @@ McNemar's test on the verdicts that changed. Both are much sharper than comparin
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_aligner.contract.messages import Text, as_json, reply_of
+from nemo_aligner.contract.messages import Text, as_json, prompt_of, reply_of, said
 from nemo_aligner.data.records import PAIR_COLUMNS, write_lines
 from nemo_aligner.evaluation.predictions import Prediction, Predictions, read_pairs
 from nemo_aligner.metrics.ranking import bootstrap_interval, mcnemar, wilson_interval
@@ -82,25 +83,74 @@ def compare_files(first: str | Path, second: str | Path) -> PairedComparison:
         DataError: a file cannot be read, holds no verdicts on pairs, or they share no pair.
     """
     tables = [read_pairs(Path(path)) for path in (first, second)]
-    known = [dict(zip(table.names, table.rows, strict=True)) for table in tables]
-    common = [name for name in known[0] if name in known[1]]
-    if not common:
-        # The same pairs in another folder; records from Python lie in a new one each time.
-        known = [{Path(name).name: row for name, row in of.items()} for of in known]
-        texts = [{name: row.item.texts for name, row in of.items()} for of in known]
-        common = [name for name in texts[0] if texts[0][name] == texts[1].get(name)]
-    if not common:
+    matched = _match(*tables)
+    if not matched:
+        records = " and ".join(table.names[0] for table in tables)
         raise DataError(
-            f"{first} and {second}: they have no pair in common (the first has "
-            f"{tables[0].names[0]}, the second {tables[1].names[0]})"
+            f"{first} and {second}: they have no pair in common, by what its replies say (the "
+            f"first ones are {records}). Evaluate both models on the same file."
         )
-    left, right = (Predictions([of[name] for name in common]) for of in known)
+    left, right = (
+        Predictions([table.rows[index] for index in indices])
+        for table, indices in zip(tables, zip(*matched, strict=True), strict=True)
+    )
     both = np.stack([left.right, right.right], axis=1)
+    names = tables[0].names
     return PairedComparison(
         rows=[_row(source, both[indices]) for source, indices in left.by_source()],
-        flips=_flips(common, left, right),
-        left_out=(len(known[0]) - len(common), len(known[1]) - len(common)),
+        flips=_flips([names[index] for index, _ in matched], left, right),
+        left_out=(len(tables[0].rows) - len(matched), len(tables[1].rows) - len(matched)),
     )
+
+
+def _match(first: Predictions, second: Predictions) -> list[tuple[int, int]]:
+    """Indices of the rows that are one pair: of the same texts, wherever their file is.
+
+    A model that was evaluated with other words around its prompts, or on raw texts, has other texts
+    of the same pair. Such rows are matched by file name and line, if their replies are the same.
+    """
+    by_content: dict[str, deque[int]] = {}
+    for index, row in enumerate(second.rows):
+        by_content.setdefault(_content(row), deque()).append(index)
+    partners: dict[int, int] = {}
+    for index, row in enumerate(first.rows):
+        if same := by_content.get(_content(row)):
+            partners[index] = same.popleft()
+    # Without its folder: records from Python lie in a new one each time.
+    remaining = {index for indices in by_content.values() for index in indices}
+    by_place = {Path(second.names[index]).name: index for index in sorted(remaining)}
+    for index, row in enumerate(first.rows):
+        other = by_place.get(Path(first.names[index]).name) if index not in partners else None
+        if other is not None and _is_reworded(row, second.rows[other]):
+            partners[index] = other
+    return sorted(partners.items())
+
+
+def _content(row: Prediction) -> str:
+    return json.dumps(row.sides, default=as_json, sort_keys=True)
+
+
+def _is_reworded(first: Prediction, second: Prediction) -> bool:
+    """True if the texts differ in no more than what stands around the last question."""
+    texts, others = first.item.texts, second.item.texts
+    has_same_sides = first.item.num_right == second.item.num_right and len(texts) == len(others)
+    return has_same_sides and all(map(_have_same_words, texts, others))
+
+
+def _have_same_words(first: Text, second: Text) -> bool:
+    if isinstance(first, str) and isinstance(second, str):
+        return False  # nothing says which part of it is the reply
+    for raw, conversation in ((first, second), (second, first)):
+        if isinstance(raw, str):
+            has_question = _last_question(conversation) in raw
+            return has_question and raw.endswith(reply_of(conversation))
+    questions = sorted(map(_last_question, (first, second)), key=len)
+    return reply_of(first) == reply_of(second) and questions[0] in questions[1]
+
+
+def _last_question(text: Text) -> str:
+    users = [said(turn) for turn in prompt_of(text) if turn["role"] == "user"]
+    return users[-1] if users else ""
 
 
 def _row(source: str, both: np.ndarray) -> ComparedRow:

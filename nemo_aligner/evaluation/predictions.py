@@ -7,9 +7,9 @@ held-out files of a run have a line of JSON for each row.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from math import nan
 from pathlib import Path
@@ -19,14 +19,13 @@ import numpy as np
 import torch
 
 from nemo_aligner.config.common import RecordKind
-from nemo_aligner.contract.messages import Text, reply_of
+from nemo_aligner.contract.messages import Text, as_json, read_text, reply_of
 from nemo_aligner.data.files import BadLine, Line, read_lines
 from nemo_aligner.data.records import (
     PAIR_COLUMNS,
     RATED_COLUMN,
     reward_row,
     row_lines,
-    row_text,
     write_lines,
 )
 from nemo_aligner.metrics.ranking import PairRewards
@@ -230,7 +229,10 @@ def _benchmark_row(row: Prediction) -> dict[str, Any]:
         "source": row.item.source,
         "right": row.right,
         "rewards": dict(zip(_BENCHMARK_SIDES, parts, strict=True)),
-        "texts": dict(zip(_BENCHMARK_SIDES, map(list, row.sides), strict=True)),
+        "texts": {
+            name: [text if isinstance(text, str) else as_json(text) for text in side]
+            for name, side in zip(_BENCHMARK_SIDES, row.sides, strict=True)
+        },
     }
 
 
@@ -242,15 +244,10 @@ def read_predictions(path: Path) -> Predictions:
     """
     lines = read_lines(path)
     first = lines[0] if lines else None
-    if not isinstance(first, Line) or RATED_COLUMN not in first.value.get("texts", {}):
+    if not isinstance(first, Line) or not _is_rated(first.value):
         return _of_pairs(path, lines)
-    try:
-        names = tuple(first.value["rewards"])
-        return Predictions([_read_rated(line.value, names) for line in _good(path, lines)], names)
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{path}: wanted ratings of evaluate's output_rewards ({type(error).__name__}: {error})"
-        ) from error
+    names = tuple(_section(first.value, "rewards"))
+    return Predictions(list(_read_rows(path, lines, partial(_read_rated, names=names))), names)
 
 
 def read_pairs(path: Path) -> Predictions:
@@ -265,41 +262,95 @@ def read_pairs(path: Path) -> Predictions:
 def _of_pairs(path: Path, lines: Sequence[Line | BadLine]) -> Predictions:
     if not lines:
         raise DataError(f"{path}: it is empty, wanted what evaluate's output_rewards writes")
-    rows = []
-    for line in _good(path, lines):
-        try:
-            rows.append(_read_pair(line.value))
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path}:{line.number}: got {line.raw[:60]!r}, wanted a pair of evaluate's "
-                f"output_rewards ({type(error).__name__}: {error})"
-            ) from error
-    return Predictions(rows)
+    return Predictions(list(_read_rows(path, lines, _read_pair)))
 
 
-def _good(path: Path, lines: Sequence[Line | BadLine]) -> Iterator[Line]:
+def _read_rows(
+    path: Path,
+    lines: Sequence[Line | BadLine],
+    read_row: Callable[[Mapping[str, Any]], Prediction],
+) -> Iterator[Prediction]:
     for line in lines:
         if isinstance(line, BadLine):
             raise DataError(f"{path}:{line.number}: {line.reason}")
-        yield line
+        try:
+            yield read_row(line.value)
+        except DataError as error:
+            raise DataError(
+                f"{path}:{line.number}: {error}. Pass a file that `nemo-aligner evaluate` wrote as "
+                "output_rewards."
+            ) from error
+
+
+def _is_rated(value: Mapping[str, Any]) -> bool:
+    texts = value.get("texts")
+    return isinstance(texts, Mapping) and RATED_COLUMN in texts
 
 
 def _read_pair(value: Mapping[str, Any]) -> Prediction:
     names = _BENCHMARK_SIDES if "right" in value else PAIR_COLUMNS
-    right, wrong = (np.array(value["rewards"][name], dtype=float).ravel() for name in names)
+    if _is_rated(value):
+        raise DataError(
+            "got rewards of a rated reply, which has no verdict to compare; wanted a pair, or an "
+            "item of a benchmark"
+        )
+    right, wrong = (_numbers(value, "rewards", name) for name in names)
+    if not right.size or not wrong.size:
+        raise DataError("got an item without a right or a wrong reply, wanted some of both")
     if not np.isfinite(right[right.argmin()] - wrong[wrong.argmax()]):
-        raise ValueError("a reward is missing")
-    record, source = str(value["record"]), value.get("source", "")
-    rewards, sides = np.concatenate([right, wrong]), [value["texts"][name] for name in names]
+        raise DataError("a reward is missing")
+    record, source = str(value.get("record", "")), value.get("source", "")
+    rewards = np.concatenate([right, wrong])
+    sides = [_field(value, "texts", name) for name in names]
     if names is PAIR_COLUMNS:
-        return Prediction.of_pair(record, source, tuple(map(row_text, sides)), rewards)
-    item = Item(str(value.get("id", "")), source, (*sides[0], *sides[1]), len(right))
+        return Prediction.of_pair(record, source, (_text(sides[0]), _text(sides[1])), rewards)
+    texts = tuple(_text(text) for side in sides for text in side)
+    item = Item(str(value.get("id", "")), source, texts, len(right))
     return Prediction(item, rewards, float(value["right"]), record)
 
 
 def _read_rated(value: Mapping[str, Any], names: Sequence[str]) -> Prediction:
     rewards, labels = (
-        np.array([value[key][name] for name in names], dtype=float) for key in ("rewards", "labels")
+        np.concatenate([_numbers(value, key, name) for name in names])
+        for key in ("rewards", "labels")
     )
-    text, source = row_text(value["texts"][RATED_COLUMN]), str(value.get("source", ""))
-    return Prediction.of_rating(str(value["record"]), source, text, rewards, labels)
+    text = _text(_field(value, "texts", RATED_COLUMN))
+    record, source = str(value.get("record", "")), str(value.get("source", ""))
+    return Prediction.of_rating(record, source, text, rewards, labels)
+
+
+def _section(value: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    section = value.get(key)
+    if not isinstance(section, Mapping):
+        keys = ", ".join(map(repr, value)) or "none"
+        raise DataError(f"{key}: got a row with the keys {keys}, wanted one with an object {key!r}")
+    return section
+
+
+def _field(value: Mapping[str, Any], key: str, name: str) -> Any:
+    section = _section(value, key)
+    if name not in section:
+        keys = ", ".join(map(repr, section)) or "none"
+        raise DataError(f"{key}: got the keys {keys}, wanted {name!r}")
+    return section[name]
+
+
+def _numbers(value: Mapping[str, Any], key: str, name: str) -> np.ndarray:
+    """``[K]`` float64, NaN where one is null."""
+    number = _field(value, key, name)
+    try:
+        return np.array(number, dtype=float).ravel()
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{key}.{name}: got {number!r:.60}, wanted a number") from error
+
+
+def _text(value: Any) -> Text:
+    """A text as evaluate wrote it; only an object, which has tools or documents, is read anew."""
+    if isinstance(value, Mapping):
+        return read_text(value)
+    is_conversation = isinstance(value, list) and value
+    if isinstance(value, str) or (
+        is_conversation and all(isinstance(turn, dict) and "role" in turn for turn in value)
+    ):
+        return value
+    raise DataError(f"texts: got {value!r:.60}, wanted a text or a list of messages")

@@ -16,7 +16,7 @@ import numpy as np
 from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
 from nemo_aligner.config.common import Aggregate, Overlong, RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig
-from nemo_aligner.config.model import layout_sizes
+from nemo_aligner.config.model import TRL_FORMAT, layout_sizes
 from nemo_aligner.contract.contract import EncodedText, OverlongError, ScoringContract
 from nemo_aligner.contract.from_settings import check_expected
 from nemo_aligner.contract.messages import Text, as_json
@@ -246,6 +246,7 @@ def _hugging_face(config: EvaluateConfig, name: str, layout: ParallelLayout) -> 
     watch = Counter("scoring", "texts").show
     batch_tokens, head = config.model.micro_batch_tokens, config.source.head
     model = load_hf_reward_model(name, config.precision, batch_tokens, watch, head)
+    model = replace(model, adds_eos=config.data.format == TRL_FORMAT)
     weights = config.source.attribute_weights or dict.fromkeys(model.attributes, 1.0)
     if set(weights) != set(model.attributes):
         raise ConfigError(

@@ -12,7 +12,7 @@ import torch
 from nemo_aligner.batch.packed import LabelColumns
 from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.contract.tokenizer import Tokenizer
-from nemo_aligner.data.formats import FORMATS
+from nemo_aligner.data.formats import FORMATS, NAMED_FORMATS
 from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.inspect import Inspection, inspect_files, mark_specials
 from nemo_aligner.data.readers import ReaderConfig, parse_file
@@ -280,14 +280,15 @@ def test_texts_of_preference_data_are_those_of_its_records(tmp_path: Path) -> No
         },
         "raw texts": {"chosen": "why? so", "rejected": "why? no"},
     }
-    files = {name: [row, row] for name, row in published.items()}
-    files |= {name: [*known.sample] for name, known in FORMATS.items()}
+    files = {name: ("auto", [row, row]) for name, row in published.items()}
+    formats = {**FORMATS, **NAMED_FORMATS}
+    files |= {name: (name, [*known.sample]) for name, known in formats.items()}
     wrong = {}
-    for name, rows in files.items():
-        path = write(tmp_path / "data.jsonl", *rows)
-        records = parse_file(path, ReaderConfig()).records
+    for name, (fmt, rows) in files.items():
+        path, reading = write(tmp_path / "data.jsonl", *rows), ReaderConfig(format=fmt)
+        records = parse_file(path, reading).records
         texts = [text for record in records for text in record.texts]
-        found = [text for _, text in labelled_texts(path)]
+        found = [text for _, text in labelled_texts(path, reading)]
         if not texts or found != texts:
             wrong[name] = (texts, found)
     assert not wrong, wrong

@@ -71,14 +71,11 @@ def test_compared_pairs_are_those_of_both_files(files: tuple[Path, Path], tmp_pa
     assert compared.rows[0].pairs == 6
     other = tmp_path / "other.jsonl"
     other.write_text(files[0].read_text().replace("pairs.jsonl", "others.jsonl"))
-    with pytest.raises(DataError, match="no pair in common"):
-        compare_files(files[0], other)
-    # The same pairs in another folder, as those that Python gave, but not other pairs.
-    other.write_text(files[0].read_text().replace('"pairs.jsonl', '"/elsewhere/pairs.jsonl'))
-    assert compare_files(fewer, other).rows[0].pairs == 6
-    other.write_text(other.read_text().replace('"content": "', '"content": "another '))
-    with pytest.raises(DataError, match="no pair in common"):
-        compare_files(files[0], other)
+    other.write_text("".join(reversed(other.read_text().splitlines(keepends=True))))
+    # The same pairs in another file, and in another order.
+    compared = compare_files(fewer, other)
+    assert (compared.rows[0].pairs, compared.left_out) == (6, (0, 4))
+    assert {flip.record for flip in compared.flips} == {"pairs.jsonl:5", "pairs.jsonl:9"}
     # Several pairs of a record are told apart.
     twice = tmp_path / "twice.jsonl"
     twice.write_text(files[0].read_text() * 2)
@@ -89,14 +86,62 @@ def test_compared_pairs_are_those_of_both_files(files: tuple[Path, Path], tmp_pa
     assert compare_files(twice, twice).rows[0].pairs == 10
 
 
+def test_compared_files_of_one_name_and_other_pairs_have_nothing_in_common(
+    files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Nor have single pairs of the same file and line, whose replies were changed."""
+    others = tmp_path / "others.jsonl"
+    changed = files[1].read_text().replace('"content": "rejected', '"content": "another')
+    others.write_text(changed)
+    said = refusal(DataError, compare_files, files[0], others)
+    assert "no pair in common" in said
+    assert "pairs.jsonl:1 and pairs.jsonl:1" in said
+    lines = files[1].read_text().splitlines()
+    others.write_text("\n".join([*lines[:7], *changed.splitlines()[7:]]))
+    compared = compare_files(files[0], others)
+    assert (compared.rows[0].pairs, compared.left_out) == (7, (3, 3))
+
+
+def test_compared_pairs_may_have_other_words_around_their_prompts(
+    files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """As by ``data.system_prompt_file``, ``prompt_file`` and ``input_template``."""
+    system = {"role": "system", "content": "Be brief."}
+    asked = {"role": "user", "content": "Answer this: 2+2? Thanks."}
+    rows = [json.loads(line) for line in files[1].read_text().splitlines()]
+    ways = {
+        "a system prompt": lambda text: [system, *text],
+        "words around it": lambda text: [asked, text[-1]],
+        "a raw text": lambda text: f"Q: 2+2?\nA: {text[-1]['content']}",
+    }
+    for name, reword in ways.items():
+        texts = [{side: reword(text) for side, text in row["texts"].items()} for row in rows]
+        other = tmp_path / "reworded.jsonl"
+        lines = [{**row, "texts": both} for row, both in zip(rows, texts, strict=True)]
+        other.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        assert compare_files(files[0], other).rows == compare_files(*files).rows, name
+    # A question that is another one is another pair.
+    other.write_text(files[1].read_text().replace("2+2?", "3+3?"))
+    assert "no pair in common" in refusal(DataError, compare_files, files[0], other)
+
+
 def test_compared_files_of_another_kind_are_refused(tmp_path: Path) -> None:
     other, wrong = tmp_path / "a.jsonl", {}
     for content, message in {
         "": "it is empty",
         "{": "a.jsonl:1: malformed JSON",
-        '{"a": 1}\n{': "a.jsonl:1: got '{\"a\": 1}', wanted a pair of evaluate's output_rewards",
-        '{"record": "r:1", "rewards": {"helpfulness": 1}}': "KeyError: 'chosen'",
-        '{"record": "r:1", "rewards": {"chosen": null, "rejected": 1}}': "a reward is missing",
+        '{"a": 1}\n{': "a.jsonl:1: rewards: got a row with the keys 'a', wanted one with an object",
+        '{"rewards": {"chosen": 1}}': "rewards: got the keys 'chosen', wanted 'rejected'",
+        '{"rewards": {"chosen": null, "rejected": 1}}': "a reward is missing",
+        '{"rewards": {"chosen": "x", "rejected": 1}}': "rewards.chosen: got 'x', wanted a number",
+        '{"rewards": {"chosen": 0, "rejected": 1}, "texts": 3}': "texts: got a row with the keys",
+        '{"rewards": {"chosen": 0, "rejected": 1}, "texts": {"chosen": [3], "rejected": "b"}}': (
+            "texts: got [3], wanted a text or a list of messages"
+        ),
+        '{"rewards": {"help": 1}, "texts": {"response": "a"}}': (
+            "a.jsonl:1: got rewards of a rated reply, which has no verdict to compare"
+        ),
+        '{"right": 1, "rewards": {"right": [1], "wrong": []}}': "without a right or a wrong reply",
     }.items():
         other.write_text(content)
         said = refusal(DataError, compare_files, other, other)

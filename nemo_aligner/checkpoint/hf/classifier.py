@@ -67,6 +67,7 @@ class HfRewardModel:
     Attributes:
         seq_length: most tokens of a text, by the stricter of model and tokenizer; None: any.
         batch_tokens: most tokens in a batch, padding included.
+        adds_eos: end raw texts with EOS, as TRL's RewardTrainer does.
     """
 
     tokenizer: Any
@@ -74,6 +75,7 @@ class HfRewardModel:
     seq_length: int | None
     batch_tokens: int
     watch: Watch = unwatched
+    adds_eos: bool = False
 
     @property
     def attributes(self) -> tuple[str, ...]:
@@ -114,7 +116,9 @@ class HfRewardModel:
 
     def _ids_of(self, text: str | Messages | Conversation) -> list[int]:
         if isinstance(text, str):
-            return list(self.tokenizer(text).input_ids)
+            eos = self.tokenizer.eos_token
+            ends = not self.adds_eos or eos is None or text.endswith(eos)
+            return list(self.tokenizer(text if ends else text + eos).input_ids)
         if not self.tokenizer.chat_template:
             raise NoTemplateError("this text is a conversation, and the tokenizer has no template")
         # A message with the template's own markers could pose as another turn, and be scored so.

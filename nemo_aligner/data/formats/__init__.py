@@ -60,6 +60,7 @@ from nemo_aligner.data.formats.ratings import (
     STEPWISE,
     UNPAIRED,
 )
+from nemo_aligner.data.formats.trl import TRL
 from nemo_aligner.data.formats.verdicts import (
     CHATBOT_ARENA,
     NECTAR,
@@ -74,6 +75,8 @@ from nemo_aligner.utils.errors import ConfigError, DataError
 _BAD_LINES_SHOWN = 3
 # The most common formats, which an error spells out.
 _COMMON = ("chat_pairs", "rated_chat")
+# Endings of TRL's columns of tokens, today's and earlier ones.
+_TOKEN_IDS = ("ids", "input_ids")
 
 FORMATS: dict[str, Format] = {
     known.name: known
@@ -108,6 +111,9 @@ FORMATS: dict[str, Format] = {
     )
 }
 
+# Their records fit a format above, too, and are read in another way: only by name.
+NAMED_FORMATS: dict[str, Format] = {TRL.name: TRL}
+
 
 def choose_format(
     fmt: str,
@@ -131,10 +137,12 @@ def choose_format(
         return _pairs_by(pair_keys, fmt, kind)
     fitting = [known for known in FORMATS.values() if kind in (None, known.kind)]
     if fmt != "auto":
-        names = ", ".join(known.name for known in fitting)
-        if fmt not in {known.name for known in fitting}:
+        named = [known for known in NAMED_FORMATS.values() if kind in (None, known.kind)]
+        by_name = {known.name: known for known in (*fitting, *named)}
+        if fmt not in by_name:
+            names = ", ".join(by_name)
             raise ConfigError(f"model.data.format: got {fmt!r}, wanted auto or one of {names}")
-        return FORMATS[fmt]
+        return by_name[fmt]
     # Not of the first record alone: that may be the malformed one.
     first = None
     for line in lines:
@@ -152,7 +160,7 @@ def choose_format(
 
 def format_named(name: str, pair_keys: PairKeys | None) -> Format:
     """The format that ``choose_format`` gave, by its name and with the same ``pair_keys``."""
-    return FORMATS[name] if pair_keys is None else pairs_by(pair_keys)
+    return {**FORMATS, **NAMED_FORMATS}[name] if pair_keys is None else pairs_by(pair_keys)
 
 
 def _pairs_by(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
@@ -172,6 +180,11 @@ def _pairs_by(keys: PairKeys, fmt: str, kind: RecordKind | None) -> Format:
 
 def _hint(line: Line, fitting: Sequence[Format]) -> str:
     """Advice on a record that fits none of the wanted formats."""
+    if any({f"chosen_{ids}", f"rejected_{ids}"} <= set(line.value) for ids in _TOKEN_IDS):
+        return (
+            ". These are token ids of a data set that TRL has tokenized. Pass the texts that it "
+            "was made of: the scoring contract says how texts become token ids"
+        )
     for known in FORMATS.values():
         if known.is_certain(line.value):
             needs = "regression" if known.kind is RecordKind.rating else "binary_ranking"

@@ -294,7 +294,7 @@ def test_page_of_what_is_no_run_is_refused(tmp_path: Path) -> None:
         ("none", None, "none: it is not there, wanted the folder of a training run"),
         ("a.txt", "x", "a.txt: got a file .txt, wanted the folder"),
         ("a.jsonl", "", "a.jsonl: it is empty, wanted what evaluate's output_rewards writes"),
-        ("a.jsonl", '{"prompt": 1}', "wanted a pair of"),
+        ("a.jsonl", '{"prompt": 1}', "wanted one with an object 'rewards'"),
         ("a.jsonl", "{", "a.jsonl"),
         ("a.json", '{"x": 1}', "a.json: got keys x, wanted the folder"),
         ("a.json", "[1]", "a.json: got list, wanted a JSON object"),
