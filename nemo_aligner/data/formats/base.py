@@ -35,6 +35,8 @@ class Fields(dict[str, Any]):
     def __init__(self, value: dict[str, Any]) -> None:
         super().__init__(value)
         self.names_read: set[str] = set()
+        # Of those, the ones that hold a part of the prompt next to the messages.
+        self.names_in_prompt: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
         self.names_read.add(name)
@@ -44,12 +46,14 @@ class Fields(dict[str, Any]):
         self.names_read.add(name)
         return super().get(name, default)
 
-    def unread(self) -> list[str]:
-        """Names of fields that hold something and were not read."""
+    def unread(self, others: Sequence[str] = ()) -> list[str]:
+        """Names of fields, except ``others``, that hold something and were not read."""
         return [
             name
             for name, content in self.items()
-            if name not in self.names_read and content not in (None, "", [], {})
+            if name not in self.names_read
+            and name not in others
+            and content not in (None, "", [], {})
         ]
 
 
