@@ -313,6 +313,21 @@ def write_records(
     return count
 
 
+# Of lists and objects in a record, which Python could read to some hundreds.
+DEEPEST = 100
+
+
+def is_too_deep(raw: str, value: Mapping[str, Any]) -> bool:
+    """True for the object of a line of JSON in which a function that calls itself could fail."""
+    if raw.count("[") + raw.count("{") <= DEEPEST:
+        return False
+    level: list[Any] = [value]
+    for _ in range(DEEPEST):
+        nested = (each.values() if isinstance(each, Mapping) else each for each in level)
+        level = [item for items in nested for item in items if isinstance(item, dict | list)]
+    return bool(level)
+
+
 def as_json(value: Mapping[str, Any]) -> str:
     """A record as a line of JSON: NaN and infinity are null, numbers of numpy are numbers.
 

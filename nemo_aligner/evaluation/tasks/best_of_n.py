@@ -140,7 +140,9 @@ def _listed(pairs: Any) -> list[Any]:
 def _ordered(pair: Any, scores: Sequence[Any], order: Sequence[int]) -> tuple[int, int]:
     """Translate a pair of the file to indices of the item, the right reply first."""
     known = range(len(scores))
-    fits = isinstance(pair, list) and len(pair) == 2 and all(each in known for each in pair)
+    # By type, too: 1.0 is in the range, and no index.
+    are_known = isinstance(pair, list) and all(type(one) is int and one in known for one in pair)
+    fits = are_known and len(pair) == 2
     if not fits or bool(scores[pair[0]]) == bool(scores[pair[1]]):
         raise DataError(
             f"sampled_conflict_pairs: got {pair!r:.60}, wanted the numbers, from 0 to "
