@@ -12,7 +12,7 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.config.describe import suggestion
 from nemo_aligner.contract.messages import Messages, Text, read_messages, read_text
 from nemo_aligner.data.records import Comparison, Origin, Record
-from nemo_aligner.utils.errors import DataError
+from nemo_aligner.utils.errors import DataError, writable
 
 # A format: how its records are recognized and read.
 
@@ -106,11 +106,11 @@ def checked(text: Any, key: str) -> Any:
 
 
 def read_source(value: object) -> str:
-    """Source of a record, from a text or a number; empty for anything else."""
+    """Source of a record, from a text or a number, as tables print it; empty for anything else."""
     if isinstance(value, float):
         value = int(value) if value.is_integer() else value if math.isfinite(value) else None
     is_named = isinstance(value, str | int | float) and not isinstance(value, bool)
-    return str(value) if is_named else ""
+    return writable(str(value)) if is_named else ""
 
 
 def read_objects(value: dict[str, Any], key: str, *needed: str) -> list[dict[str, Any]]:
