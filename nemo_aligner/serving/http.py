@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -351,6 +352,7 @@ def _add_own_routes(
     ]
 
     def answering(work: Callable[[], Awaitable[Response]]) -> Callable[[], Awaitable[Response]]:
+        @wraps(work)  # the OpenAPI page calls it by this name
         async def handle() -> Response:
             return await _answered(work())
 
