@@ -323,7 +323,7 @@ def is_too_deep(raw: str, value: Mapping[str, Any]) -> bool:
         return False
     level: list[Any] = [value]
     for _ in range(DEEPEST):
-        nested = (each.values() if isinstance(each, Mapping) else each for each in level)
+        nested = (value.values() if isinstance(value, Mapping) else value for value in level)
         level = [item for items in nested for item in items if isinstance(item, dict | list)]
     return bool(level)
 

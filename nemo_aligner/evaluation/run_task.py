@@ -219,8 +219,8 @@ def _usable(
         if read is None:
             left_out["without a verdict"] += 1
             continue
-        for each in (read,) if isinstance(read, Item) else read:
-            item = replace(each, id=writable(each.id), source=writable(each.source))
+        for as_read in (read,) if isinstance(read, Item) else read:
+            item = replace(as_read, id=writable(as_read.id), source=writable(as_read.source))
             try:
                 if encode is not None:
                     list(map(encode, item.texts))

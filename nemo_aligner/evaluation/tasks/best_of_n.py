@@ -43,7 +43,7 @@ def _read_best_of_n(value: dict[str, Any]) -> Item:
             "replies and as many numbers"
         )
     # Not math.isfinite, which fails on an integer that no float holds.
-    if not all(isinstance(each, int | float) and abs(each) <= _LARGEST for each in scores):
+    if not all(isinstance(score, int | float) and abs(score) <= _LARGEST for score in scores):
         raise DataError(f"scores: got {scores!r:.60}, wanted finite numbers")
     texts = tuple(asked(value["prompt"], reply, "responses") for reply in replies)
     return Item(str(value.get("id", "")), "", texts, 0, tuple(map(float, scores)))
