@@ -20,7 +20,7 @@ from nemo_aligner.contract.messages import (
     with_tools,
 )
 from nemo_aligner.data.records import Comparison, Origin, Record
-from nemo_aligner.utils.errors import DataError
+from nemo_aligner.utils.errors import DataError, writable
 
 # A format: how its records are recognized and read.
 
@@ -204,11 +204,11 @@ def _standard_turn(turn: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_source(value: object) -> str:
-    """Source of a record, from a text or a number; empty for anything else."""
+    """Source of a record, from a text or a number, as tables print it; empty for anything else."""
     if isinstance(value, float):
         value = int(value) if value.is_integer() else value if math.isfinite(value) else None
     is_named = isinstance(value, str | int | float) and not isinstance(value, bool)
-    return str(value) if is_named else ""
+    return writable(str(value)) if is_named else ""
 
 
 def read_objects(value: dict[str, Any], key: str, *needed: str) -> list[dict[str, Any]]:
