@@ -15,6 +15,7 @@ as when Slurm suspends a job, it finds its lost lock at its next step, and ends.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -26,6 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import BinaryIO
 
 from nemo_aligner.distributed.collectives import on_main
 from nemo_aligner.utils.console import say, show_duration
@@ -304,27 +306,30 @@ def _now_of(folder: Path) -> float:
 
 
 def _remove(path: Path, holder: Holder | None) -> bool:
-    """Remove the lock of a dead job; False if another job is doing so, or has done."""
-    # Between a look at the file and its removal another job could have removed it, too, and created
-    # its own. So this is done by one job at a time, for which a second file stands.
-    guard = path.with_name(f".{LOCK_NAME}.taking")
+    """Remove the lock of a dead job; False if another job has removed it.
+
+    Several jobs may find the same dead lock. Each locks that very file by ``flock`` before it looks
+    at the path again, so none can remove the new file of a job that was faster.
+    """
     try:
-        os.close(os.open(guard, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-    except FileExistsError:
-        if _is_old(guard):  # of a job that was killed right then
-            guard.unlink(missing_ok=True)
-        time.sleep(_POLL_S / 10)
+        # NFS grants an exclusive lock only on a file that is open for writing.
+        stale = path.open("r+b" if os.access(path, os.W_OK) else "rb")
+    except FileNotFoundError:
         return False
-    try:
-        if _read(path) != holder or (holder is None and not _is_old(path)):
+    with stale:
+        with suppress(OSError):  # a file server without locks; two jobs would have to meet here
+            fcntl.flock(stale, fcntl.LOCK_EX)
+        if not _is_at(path, stale) or _read(path) != holder:
             return False
-        path.unlink(missing_ok=True)
-        return True
-    finally:
-        guard.unlink(missing_ok=True)
+        path.unlink()
+    return True
 
 
-def _is_old(path: Path) -> bool:
-    """Tell if a file was not touched for as long as makes its job dead."""
-    touched = _time_of(path)
-    return touched is not None and _now_of(path.parent) - touched >= DEAD_AFTER_S
+def _is_at(path: Path, file: BinaryIO) -> bool:
+    """Tell if ``path`` still names an open file."""
+    try:
+        # Opened, as in ``_time_of``.
+        with path.open("rb") as current:
+            return os.path.samestat(os.fstat(current.fileno()), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False

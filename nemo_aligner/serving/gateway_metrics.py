@@ -21,7 +21,7 @@ from nemo_aligner.serving.upstream import UpstreamService
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 _GATEWAY, _SERVER = "nemo_aligner_gateway", "nemo_aligner_server"
 # Counters that a backend publishes (``RewardModel.statistics``), with their help texts.
-_COUNTED = {
+COUNTED = {
     "requests": "requests answered with rewards",
     "refused_requests": "requests answered with an error",
     "rows": "texts scored",
@@ -131,7 +131,7 @@ def _of_backends(statistics: Statistics) -> Iterator[Metric]:
     )
     counters = {
         name: CounterMetricFamily(f"{_SERVER}_{name}", about, labels=["backend"])
-        for name, about in _COUNTED.items()
+        for name, about in COUNTED.items()
     }
     for url, counts in statistics.items():
         up.add_metric([url], counts is not None)

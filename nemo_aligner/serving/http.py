@@ -255,8 +255,13 @@ class _Endpoint:
     def _served(self, scored: ScoredRows) -> Served:
         contract, threshold = self._upstream.contract, self._config.reward_threshold
         if contract is not None:
-            names, weights = contract.attributes, contract.attribute_weights
-            return Served(MODEL_NAME, names, weights, threshold, contract.reward_scale)
+            return Served(
+                MODEL_NAME,
+                contract.attributes,
+                contract.attribute_weights,
+                threshold,
+                contract.reward_scale,
+            )
         # A backend of NeMo-Aligner, which publishes no contract with the names of its attributes.
         columns = scored.rewards.shape[1]
         names = ["reward"] if columns == 1 else [f"reward_{column}" for column in range(columns)]

@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from nemo_aligner.cli.main import load
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.serving import GatewayConfig
-from nemo_aligner.serving.http import _COUNTED, build_app
+from nemo_aligner.serving.gateway_metrics import COUNTED
+from nemo_aligner.serving.http import build_app
 from tests import tiny
 from tests.docs.test_pages import SCHEMAS
 from tests.environments import install, kept_environment, make_environment, new_environment
@@ -165,7 +166,7 @@ def shown_metrics() -> set[str]:
     """The name of every sample that a gateway may show, with rewards and a backend."""
     client = FakeClient(CONTRACT.with_statistics([0.0] * 2, [1.0] * 2, "held-out pairs"))
     client.counted = {
-        "http://one": dict.fromkeys([*_COUNTED, "waiting_rows", "tokens_per_call"], 1.0)
+        "http://one": dict.fromkeys([*COUNTED, "waiting_rows", "tokens_per_call"], 1.0)
     }
     app = build_app(client, GatewayConfig(), None)
     call(app, "/v1/rewards", {"texts": ["ab"]})
