@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from nemo_aligner.utils.console import show_bytes
 from nemo_aligner.utils.errors import CheckpointError, one_line
 
 # Words of torch's zip writer, which loses the system's error, and of safetensors, which quotes it.
@@ -25,6 +24,9 @@ def is_disk_full(error: BaseException) -> bool:
 
 def write_problem(path: Path, error: BaseException) -> str:
     """Say why a write to ``path`` failed; of a full disk also how much is free, and what to do."""
+    # Only here: the verbs start with the standard library alone, to say what is not installed.
+    from nemo_aligner.utils.console import show_bytes
+
     if not is_disk_full(error):
         return one_line(error)
     folder = next((part for part in (path, *path.parents) if part.is_dir()), Path.cwd())

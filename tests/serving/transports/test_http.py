@@ -316,13 +316,13 @@ def test_gateway_shows_prometheus_what_it_and_its_backends_have_counted() -> Non
 class Picky(FakeClient):
     """Refuses conversations that have a message in them, as the server does; or all, as a proxy."""
 
-    def __init__(self, refused: str, refusal: RefusedError) -> None:
+    def __init__(self, refused: str | None, refusal: RefusedError) -> None:
         super().__init__()
         self.refused, self.refusal = refused, refusal
 
     async def score_rows_async(self, texts: Any, *, on_error: str = "nan") -> Any:
         if texts and self.refused in [turn["content"] for turn in texts[0]]:
-            if on_error == "raise":
+            if on_error == "raise" or self.refusal.kind.reaction != "skip":
                 raise self.refusal
             nothing = np.full((1, 2), np.nan, dtype=np.float32)
             return ScoredRows(nothing, {0: self.refusal.reason}, np.zeros(1, bool), None)
@@ -338,11 +338,11 @@ def test_verify_masks_what_is_not_the_policys_fault() -> None:
     reply = {"role": "assistant", "content": "say"}
     of_text = RefusedError("http://one", 400, "row 0: got 99 tokens, wanted at most 64")
     of_all = RefusedError("http://one", 413, "too large")
-    cases: dict[str, tuple[str, RefusedError, Any, bool, str]] = {
+    cases: dict[str, tuple[str | None, RefusedError, Any, bool, str]] = {
         "reply": ("say", of_text, reply, False, "reward_model:refused_text"),
         "prompt": ("ask", of_text, reply, True, "verifier_error"),
         "proxy": ("say", of_all, reply, True, "verifier_error"),
-        "call of a tool": ("", of_text, call_of_tool, True, "verifier_error"),
+        "call of a tool": (None, of_text, call_of_tool, False, "reward_model:refused_text"),
         "refusal": ("", of_text, refusal, True, "verifier_error"),
         "no reply": ("", of_text, {"type": "reasoning"}, False, "reward_model:refused_text"),
         "broken call": ("", of_text, broken, False, "reward_model:refused_text"),
@@ -358,6 +358,11 @@ def test_verify_masks_what_is_not_the_policys_fault() -> None:
         # Rewards of a probe are nobody's.
         assert b'nemo_aligner_reward_rows{attribute="sum"} 1.0' not in call(app, "/metrics").body
     assert not wrong, wrong
+    # A model that fails has no reward 0 for anybody.
+    failure = RefusedError("one", 500, "row 0: the model's reward is not a finite number")
+    body = {**asked, "response": {"output": [reply]}}
+    answer = call(make(Picky("say", failure)), "/verify", body)
+    assert (answer.status, "reward" in answer.json) == (500, False)
 
 
 def test_plain_routes_answer_what_an_agent_of_gym_asks_around_rollouts() -> None:
