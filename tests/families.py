@@ -301,6 +301,7 @@ def write_reward_model(folder: Path, case: str, dtype: torch.dtype, **settings: 
     """A random reward model of two labels."""
     config = hf_config(case, **settings)
     config.num_labels, config.pad_token_id = 2, 0
+    config.problem_type = "regression"
     torch.manual_seed(0)
     model = classifier(config)(config)
     _shift_norms(model)

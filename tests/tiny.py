@@ -92,6 +92,8 @@ def write_hf_reward_model(folder: Path, labels: int = 1, **changes: object) -> N
 
     torch.manual_seed(1)
     settings = {**SHAPE, "initializer_range": 0.1, "num_labels": labels, "pad_token_id": 0}
+    # transformers takes several outputs for classes otherwise.
+    settings["problem_type"] = "regression"
     model = LlamaForSequenceClassification(LlamaConfig(**{**settings, **changes}))
     for name, parameter in model.named_parameters():
         if "norm" in name:

@@ -20,6 +20,7 @@ import torch
 from nemo_aligner.checkpoint.hf.heads import (
     READOUT_KEY,
     REWARD_TOKEN_KEY,
+    check_are_rewards,
     find_head,
     forget_lengths,
     is_of_head,
@@ -27,7 +28,7 @@ from nemo_aligner.checkpoint.hf.heads import (
     reads_steps,
     rotary_by_length,
 )
-from nemo_aligner.checkpoint.hf.source import open_source
+from nemo_aligner.checkpoint.hf.source import REWARD_SUFFIX, open_source
 from nemo_aligner.checkpoint.safe_load import bounded_torch_load
 from nemo_aligner.checkpoint.weights.store import check_finite
 from nemo_aligner.config.common import Precision
@@ -87,6 +88,14 @@ class HfRewardModel:
         names = tuple(str(labels[number]) for number in range(self.model.config.num_labels))
         is_unnamed = len(names) == 1 and names[0].startswith(_UNNAMED)
         return ("reward",) if is_unnamed else names
+
+    def check_are_rewards(self, remedy: str) -> None:
+        """Refuse the logits of a classifier; see ``heads.check_are_rewards``."""
+        config = self.model.config
+        classes = [str(name) for name in config.architectures or []]
+        may_be_classes = any(name.endswith(REWARD_SUFFIX) for name in classes)
+        names = self.attributes if may_be_classes else ()
+        check_are_rewards(getattr(config, "problem_type", None), names, remedy)
 
     @cached_property
     def _readout(self) -> Readout | None:

@@ -21,12 +21,16 @@ from nemo_aligner.checkpoint.hf.families.base import Rule, add_zero_groups
 from nemo_aligner.checkpoint.hf.heads import (
     REWARD_TOKEN_KEY,
     FoundHead,
+    architecture_in,
+    check_are_rewards,
     describe_head,
     find_head,
+    lacks_output_layer,
     reads_steps,
     unread_head_tensors,
 )
 from nemo_aligner.checkpoint.hf.source import (
+    REWARD_SUFFIX,
     Source,
     check_tensors,
     hf_shapes,
@@ -72,7 +76,7 @@ class ConversionSummary:
     head: str
     contract: ScoringContract | None
     output: Path
-    left_out: str = ""
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         tied = "tied" if self.tied else "untied"
@@ -83,11 +87,11 @@ class ConversionSummary:
             raw = "" if self.contract.template else ", no chat template: raw texts only"
             meaning = f"\n{length}{raw}, scoring contract {self.contract.hash}"
         added = f"; query groups of zeros added: {self.zero_groups}" if self.zero_groups else ""
-        left_out = f"\nleft out: {self.left_out}" if self.left_out else ""
+        notes = "".join(f"\n{note}" for note in self.notes)
         return (
             f"{self.output}: {self.family} {kind}, {self.parameters:,} parameters in {self.dtype}, "
             f"{self.layers} layers of {self.hidden_size}, vocabulary of {self.vocab_size}, "
-            f"{tied} embeddings{added}{left_out}\nhead: {self.head}{meaning}"
+            f"{tied} embeddings{added}{notes}\nhead: {self.head}{meaning}"
         )
 
 
@@ -155,7 +159,7 @@ def _convert(
     if head is not None and given.asks_for_steps:
         head = head.at_steps()
     _refuse_options(found, labels, given)
-    rules = model_rules(family, config, labels is not None)
+    rules = _rules_of(found, config, labels, choice)
     # The embeddings, whose rows a head may be of, are among the others already.
     wanted = _sizes_of_head(found, head, labels, config["hidden_size"]) | hf_shapes(rules, config)
     # Whatever is not wanted and not left out on purpose is refused: it might change the model.
@@ -196,8 +200,17 @@ def _convert(
         head=describe_head(head, left_out, contract),
         contract=contract,
         output=output,
-        left_out=found.left_out,
+        notes=found.notes,
     )
+
+
+def _rules_of(
+    found: Source, config: Mapping[str, Any], labels: Sequence[str] | None, choice: str | None
+) -> list[tuple[Rule, int | None]]:
+    """Rules of the decoder; with its output layer, if that belongs to a base model."""
+    family = find_family(found.config.get("model_type"))
+    has_output_layer = labels is None and not lacks_output_layer(found, choice)
+    return model_rules(family, config, has_output_layer=has_output_layer)
 
 
 def _sizes_of_head(
@@ -288,14 +301,13 @@ def _labels_of(
     if reads_steps(found):
         return _labels_of_steps(found, head, attributes)
     problem = found.config.get("problem_type")
-    if problem not in (None, "regression"):
-        raise CheckpointError(
-            f"problem_type: got {shown(problem)}, wanted 'regression': the outputs of a classifier "
-            "are no rewards"
-        )
     if attributes is not None:
+        check_are_rewards(problem)
         return list(attribute_names(attributes, head.outputs))
     labels, contract = _stated_labels(found, head), _contract_of_bins(found)
+    may_be_classes = head.outputs > 1 and architecture_in(found).endswith(REWARD_SUFFIX)
+    remedy = "name them with --attributes, or set problem_type to regression in config.json"
+    check_are_rewards(problem, labels if may_be_classes else (), remedy)
     if contract is None:
         return labels
     if labels != contract.output_names:

@@ -238,7 +238,7 @@ def find_head(found: Source, choice: str | None = None) -> FoundHead | None:
     if choice is not None and choice not in layouts:
         wanted = ", ".join([NO_HEAD, "lm_head:ROW", "lm_head:ROW,ROW", *layouts])
         raise CheckpointError(f"head: got {shown(choice)}, wanted one of {wanted}")
-    architecture = _architecture(found)
+    architecture = architecture_in(found)
     present = [each for each in layouts.values() if each.names()["weight"] in found.tensors]
     chosen = [each for each in present if choice in (None, each.last)]
     if len(chosen) > 1:
@@ -263,9 +263,48 @@ def find_head(found: Source, choice: str | None = None) -> FoundHead | None:
     return None
 
 
+def check_are_rewards(problem: Any, names: Sequence[str] = (), remedy: str = "") -> None:
+    """Refuse the outputs of a classifier, whose logits are no rewards.
+
+    transformers takes a ``ForSequenceClassification`` of several outputs for a classifier unless
+    its ``problem_type`` says regression.
+
+    Args:
+        problem: ``problem_type`` in ``config.json``.
+        names: of the outputs; empty if the user has said that they are rewards.
+        remedy: what a user does to say so.
+
+    Raises:
+        CheckpointError: they are a classifier's, or nothing says that they are rewards.
+    """
+    if problem not in (None, "regression"):
+        raise CheckpointError(
+            f"problem_type: got {shown(problem)}, wanted 'regression': the outputs of a classifier "
+            "are no rewards"
+        )
+    if problem is None and len(names) > 1:
+        raise CheckpointError(
+            f"problem_type: got none for the outputs {shown(list(names))}, which transformers then "
+            "takes for the classes of a classifier, whose logits are no rewards. If each output is "
+            f"a reward, {remedy}"
+        )
+
+
 def reads_steps(found: Source) -> bool:
     """Tell if the head of a checkpoint reads the steps of a text, by the name of its class."""
-    return _architecture(found).endswith(_STEP_READERS)
+    return architecture_in(found).endswith(_STEP_READERS)
+
+
+def lacks_output_layer(found: Source, choice: str | None) -> bool:
+    """Tell if a body may come without the output layer that is not its embeddings.
+
+    A body alone has none, and neither has a reward model whose head is left out. A model to train
+    needs none.
+    """
+    name = find_family(found.config.get("model_type")).untied.hf[0]
+    is_reward_model = choice == NO_HEAD and any(is_of_head(each, found) for each in found.tensors)
+    is_body = architecture_in(found).endswith(("Model", REWARD_SUFFIX, *_STEP_READERS))
+    return name not in found.tensors and (is_reward_model or is_body)
 
 
 def unread_head_tensors(found: Source, head: FoundHead | None, choice: str | None) -> list[str]:
@@ -338,7 +377,8 @@ def _num_rows(found: Source, name: str) -> int:
     return next(iter(found.tensors[name].shape), 0)
 
 
-def _architecture(found: Source) -> str:
+def architecture_in(found: Source) -> str:
+    """Read the name of the class in ``config.json``; empty if there is none."""
     architectures = found.config.get("architectures") or [""]
     if not isinstance(architectures, list):
         raise CheckpointError(f"architectures: got {shown(architectures)}, wanted a list of names")

@@ -80,7 +80,7 @@ class RewardArchive:
             "zero_query_groups": 0,
         }
         family = family_of(config)
-        rules = model_rules(family, config, is_reward_model=True)
+        rules = model_rules(family, config, has_output_layer=False)
         known = {PREFIX + HEAD_PREFIX + name for name in head_names(folder)}
         known |= {megatron_key(rule, layer) for rule, layer in rules}
         stored = folder.store.tensors

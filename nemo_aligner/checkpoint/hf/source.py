@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,16 +25,18 @@ from nemo_aligner.checkpoint.decoder_tensors import (
 from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule
 from nemo_aligner.checkpoint.hf.families.settings import Config
 from nemo_aligner.checkpoint.hf.gguf import GgufCheckpoint, save_gguf_tokenizer
+from nemo_aligner.checkpoint.hf.tensor_names import without_wrappers
 from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, refuse_adapter
 from nemo_aligner.checkpoint.safe_load import read_json
 from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.checkpoint.weights.store import check_finite
 from nemo_aligner.config.dtypes import safetensors_dtypes
+from nemo_aligner.contract.added_tokens import add_configured_tokens
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, short, shown
 
-_INDEX_NAME = "model.safetensors.index.json"
-_WHOLE_NAME = "model.safetensors"
+_WHOLE_NAME, _INDEX_SUFFIX = "model.safetensors", ".safetensors.index.json"
+_INDEX_NAME = f"model{_INDEX_SUFFIX}"
 # LLaMA-Factory's reward head, beside the decoder.
 HEAD_NAME, _PICKLED_HEAD = "value_head.safetensors", "value_head.bin"
 _TOKENIZER_FILES = (
@@ -61,7 +63,7 @@ class Source:
         save_tokenizer: writes the tokenizer's files into a new folder.
         contract: the scoring contract, in a folder or file that this package exported.
         remakes_tokenizer: its files are not those that the contract was made with.
-        left_out: parts of a multimodal model beside its text decoder, in words.
+        notes: what a user should know of how it was read, a line each.
     """
 
     config: Mapping[str, Any]
@@ -69,7 +71,7 @@ class Source:
     save_tokenizer: Callable[[Path], None]
     contract: Mapping[str, Any] | None = None
     remakes_tokenizer: bool = False
-    left_out: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def open_source(source: str | Path) -> Source:
@@ -145,7 +147,8 @@ def _open_folder(folder: Path) -> Source:
         )
     tokenizer_folder(folder)
     contract = folder / CONTRACT_NAME
-    tensors = _safetensors(folder)
+    weights = _weights_file(folder, config)
+    tensors, wrapper_notes = without_wrappers(_safetensors(folder, weights))
     if (folder / HEAD_NAME).is_file():
         tensors |= _outlines(folder / HEAD_NAME)
     elif (folder / _PICKLED_HEAD).is_file():
@@ -155,11 +158,14 @@ def _open_folder(folder: Path) -> Source:
         )
     if contract.is_file():
         tensors |= _head_of_modules(folder)
+    contract_fields = read_json(contract) if contract.is_file() else None
     found = Source(
         config,
         tensors,
-        partial(_copy_tokenizer, folder),
-        read_json(contract) if contract.is_file() else None,
+        # The contract of an export has the fingerprint of the files as they are.
+        partial(_copy_tokenizer, folder, is_exported=contract_fields is not None),
+        contract_fields,
+        notes=(*_describe_unread_weights(folder, weights), *wrapper_notes),
     )
     return _text_decoder(found) if is_multimodal(config) else found
 
@@ -178,12 +184,42 @@ def _text_decoder(found: Source) -> Source:
     named = {name: decoder_name(name) for name in found.tensors}
     tensors = {ours: found.tensors[name] for name, ours in named.items() if ours is not None}
     config = decoder_config(found.config, tensors)
-    return replace(found, config=config, tensors=tensors, left_out=describe_others(named))
+    notes = (*found.notes, *describe_others(named))
+    return replace(found, config=config, tensors=tensors, notes=notes)
 
 
-def _safetensors(folder: Path) -> dict[str, LazyTensor]:
+def _weights_file(folder: Path, config: Mapping[str, Any]) -> Path | None:
+    """Find the file that transformers loads first: the whole model, or an index of its shards.
+
+    A config may name it (``transformers_weights``). None if there is neither.
+    """
+    name = config.get("transformers_weights")
+    if name is not None:
+        is_in_folder = isinstance(name, str) and Path(name).name == name
+        if not (is_in_folder and name.endswith((".safetensors", _INDEX_SUFFIX))):
+            raise CheckpointError(
+                f"transformers_weights: got {shown(name)}, wanted a .safetensors file or its index "
+                "in the same folder"
+            )
+        return folder / name
+    files = [folder / _WHOLE_NAME, folder / _INDEX_NAME]
+    return next((file for file in files if file.is_file()), None)
+
+
+def _describe_unread_weights(folder: Path, weights: Path | None) -> Iterator[str]:
+    """Say which index is not read, where a folder was saved both whole and in shards."""
     index = folder / _INDEX_NAME
-    files = _files_of_index(index) if index.is_file() else _files_without_index(folder)
+    if weights is not None and weights != index and index.is_file():
+        yield f"note: read {weights.name}, as transformers does, and not the shards of {index.name}"
+
+
+def _safetensors(folder: Path, weights: Path | None) -> dict[str, LazyTensor]:
+    if weights is None:
+        files = _files_without_index(folder)
+    elif weights.name.endswith(_INDEX_SUFFIX):
+        files = _files_of_index(weights)
+    else:
+        files = {weights.name: set()}
     tensors: dict[str, LazyTensor] = {}
     for name, listed in files.items():
         found = _outlines(folder / name)
@@ -221,8 +257,7 @@ def _files_without_index(folder: Path) -> dict[str, set[str]]:
         raise CheckpointError(
             f"{folder}: got no *.safetensors, wanted some; pickled weights (.bin) are not read"
         )
-    # Without an index, a file that is named as whole is; any others beside it are copies.
-    return {name: set() for name in ([_WHOLE_NAME] if _WHOLE_NAME in files else files)}
+    return {name: set() for name in files}
 
 
 def _outlines(path: Path) -> dict[str, LazyTensor]:
@@ -262,11 +297,14 @@ def read_tensor(path: Path, name: str, part: int | None = None) -> Tensor:
     return tensor
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> None:
+def _copy_tokenizer(source: Path, folder: Path, *, is_exported: bool = False) -> None:
+    """Copy the files of a tokenizer, with all tokens in ``tokenizer.json``."""
     folder.mkdir(parents=True)
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copy(source / name, folder / name)
+    if not is_exported:
+        add_configured_tokens(folder)
 
 
 # The text decoder inside a model of several modalities. The models that are read call it like any
@@ -389,11 +427,12 @@ def decoder_name(name: str) -> str | None:
     return rest if rest.startswith(_HEADS) else f"model.{rest}"
 
 
-def describe_others(names: Iterable[str]) -> str:
-    """Say in a line which parts of the whole were left out; empty for none."""
+def describe_others(names: Iterable[str]) -> Iterator[str]:
+    """Say in a line which parts of the whole were left out, if any."""
     left = [name for name in names if decoder_name(name) is None]
     parts = sorted({found[1] for name in left if (found := _OTHER_PARTS.match(name))})
-    return f"{len(left)} tensors of other parts ({', '.join(parts)})" if left else ""
+    if left:
+        yield f"left out: {len(left)} tensors of other parts ({', '.join(parts)})"
 
 
 # Expected tensors of a model: names and shapes.
@@ -402,13 +441,13 @@ REWARD_SUFFIX = "ForSequenceClassification"
 
 
 def model_rules(
-    family: ModelFamily, config: Config, is_reward_model: bool
+    family: ModelFamily, config: Config, *, has_output_layer: bool
 ) -> list[tuple[Rule, int | None]]:
     """List every rule with its layer number; a reward model has no output layer."""
     return [
         (rule, layer)
         for rule, layer in family.rules(config)
-        if not (is_reward_model and rule is family.untied)
+        if has_output_layer or rule is not family.untied
     ]
 
 

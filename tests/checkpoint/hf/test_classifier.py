@@ -65,6 +65,21 @@ def test_names_means_and_a_missing_pad_token_are_read(tmp_path: Path) -> None:
     np.testing.assert_allclose(model.score(TEXTS), plain + np.array([1, 2]), atol=1e-5)
 
 
+def test_logits_of_classes_are_no_rewards(tmp_path: Path) -> None:
+    """Unless the config says regression: transformers takes several outputs for classes."""
+    tiny.write_hf_reward_model(tmp_path, labels=2)
+    load(tmp_path).check_are_rewards("weigh them")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for problem, message in (
+        (None, r"got none for the outputs \['LABEL_0', 'LABEL_1'\], .* a reward, weigh them"),
+        ("single_label_classification", "got 'single_label_classification', wanted 'regression'"),
+    ):
+        path.write_text(json.dumps({**config, "problem_type": problem}))
+        with pytest.raises(CheckpointError, match=message):
+            load(tmp_path).check_are_rewards("weigh them")
+
+
 def test_what_it_cannot_take_is_said(folder: Path, tmp_path: Path) -> None:
     model = load(folder)
     with pytest.raises(OverlongError, match="wanted at most 256"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -19,16 +20,23 @@ from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaForCausalLM,
+)
 
 from nemo_aligner.checkpoint.hf import source as hf_source
 from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
-from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
+from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, read_text_rules
 from nemo_aligner.checkpoint.weights import load_weights
 from nemo_aligner.checkpoint.weights.save import _ReadingPlanner
+from nemo_aligner.config.common import Precision
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError
 from tests import tiny
@@ -252,7 +260,7 @@ def test_conversion_refuses_a_base_model_that_cannot_be_carried(changed_base: Pa
         (partial(lose, name="model.safetensors"), r"pickled weights \(\.bin\) are not read"),
         (partial(lose, name="tokenizer.json"), r"no tokenizer\.json"),
         (overwrite("model.safetensors", b"\x10" * 100), r"model\.safetensors"),
-        (overwrite(INDEX, index), "wanted file names in the same folder"),
+        (partial(only_index, content=index), "wanted file names in the same folder"),
     ]
     check_refused(changed_base, [*settings, *files])
     check_refused(changed_base, [(lambda folder: None, "a base model has none")], seq_length=100)
@@ -260,6 +268,12 @@ def test_conversion_refuses_a_base_model_that_cannot_be_carried(changed_base: Pa
 
 def lose(folder: Path, name: str) -> None:
     (folder / name).unlink()
+
+
+def only_index(folder: Path, content: str) -> None:
+    """An index without the whole file, which would be read in its place."""
+    lose(folder, "model.safetensors")
+    (folder / INDEX).write_text(content)
 
 
 def test_conversion_of_no_checkpoint_is_directed_elsewhere(tmp_path: Path) -> None:
@@ -297,6 +311,155 @@ def test_conversion_reads_the_shards_of_the_index(changed_reward: Path, tmp_path
         (lambda folder: cut(folder / first), rf"{first}: "),
     ]
     check_refused(changed_reward, damages)
+
+
+def test_conversion_of_a_folder_that_was_saved_twice_reads_what_transformers_reads(
+    changed_reward: Path, layout: Any, tmp_path: Path
+) -> None:
+    """The whole file, if other weights are in shards next to it; or the file of the config."""
+    model = AutoModelForSequenceClassification.from_pretrained(changed_reward).eval()
+    whole = changed_reward / "model.safetensors"
+    moved = whole.rename(tmp_path / "whole")
+    model.score.weight.data *= -3
+    model.save_pretrained(changed_reward, max_shard_size="200KB")
+    moved.rename(whole)
+    for name, settings in (
+        ("model.safetensors", {}),
+        (INDEX, {"transformers_weights": INDEX}),
+    ):
+        edit(changed_reward, **settings)
+        theirs = AutoModelForSequenceClassification.from_pretrained(changed_reward).eval()
+        tokenizer = AutoTokenizer.from_pretrained(changed_reward)
+        with torch.no_grad():
+            wanted = theirs(**tokenizer("the cat sings", return_tensors="pt")).logits.numpy()
+        summary = convert(changed_reward, tmp_path / f"{name}.nemo")
+        assert (f"note: read {whole.name}, as transformers does, and not" in str(summary)) == (
+            not settings
+        )
+        got = load_scorer(tmp_path / f"{name}.nemo", layout).score(["the cat sings"])
+        np.testing.assert_allclose(got, wanted, atol=1e-4)
+    check_refused(
+        changed_reward,
+        config_edits(
+            ({"transformers_weights": "../a.safetensors"}, r"transformers_weights: got '\.\./a"),
+            ({"transformers_weights": "a.bin"}, r"got 'a\.bin', wanted a \.safetensors file"),
+            ({"transformers_weights": "a.safetensors"}, r"a\.safetensors: "),
+        ),
+    )
+
+
+def test_conversion_gives_tokens_of_the_config_the_ids_of_transformers(
+    changed_base: Path, tmp_path: Path
+) -> None:
+    """A token that tokenizer.json lacks is one token, not its letters."""
+    tiny.write_hf_checkpoint(changed_base, vocab_size=tiny.SHAPE["vocab_size"] + 4)
+    file, rows = changed_base / "tokenizer.json", tiny.SHAPE["vocab_size"]
+    before = file.read_bytes()
+    rules = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    known = config_of(changed_base, "tokenizer.json")["added_tokens"]
+    by_id = {token.pop("id"): token for token in known}
+    extra = {"content": "<step>", **rules, "special": True}
+    # Of a token that stands in both, the rules of the config.
+    by_id[2] = {**by_id[2], "rstrip": True}
+    text = "the<step>cat<note><|im_end|>  dog<tool>"
+    cases = [
+        {"added_tokens_decoder": {**by_id, rows + 7: extra}},
+        {"added_tokens_decoder": {rows: {**extra, "content": "<note>", "special": False}}},
+        {"additional_special_tokens": ["<tool>", "<step>"]},
+        {"extra_special_tokens": {"tool_token": "<tool>"}, "eos_token": "<note>"},
+    ]
+    plain = config_of(changed_base, "tokenizer_config.json")
+    for number, case in enumerate(cases):
+        edit(changed_base, "tokenizer_config.json", **{**plain, **case})
+        theirs = AutoTokenizer.from_pretrained(changed_base)
+        wanted = theirs(text, add_special_tokens=False).input_ids
+        assert max(wanted) >= rows
+        with open_nemo(convert(changed_base, tmp_path / f"{number}.nemo").output) as folder:
+            assert folder.load_tokenizer().encode(text) == wanted, case
+    assert file.read_bytes() == before
+    (changed_base / "tokenizer_config.json").write_text(
+        json.dumps({**plain, "extra_special_tokens": None, "additional_special_tokens": None})
+    )
+    (changed_base / "added_tokens.json").write_text(json.dumps({"<step>": rows}))
+    wanted = AutoTokenizer.from_pretrained(changed_base)(text).input_ids
+    assert rows in wanted
+    with open_nemo(convert(changed_base, tmp_path / "older.nemo").output) as folder:
+        assert folder.load_tokenizer().encode(text) == wanted
+    of_config = partial(edit, name="tokenizer_config.json")
+    damages = [
+        (partial(of_config, added_tokens_decoder=[1]), r"got \[1\], wanted tokens by"),
+        (partial(of_config, added_tokens_decoder={"1": 2}), "got 2, wanted a token"),
+        (partial(edit, name="added_tokens.json", **{"<a>": "b"}), "wanted ids by token"),
+        (partial(of_config, extra_special_tokens=3), "got 3, wanted a list"),
+    ]
+    check_refused(changed_base, damages)
+
+
+def test_conversion_takes_a_wrapper_out_of_the_names_of_tensors(
+    changed_reward: Path, tmp_path: Path
+) -> None:
+    """A full fine-tune that was saved from torch.compile, DDP, FSDP or peft's wrapper."""
+    tensors = tensors_of(changed_reward)
+    wanted = convert(changed_reward, tmp_path / "plain.nemo")
+
+    def rename(folder: Path, change: Callable[[str], str]) -> None:
+        renamed = {change(name): tensor for name, tensor in tensors.items()}
+        save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+
+    for number, prefix in enumerate(
+        ("_orig_mod.", "module.", "module._orig_mod.", "base_model.model.", "_orig_mod.module.")
+    ):
+        rename(changed_reward, lambda name, prefix=prefix: prefix + name)
+        summary = convert(changed_reward, tmp_path / f"{number}.nemo")
+        assert f"{len(tensors)} tensors have a wrapper's prefix: read {prefix}" in str(summary)
+        assert (summary.contract, summary.head) == (wanted.contract, wanted.head)
+    inside = ".layers.{}._fsdp_wrapped_module._checkpoint_wrapped_module."
+    rename(
+        changed_reward,
+        lambda name: re.sub(r"\.layers\.(\d+)\.", lambda found: inside.format(found[1]), name),
+    )
+    assert convert(changed_reward, tmp_path / "inside.nemo").contract == wanted.contract
+    layer = "model.layers.0.self_attn.q_proj."
+    peft = {
+        f"base_model.model.{layer}base_layer.weight": torch.ones(64, 64),
+        f"base_model.model.{layer}lora_A.default.weight": torch.ones(2, 64),
+    }
+    rename(changed_reward, lambda name: name)
+    refused = [
+        (partial(edit_tensors, changes=peft), r"got 2 tensors of peft, .* after merge_and_unload"),
+        (
+            partial(edit_tensors, changes={"module.score.weight": torch.ones(1, 64)}),
+            r"got it next to another one of score\.weight",
+        ),
+    ]
+    check_refused(changed_reward, refused)
+
+
+def test_conversion_of_a_body_alone_needs_no_output_layer(layout: Any, tmp_path: Path) -> None:
+    """Saved by AutoModel; or a reward model's, whose embeddings are not tied to one either."""
+    tiny.write_hf_reward_model(tmp_path / "reward", tie_word_embeddings=False)
+    body = AutoModel.from_pretrained(tmp_path / "reward")
+    body.save_pretrained(tmp_path / "body")
+    tiny.write_tokenizer(tmp_path / "body")
+    assert "layers.0.mlp.up_proj.weight" in tensors_of(tmp_path / "body")
+    found = []
+    for name, head in (("reward", "none"), ("body", None)):
+        summary = convert(tmp_path / name, tmp_path / f"{name}.nemo", head=head)
+        assert "untied embeddings" in str(summary)
+        with open_nemo(tmp_path / f"{name}.nemo") as folder:
+            assert folder.contract is None
+            assert not folder.config["share_embeddings_and_output_weights"]
+            found.append(dist_checkpointing.load_plain_tensors(str(folder.weights)))
+    of_reward, of_body = found
+    assert of_reward.keys() == of_body.keys()
+    assert all(torch.equal(of_reward[key], of_body[key]) for key in of_body)
+    start = load_pretrained(
+        tmp_path / "reward.nemo", layout, num_attributes=1, precision=Precision.fp32
+    )
+    assert start.head_is_new
+    edit(tmp_path / "reward", architectures=["LlamaForCausalLM"])
+    edit_tensors(tmp_path / "reward", {"score.weight": None})
+    check_refused(tmp_path / "reward", [(lambda folder: None, r"first is lm_head\.weight")])
 
 
 def cut(path: Path) -> None:
@@ -430,6 +593,7 @@ def test_conversion_refuses_a_reward_model_that_does_not_fit(changed_reward: Pat
     nothing = {"score.weight": torch.full((1, 64), math.nan)}
     tensors.append((nothing, r"score\.weight: got 64 of 64 values that"))
     changes = [(partial(edit_tensors, changes=each), pattern) for each, pattern in tensors]
+    changes.append((two_classes, r"problem_type: got none for the outputs \['no', 'yes'\], which"))
     tokens = config_of(changed_reward, "tokenizer.json")["added_tokens"]
     rows = tiny.SHAPE["vocab_size"]
     extra = [*tokens, {**tokens[0], "id": rows, "content": "<extra>"}]
@@ -439,6 +603,23 @@ def test_conversion_refuses_a_reward_model_that_does_not_fit(changed_reward: Pat
     large = partial(edit_tensors, changes={layer: torch.full((32, 64), 1e5)})
     told = "values that are NaN or infinite in float16, which ends at 65504: try bf16"
     check_refused(changed_reward, [(large, told)], dtype=torch.float16)
+
+
+def two_classes(folder: Path) -> None:
+    edit_tensors(folder, {"score.weight": torch.zeros(2, 64)})
+    edit(folder, id2label={"0": "no", "1": "yes"}, problem_type=None)
+
+
+def test_conversion_of_several_outputs_that_are_named_or_stated_as_rewards(
+    changed_reward: Path, tmp_path: Path
+) -> None:
+    two_classes(changed_reward)
+    named = convert(changed_reward, tmp_path / "named.nemo", attributes=("no", "yes")).contract
+    edit(changed_reward, problem_type="regression")
+    assert convert(changed_reward, tmp_path / "stated.nemo").contract == named
+    edit(changed_reward, problem_type="single_label_classification")
+    refused = [(lambda folder: None, "problem_type: got 'single_label_class")]
+    check_refused(changed_reward, refused, attributes=("no", "yes"))
 
 
 def test_conversion_of_a_reward_model_leaves_out_an_output_layer(

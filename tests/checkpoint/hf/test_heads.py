@@ -125,7 +125,7 @@ CASES = {
         one_layer("score"),
         "reward model of helpfulness, verbosity",
         "LlamaForSequenceClassification",
-        config={"id2label": dict(enumerate(NAMES))},
+        config={"id2label": dict(enumerate(NAMES)), "problem_type": "regression"},
         outputs=2,
     ),
     # vLLM: model_executor/models/qwen2_rm.py, after Qwen2.5-Math-RM-72B's modeling_qwen2_rm.py

@@ -66,6 +66,7 @@ def not_empty(model: Any) -> Iterator[int]:
 def test_layerwise_model_computes_in_fp32_as_the_whole_would(case: str) -> None:
     config = families.hf_config(case)
     config.num_labels, config.pad_token_id = 2, 0
+    config.problem_type = "regression"
     torch.manual_seed(0)
     # Not by .to(), which would round the rotary frequencies, too.
     made = families.classifier(config)

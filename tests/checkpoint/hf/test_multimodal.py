@@ -125,7 +125,7 @@ def test_decoder_in_a_multimodal_folder_is_taken(
 def test_reward_model_with_vision_parts_is_exported_as_its_decoder(
     layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    labels = {"num_labels": 2, "id2label": {0: "one", 1: "other"}}
+    labels = {"num_labels": 2, "id2label": {0: "one", 1: "other"}, "problem_type": "regression"}
     theirs = write(tmp_path / "hf", "gemma3", AutoModelForSequenceClassification, **labels)
     summary = convert_hf_to_nemo(tmp_path / "hf", tmp_path / "rm.nemo")
     assert summary.contract is not None
