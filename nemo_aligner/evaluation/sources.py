@@ -246,12 +246,9 @@ def _hugging_face(config: EvaluateConfig, name: str, layout: ParallelLayout) -> 
     watch = Counter("scoring", "texts").show
     batch_tokens, head = config.model.micro_batch_tokens, config.source.head
     model = load_hf_reward_model(name, config.precision, batch_tokens, watch, head)
-<<<<<<< HEAD
     model = replace(model, adds_eos=config.data.format == TRL_FORMAT)
-=======
     if not config.source.attribute_weights:
         model.check_are_rewards("say what each counts in source.attribute_weights")
->>>>>>> w-convert
     weights = config.source.attribute_weights or dict.fromkeys(model.attributes, 1.0)
     if set(weights) != set(model.attributes):
         raise ConfigError(

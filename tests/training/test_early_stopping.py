@@ -149,7 +149,8 @@ def test_resume_knows_several_files_of_a_version_without_digests_by_their_tokens
 def test_resume_knows_the_rule_for_steps_of_a_version_whose_contract_did_not_say_it(
     tmp_path: Path, contracts: Contracts
 ) -> None:
-    data, config = build(contracts, [tiny.write_pairs(tmp_path / "a.jsonl", 9)]), TrainConfig()
+    data = build(contracts, [tiny.write_pairs(tmp_path / "a.jsonl", 9)])
+    config = TrainConfig(trainer=TrainerConfig(precision=Precision.fp32))
     stepped = replace(data.contract, scored_position="turns")
     least = replace(data, contract=replace(stepped, aggregate="min"))
     least = replace(least, objective=BradleyTerry(aggregate="min"))
@@ -179,7 +180,7 @@ def test_run_from_before_probabilities_goes_on_with_log_odds(
 
     def built(settings: dict[str, Any]) -> tuple[TrainConfig, Any]:
         how = {"attributes": ["right"], "contract": plain, "objective": name}
-        config = TrainConfig()
+        config = TrainConfig(trainer=TrainerConfig(precision=Precision.fp32))
         config.model = replace(contracts.config(["right"]), objective=name)
         return config, build(contracts, files, settings=settings, **how)
 
