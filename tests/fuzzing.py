@@ -149,7 +149,7 @@ class Faults:
         self.tries = 0
 
     @contextmanager
-    def noting(self, given: object) -> Iterator[None]:
+    def noting(self, tried: object) -> Iterator[None]:
         """Note an error that is none of the allowed ones, and go on."""
         self.tries += 1
         try:
@@ -159,7 +159,7 @@ class Faults:
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{Path(frame.filename).name}:{frame.lineno}: {type(error).__name__}: {error}"
-            self._inputs.setdefault(place[:200], repr(given)[:1000])
+            self._inputs.setdefault(place[:200], repr(tried)[:1000])
 
     def check(self) -> None:
         """Fail with all of them."""

@@ -332,26 +332,26 @@ def _find_call_frames(write: Write) -> CallFrames:
     It does not escape them if a call with two arguments, or two calls, can be written as one
     argument that holds what stands between the two.
     """
-    function, key, value, *others = ("zqnamev", "zqkeyv", "zqvaluev", "zqotherv", "zqlastv")
+    function, key, value, second, last = ("zqnamev", "zqkeyv", "zqvaluev", "zqotherv", "zqlastv")
 
     def write_calls(*calls: tuple[str, dict[str, str]]) -> str:
         functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
-        asked, _ = _turns_of(("user", "assistant"))
-        called = [{"id": _CALL_ID, "type": "function", "function": each} for each in functions]
-        return write([asked, {"role": "assistant", "content": "", "tool_calls": called}])
+        turn = tool_call_turn()
+        turn["tool_calls"] = [
+            {**turn["tool_calls"][0], "function": function} for function in functions
+        ]
+        return write([PROBE[0], turn])
 
     values: list[str] = []
     names: list[str] = []
-    first = (function, {key: value})
-    for calls in (
-        [(function, {key: value, others[0]: others[1]})],
-        [first, (others[0], {key: others[1]})],
-    ):
+    two_arguments = [(function, {key: value, second: last})]
+    two_calls = [(function, {key: value}), (second, {key: last})]
+    for calls in (two_arguments, two_calls):
         try:
             text = write_calls(*calls)
-            _, in_name, in_key, between, *_ = _split_at(text, (function, key, value, others[0]))
-            held = text[text.index(value) : text.index(others[1]) + len(others[1])]
-            if write_calls((function, {key: held})) == text:
+            _, in_name, in_key, between, *_ = _split_at(text, (function, key, value, second))
+            forged = text[text.index(value) : text.index(last) + len(last)]
+            if write_calls((function, {key: forged})) == text:
                 values.append(between)
                 names += [in_name, in_key]
         except (DataError, ValueError):
@@ -364,10 +364,10 @@ def _split_at(text: str, words: Sequence[str]) -> list[str]:
     """The parts before, between and behind the words; raises ValueError unless in that order."""
     parts = []
     for word in words:
-        before, found, text = text.partition(word)
-        if not found:
+        part, match, text = text.partition(word)
+        if not match:
             raise ValueError(word)
-        parts.append(before)
+        parts.append(part)
     return [*parts, text]
 
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, TypeAlias, cast
 
 from nemo_aligner.config.describe import install_command
 from nemo_aligner.contract.messages import without_struct_nulls
-from nemo_aligner.data.records import as_json, without_other_kinds
+from nemo_aligner.data.records import DEEPEST, as_json, is_too_deep, without_other_kinds
 from nemo_aligner.utils.errors import DataError
 
 # Tables with named columns as data: CSV and TSV files, and with pyarrow Parquet and Arrow files.
@@ -327,9 +327,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-# Of lists and objects in a record, which Python could read to some hundreds.
-_DEEPEST = 100
-
 _decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
 _lenient = json.JSONDecoder(parse_constant=_refuse_constant)
 
@@ -340,20 +337,9 @@ def _checked(item: _Value) -> AnyLine:
         return BadLine(number, raw, f"malformed JSON: {value}")
     if not isinstance(value, dict):
         return BadLine(number, raw, f"got {raw[:60]!r}, wanted a JSON object")
-    if _is_too_deep(raw, value):
-        return BadLine(number, raw, f"got lists or objects nested more than {_DEEPEST} deep")
+    if is_too_deep(raw, value):
+        return BadLine(number, raw, f"got lists or objects nested more than {DEEPEST} deep")
     return Line(number, raw, value)
-
-
-def _is_too_deep(raw: str, value: dict[str, Any]) -> bool:
-    """True for an object that a function which calls itself would not get to the end of."""
-    if raw.count("[") + raw.count("{") <= _DEEPEST:
-        return False
-    level: list[Any] = [value]
-    for _ in range(_DEEPEST):
-        nested = (each.values() if isinstance(each, dict) else each for each in level)
-        level = [item for items in nested for item in items if isinstance(item, dict | list)]
-    return bool(level)
 
 
 def json_lines(text: str, first: int = 1) -> Iterator[AnyLine]:

@@ -163,7 +163,7 @@ class FileRules:
         counts["rows_in_cells"] += count_swallowed(lines)
         chosen = format_named(self.format, how.pair_keys)
         wanted = WantedLabels(columns, how.loss_mask_val, how.neutral)
-        parsed = parse_lines(chosen, lines, self.path, wanted, unread)
+        parsed = parse_lines(chosen, lines, self.path, wanted, counts, unread)
         for each in parsed:
             record = _with_prompts(each, how.prompts)
             counts["read"] += 1

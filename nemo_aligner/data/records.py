@@ -363,6 +363,21 @@ def write_records(
     return count
 
 
+# Of lists and objects in a record, which Python could read to some hundreds.
+DEEPEST = 100
+
+
+def is_too_deep(raw: str, value: Mapping[str, Any]) -> bool:
+    """True for the object of a line of JSON in which a function that calls itself could fail."""
+    if raw.count("[") + raw.count("{") <= DEEPEST:
+        return False
+    level: list[Any] = [value]
+    for _ in range(DEEPEST):
+        nested = (value.values() if isinstance(value, Mapping) else value for value in level)
+        level = [item for items in nested for item in items if isinstance(item, dict | list)]
+    return bool(level)
+
+
 # Values of Python that have no kind of their own in JSON, and one text that says all of them.
 _AS_TEXT = (date, time, timedelta, Decimal, UUID, PurePath)
 # pandas' missing value and date, which are no numbers.

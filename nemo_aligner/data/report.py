@@ -16,7 +16,7 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.messages import Text, reply_of
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import list_first, list_malformed, malformed_fraction
-from nemo_aligner.data.formats.prompts import looks_like_prompt
+from nemo_aligner.data.formats.prompts import COLUMN_COUNTS, looks_like_prompt
 from nemo_aligner.data.records import (
     MalformedRecord,
     Origin,
@@ -450,7 +450,7 @@ class FileReport:
         )
 
     def _content_rows(self) -> Iterable[tuple[str, object]]:
-        summary = self.summary
+        summary, counts = self.summary, self.counts
         total, prefixes = summary.lengths.total, summary.prefixes
         yield self.unit, total
         if summary.kind is RecordKind.comparison and prefixes is not None and total:
@@ -471,6 +471,10 @@ class FileReport:
             yield "labels to", self._by_column(labels.highs)
         if any(summary.sources):
             yield "sources", _sources(summary.sources)
+        in_prompt = {name: counts.get(key, 0) for name, key in COLUMN_COUNTS.items()}
+        if any(in_prompt.values()):
+            parts = [f"{name} {count}" for name, count in in_prompt.items() if count]
+            yield "columns in the prompt", ", ".join(parts)
         if summary.unread:
             yield "columns not read", _columns(summary.unread)
 

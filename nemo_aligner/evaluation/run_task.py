@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from nemo_aligner.evaluation.predictions import Item, Prediction, Predictions
 from nemo_aligner.evaluation.sources import Score, ScoreSteps
 from nemo_aligner.evaluation.tasks.base import Level, Task, TaskRow
 from nemo_aligner.utils.console import fit_row
-from nemo_aligner.utils.errors import ConfigError, DataError
+from nemo_aligner.utils.errors import ConfigError, DataError, writable
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,8 @@ def _usable(
         if read is None:
             left_out["without a verdict"] += 1
             continue
-        for item in (read,) if isinstance(read, Item) else read:
+        for as_read in (read,) if isinstance(read, Item) else read:
+            item = replace(as_read, id=writable(as_read.id), source=writable(as_read.source))
             try:
                 if encode is not None:
                     list(map(encode, item.texts))

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -407,6 +408,7 @@ def _add_own_routes(
     ]
 
     def answering(work: Callable[[], Awaitable[Response]]) -> Callable[[], Awaitable[Response]]:
+        @wraps(work)  # the OpenAPI page calls it by this name
         async def handle() -> Response:
             return await _answered(work())
 

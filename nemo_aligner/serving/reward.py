@@ -391,7 +391,7 @@ class RewardModel:
     def startup_log(self) -> Sequence[str]:
         contract = self._service.contract
         lines = [
-            "It speaks KServe v2; `nemo-aligner gateway` adds /v1/rewards and trainers' protocols",
+            "It speaks KServe v2; /v1/rewards and the protocols of trainers are the gateway's",
             f"Scoring contract {contract.hash}",
             *_SCALES.get(contract.reward_scale, ()),
         ]

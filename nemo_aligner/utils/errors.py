@@ -59,7 +59,7 @@ def first_line(error: BaseException) -> str:
 
 def one_line(text: object) -> str:
     """Flatten another program's message to one line, short enough for an answer."""
-    return _writable(" ".join(str(text).split())[:_MOST_IN_LINE])
+    return writable(" ".join(str(text).split())[:_MOST_IN_LINE])
 
 
 def shown(value: object) -> str:
@@ -73,9 +73,9 @@ def shown(value: object) -> str:
 def short(text: object) -> str:
     """The beginning of a text, or of what another program says, for an error message."""
     text = str(text)
-    return _writable(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
+    return writable(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
 
 
-def _writable(text: str) -> str:
+def writable(text: str) -> str:
     """A text that any file or answer takes: half of a surrogate pair becomes its escape."""
     return text.encode("utf-8", "backslashreplace").decode()

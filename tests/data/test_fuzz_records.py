@@ -98,6 +98,9 @@ class Reading:
         for block in blocks:
             tokenized = tokenize_block(block, TokenRules(rules, self.contract, self.tokenizer))
             counts.update(tokenized.counts, kept=len(tokenized.sources))
+            # A terminal or a file has to take what is said of them.
+            for said in (*tokenized.sources, *map(str, tokenized.malformed)):
+                said.encode()
             assert len(tokenized.malformed) == tokenized.counts["malformed"]
         return counts
 
@@ -143,7 +146,8 @@ def test_damaged_item_of_any_benchmark_is_scored_or_refused(tmp_path: Path) -> N
         for name, records in batch:
             path = write_json(tmp_path / "items.jsonl", records)
             with faults.noting((name, records)):
-                run_task(TASKS[name], path, score, score_steps=score_steps)
+                result = run_task(TASKS[name], path, score, score_steps=score_steps)
+                result.render({}).encode()
             with faults.noting(("score", records)):
                 list(labelled_texts(path))
 

@@ -34,7 +34,7 @@ ALPACA: dict[str, Any] = {
 }
 
 
-def test_prompt_has_the_columns_next_to_it(tmp_path: Path) -> None:
+def test_prompt_has_the_columns_next_to_it(tmp_path: Path, contracts: Contracts) -> None:
     """Whether the format is found, or its fields are named."""
     question, bare = turn("user", "Add.\n2, 2"), turn("user", "Add.")
     pairs = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
@@ -64,6 +64,15 @@ def test_prompt_has_the_columns_next_to_it(tmp_path: Path) -> None:
         file = read(tmp_path, record, **how)
         assert [text[:-1] for text in file.records[0].texts] == [prompt] * 2, record
         assert not file.unread, record
+    rows = [{**ALPACA, "history": []}, ALPACA]
+    file = read(tmp_path, *rows)
+    counts = {"system_column": 2, "history_column": 1}
+    assert file.counts == {"read": 2, "kept": 2, **counts}
+    path = write(tmp_path / "pairs.jsonl", *rows)
+    [shown] = inspect_files([str(path)], [], Inspection(show=0))
+    assert "  columns in the prompt     system 2, history 1" in shown.text
+    [report] = build(contracts, [path], template="chatml").train.reports
+    assert ("columns in the prompt", "system 2, history 1") in [*report.rows()]
     rated = {"prompt": "why", "response": "so", "system": "You are brief.", "help": 1}
     [rating] = read(tmp_path, rated, kind=RecordKind.rating, attributes=["help"]).records
     assert rating.response == [SYSTEM, WHY, turn("assistant", "so")]

@@ -100,8 +100,8 @@ def test_server_gives_its_client_the_rewards_of_the_scorer(
     """
     check_by_client(model_server, rewards)
     check_score_example(model_server, rewards)
-    # Triton's own answer to the paths of other protocols, which are the gateway's, names no other.
-    assert "KServe v2; `nemo-aligner gateway` adds /v1/rewards" in model_server.output()
+    # Triton answers other paths by itself, with Not Found.
+    assert "/v1/rewards and the protocols of trainers are the gateway's" in model_server.output()
 
 
 def test_server_of_two_ranks_gives_the_rewards_of_the_scorer(

@@ -42,7 +42,12 @@ from nemo_aligner.data.formats.pairs import (
     TEXT_PAIRS,
     pairs_by,
 )
-from nemo_aligner.data.formats.prompts import advise_prompt_key, prompt_like, with_prompt_columns
+from nemo_aligner.data.formats.prompts import (
+    COLUMN_COUNTS,
+    advise_prompt_key,
+    prompt_like,
+    with_prompt_columns,
+)
 from nemo_aligner.data.formats.rankings import (
     HELPSTEER2_PREFERENCE,
     HELPSTEER3,
@@ -235,34 +240,40 @@ def parse_lines(
     lines: Sequence[AnyLine],
     path: str,
     wanted: WantedLabels,
+    counts: Counter[str] | None = None,
     unread: Counter[str] | None = None,
 ) -> Iterator[Record | MalformedRecord]:
     """The records that lines of the format ``chosen`` make, and what is none, in order.
 
     ``lines`` are of whole records, as those of a file are that ``check_lines_are_whole`` lets pass.
-    To ``unread`` go the columns that were not read, with the number of lines that have them.
+    In ``counts`` are lines with a column that became a part of the prompt (``COLUMN_COUNTS``), in
+    ``unread`` those with each column that was not read.
     """
     size = chosen.lines_per_record
+    counts = Counter() if counts is None else counts
+    unread = Counter() if unread is None else unread
     for start in range(0, len(lines), size):
-        yield from _parse_records(chosen, lines[start : start + size], path, wanted, unread)
+        group = lines[start : start + size]
+        fields = [Fields(line.value if isinstance(line, Line) else {}) for line in group]
+        parsed = _parse_records(chosen, group, fields, path, wanted)
+        yield from parsed
+        if not any(isinstance(record, MalformedRecord) for record in parsed):
+            counts.update(COLUMN_COUNTS[name] for name in fields[0].names_in_prompt)
+            unread.update(name for line in fields for name in line.unread(wanted.names))
 
 
 def _parse_records(
     chosen: Format,
     group: Sequence[AnyLine],
+    fields: Sequence[Fields],
     path: str,
     wanted: WantedLabels,
-    unread: Counter[str] | None,
 ) -> Sequence[Record | MalformedRecord]:
-    good: list[Line] = []
     for line in group:
         reason = _why_unfit(chosen, line)
         if isinstance(line, BadLine) or reason:
             return [MalformedRecord(Origin(path, line.number), reason)]
-        good.append(line)
-    origin = Origin(path, good[0].number)
-    fields = [Fields(line.value) for line in good]
-    value = fields[0]
+    origin, value = Origin(path, group[0].number), fields[0]
     try:
         parsed = chosen.parse([*fields], origin, wanted)
         parts = [parsed] if isinstance(parsed, Comparison | Rating) else parsed
@@ -274,12 +285,7 @@ def _parse_records(
             records.append(_with_tools(with_prompt_columns(part, value, wanted.names), value))
     except DataError as error:
         return [MalformedRecord(origin, str(error))]
-    records = [replace(record, source=record.source or _source(value)) for record in records]
-    if unread is not None:
-        unread.update(name for line in fields for name in line.unread())
-        for name in wanted.names:
-            del unread[name]
-    return records
+    return [replace(record, source=record.source or _source(value)) for record in records]
 
 
 def _with_tools(record: Record, value: Fields) -> Record:

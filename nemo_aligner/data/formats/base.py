@@ -20,7 +20,7 @@ from nemo_aligner.contract.messages import (
     with_tools,
 )
 from nemo_aligner.data.records import Comparison, Origin, Record
-from nemo_aligner.utils.errors import DataError
+from nemo_aligner.utils.errors import DataError, writable
 
 # A format: how its records are recognized and read.
 
@@ -35,6 +35,8 @@ class Fields(dict[str, Any]):
     def __init__(self, value: dict[str, Any]) -> None:
         super().__init__(value)
         self.names_read: set[str] = set()
+        # Of those, the ones that hold a part of the prompt next to the messages.
+        self.names_in_prompt: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
         self.names_read.add(name)
@@ -44,12 +46,14 @@ class Fields(dict[str, Any]):
         self.names_read.add(name)
         return super().get(name, default)
 
-    def unread(self) -> list[str]:
-        """Names of fields that hold something and were not read."""
+    def unread(self, others: Sequence[str] = ()) -> list[str]:
+        """Names of fields, except ``others``, that hold something and were not read."""
         return [
             name
             for name, content in self.items()
-            if name not in self.names_read and content not in (None, "", [], {})
+            if name not in self.names_read
+            and name not in others
+            and content not in (None, "", [], {})
         ]
 
 
@@ -200,11 +204,11 @@ def _standard_turn(turn: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_source(value: object) -> str:
-    """Source of a record, from a text or a number; empty for anything else."""
+    """Source of a record, from a text or a number, as tables print it; empty for anything else."""
     if isinstance(value, float):
         value = int(value) if value.is_integer() else value if math.isfinite(value) else None
     is_named = isinstance(value, str | int | float) and not isinstance(value, bool)
-    return str(value) if is_named else ""
+    return writable(str(value)) if is_named else ""
 
 
 def read_objects(value: dict[str, Any], key: str, *needed: str) -> list[dict[str, Any]]:

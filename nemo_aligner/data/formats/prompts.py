@@ -18,6 +18,8 @@ from nemo_aligner.utils.errors import DataError, shown
 
 _SYSTEM = ("system", "system_prompt")
 _HISTORY = "history"
+# By the name of such a column, what the lines that have it are counted as.
+COLUMN_COUNTS = {name: f"{name}_column" for name in (*_SYSTEM, _HISTORY)}
 _SYSTEM_ROLES = ("system", "developer")
 # Words that columns with a part of a prompt are called by, alone or behind another word
 # (``user_prompt``); a number may follow.
@@ -66,17 +68,23 @@ def with_prompt_columns(record: Record, fields: Fields, labels: Container[str]) 
     """
     if isinstance(record.texts[0], str):
         return record
-    record = _put_in(record, _read_history(fields, labels), _add_history)
+    record = _put_in(record, fields, _HISTORY, _read_history(fields, labels), _add_history)
     for name in _SYSTEM:
-        record = _put_in(record, _read_system(fields, name, labels), _add_system)
+        turns = _read_system(fields, name, labels)
+        record = _put_in(record, fields, name, turns, _add_system)
     return record
 
 
 def _put_in(
-    record: Record, turns: Messages, add: Callable[[Messages, Messages], Messages]
+    record: Record,
+    fields: Fields,
+    name: str,
+    turns: Messages,
+    add: Callable[[Messages, Messages], Messages],
 ) -> Record:
     if not turns:
         return record
+    fields.names_in_prompt.add(name)
 
     def extend(text: Text) -> Text:
         assert not isinstance(text, str)  # with_prompt_columns has let raw texts pass

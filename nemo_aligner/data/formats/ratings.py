@@ -20,6 +20,7 @@ from nemo_aligner.data.formats.base import (
     read_conversation,
     read_label,
     read_labels,
+    read_source,
     read_string,
     split_turns,
 )
@@ -211,7 +212,7 @@ def _parse_math_shepherd(
     steps = [pieces[0][begin.end() :], *pieces[1:]]
     prompt = pieces[0][: begin.start()]
     task = value.get("task")
-    source = task if isinstance(task, str) else ""
+    source = read_source(task) if isinstance(task, str) else ""
     steps = [step.strip() for step in steps]
     return _rating(prompt, steps, labels, origin, "input", source)
 

@@ -30,8 +30,10 @@ def _join(prompt: Any, reply: Any, key: str) -> Text:
     """A prompt, None where the reply has it in it, and a reply."""
     if prompt is None and isinstance(reply, str | list):
         return cast(Text, checked(reply, key))
-    if isinstance(prompt, str | list) and type(prompt) is type(reply):
+    if isinstance(prompt, str) and isinstance(reply, str):
         return cast(Text, checked(prompt + reply, key))
+    if isinstance(prompt, list) and isinstance(reply, list):
+        return cast(Text, checked([*prompt, *reply], key))
     kinds = " and ".join(type(each).__name__ for each in (prompt, reply) if each is not None)
     raise DataError(f"{key}: got prompt and reply as {kinds}, wanted two texts or two lists")
 

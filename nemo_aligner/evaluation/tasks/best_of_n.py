@@ -43,7 +43,7 @@ def _read_best_of_n(value: dict[str, Any]) -> Item:
             "replies and as many numbers"
         )
     # Not math.isfinite, which fails on an integer that no float holds.
-    if not all(isinstance(each, int | float) and abs(each) <= _LARGEST for each in scores):
+    if not all(isinstance(score, int | float) and abs(score) <= _LARGEST for score in scores):
         raise DataError(f"scores: got {scores!r:.60}, wanted finite numbers")
     texts = tuple(asked(value["prompt"], reply, "responses") for reply in replies)
     return Item(str(value.get("id", "")), "", texts, 0, tuple(map(float, scores)))
@@ -140,7 +140,9 @@ def _listed(pairs: Any) -> list[Any]:
 def _ordered(pair: Any, scores: Sequence[Any], order: Sequence[int]) -> tuple[int, int]:
     """Translate a pair of the file to indices of the item, the right reply first."""
     known = range(len(scores))
-    fits = isinstance(pair, list) and len(pair) == 2 and all(each in known for each in pair)
+    # By type, too: 1.0 is in the range, and no index.
+    are_known = isinstance(pair, list) and all(type(one) is int and one in known for one in pair)
+    fits = are_known and len(pair) == 2
     if not fits or bool(scores[pair[0]]) == bool(scores[pair[1]]):
         raise DataError(
             f"sampled_conflict_pairs: got {pair!r:.60}, wanted the numbers, from 0 to "

@@ -89,6 +89,7 @@ NO_VALUES: tuple[tuple[str, str, Any, str], ...] = (
     ("humanevalpack", "prompt", 1, "got 1, wanted a string"),
     ("ppe_correctness", "scores", ["True"], "got ['True'], wanted a list of true"),
     ("ppe_correctness", "scores", [2], "got [2], wanted a list of true and false"),
+    ("ppe_correctness", "sampled_conflict_pairs", [[0, 1.0]], "a right reply and a wrong one"),
     ("ppe_correctness", "sampled_conflict_pairs", [[0, 3]], "a right reply and a wrong one"),
     ("ppe_correctness", "sampled_conflict_pairs", [[0, 9]], "from 0 to 3"),
     ("ppe_correctness", "sampled_conflict_pairs", [], "got [], wanted a list of pairs"),
