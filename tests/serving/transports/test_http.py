@@ -314,9 +314,9 @@ def test_gateway_shows_prometheus_what_it_and_its_backends_have_counted() -> Non
 
 
 class Picky(FakeClient):
-    """Refuses conversations that have a message in them, as the server does; or all, as a proxy."""
+    """Refuses conversations with such a content (None: a call alone); or all, as a proxy."""
 
-    def __init__(self, refused: str, refusal: RefusedError) -> None:
+    def __init__(self, refused: str | None, refusal: RefusedError) -> None:
         super().__init__()
         self.refused, self.refusal = refused, refusal
 
@@ -338,11 +338,11 @@ def test_verify_masks_what_is_not_the_policys_fault() -> None:
     reply = {"role": "assistant", "content": "say"}
     of_text = RefusedError("http://one", 400, "row 0: got 99 tokens, wanted at most 64")
     of_all = RefusedError("http://one", 413, "too large")
-    cases: dict[str, tuple[str, RefusedError, Any, bool, str]] = {
+    cases: dict[str, tuple[str | None, RefusedError, Any, bool, str]] = {
         "reply": ("say", of_text, reply, False, "reward_model:refused_text"),
         "prompt": ("ask", of_text, reply, True, "verifier_error"),
         "proxy": ("say", of_all, reply, True, "verifier_error"),
-        "call of a tool": ("", of_text, call_of_tool, True, "verifier_error"),
+        "call of a tool": (None, of_text, call_of_tool, False, "reward_model:refused_text"),
         "refusal": ("", of_text, refusal, True, "verifier_error"),
         "no reply": ("", of_text, {"type": "reasoning"}, False, "reward_model:refused_text"),
         "broken call": ("", of_text, broken, False, "reward_model:refused_text"),
