@@ -255,13 +255,8 @@ class _Endpoint:
     def _served(self, scored: ScoredRows) -> Served:
         contract, threshold = self._upstream.contract, self._config.reward_threshold
         if contract is not None:
-            return Served(
-                MODEL_NAME,
-                contract.attributes,
-                contract.attribute_weights,
-                threshold,
-                contract.reward_scale,
-            )
+            weights, scale = contract.attribute_weights, contract.reward_scale
+            return Served(MODEL_NAME, contract.attributes, weights, threshold, scale)
         # A backend of NeMo-Aligner, which publishes no contract with the names of its attributes.
         columns = scored.rewards.shape[1]
         names = ["reward"] if columns == 1 else [f"reward_{column}" for column in range(columns)]

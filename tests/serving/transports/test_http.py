@@ -314,7 +314,7 @@ def test_gateway_shows_prometheus_what_it_and_its_backends_have_counted() -> Non
 
 
 class Picky(FakeClient):
-    """Refuses conversations that have a message in them, as the server does; or all, as a proxy."""
+    """Refuses conversations with such a content (None: a call alone); or all, as a proxy."""
 
     def __init__(self, refused: str | None, refusal: RefusedError) -> None:
         super().__init__()
