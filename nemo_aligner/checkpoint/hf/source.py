@@ -159,10 +159,13 @@ def _open_folder(folder: Path) -> Source:
             f"{folder}: got no config.json; wanted a checkpoint folder or a .gguf file"
         )
     config = read_json(folder / "config.json")
-    if config.get("quantization_config") is not None:
+    quantization = config.pop("quantization_config", None)
+    # transformers keeps this one when it saves what it has read of a GGUF file, in plain tensors.
+    is_of_gguf = isinstance(quantization, dict) and quantization.get("quant_method") == "gguf"
+    if quantization is not None and not is_of_gguf:
         raise CheckpointError(
-            f"quantization_config: got {shown(config['quantization_config'])}, which is not "
-            "supported; wanted weights as they were trained"
+            f"quantization_config: got {shown(quantization)}, which is not supported; wanted "
+            "weights as they were trained"
         )
     tokenizer_folder(folder)
     contract = folder / CONTRACT_NAME
