@@ -247,9 +247,13 @@ def _hugging_face(config: EvaluateConfig, name: str, layout: ParallelLayout) -> 
     batch_tokens, head = config.model.micro_batch_tokens, config.source.head
     model = load_hf_reward_model(name, config.precision, batch_tokens, watch, head)
     model = replace(model, adds_eos=config.data.format == TRL_FORMAT)
-    if not config.source.attribute_weights:
+    weights = config.source.attribute_weights
+    if model.contract is not None:
+        pairs = zip(model.contract.attributes, model.contract.attribute_weights, strict=True)
+        weights = weights or dict(pairs)
+    if not weights:
         model.check_are_rewards("say what each counts in source.attribute_weights")
-    weights = config.source.attribute_weights or dict.fromkeys(model.attributes, 1.0)
+        weights = dict.fromkeys(model.attributes, 1.0)
     if set(weights) != set(model.attributes):
         raise ConfigError(
             f"source.attribute_weights: got {', '.join(weights)}, "
@@ -264,6 +268,7 @@ def _hugging_face(config: EvaluateConfig, name: str, layout: ParallelLayout) -> 
         attributes=model.attributes,
         attribute_weights=tuple(weights[attribute] for attribute in model.attributes),
         score=model.score,
+        contract=model.contract,
         encode=model.encode,
         measure=model.count_reply_tokens,
         score_rows=lambda texts: score_encodable(texts, model.encode, measure),

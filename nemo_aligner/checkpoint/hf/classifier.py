@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,8 +28,12 @@ from nemo_aligner.checkpoint.hf.heads import (
     reads_steps,
     rotary_by_length,
 )
-from nemo_aligner.checkpoint.hf.source import REWARD_SUFFIX, open_source
-from nemo_aligner.checkpoint.safe_load import bounded_torch_load
+from nemo_aligner.checkpoint.hf.source import (
+    REWARD_SUFFIX,
+    find_exported_contract,
+    open_source,
+)
+from nemo_aligner.checkpoint.safe_load import bounded_torch_load, read_json
 from nemo_aligner.checkpoint.weights.store import check_finite
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import torch_dtype
@@ -37,6 +41,7 @@ from nemo_aligner.contract.contract import (
     EncodedText,
     NoTemplateError,
     OverlongError,
+    ScoringContract,
 )
 from nemo_aligner.contract.messages import (
     Conversation,
@@ -53,7 +58,7 @@ from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.contract.turns import TurnMarks
 from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.utils.console import Watch, unwatched
-from nemo_aligner.utils.errors import CheckpointError, DataError, one_line
+from nemo_aligner.utils.errors import CheckpointError, DataError, one_line, shown
 
 # transformers names outputs LABEL_0, LABEL_1, ... where a model's config names none.
 _UNNAMED = "LABEL_"
@@ -63,12 +68,14 @@ _NO_LENGTH = 10**9
 
 @dataclass(frozen=True)
 class HfRewardModel:
-    """Scores texts by the tokenizer's own rules and chat template.
+    """Scores texts by the scoring contract in its folder, or else by the tokenizer's own rules.
 
     Attributes:
         seq_length: most tokens of a text, by the stricter of model and tokenizer; None: any.
         batch_tokens: most tokens in a batch, padding included.
         adds_eos: end raw texts with EOS, as TRL's RewardTrainer does.
+        contract: of a model that this package exported; None for any other.
+        contract_tokenizer: the one that the contract names; None without a contract.
     """
 
     tokenizer: Any
@@ -77,6 +84,8 @@ class HfRewardModel:
     batch_tokens: int
     watch: Watch = unwatched
     adds_eos: bool = False
+    contract: ScoringContract | None = None
+    contract_tokenizer: Tokenizer | None = None
 
     @property
     def attributes(self) -> tuple[str, ...]:
@@ -111,6 +120,8 @@ class HfRewardModel:
             TurnMarkError: a message contains the chat template's own markers.
             DataError: there is no chat template, it refuses the text, or no token is left.
         """
+        if self.contract is not None and self.contract_tokenizer is not None:
+            return self.contract.encode(self.contract_tokenizer, text)
         ids = self._ids(text)
         if not ids:
             raise DataError("the text has no tokens: it is empty")
@@ -241,13 +252,15 @@ def load_hf_reward_model(
         head: see ``find_head``; None is that of transformers' class, if it is whole.
 
     Raises:
-        CheckpointError: transformers cannot load it, it has no head of its own, or a weight is NaN
-            or infinite.
+        CheckpointError: transformers cannot load it, it has no head of its own, a weight is NaN or
+            infinite, or the scoring contract in its folder is not of this model.
     """
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    # First: transformers would ask the hub for a missing folder again and again.
+    exported = find_exported_contract(name)
     dtype = torch_dtype(precision or Precision.fp32)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -259,7 +272,24 @@ def load_hf_reward_model(
     model = model.to(current_device()).eval()
     for weight, values in model.named_parameters():
         check_finite(values.detach(), f"{name}: {weight}")
-    return HfRewardModel(tokenizer, model, _length(tokenizer, model), batch_tokens, watch)
+    length = _length(tokenizer, model)
+    loaded = HfRewardModel(tokenizer, model, length, batch_tokens, watch)
+    return loaded if exported is None else _by_contract(loaded, exported)
+
+
+def _by_contract(loaded: HfRewardModel, path: Path) -> HfRewardModel:
+    """The same model, whose texts are tokenized by the scoring contract in its folder."""
+    contract = ScoringContract.from_dict(read_json(path))
+    tokenizer = load_tokenizer(path.parent)
+    # The template is the folder's: it might loop for ever.
+    contract.check_template_ends(tokenizer)
+    for key, got, wanted in (
+        ("id2label", loaded.attributes, contract.attributes),
+        ("tokenizer fingerprint", tokenizer.fingerprint, contract.tokenizer_fingerprint),
+    ):
+        if got != wanted:
+            raise CheckpointError(f"{path}: {key}: got {shown(got)}, wanted {shown(wanted)}")
+    return replace(loaded, contract=contract, contract_tokenizer=tokenizer)
 
 
 def _without_date(tokenizer: Any) -> Any:

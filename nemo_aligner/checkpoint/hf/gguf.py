@@ -11,7 +11,6 @@ import math
 import mmap
 import re
 import struct
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_aligner.checkpoint.hf.families import find_gguf_family
-from nemo_aligner.checkpoint.hf.families.base import HF_HEAD, GgufFormat
+from nemo_aligner.checkpoint.hf.families import check_gguf_architecture, find_gguf_family
+from nemo_aligner.checkpoint.hf.families.base import EXPERT, HF_HEAD
+from nemo_aligner.checkpoint.hf.gguf_config import LABELS, ROPE_TENSORS, read_config
 from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.checkpoint.weights.store import check_finite
-from nemo_aligner.config.common import read_count, read_number
 from nemo_aligner.utils.errors import CheckpointError, short, shown
 
 if TYPE_CHECKING:
@@ -35,9 +34,10 @@ if TYPE_CHECKING:
 
 
 Fields = Mapping[str, Any]
-# A reward head for llama.cpp's rank pooling, the names of its rows, and the prompt of its /rerank.
-CLASSIFIER, _LABELS = "cls.output.weight", "classifier.output_labels"
+# A reward head for llama.cpp's rank pooling, and the prompt of its /rerank.
+CLASSIFIER = "cls.output.weight"
 RERANK_TEMPLATE = "tokenizer.chat_template.rerank"
+_SHARED_GATE = ".ffn_gate_inp_shexp.weight"
 # This package's own; llama.cpp does not read it.
 CONTRACT_FIELD = "nemo_aligner.scoring_contract"
 
@@ -82,27 +82,36 @@ class GgufCheckpoint:
                 f"split.count: got one of {self.fields['split.count']} files, wanted a whole one; "
                 "llama.cpp's llama-gguf-split --merge makes it"
             )
-        self._family, self._format = find_gguf_family(self.fields.get("general.architecture"))
-        # Llama 3's rope scaling is a tensor in GGUF, not a setting.
-        divisors = self._dequantized(ROPE_FREQS) if ROPE_FREQS in self._stored else None
-        self.tensors = {
-            self._hf_name(name): LazyTensor(
-                stored.unpacked_shape, torch.float32, partial(self._read, name)
-            )
-            for name, stored in self._stored.items()
-            if name not in (ROPE_FREQS, CLASSIFIER)
-        }
+        self._family, self._format = find_gguf_family(self.fields)
+        rope = {name: self._dequantized(name) for name in ROPE_TENSORS if name in self._stored}
+        self.tensors: dict[str, LazyTensor] = {}
+        for name, stored in self._stored.items():
+            if name not in (*ROPE_TENSORS, CLASSIFIER):
+                self._add_tensor(name, self._hf_name(name), stored.unpacked_shape)
         if "token_embd.weight" not in self._stored:
             raise CheckpointError("token_embd.weight: the tensor is missing")
         self.contract = _own_contract(self.fields)
         self.config = {
             "model_type": self._family.name,
-            **read_config(self.fields, self._format, divisors),
+            **read_config(self.fields, self._format, rope),
             "vocab_size": self._stored["token_embd.weight"].unpacked_shape[0],
             "tie_word_embeddings": "output.weight" not in self._stored,
         }
         if CLASSIFIER in self._stored:
             self._add_classifier()
+
+    def _add_tensor(self, name: str, ours: str, shape: tuple[int, ...]) -> None:
+        """Add a tensor by its Hugging Face name; of all experts' one, that of each."""
+        if EXPERT in ours:
+            for expert in range(shape[0]):
+                read = partial(self._dequantized, name, expert)
+                single = LazyTensor(shape[1:], torch.float32, read)
+                self.tensors[ours.replace(EXPERT, str(expert))] = single
+            return
+        # A row alone has lost its first axis.
+        shape = (1, *shape) if name.endswith(_SHARED_GATE) and len(shape) == 1 else shape
+        read = partial(self._read, name, shape)
+        self.tensors[ours] = LazyTensor(shape, torch.float32, read)
 
     def _add_classifier(self) -> None:
         """Add the reward head of a file for rank pooling: the log odds of two classes.
@@ -110,7 +119,7 @@ class GgufCheckpoint:
         llama.cpp's softmax of the products with two rows has the logarithm of its ratio in the
         product with their difference.
         """
-        key = f"{self._format.architecture}.{_LABELS}"
+        key = f"{self._format.architecture}.{LABELS}"
         labels, shape = self.fields.get(key), self._stored[CLASSIFIER].unpacked_shape
         if not self._format.has_classifier or shape[:1] != (2,):
             raise CheckpointError(
@@ -136,15 +145,18 @@ class GgufCheckpoint:
             raise CheckpointError(f"tensor {shown(name)} is unknown in a model of its family")
         return f"{self._family.layer_prefix}{block}.{self._format.layer[part]}.{kind}"
 
-    def _dequantized(self, name: str) -> Tensor:
+    def _dequantized(self, name: str, part: int | None = None) -> Tensor:
+        """Read a tensor, or a part of its first axis, in fp32."""
         import gguf
 
         stored = self._stored[name]
+        shape = stored.shape if part is None else stored.shape[1:]
         # Read from the file, as pages of a mapping would stay resident.
-        count = math.prod(stored.shape)
-        data = np.fromfile(self._path, stored.dtype, count, offset=stored.offset)
+        count = math.prod(shape)
+        offset = stored.offset + (part or 0) * count * stored.dtype.itemsize
+        data = np.fromfile(self._path, stored.dtype, count, offset=offset)
         try:
-            values = gguf.dequantize(data.reshape(stored.shape), stored.kind)
+            values = gguf.dequantize(data.reshape(shape), stored.kind)
         except NotImplementedError as error:
             raise CheckpointError(f"tensor {name}: {error}") from error
         # torch warns about an array that is read-only.
@@ -152,8 +164,8 @@ class GgufCheckpoint:
         check_finite(tensor, f"tensor {name}")
         return tensor
 
-    def _read(self, name: str) -> Tensor:
-        tensor = self._dequantized(name)
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._dequantized(name).reshape(shape)
         if self._format.norm_offset and name.endswith("norm.weight"):
             return tensor - self._format.norm_offset
         if self._format.is_permuted and ".attn_q." in name:
@@ -183,7 +195,10 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, _Stored]]:
     except ImportError as error:
         raise CheckpointError("GGUF files need the gguf package (extra [gguf])") from error
     try:
-        check_header(path)
+        architecture = check_header(path)
+        if architecture is not None:
+            # Before the package reads a vocabulary, which takes seconds.
+            check_gguf_architecture(architecture)
         # It trusts the header, so it comes second.
         reader = gguf.GGUFReader(path)
         # Skip the vocabulary: the reader makes an array of every word.
@@ -218,13 +233,17 @@ _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _MOST_ENTRIES, _MOST_ITEMS, _MOST_AXES = 2**16, 2**23, 8
 
 
-def check_header(path: Path) -> None:
-    """Check that the fields and tensor entries of a header lie within the file."""
+def check_header(path: Path) -> str | None:
+    """Check that the fields and tensor entries of a header lie within the file.
+
+    Returns:
+        Its ``general.architecture``; None if there is none.
+    """
     with path.open("rb") as file:
         if file.read(4) != _MAGIC:
             raise CheckpointError("not a GGUF file")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            _Header(data).check()
+            return _Header(data).check()
 
 
 class _Header:
@@ -234,21 +253,31 @@ class _Header:
         self._data, self._position = data, len(_MAGIC)
         self._order = "<"
 
-    def check(self) -> None:
+    def check(self) -> str | None:
         if self._number("I") & 0xFFFF == 0:  # a version in the other byte order
             self._order = ">"
         tensors, fields = self._count("tensors"), self._count("fields")
         # In all, as 65,536 fields of 8 million items each would pass one by one.
-        items_left = _MOST_ITEMS
+        items_left, architecture = _MOST_ITEMS, None
         for _ in range(fields):
-            self._skip(self._number("Q"))
-            items_left -= self._skip_value(self._number("I"), items_left)
+            is_architecture = self._text() == b"general.architecture"
+            kind = self._number("I")
+            if is_architecture and kind == _STRING:
+                architecture = self._text().decode(errors="replace")
+            else:
+                items_left -= self._skip_value(kind, items_left)
         for _ in range(tensors):
             self._skip(self._number("Q"))
             axes = self._number("I")
             if axes > _MOST_AXES:
                 raise self._error(f"a tensor of {axes} axes")
             self._skip(8 * axes + 4 + 8)  # dimensions, type, offset
+        return architecture
+
+    def _text(self) -> bytes:
+        size = self._number("Q")
+        self._skip(size)
+        return self._data[self._position - size : self._position]
 
     def _skip_value(self, kind: int, items_left: int) -> int:
         """Skip a field's value; returns the number of items if it is an array."""
@@ -300,9 +329,11 @@ _OLDEST_TRANSFORMERS = (5, 23)
 _MODEL, _PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
 # Pre-tokenizers with ignore_merges: a word in the vocabulary is one token, whatever the merges.
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "pixtral", "tekken")
-_SMOLLM = "smollm"
-# Pre-tokenizers of byte-level BPE that are supported; GPT-2's is the default.
-_CUTS = (None, "gpt-2", "qwen2", "deepseek-r1-qwen", "megrez", _SMOLLM, *_WHOLE_WORDS)
+# Pre-tokenizers of byte-level BPE that are supported; GPT-2's is the default, and that of two more.
+# Those with single digits are not among transformers' own.
+_LIKE_GPT2, _SINGLE_DIGITS = (None, "gpt-2", "olmo", "exaone4"), ("smollm", "refact", "starcoder")
+_BY_TRANSFORMERS = ("qwen2", "deepseek-r1-qwen", "megrez", "dbrx", "smaug-bpe", "gpt-4o")
+_CUTS = (*_LIKE_GPT2, *_BY_TRANSFORMERS, *_SINGLE_DIGITS, *_WHOLE_WORDS)
 
 
 def save_gguf_tokenizer(path: Path, fields: Fields, folder: Path) -> None:
@@ -374,165 +405,9 @@ def _add_rules(backend: tokenizers.Tokenizer, fields: Fields) -> None:
 
     if fields.get(_PRE) in _WHOLE_WORDS:
         backend.model.ignore_merges = True
-    if fields.get(_PRE) == _SMOLLM:
+    if fields.get(_PRE) in _SINGLE_DIGITS:
         bytes_of_words = ByteLevel(add_prefix_space=False, use_regex=True)
         backend.pre_tokenizer = Sequence([Digits(individual_digits=True), bytes_of_words])
     has_prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
     if not has_prefix and isinstance(backend.pre_tokenizer, Metaspace):
         backend.pre_tokenizer = Metaspace(prepend_scheme="never", split=False)
-
-
-# Metadata as a ``config.json``. A missing field has llama.cpp's default.
-
-ROPE_FREQS = "rope_freqs.weight"
-_MOST_FLOAT = sys.float_info.max
-
-# Fields that every family must have; the others are read one by one.
-SETTINGS = {
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "attention.head_count": "num_attention_heads",
-}
-_OWN = (
-    "attention.head_count_kv", "attention.key_length", "attention.value_length",
-    "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
-)  # fmt: skip
-# Fields that change no hidden state: sizes that the tensors have, the other norm's epsilon, yarn's
-# parameters, changes to logits and to text embeddings, and notes.
-_IGNORED = (
-    "vocab_size", "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon",
-    "rope.scaling.original_context_length", "rope.scaling.finetuned", "final_logit_softcapping",
-    "pooling_type", "tensor_data_layout", _LABELS,
-)  # fmt: skip
-
-
-class GgufFields:
-    """Typed access to an architecture's fields; every error has the whole key."""
-
-    def __init__(self, fields: Mapping[str, Any], architecture: str) -> None:
-        self._architecture = architecture
-        prefix = f"{architecture}."
-        self.values = {
-            key.removeprefix(prefix): value
-            for key, value in fields.items()
-            if key.startswith(prefix)
-        }
-
-    def error(self, name: str, wanted: str) -> CheckpointError:
-        """Make the error for a field; ``wanted`` follows what was got."""
-        got = shown(self.values.get(name))
-        return CheckpointError(f"{self._architecture}.{name}: got {got}, {wanted}")
-
-    def count(self, name: str, default: int | None = None) -> int:
-        """Read a positive integer of any width."""
-        value = self.values.get(name, default)
-        return read_count(value, self._key(name), "a whole number from 1 on", most=2**64)
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """Read a finite number."""
-        value = self.values.get(name, default)
-        return read_number(value, self._key(name), "a number", -_MOST_FLOAT, _MOST_FLOAT)
-
-    def _key(self, name: str) -> str:
-        return f"{self._architecture}.{name}"
-
-
-def read_config(
-    fields: Mapping[str, Any], gguf: GgufFormat, rope_divisors: Tensor | None
-) -> dict[str, Any]:
-    """Translate ``fields`` to ``config.json``, without ``model_type`` and what the tensors tell.
-
-    Args:
-        rope_divisors: ``rope_freqs.weight``, ``[rotated channels / 2]``.
-    """
-    read = GgufFields(fields, gguf.architecture)
-    _refuse_others(read, gguf)
-    config: dict[str, Any] = {ours: read.count(name) for name, ours in SETTINGS.items()}
-    epsilon, epsilon_key = gguf.epsilon
-    heads = config["num_attention_heads"]
-    head_dim = read.count("attention.key_length", config["hidden_size"] // heads)
-    rotated = _rotated_channels(read, gguf, config, head_dim)
-    rope = _rope(read, rotated, rope_divisors)
-    if gguf.is_partly_rotated:
-        rope["partial_rotary_factor"] = rotated / head_dim
-    config |= {
-        epsilon_key: read.number(epsilon),
-        "num_key_value_heads": read.count("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "rope_parameters": rope,
-        **{ours: read.number(name) for name, ours in gguf.optional.items() if name in read.values},
-    }
-    return {**config, **gguf.derived(config)}
-
-
-def _rotated_channels(
-    read: GgufFields, gguf: GgufFormat, config: Mapping[str, Any], head_dim: int
-) -> int:
-    """Count the rotated channels, of a head's ``head_dim``."""
-    rotated = read.count("rope.dimension_count", head_dim)
-    if read.count("attention.value_length", head_dim) != head_dim:
-        raise read.error("attention.value_length", f"wanted the keys' {head_dim}")
-    if rotated != head_dim and not (gguf.is_partly_rotated and rotated < head_dim):
-        raise read.error("rope.dimension_count", f"wanted the head's {head_dim}")
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    if gguf.is_partly_rotated and heads * head_dim != hidden:
-        # The converter takes the share of hidden / heads, which then is not the size of a head.
-        raise read.error(
-            "attention.key_length",
-            f"wanted {hidden // heads}, a head's part of the hidden size: else the "
-            "file does not say how much is rotated; take the Hugging Face folder",
-        )
-    return rotated
-
-
-def _refuse_others(read: GgufFields, gguf: GgufFormat) -> None:
-    """Refuse unread fields, which might change what the model computes, unless they are off."""
-    known = {*SETTINGS, *_OWN, *_IGNORED, *gguf.optional}
-    for name, value in read.values.items():
-        is_plain = value is True if name == "attention.causal" else not value
-        if name not in known and not is_plain:
-            raise read.error(name, "which is not supported")
-
-
-def _rope(read: GgufFields, rotated: int, divisors: Tensor | None) -> dict[str, Any]:
-    base = float(read.number("rope.freq_base", 10000.0))
-    # As in llama.cpp, a factor without a type is linear, and a missing one is 1.
-    kind = read.values.get("rope.scaling.type", "linear")
-    factor = read.number("rope.scaling.factor", 0.0)
-    if kind not in ("none", "linear"):
-        raise read.error("rope.scaling.type", "wanted 'none' or 'linear'")
-    is_linear = kind == "linear" and factor not in (0.0, 1.0)
-    if divisors is None:
-        scaling = {"rope_type": "linear", "factor": factor} if is_linear else {}
-        return {"rope_type": "default", "rope_theta": base, **scaling}
-    if is_linear:
-        raise read.error("rope.scaling.factor", f"and {ROPE_FREQS}; wanted one of them")
-    return {"rope_theta": base, **_llama3_scaling(base, rotated, divisors)}
-
-
-def _llama3_scaling(base: float, rotated: int, divisors: Tensor) -> dict[str, Any]:
-    if divisors.shape != (rotated // 2,) or rotated < 2:
-        got = list(divisors.shape)
-        raise CheckpointError(f"{ROPE_FREQS}: got shape {got}, wanted {[rotated // 2]}")
-    scaling = {
-        "rope_type": "llama3",
-        "factor": round(float(divisors.max()), 4),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    # The file keeps only the divisors: accept them if Llama 3's constants give the same.
-    if not torch.allclose(divisors, llama3_divisors(base, rotated, scaling), rtol=1e-3):
-        raise CheckpointError(f"{ROPE_FREQS}: not the rope scaling of Llama 3.1")
-    return scaling
-
-
-def llama3_divisors(base: float, head_dim: int, scaling: Mapping[str, Any]) -> Tensor:
-    """Divisors of the ``head_dim / 2`` frequencies by Llama 3.1's rope scaling."""
-    frequencies = 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    return 1.0 / ((1 - smooth) / scaling["factor"] + smooth)

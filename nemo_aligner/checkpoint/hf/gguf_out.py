@@ -23,10 +23,10 @@ from nemo_aligner.checkpoint.hf.families.base import HF_HEAD, GgufFormat
 from nemo_aligner.checkpoint.hf.gguf import (
     CLASSIFIER,
     CONTRACT_FIELD,
-    SETTINGS,
     GgufCheckpoint,
     save_gguf_tokenizer,
 )
+from nemo_aligner.checkpoint.hf.gguf_config import SETTINGS
 from nemo_aligner.checkpoint.hf.reward_archive import ExportOptions, RewardArchive, head_of
 from nemo_aligner.checkpoint.hf.source import hf_shapes
 from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside, sync_to_disk

@@ -102,10 +102,30 @@ def tokenizer_folder(source: str | Path) -> Path:
     return folder
 
 
+def find_exported_contract(source: str | Path) -> Path | None:
+    """Find the scoring contract next to a reward model that this package exported.
+
+    Args:
+        source: a folder, or a model of the hub, of which the settings are then downloaded.
+
+    Raises:
+        CheckpointError: there is neither; nothing was asked of the hub about a path.
+    """
+    path = _local(source, _TOKENIZER) / CONTRACT_NAME
+    return path if path.is_file() else None
+
+
 def _local(source: str | Path, files: list[str]) -> Path:
     """Return a folder as it is, or download ``files`` of a model of the hub."""
-    if Path(source).exists() or not _HUB_NAME.fullmatch(str(source)):
-        return Path(source)
+    path = Path(source)
+    if path.exists():
+        return path
+    # A folder that is named like a model of the hub, and whose parent is here, was meant as such.
+    if not _HUB_NAME.fullmatch(str(source)) or path.parent.is_dir():
+        raise CheckpointError(
+            f"{source}: there is no such folder or file. Give the path of one, or the name of a "
+            "model of the hub as ORGANIZATION/NAME"
+        )
     from huggingface_hub import snapshot_download
 
     try:
@@ -140,10 +160,13 @@ def _open_folder(folder: Path) -> Source:
             f"{folder}: got no config.json; wanted a checkpoint folder or a .gguf file"
         )
     config = read_json(folder / "config.json")
-    if config.get("quantization_config") is not None:
+    quantization = config.pop("quantization_config", None)
+    # transformers keeps this one when it saves what it has read of a GGUF file, in plain tensors.
+    is_of_gguf = isinstance(quantization, dict) and quantization.get("quant_method") == "gguf"
+    if quantization is not None and not is_of_gguf:
         raise CheckpointError(
-            f"quantization_config: got {shown(config['quantization_config'])}, which is not "
-            "supported; wanted weights as they were trained"
+            f"quantization_config: got {shown(quantization)}, which is not supported; wanted "
+            "weights as they were trained"
         )
     tokenizer_folder(folder)
     contract = folder / CONTRACT_NAME

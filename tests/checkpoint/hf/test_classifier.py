@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from nemo_aligner.checkpoint.hf.classifier import HfRewardModel, load_hf_reward_model
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.contract.contract import NoTemplateError, OverlongError
 from nemo_aligner.contract.messages import Text
-from nemo_aligner.utils.errors import CheckpointError, DataError
+from nemo_aligner.evaluation.sources import load_source
+from nemo_aligner.serving.engine.scorer import load_scorer
+from nemo_aligner.utils.errors import AlignerError, CheckpointError, DataError
 from tests import tiny
-from tests.checkpoint.hf.exporting import edit_tensors
+from tests.checkpoint.hf.exporting import edit, edit_tensors, export, save_again
+from tests.checkpoint.refusals import check_damages
 
 TEXTS: list[Text] = [
     [{"role": "user", "content": "a red dog"}, {"role": "assistant", "content": "thank you"}],
@@ -63,6 +70,54 @@ def test_names_means_and_a_missing_pad_token_are_read(tmp_path: Path) -> None:
     model = load(tmp_path)
     assert model.attributes == ("good", "long")
     np.testing.assert_allclose(model.score(TEXTS), plain + np.array([1, 2]), atol=1e-5)
+
+
+def test_contract_of_an_export_is_followed(
+    layout: Any, tmp_path: Path, exported_folder: Path
+) -> None:
+    """A text that it truncates has the reward of the archive, and not that of the whole text."""
+    scorer = load_scorer(exported_folder / "rm.nemo", layout)
+    model = load(exported_folder / "hf")
+    assert model.contract == scorer.contract
+    assert model.encode(TEXTS[2]) == scorer.encode(TEXTS[2])
+    assert model.encode(TEXTS[2]).truncated
+    np.testing.assert_allclose(model.score(TEXTS), scorer.score(TEXTS), atol=1e-4)
+    source = load_source(EvaluateConfig(hf_model=str(exported_folder / "hf")), layout)
+    assert source.attribute_weights == scorer.contract.attribute_weights
+    assert source.about_contract == scorer.contract.hash
+
+
+def test_contract_that_is_not_of_the_export_is_refused(exported_folder: Path) -> None:
+    damages = [
+        (partial(edit, name="scoring_contract.json", seq_length=9), "was changed after"),
+        (partial(edit, id2label={"0": "a", "1": "b"}, label_means=None), "id2label: got"),
+        (partial(edit, name="tokenizer.json", normalizer={"type": "NFC"}), "fingerprint: got"),
+    ]
+    check_damages(exported_folder / "hf", damages, load, AlignerError)
+
+
+@pytest.fixture
+def exported_folder(layout: Any, tmp_path: Path) -> Path:
+    """The archive of two attributes, whose contract cuts long texts, and its export ``hf``."""
+    tiny.write_hf_reward_model(tmp_path / "source", labels=2)
+    convert_hf_to_nemo(tmp_path / "source", tmp_path / "converted.nemo")
+    rules = {"seq_length": 32, "overlong": "truncate_left", "add_eos": True}
+    weights = {"attribute_weights": (0.5, -2.0), "label_means": (1.5, 2.5)}
+    save_again(tmp_path / "converted.nemo", tmp_path / "rm.nemo", layout, **rules, **weights)
+    export(tmp_path / "rm.nemo", tmp_path / "hf", layout)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["nowhere", "a/b/c", "./org", "here/gone"])
+def test_folder_that_is_not_there_is_not_asked_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path is no name of a model of the hub, whose absence is noticed much later."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", pytest.fail)
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    with pytest.raises(CheckpointError, match=f"^{name}: there is no such folder or file"):
+        load_hf_reward_model(name, None, 8192)
 
 
 def test_logits_of_classes_are_no_rewards(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from another package.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily, beside_llama
@@ -87,14 +88,32 @@ def find_family(model_type: Any) -> ModelFamily:
     return _FAMILIES[model_type]
 
 
-def find_gguf_family(architecture: Any) -> tuple[ModelFamily, GgufFormat]:
-    """Find the family of GGUF files with this ``general.architecture``."""
-    found = {each.gguf.architecture: (each, each.gguf) for each in _FAMILIES.values() if each.gguf}
-    if not isinstance(architecture, str) or architecture not in found:
+def check_gguf_architecture(architecture: Any) -> None:
+    """Refuse GGUF files of an architecture that no family has."""
+    known = dict.fromkeys(each.gguf.architecture for each in _FAMILIES.values() if each.gguf)
+    if not isinstance(architecture, str) or architecture not in known:
         raise CheckpointError(
-            f"general.architecture: got {shown(architecture)}, wanted one of: {', '.join(found)}"
+            f"general.architecture: got {shown(architecture)}, wanted one of: {', '.join(known)}. "
+            "Convert the Hugging Face folder that the file was made from"
         )
-    return found[architecture]
+
+
+def find_gguf_family(fields: Mapping[str, Any]) -> tuple[ModelFamily, GgufFormat]:
+    """Find the family of a GGUF file by its fields; several may share an architecture."""
+    architecture = fields.get("general.architecture")
+    check_gguf_architecture(architecture)
+    plain = None
+    for family in _FAMILIES.values():
+        gguf = family.gguf
+        if gguf is None or gguf.architecture != architecture:
+            continue
+        if gguf.marked_by is None:
+            plain = family, gguf
+        # It is 0, or missing, in files of the other family.
+        elif fields.get(f"{architecture}.{gguf.marked_by}"):
+            return family, gguf
+    assert plain is not None  # every architecture has a family without a mark
+    return plain
 
 
 def family_of(config: Config) -> ModelFamily:

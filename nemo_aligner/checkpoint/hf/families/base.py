@@ -314,6 +314,12 @@ ATTENTION_NAMES = {
 MLP_NAMES = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 GATED_MLP_NAMES = {**MLP_NAMES, "ffn_gate": "mlp.gate_proj"}
 MLP_NORM_NAMES = {"ffn_norm": "post_attention_layernorm"}
+QUERY_KEY_NORM_NAMES = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+LLAMA_NAMES = {**ATTENTION_NAMES, **MLP_NORM_NAMES, **GATED_MLP_NAMES}
+POST_NORM_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 
 
 @dataclass(frozen=True)
@@ -332,13 +338,16 @@ class GgufFormat:
         is_permuted: the rows of q and k are in rotary pairs, not halves.
         norm_offset: number that was added to the weights of norms.
         is_partly_rotated: some of a head's channels may not be rotated.
+        is_share_of_hidden: the count of rotated channels is one of the hidden size per head, which
+            says nothing of heads of another size.
+        has_windows: a window, and the layers that have it, are fields.
+        marked_by: field that only this family's files have, of two families with this architecture;
+            None for the other, or for one alone.
         has_classifier: llama.cpp reads ``cls.output.weight`` at the last token of such a model.
     """
 
     architecture: str
-    layer: Mapping[str, str] = field(
-        default_factory=lambda: {**ATTENTION_NAMES, **MLP_NORM_NAMES, **GATED_MLP_NAMES}
-    )
+    layer: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
     model: Mapping[str, str] = field(default_factory=lambda: MODEL_NAMES)
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     optional: Mapping[str, str] = field(default_factory=dict)
@@ -346,6 +355,9 @@ class GgufFormat:
     is_permuted: bool = False
     norm_offset: int = 0
     is_partly_rotated: bool = False
+    is_share_of_hidden: bool = False
+    has_windows: bool = False
+    marked_by: str | None = None
     has_classifier: bool = False
 
 

@@ -189,6 +189,21 @@ def _gemma3_to_hf(config: Config) -> dict[str, Any]:
     }
 
 
+def _gemma3_of_gguf(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What files leave out: llama.cpp's scale of scores, and both rotations."""
+    is_27b = config["num_hidden_layers"] == 62
+    per_head = config["hidden_size"] // config["num_attention_heads"]
+    local = config.get("rope_local_base_freq", _LOCAL_BASE)
+    of_local = {"rope_type": "default", "rope_theta": local}
+    full = [settings.FULL] * config["num_hidden_layers"]
+    return {
+        "query_pre_attn_scalar": per_head if is_27b else config["head_dim"],
+        "rope_parameters": {settings.FULL: config["rope_parameters"], settings.SLIDING: of_local},
+        # Without a window the file has no field of it.
+        **({} if config["sliding_window"] else {"sliding_window": 4096, "layer_types": full}),
+    }
+
+
 GEMMA3 = replace(
     GEMMA2,
     name="gemma3_text",
@@ -201,5 +216,12 @@ GEMMA3 = replace(
         "qk_layernorm": True,
         "rotary_base_local": base.ANY,
     },
-    gguf=None,
+    gguf=GgufFormat(
+        "gemma3",
+        layer={**_GGUF.layer, **base.QUERY_KEY_NORM_NAMES},
+        optional={"rope.freq_base_swa": "rope_local_base_freq"},
+        derived=_gemma3_of_gguf,
+        norm_offset=1,
+        has_windows=True,
+    ),
 )

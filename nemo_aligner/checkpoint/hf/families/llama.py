@@ -50,6 +50,8 @@ MISTRAL = ModelFamily(
         settings.decoder_to_hf, model_type="mistral", of_shape={"sliding_window": "window_size"}
     ),
     made_of={"window_size": base.ANY},
+    # Of Mistral Small 3.1 with its vision parts; others are written as Llamas.
+    gguf=GgufFormat("mistral3", is_permuted=True),
 )
 
 
@@ -127,11 +129,32 @@ def _ministral3_to_hf(config: Config) -> dict[str, Any]:
     }
 
 
+_MSCALE = "mscale_all_dim"
+
+
+def _ministral3_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The scaling of queries, which is inside ``rope_parameters``; both mscales are one number."""
+    rope = {**config["rope_parameters"], _BETA: config[_BETA]}
+    if _MSCALE in config:
+        rope |= {"mscale": config[_MSCALE], _MSCALE: config[_MSCALE]}
+    return {"rope_parameters": rope}
+
+
 MINISTRAL3 = ModelFamily(
     name="ministral3",
     to_nemo=_ministral3_to_nemo,
     to_hf=_ministral3_to_hf,
     made_of={"query_scaling": base.ANY, "window_size": base.ANY},
+    gguf=GgufFormat(
+        "mistral3",
+        is_permuted=True,
+        marked_by="attention.temperature_scale",
+        optional={
+            "attention.temperature_scale": _BETA,
+            "rope.scaling.yarn_log_multiplier": _MSCALE,
+        },
+        derived=_ministral3_rope,
+    ),
 )
 
 
@@ -189,6 +212,10 @@ SMOLLM3 = ModelFamily(
     to_nemo=_smollm3_to_nemo,
     to_hf=_smollm3_to_hf,
     made_of={"no_rope_freq": base.ANY, **base.ANY_WINDOW},
+    # llama.cpp leaves out the rotation in every fourth layer, as the released model does.
+    gguf=GgufFormat(
+        "smollm3", is_permuted=True, derived=lambda config: {"no_rope_layer_interval": 4}
+    ),
 )
 
 
@@ -228,6 +255,16 @@ GRANITE = ModelFamily(
     made_of=dict.fromkeys(
         ("embedding_multiplier", "residual_multiplier", "query_pre_attn_scalar"), base.ANY
     ),
+    gguf=GgufFormat(
+        "granite",
+        is_permuted=True,
+        optional={
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+    ),
 )
 
 
@@ -247,6 +284,11 @@ ARCEE = ModelFamily(
     ),
     layer=base.layer_rules_with(mlp=(base.UNGATED, base.DOWN)),
     made_of={"activation": "squared-relu"},
+    gguf=GgufFormat(
+        "arcee",
+        layer={**base.ATTENTION_NAMES, **base.MLP_NORM_NAMES, **base.MLP_NAMES},
+        is_permuted=True,
+    ),
 )
 
 
@@ -288,6 +330,12 @@ def _phi3_to_hf(config: Config) -> dict[str, Any]:
     )
 
 
+def _phi3_length(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The length of LongRoPE, which the family has outside ``rope_parameters``, too."""
+    length = config["rope_parameters"].get(_LENGTH)
+    return {} if length is None else {_LENGTH: length}
+
+
 PHI3 = ModelFamily(
     name="phi3",
     to_nemo=_phi3_to_nemo,
@@ -300,6 +348,20 @@ PHI3 = ModelFamily(
         mlp=(base.FUSED_GATED, base.DOWN),
     ),
     made_of={"window_size": base.ANY, "rotary_percentage": base.ANY},
+    gguf=GgufFormat(
+        "phi3",
+        layer={
+            "attn_norm": "input_layernorm",
+            "attn_qkv": "self_attn.qkv_proj",
+            "attn_output": "self_attn.o_proj",
+            **base.MLP_NORM_NAMES,
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        },
+        derived=_phi3_length,
+        is_partly_rotated=True,
+        has_windows=True,
+    ),
 )
 
 

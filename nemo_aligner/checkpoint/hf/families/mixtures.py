@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from nemo_aligner.checkpoint.hf.families import base, settings
-from nemo_aligner.checkpoint.hf.families.base import ModelFamily, Rule
+from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily, Rule
 from nemo_aligner.checkpoint.hf.families.qwen import qwen_to_hf, qwen_to_nemo
 from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 from nemo_aligner.models import layer_shape
@@ -72,6 +72,30 @@ def _layer(moe: str, *others: Rule, gate: str, up: str, down: str) -> tuple[Rule
     return (*base.layer_rules_with(mlp=experts, mlp_norm=base.EXPERTS_NORM), *others)
 
 
+# GGUF has the matrices of all experts of a layer in one tensor. Whether the chosen experts' weights
+# sum to 1 is no field: it is what llama.cpp does in such a model.
+_GGUF_PARTS = {"gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}
+_GGUF_FIELDS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_GGUF_WIDTHS = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+
+
+def _gguf_names(moe: str, *, gate: str, up: str, down: str) -> dict[str, str]:
+    """GGUF's names of a layer's tensors, with experts under the name ``moe``."""
+    parts = {"gate": gate, "up": up, "down": down}
+    return {
+        **base.ATTENTION_NAMES,
+        **base.MLP_NORM_NAMES,
+        "ffn_gate_inp": f"{moe}.gate",
+        **{
+            f"{_GGUF_PARTS[part]}_exps": f"{moe}.experts.{base.EXPERT}.{name}"
+            for part, name in parts.items()
+        },
+    }
+
+
 _OF_QWEN = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
@@ -122,6 +146,13 @@ MIXTRAL = ModelFamily(
     to_hf=_mixtral_to_hf,
     layer=_layer("block_sparse_moe", gate="w1", up="w3", down="w2"),
     made_of={"window_size": base.ANY, "experts": _are_renormalized},
+    gguf=GgufFormat(
+        "llama",
+        layer=_gguf_names("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        optional={**_GGUF_FIELDS, "expert_count": "num_local_experts"},
+        is_permuted=True,
+        marked_by="expert_count",
+    ),
 )
 
 
@@ -166,6 +197,19 @@ QWEN2_MOE = ModelFamily(
         **_OF_QWEN,
     ),
     made_of={"qkv_bias": base.ANY, **base.ANY_WINDOW, "experts": _have_shared_gate},
+    gguf=GgufFormat(
+        "qwen2moe",
+        layer={
+            **_gguf_names("mlp", **_OF_QWEN),
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            **{
+                f"{_GGUF_PARTS[part]}_shexp": f"mlp.shared_expert.{name}"
+                for part, name in _OF_QWEN.items()
+            },
+        },
+        optional={**_GGUF_FIELDS, **_GGUF_WIDTHS},
+        derived=lambda config: {"norm_topk_prob": False},
+    ),
 )
 
 
@@ -196,6 +240,12 @@ QWEN3_MOE = ModelFamily(
     to_hf=_qwen3_moe_to_hf,
     layer=_layer("mlp", *base.QUERY_KEY_NORMS, **_OF_QWEN),
     made_of={"qk_layernorm": True, "experts": _are_plain},
+    gguf=GgufFormat(
+        "qwen3moe",
+        layer={**_gguf_names("mlp", **_OF_QWEN), **base.QUERY_KEY_NORM_NAMES},
+        optional={**_GGUF_FIELDS, **_GGUF_WIDTHS},
+        derived=lambda config: {"norm_topk_prob": True},
+    ),
 )
 
 
@@ -225,4 +275,10 @@ OLMOE = ModelFamily(
     to_hf=_olmoe_to_hf,
     layer=_layer("mlp", *base.ACROSS_HEADS_NORMS, **_OF_QWEN),
     made_of={"qk_layernorm": True, "qk_layernorm_across_heads": True, "experts": _are_plain},
+    gguf=GgufFormat(
+        "olmoe",
+        layer={**_gguf_names("mlp", **_OF_QWEN), **base.QUERY_KEY_NORM_NAMES},
+        optional=_GGUF_FIELDS,
+        derived=lambda config: {"norm_topk_prob": False},
+    ),
 )

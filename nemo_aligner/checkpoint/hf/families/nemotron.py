@@ -66,5 +66,6 @@ NEMOTRON = ModelFamily(
         epsilon=("attention.layer_norm_epsilon", "norm_eps"),
         norm_offset=1,
         is_partly_rotated=True,
+        is_share_of_hidden=True,
     ),
 )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from nemo_aligner.checkpoint.hf.families import base, settings
-from nemo_aligner.checkpoint.hf.families.base import ModelFamily
+from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily
 from nemo_aligner.checkpoint.hf.families.settings import Config, HfSettings
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError
@@ -25,6 +26,14 @@ _BLOCKS = (
     base.DOWN,
     base.norm_rule(base.POST_MLP_NORM, "post_feedforward_layernorm.weight"),
 )
+
+
+_GGUF_NAMES = {
+    **{name: ours for name, ours in base.ATTENTION_NAMES.items() if name != "attn_norm"},
+    **base.GATED_MLP_NAMES,
+    **base.POST_NORM_NAMES,
+    **base.QUERY_KEY_NORM_NAMES,
+}
 
 
 def _behind_to_nemo(config: Config, **family: Any) -> dict[str, Any]:
@@ -45,6 +54,7 @@ OLMO2 = ModelFamily(
     to_hf=partial(settings.decoder_to_hf, model_type="olmo2", attention_bias=False),
     layer=(*_BLOCKS, *base.ACROSS_HEADS_NORMS),
     made_of={**_NORMS_BEHIND, "qk_layernorm_across_heads": True},
+    gguf=GgufFormat("olmo2", layer=_GGUF_NAMES),
 )
 
 
@@ -83,12 +93,28 @@ def _olmo3_to_hf(config: Config) -> dict[str, Any]:
     }
 
 
+def _olmo3_rotations(config: Mapping[str, Any]) -> dict[str, Any]:
+    """That of layers without a window, and the unscaled one of the others."""
+    of_full = config["rope_parameters"]
+    local = config.get("rope_local_base_freq", of_full["rope_theta"])
+    of_sliding = {"rope_type": "default", "rope_theta": local}
+    return {"rope_parameters": {settings.FULL: of_full, settings.SLIDING: of_sliding}}
+
+
 OLMO3 = replace(
     OLMO2,
     name="olmo3",
     to_nemo=_olmo3_to_nemo,
     to_hf=_olmo3_to_hf,
     made_of={**OLMO2.made_of, **base.ANY_WINDOW, "rotary_base_local": base.ANY},
+    gguf=GgufFormat(
+        "olmo2",
+        layer=_GGUF_NAMES,
+        optional={"rope.freq_base_swa": "rope_local_base_freq"},
+        derived=_olmo3_rotations,
+        has_windows=True,
+        marked_by="attention.sliding_window",
+    ),
 )
 
 
@@ -129,4 +155,5 @@ EXAONE4 = ModelFamily(
     to_hf=_exaone4_to_hf,
     layer=(*_BLOCKS, *base.QUERY_KEY_NORMS),
     made_of={**_NORMS_BEHIND, **base.ANY_WINDOW, "no_rope_freq": base.ANY},
+    gguf=GgufFormat("exaone4", layer=_GGUF_NAMES, has_windows=True),
 )

@@ -70,18 +70,20 @@ SEED_OSS = ModelFamily(
     ),
     layer=QWEN2.layer,
     made_of={"qkv_bias": base.ANY},
+    gguf=GgufFormat(
+        "seed_oss",
+        layer={
+            **base.ATTENTION_NAMES,
+            "post_attention_norm": "post_attention_layernorm",
+            **base.GATED_MLP_NAMES,
+        },
+    ),
 )
 
 
 # Qwen3: Llama with norms of queries and keys.
 
-_GGUF_NAMES = {
-    **base.ATTENTION_NAMES,
-    **base.MLP_NORM_NAMES,
-    **base.GATED_MLP_NAMES,
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-}
+_GGUF_NAMES = {**base.LLAMA_NAMES, **base.QUERY_KEY_NORM_NAMES}
 
 QWEN3 = ModelFamily(
     name="qwen3",

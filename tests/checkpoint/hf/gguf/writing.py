@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,27 @@ LLAMA3 = {
 }
 
 
+# By model_type, where it is another word; and those whose rows of q and k are in rotary pairs.
+ARCHITECTURES = {
+    "gemma3_text": "gemma3",
+    "ministral3": "mistral3",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "olmo3": "olmo2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
+PERMUTED = ("llama", "smollm3", "granite", "arcee", "mistral3")
 # What the converter leaves out of a file, so that the model is another one without it.
 UNSAID = {
     "mistral_untied_window": {"sliding_window": None},
     "qwen2_untied_window": {"use_sliding_window": False, "layer_types": None},
     "gemma_untied": {"tie_word_embeddings": True},
     "gemma2": {"query_pre_attn_scalar": 32},
+    # Windows in all layers but every sixth, and the scale of the heads' size.
+    "gemma3": {"query_pre_attn_scalar": 32, "sliding_window_pattern": 6, "layer_types": None},
+    "smollm3": {"no_rope_layer_interval": 4, "no_rope_layers": None},
+    "mixtral": {"sliding_window": None},
     "gemma2_untied": {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
 }
 
@@ -97,22 +113,98 @@ def write_fields(writer: Any, arch: str, config: dict[str, Any]) -> None:
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if arch.startswith("gemma") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     if arch in ("gemma", "gemma2"):
         return
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope["factor"])
-    if arch == "llama":
+    if "sliding_attention" in rope:
+        writer.add_float32(f"{arch}.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    write_rotation(writer, rope)
+    write_windows(writer, arch, config, rope)
+    write_factors(writer, config)
+    if arch in PERMUTED:
         writer.add_vocab_size(config["vocab_size"])
-        writer.add_rope_dimension_count(config["head_dim"])
+        per_head = config["hidden_size"] // config["num_attention_heads"]
+        writer.add_rope_dimension_count(config.get("head_dim") or per_head)
     if arch == "nemotron":
         writer.add_vocab_size(config["vocab_size"])
         writer.add_layer_norm_eps(config["norm_eps"])
         width = int(rope["partial_rotary_factor"] * config["hidden_size"])
         writer.add_rope_dimension_count(width // config["num_attention_heads"])
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+
+
+def write_windows(writer: Any, arch: str, config: dict[str, Any], rope: dict[str, Any]) -> None:
+    """Windows of OLMo 3, EXAONE 4 and Phi-3, and what else differs by position."""
+    if arch in ("olmo2", "exaone4") and config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+        windows = [kind == "sliding_attention" for kind in config["layer_types"]]
+        writer.add_array(f"{arch}.attention.sliding_window_pattern", windows)
+    if arch == "mistral3":
+        scale = rope["llama_4_scaling_beta"]
+        writer.add_float32(f"{arch}.attention.temperature_scale", scale)
+        writer.add_float32(f"{arch}.rope.scaling.yarn_log_multiplier", rope["mscale_all_dim"])
+    if arch == "phi3":
+        share = rope.get("partial_rotary_factor", 1.0)
+        width = config["hidden_size"] // config["num_attention_heads"]
+        writer.add_rope_dimension_count(int(share * width))
+        length = config["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(length)
+        writer.add_sliding_window(config["sliding_window"] or 0)
+        for kind in ("long", "short"):
+            if f"{kind}_factor" in rope:
+                factors = np.array(rope[f"{kind}_factor"], np.float32)
+                writer.add_tensor(f"rope_factors_{kind}.weight", factors)
+
+
+def write_factors(writer: Any, config: dict[str, Any]) -> None:
+    """Granite's factors, and sizes of experts."""
+    for key, add in (
+        ("attention_multiplier", writer.add_attention_scale),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("logits_scaling", writer.add_logit_scale),
+        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
+        ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("num_experts_per_tok", writer.add_expert_used_count),
+    ):
+        if config.get(key) is not None:
+            add(config[key])
+    experts = config.get("num_local_experts") or config.get("num_experts")
+    if experts is not None:
+        writer.add_expert_count(experts)
+
+
+def write_rotation(writer: Any, rope: dict[str, Any]) -> None:
+    """As the base class of all architectures."""
+    writer.add_rope_freq_base(rope["rope_theta"])
+    kinds = {"linear": "LINEAR", "yarn": "YARN", "longrope": "LONGROPE"}
+    if rope["rope_type"] in kinds:
+        writer.add_rope_scaling_type(gguf.RopeScalingType[kinds[rope["rope_type"]]])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        for key, add in (
+            ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
+            ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
+            ("attention_factor", writer.add_rope_scaling_yarn_attn_factor),
+        ):
+            if rope.get(key) is not None:
+                add(rope[key])
+
+
+def with_stacked_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One matrix of all experts of a layer in place of one for each."""
+    stacked: dict[str, list[torch.Tensor]] = {}
+    by_number = sorted(tensors.items(), key=lambda item: [len(item[0]), item[0]])
+    for name, tensor in by_number:
+        stacked.setdefault(re.sub(r"experts\.\d+\.", "experts.", name), []).append(tensor)
+    return {
+        name: torch.stack(parts) if ".experts." in name else parts[0]
+        for name, parts in stacked.items()
+    }
 
 
 def write_byte_level(writer: Any, source: Path, vocab_size: int) -> None:
@@ -137,18 +229,18 @@ def write_tensors(writer: Any, arch: str, source: Path, config: dict[str, Any], 
     (number,) = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch]
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    for name, tensor in load_file(source / "model.safetensors").items():
+    for name, tensor in with_stacked_experts(load_file(source / "model.safetensors")).items():
         if name == "lm_head.weight" and arch in ("gemma", "gemma2"):
             continue
         module = name.split(".")[-2]
-        if arch == "llama" and module in heads:
+        if arch in PERMUTED and module in heads:
             tensor = pairs_order(tensor, heads[module])
-        if arch in ("gemma", "gemma2", "nemotron") and name.endswith("norm.weight"):
+        if arch in ("gemma", "gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
             tensor = tensor + 1
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         data, raw = tensor.numpy(), None
-        if kind is not None and tensor.ndim == 2:
+        if kind is not None and tensor.ndim >= 2:
             data, raw = gguf.quantize(data, kind), kind
         writer.add_tensor(stored, data, raw_dtype=raw)
 
@@ -167,10 +259,10 @@ def write_gguf(
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(source).to_dict()
-    arch = config["model_type"].replace("mistral", "llama")
+    arch = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, arch)
     write_fields(writer, arch, config)
-    if config["rope_parameters"]["rope_type"] == "llama3":
+    if config["rope_parameters"].get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", rope_freqs(config, config["rope_parameters"]))
     write_tokenizer(writer, source, config["vocab_size"])
     write_tensors(writer, arch, source, config, kind)
