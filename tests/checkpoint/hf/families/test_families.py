@@ -287,7 +287,7 @@ def test_family_export_is_what_was_converted(
 
 
 def test_family_export_is_named_and_scaled_as_vllm_reads_it(layout: Any, tmp_path: Path) -> None:
-    """What vLLM makes of it is tested where there is one (tests/checkpoint/hf/test_heads_out.py)."""
+    """test_heads_out.py has vLLM itself read it, where there is one."""
     scaling = {"original_max_position_embeddings": 16, "beta": 0.5}
     for case, name, wanted in (
         ("gemma3", "architectures", ["Gemma3ForSequenceClassification"]),
