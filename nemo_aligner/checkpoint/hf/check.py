@@ -373,13 +373,13 @@ def class_name(model_type: str, suffix: str) -> str:
     # Includes classes that third-party families registered with transformers' Auto classes.
     try:
         config = CONFIG_MAPPING[model_type]
-        body = MODEL_MAPPING[config].__name__
+        body: Any = MODEL_MAPPING[config]
     except KeyError as error:
         raise CheckpointError(f"{model_type}: transformers has no decoder of this type") from error
     if suffix == BODY_SUFFIX or config not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return body.removesuffix(BODY_SUFFIX) + suffix
-    language_model = MODEL_FOR_CAUSAL_LM_MAPPING[config].__name__
-    return language_model.removesuffix(LANGUAGE_MODEL_SUFFIX) + suffix
+        return body.__name__.removesuffix(BODY_SUFFIX) + suffix
+    language_model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config]
+    return language_model.__name__.removesuffix(LANGUAGE_MODEL_SUFFIX) + suffix
 
 
 def has_class(architecture: str, model_type: str) -> bool:

@@ -438,6 +438,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
+# sentence-transformers' CrossEncoder puts a sigmoid on a single output, unless it finds this.
+_ACTIVATION_KEY = "sentence_transformers"
+_NO_ACTIVATION = {"activation_fn": "torch.nn.modules.linear.Identity"}
+
+
 def hf_config(
     family: ModelFamily,
     config: Mapping[str, Any],
@@ -451,6 +456,7 @@ def hf_config(
     readout = contract.output_readout
     statistics: dict[str, Any] = {}
     reward_token_id = contract.reward_token_id
+    reads_last_token = not contract.has_steps and contract.reply_marker is None
     is_read_by_openrlhf = len(names) == 1 and architecture.endswith(REWARD_SUFFIX)
     if contract.reward_mean and contract.reward_std and is_read_by_openrlhf:
         # For OpenRLHF, which normalizes logits by them if it is told --normalize_reward.
@@ -463,9 +469,8 @@ def hf_config(
         "num_labels": len(names),
         "id2label": names,
         "label2id": {name: number for number, name in names.items()},
-        # So that vLLM and sentence-transformers return raw scores.
-        "problem_type": "regression",
-        "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"},
+        "problem_type": "regression",  # so that vLLM returns raw scores
+        **({_ACTIVATION_KEY: _NO_ACTIVATION} if reads_last_token else {}),
         "bos_token_id": contract.bos_id,
         "eos_token_id": contract.eos_id,
         "pad_token_id": pad_id,

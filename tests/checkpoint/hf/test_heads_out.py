@@ -246,7 +246,8 @@ VLLM: dict[str, tuple[str, str, dict[str, Any]]] = {
 def test_exports_have_their_rewards_in_vllm(tmp_path: Path) -> None:
     """Of every family, and every head that vLLM reads."""
     python = vllm_python()
-    asked, wanted = [], {}
+    asked: dict[str, dict[str, Any]] = {}
+    wanted = {}
     for name, (body, kind, options) in VLLM.items():
         archive = write_archive(tmp_path / f"{name}.nemo", KINDS[kind], body, **ODD_AND_WIDE)
         ours = na.RewardModel.from_pretrained(archive)
@@ -256,13 +257,14 @@ def test_exports_have_their_rewards_in_vllm(tmp_path: Path) -> None:
         release_models()
         wanted[name] = scores - list(config_of(folder)["label_means"].values())
         task = "token_classify" if kind == "two layers" else "classify"
-        asked.append({"folder": str(folder), "ids": ids_of(folder), "task": task})
-        asked[-1]["options"] = TOLD.get(name, {})
+        asked[name] = {"folder": str(folder), "ids": ids_of(folder), "task": task}
+        asked[name]["options"] = TOLD.get(name, {})
     # Its scores of pairs of texts, which it joins, are logits, too.
     texts = written_by(AutoTokenizer.from_pretrained(tmp_path / "llama"), TEXTS)
-    asked.append({**asked[0], "pairs": [(text[:9], text[9:]) for text in texts]})
+    pairs = [(text[:cut], text[cut:]) for text in texts for cut in [text.rindex("<|im_start|>")]]
+    asked["pairs"] = {**asked["llama"], "pairs": pairs}
     wanted["pairs"] = wanted["llama"]
-    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    (tmp_path / "asked.json").write_text(json.dumps(list(asked.values())))
     found = printed(python, "vllm_scores.py", tmp_path / "asked.json")
     for name, logits in zip(wanted, found, strict=True):
         np.testing.assert_allclose(logits, wanted[name], atol=2e-5, rtol=0, err_msg=name)

@@ -93,6 +93,7 @@ def test_head_of_steps_is_exported_with_its_rewards(
     config = config_of(tmp_path / "out")
     assert config["architectures"] == [architecture]
     assert (config["scored_position"], config.get("step_separator")) == (position, separator)
+    assert "sentence_transformers" not in config  # vLLM would leave its softmax out
     convert(tmp_path / "out", tmp_path / "again.nemo")
     again = na.RewardModel.from_pretrained(tmp_path / "again.nemo")
     assert again.contract() == summary.contract

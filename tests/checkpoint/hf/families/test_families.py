@@ -286,6 +286,19 @@ def test_family_export_is_what_was_converted(
         assert torch.equal(back[name], wanted), name
 
 
+def test_family_export_is_named_and_scaled_as_vllm_reads_it(layout: Any, tmp_path: Path) -> None:
+    """test_heads_out.py has vLLM itself read it, where there is one."""
+    scaling = {"original_max_position_embeddings": 16, "beta": 0.5}
+    for case, name, wanted in (
+        ("gemma3", "architectures", ["Gemma3ForSequenceClassification"]),
+        ("ministral3", "llama_4_scaling", scaling),
+    ):
+        families.write_reward_model(tmp_path / case, case, torch.float32)
+        convert(tmp_path / case, tmp_path / f"{case}.nemo")
+        export(tmp_path / f"{case}.nemo", tmp_path / f"{case}.out", layout)
+        assert config_of(tmp_path / f"{case}.out")[name] == wanted
+
+
 def test_family_of_longrope_as_released(layout: Any, tmp_path: Path) -> None:
     """The original length beside a rotation of an older name; some checked texts are longer."""
     rope = {
