@@ -82,7 +82,7 @@ def write_source(folder: Path, kind: Kind, body: str = "llama", **changes: Any) 
     )
     names = kind.attributes if kind.readout is None else [f"output {n}" for n in range(outputs)]
     edit(folder, architectures=["LlamaForSequenceClassification"], pad_token_id=0)
-    edit(folder, id2label=dict(enumerate(names)))
+    edit(folder, id2label=dict(enumerate(names)), problem_type="regression")
 
 
 def write_archive(
