@@ -37,6 +37,7 @@ Fields = Mapping[str, Any]
 # A reward head for llama.cpp's rank pooling, and the prompt of its /rerank.
 CLASSIFIER = "cls.output.weight"
 RERANK_TEMPLATE = "tokenizer.chat_template.rerank"
+_MOST_EXPERTS = 10_000
 _SHARED_GATE = ".ffn_gate_inp_shexp.weight"
 # This package's own; llama.cpp does not read it.
 CONTRACT_FIELD = "nemo_aligner.scoring_contract"
@@ -103,6 +104,12 @@ class GgufCheckpoint:
     def _add_tensor(self, name: str, ours: str, shape: tuple[int, ...]) -> None:
         """Add a tensor by its Hugging Face name; of all experts' one, that of each."""
         if EXPERT in ours:
+            # A tensor without columns may claim any number of rows at no cost.
+            if len(shape) != 3 or shape[0] > _MOST_EXPERTS:
+                raise CheckpointError(
+                    f"tensor {shown(name)}: got shape {list(shape)}, wanted matrices of at most "
+                    f"{_MOST_EXPERTS} experts"
+                )
             for expert in range(shape[0]):
                 read = partial(self._dequantized, name, expert)
                 single = LazyTensor(shape[1:], torch.float32, read)
