@@ -330,7 +330,7 @@ class RewardModelServable:
         # the model cannot run.
         ranks.execute(_SCORE, [[0]])
         return RewardModel(
-            *(self._scorer, self._config, self._shaper, ranks, self._turn_end, self._sample_frame)
+            self._scorer, self._config, self._shaper, ranks, self._turn_end, self._sample_frame
         )
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> object:
