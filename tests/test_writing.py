@@ -7,14 +7,16 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import SafetensorError
 
 from nemo_aligner.checkpoint.nemo.archive import scratch_beside, write_nemo
 from nemo_aligner.checkpoint.run_lock import lock_run
+from nemo_aligner.checkpoint.weights.save import _as_checkpoint_error
 from nemo_aligner.cli.main import _describe
 from nemo_aligner.data.records import write_lines, write_records
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
-from nemo_aligner.utils.writing import write_problem, write_whole
+from nemo_aligner.utils.writing import explaining_full_disk, write_problem, write_whole
 from tests.checkpoint.refusals import refusals
 
 FREE = r", with \d+\.\d [GM]B free .*\. Free some space, or choose another disk"
@@ -100,3 +102,19 @@ def test_file_that_cannot_be_written_is_as_it_was(tmp_path: Path) -> None:
         tmp_path / "file" / "x"
     ):
         pass
+
+
+def test_full_disk_of_another_file_is_that_files(tmp_path: Path) -> None:
+    other = tmp_path / "temporary" / "part"
+    error = OSError(errno.ENOSPC, "No space left on device", str(other))
+    with pytest.raises(CheckpointError, match=f"^{other}: cannot be written: the disk is full"):
+        with explaining_full_disk(tmp_path / "run"):
+            raise error
+
+
+def test_failure_of_a_save_that_is_not_the_disks_stays(tmp_path: Path) -> None:
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), RecursionError("too deep")):
+        with pytest.raises(type(error)), _as_checkpoint_error(tmp_path):
+            raise error
+    with pytest.raises(CheckpointError, match="cut off"), _as_checkpoint_error(tmp_path):
+        raise RuntimeError(CUT_OFF)

@@ -27,7 +27,7 @@ from torch import Tensor
 from nemo_aligner.checkpoint.nemo.archive import sync_to_disk
 from nemo_aligner.checkpoint.run_folder import RUN_STATE_NAME, STATE_NAME, STEP_NAME
 from nemo_aligner.checkpoint.run_lock import RunLock
-from nemo_aligner.checkpoint.weights import check_complete, load_weights
+from nemo_aligner.checkpoint.weights import DamagedError, check_complete, load_weights
 from nemo_aligner.checkpoint.weights.save import (
     PendingSave,
     ShardedModel,
@@ -113,7 +113,7 @@ class RunCheckpoints:
     Keeps the newest, and the ``save_top_k`` best by the metric ``monitor``. Ties are broken by the
     loss on the same set, since an accuracy of 1 does not tell how clear the margins are, and then
     in favour of the earlier one, which spares a save. Checkpoints validated on other records than
-    ``compare_with`` names rank last. Whatever writes checks the folder's ``lock`` before.
+    ``compare_with`` names rank last. A checkpoint is written only while the ``lock`` is held.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ class RunCheckpoints:
         try:
             has_optimizer = "optimizer" in request
             return load_weights(request, saved.path / STATE_NAME, with_optimizer=has_optimizer)
-        except CheckpointError as error:
+        except DamagedError as error:
             advice = on_main(lambda: _how_to_go_on_without(saved.path))
             raise CheckpointError(f"{error}. {advice}") from error
 
@@ -407,27 +407,36 @@ def _read_or_advise(path: Path) -> Saved:
 
 def _how_to_go_on_without(damaged: Path) -> str:
     """Say which other checkpoints of a run are complete, and how to resume from them."""
-    others = [path for path in _step_folders(damaged.parent) if path != damaged]
-    names = [path.name for path in sorted(others, reverse=True) if _is_complete(path)]
+    other_folders = sorted(set(_step_folders(damaged.parent)) - {damaged}, reverse=True)
+    names = [path.name for path in other_folders if _is_complete(path)]
     if not names:
         return (
             "The run has no other complete checkpoint: restore this one from a copy, or set "
             "exp_manager.explicit_log_dir to a new folder to start a new run"
         )
     are_complete = "is complete" if len(names) == 1 else "are complete"
+    # A run reads the state of all its checkpoints, so each that has none would stop it again.
+    in_the_way = [damaged, *(path for path in other_folders if not _has_state(path))]
     return (
-        f"Next to it {', '.join(names)} {are_complete}: move {damaged} to another folder, and the "
-        f"same command goes on from {names[0]}"
+        f"Next to it {', '.join(names)} {are_complete}: move {', '.join(map(str, in_the_way))} to "
+        f"another folder, and the same command goes on from {names[0]}"
     )
+
+
+def _has_state(path: Path) -> bool:
+    try:
+        _read_saved(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _is_complete(path: Path) -> bool:
     try:
-        _read_saved(path)
         check_complete(path / STATE_NAME)
     except CheckpointError:
         return False
-    return True
+    return _has_state(path)
 
 
 def _read_saved(path: Path) -> Saved:

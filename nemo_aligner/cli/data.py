@@ -38,19 +38,24 @@ def data_file(text: str) -> str:
     return text
 
 
-def add_format(parser: Parser, *, of_ratings: bool = True) -> None:
-    """Add the options that say how to read a file: its format, and the labels of ratings."""
+def add_format(parser: Parser, *, of_ratings: bool = True, drops_records: bool = True) -> None:
+    """Add the options that say how to read a file: its format, and the labels of ratings.
+
+    Without ``drops_records`` every record is used, also one that contradicts another.
+    """
     parser.add_argument(
         "--format", default="auto", metavar="NAME", help="as model.data.format (default: auto)"
     )
     for flag in ("--prompt-key", "--chosen-key", "--rejected-key"):
         setting = flag[2:].replace("-", "_")
         parser.add_argument(flag, metavar="FIELD", help=f"as model.data.{setting}")
-    parser.add_argument(
-        "--contradicting", choices=[rule.value for rule in Contradicting],
-        default=DataConfig.contradicting.value,
-        help="as model.data.contradicting (default: %(default)s)",
-    )  # fmt: skip
+    parser.set_defaults(contradicting=Contradicting.keep.value)
+    if drops_records:
+        parser.add_argument(
+            "--contradicting", choices=[rule.value for rule in Contradicting],
+            default=DataConfig.contradicting.value,
+            help="as model.data.contradicting (default: %(default)s)",
+        )  # fmt: skip
     if not of_ratings:
         parser.set_defaults(attributes=(), loss_mask_val=None, neutral_label=None)
         return
@@ -267,11 +272,15 @@ def split_parser() -> Parser:
 
 def run_split(options: argparse.Namespace) -> int:
     """Write the two files, and print what is in them."""
-    from nemo_aligner.checkpoint.nemo.reward_model import read_tokenizer
     from nemo_aligner.data.clean import MalformedRule
     from nemo_aligner.data.split import Split, split_file
 
-    tokenizer = None if options.tokenizer is None else read_tokenizer(options.tokenizer)
+    tokenizer = None
+    if options.tokenizer is not None:
+        # Only here: it imports megatron-core, which takes seconds.
+        from nemo_aligner.checkpoint.nemo.reward_model import read_tokenizer
+
+        tokenizer = read_tokenizer(options.tokenizer)
     kind = None if options.kind is None else RecordKind(options.kind)
     rule = MalformedRule(Malformed(options.malformed), options.max_malformed, section="")
     reading = read_format(options, kind=kind, rule=rule)

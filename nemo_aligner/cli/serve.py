@@ -114,7 +114,7 @@ def score_parser() -> Parser:
         help="a list of messages, or an object with messages, tools and documents",
     )  # fmt: skip
     parser.add_argument("--file", type=Path, metavar="JSONL", help="file with texts to score")
-    add_format(parser, of_ratings=False)
+    add_format(parser, of_ratings=False, drops_records=False)
     parser.add_argument(
         "--expect", metavar="HASH", help="refuse rewards if the contract has another hash"
     )

@@ -48,8 +48,10 @@ def explaining_full_disk(output: Path) -> Iterator[None]:
     except OSError as error:
         if not is_disk_full(error):
             raise
-        problem = write_problem(output, error)
-        raise CheckpointError(f"{output}: cannot be written: {problem}") from error
+        # What was written may lie elsewhere, as temporary files do.
+        place = Path(error.filename).absolute() if error.filename else output
+        problem = write_problem(place, error)
+        raise CheckpointError(f"{place}: cannot be written: {problem}") from error
 
 
 def write_whole(path: Path, content: bytes) -> None:

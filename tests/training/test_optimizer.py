@@ -163,6 +163,18 @@ def test_damaged_checkpoint_is_refused_and_names_the_complete_ones(
     ]
     check_damages(steps[3], damages, resume)
     resume(steps[3])
+    # Another one without its state would stop the run again, so it is named, too.
+    state = steps[1] / "run_state.json"
+    state.rename(tmp_path / "state")
+    with pytest.raises(CheckpointError, match=rf"complete: move {steps[1]}(, | to another)"):
+        checkpoints.latest()
+    (steps[3] / "run_state.json").rename(tmp_path / "newest")
+    both = {f"move {steps[1]}, {steps[3]} to", f"move {steps[3]}, {steps[1]} to"}
+    with pytest.raises(CheckpointError) as raised:
+        checkpoints.latest()
+    assert any(advice in str(raised.value) for advice in both)
+    (tmp_path / "state").rename(state)
+    (tmp_path / "newest").rename(steps[3] / "run_state.json")
     # The weights of the best are exported without the optimizer's state.
     change_bytes(shards, 0.1)(steps[1])
     saved = checkpoints.list_saved()

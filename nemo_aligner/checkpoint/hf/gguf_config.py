@@ -34,10 +34,18 @@ SETTINGS = {
 _OWN = (
     "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
-    "rope.scaling.original_context_length", "rope.scaling.attn_factor",
-    "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_log_multiplier",
+    "rope.scaling.original_context_length",
 )  # fmt: skip
+# Fields that only one kind of RoPE scaling reads, and their names in config.json.
+_ATTENTION_FACTOR = "attention_factor"
+_SCALING_FIELDS = {
+    "yarn": {
+        "rope.scaling.yarn_attn_factor": _ATTENTION_FACTOR,
+        "rope.scaling.yarn_beta_fast": "beta_fast",
+        "rope.scaling.yarn_beta_slow": "beta_slow",
+    },
+    "longrope": {"rope.scaling.attn_factor": _ATTENTION_FACTOR},
+}
 # Fields that change no hidden state: sizes that the tensors have, the other norm's epsilon, changes
 # to logits and to text embeddings, and notes.
 _IGNORED = (
@@ -113,6 +121,7 @@ def read_config(
     return {**config, **gguf.derived(config)}
 
 
+_SCALING_TYPE = "rope.scaling.type"
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 
 
@@ -152,6 +161,7 @@ def _refuse_others(read: GgufFields, gguf: GgufFormat) -> None:
     """Refuse unread fields, which might change what the model computes, unless they are off."""
     known = {*SETTINGS, *_OWN, *_IGNORED, *gguf.optional}
     known |= {_WINDOW, _PATTERN} if gguf.has_windows else set()
+    known |= _SCALING_FIELDS.get(str(read.values.get(_SCALING_TYPE)), {}).keys()
     for name, value in read.values.items():
         is_plain = value == _PLAIN[name] if name in _PLAIN else not value
         if name not in known and not is_plain:
@@ -161,10 +171,12 @@ def _refuse_others(read: GgufFields, gguf: GgufFormat) -> None:
 def _rope(read: GgufFields, rotated: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     base = float(read.number("rope.freq_base", 10000.0))
     # As in llama.cpp, a factor without a type is linear, and a missing one is 1.
-    kind = read.values.get("rope.scaling.type", "linear")
+    kind = read.values.get(_SCALING_TYPE, "linear")
     factor = read.number("rope.scaling.factor", 0.0)
     if kind not in ("none", "linear", "yarn", "longrope"):
-        raise read.error("rope.scaling.type", "wanted 'none', 'linear', 'yarn' or 'longrope'")
+        raise read.error(_SCALING_TYPE, "wanted 'none', 'linear', 'yarn' or 'longrope'")
+    if kind == "longrope" and not tensors.keys() & {_SHORT, _LONG}:
+        raise read.error(_SCALING_TYPE, f"but the file has no {_SHORT} and no {_LONG}")
     is_linear = kind == "linear" and factor not in (0.0, 1.0)
     if kind == "yarn":
         return {"rope_theta": base, **_yarn_scaling(read)}
@@ -178,23 +190,19 @@ def _rope(read: GgufFields, rotated: int, tensors: Mapping[str, Tensor]) -> dict
     return {"rope_theta": base, **_llama3_scaling(base, rotated, tensors[ROPE_FREQS])}
 
 
-_OF_YARN = {
-    "rope.scaling.yarn_attn_factor": "attention_factor",
-    "rope.scaling.yarn_beta_fast": "beta_fast",
-    "rope.scaling.yarn_beta_slow": "beta_slow",
-}
-
-
 def _yarn_scaling(read: GgufFields) -> dict[str, Any]:
     scaling = {
         "rope_type": "yarn",
         "factor": read.number("rope.scaling.factor"),
         _OLD_LENGTH: read.count("rope.scaling.original_context_length"),
     }
-    for name, ours in _OF_YARN.items():
-        if name in read.values:
-            scaling[ours] = read.number(name)
-    return scaling
+    return {**scaling, **_scaling_fields(read, "yarn")}
+
+
+def _scaling_fields(read: GgufFields, kind: str) -> dict[str, float]:
+    """Settings of a kind of RoPE scaling that the file has."""
+    names = _SCALING_FIELDS[kind]
+    return {ours: read.number(name) for name, ours in names.items() if name in read.values}
 
 
 _OLD_LENGTH = "original_max_position_embeddings"
@@ -210,8 +218,7 @@ def _longrope_scaling(
             raise CheckpointError(f"{name}: got shape {size}, wanted {[rotated // 2]}")
         # The shortest decimals that are these fp32 numbers, as in config.json.
         lists[key] = [float(str(number)) for number in tensors[name].float().numpy()]
-    if "rope.scaling.attn_factor" in read.values:
-        lists["attention_factor"] = read.number("rope.scaling.attn_factor")
+    lists |= _scaling_fields(read, "longrope")
     length = read.count("rope.scaling.original_context_length")
     return {"rope_type": "longrope", _OLD_LENGTH: length, **lists}
 

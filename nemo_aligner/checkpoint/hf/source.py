@@ -120,11 +120,17 @@ def _local(source: str | Path, files: list[str]) -> Path:
     path = Path(source)
     if path.exists():
         return path
-    # A folder that is named like a model of the hub, and whose parent is here, was meant as such.
-    if not _HUB_NAME.fullmatch(str(source)) or path.parent.is_dir():
+    missing = f"{source}: there is no such folder or file"
+    if not _HUB_NAME.fullmatch(str(source)):
         raise CheckpointError(
-            f"{source}: there is no such folder or file. Give the path of one, or the name of a "
-            "model of the hub as ORGANIZATION/NAME"
+            f"{missing}. Give the path of one, or the name of a model of the hub as "
+            "ORGANIZATION/NAME"
+        )
+    # The hub is not queried for a path with a typing error.
+    if path.parent.is_dir():
+        raise CheckpointError(
+            f"{missing}, and {path.parent} is a folder here. Give the path of one in it, or run "
+            "from another folder if you mean the model of the hub"
         )
     from huggingface_hub import snapshot_download
 

@@ -44,6 +44,7 @@ def without_wrappers(
     plain_names = {name: _plain_name(name) for name in tensors}
     is_body = any(name.startswith(_LAYERS) for name in plain_names.values())
     renamed: dict[str, LazyTensor] = {}
+    wrapped: dict[str, str] = {}
     for name, plain in plain_names.items():
         whole = _BODY_PREFIX + plain if is_body and plain.startswith(_OF_BODY) else plain
         if whole in renamed:
@@ -52,10 +53,12 @@ def without_wrappers(
                 "model without its wrapper"
             )
         renamed[whole] = tensors[name]
-    wrapped = [name for name, plain in plain_names.items() if name != plain]
+        if name != plain:
+            wrapped[name] = whole
     if not wrapped:
         return renamed, []
-    example = f"{short(wrapped[0])} as {short(plain_names[wrapped[0]])}"
+    name, whole = next(iter(wrapped.items()))
+    example = f"{short(name)} as {short(whole)}"
     return renamed, [f"note: {len(wrapped)} tensors have a wrapper's prefix: read {example}"]
 
 

@@ -24,6 +24,10 @@ _STORES: dict[str, type[TorchDistStore] | type[ZarrStore]] = {
 }
 
 
+class DamagedError(CheckpointError):
+    """Stored weights are incomplete or damaged: only a copy of them helps."""
+
+
 def open_weights(folder: Path) -> TensorStore:
     """Open the weights in ``folder``; their index is read once, here."""
     path = folder / "metadata.json"
@@ -43,11 +47,15 @@ def load_weights(
     some 3 GB a second, about as fast as loading.
 
     Raises:
+        DamagedError: on every rank, if the data is incomplete or not what was written.
         CheckpointError: on every rank, if any rank misses a tensor, finds another shape, or finds
-            something that would run code; or if the data is damaged.
+            something that would run code.
     """
-    store, common = raise_everywhere(lambda: _open_with_common(folder))
-    store.check_whole(with_optimizer=with_optimizer)
+    try:
+        store, common = raise_everywhere(lambda: _open_with_common(folder))
+        store.check_whole(with_optimizer=with_optimizer)
+    except CheckpointError as error:
+        raise DamagedError(str(error)) from error
     return store.load(sharded_state_dict, common)
 
 

@@ -201,7 +201,8 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
             (failures,) = problems
         raise CheckpointError(f"{folder}: cannot be written: {failures}") from error
     except (OSError, CheckpointingException, RuntimeError) as error:
-        if type(error) is RuntimeError and not is_disk_full(error):
+        # Out of memory and a lost rank are RuntimeErrors, too, and no fault of the disk.
+        if isinstance(error, RuntimeError) and not is_disk_full(error):
             raise
         problem = write_problem(folder, error)
         raise CheckpointError(f"{folder}: cannot be written: {problem}") from error

@@ -256,13 +256,16 @@ class TorchDistStore(TensorStore):
         part = dist.get_rank(), dist.get_world_size()
 
         def check() -> None:
-            check_shards(
-                self.folder, self._metadata, read=True, with_optimizer=with_optimizer, part=part
-            )
-            common = self.folder / COMMON_NAME
-            if part[0] == 0 and common.is_file():
-                with common.open("rb", buffering=0) as stored:
-                    check_zip(stored, str(common))
+            try:
+                check_shards(
+                    self.folder, self._metadata, read=True, with_optimizer=with_optimizer, part=part
+                )
+                common = self.folder / COMMON_NAME
+                if part[0] == 0 and common.is_file():
+                    with common.open("rb", buffering=0) as stored:
+                        check_zip(stored, str(common))
+            except OSError as error:  # else the other ranks would wait for this one
+                raise CheckpointError(f"{self.folder}: cannot be read: {short(error)}") from error
 
         raise_everywhere(check)
 

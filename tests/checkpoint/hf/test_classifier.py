@@ -116,7 +116,7 @@ def test_folder_that_is_not_there_is_not_asked_for(
     monkeypatch.setattr("huggingface_hub.snapshot_download", pytest.fail)
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()
-    with pytest.raises(CheckpointError, match=f"^{name}: there is no such folder or file"):
+    with pytest.raises(CheckpointError, match=f"^{name}: there is no such folder or file[.,] "):
         load_hf_reward_model(name, None, 8192)
 
 

@@ -175,6 +175,15 @@ REFUSED = [
     ),
     ({"ARCH.rope.scaling.type": "su"}, r"llama\.rope\.scaling\.type: got 'su'"),
     ({"ARCH.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.factor: got None"),
+    ({"ARCH.rope.scaling.type": "longrope"}, r"scaling\.type: got 'longrope', but the file has no"),
+    (
+        {"ARCH.rope.scaling.attn_factor": 1.19},
+        r"rope\.scaling\.attn_factor: got 1\.19, which is not supported",
+    ),
+    (
+        {"ARCH.rope.scaling.yarn_log_multiplier": 0.1},
+        r"yarn_log_multiplier: got 0\.1, which is not supported",
+    ),
     ({"split.count": 3}, r"split\.count: got one of 3 files"),
     ({"ARCH.expert_count": 8}, r"tensor 'blk\.0\.ffn_up\.weight' is unknown in a model of its"),
     ({"ARCH.attention.sliding_window": 8}, r"llama\.attention\.sliding_window: got 8"),
