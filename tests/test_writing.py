@@ -107,9 +107,9 @@ def test_file_that_cannot_be_written_is_as_it_was(tmp_path: Path) -> None:
 def test_full_disk_of_another_file_is_that_files(tmp_path: Path) -> None:
     other = tmp_path / "temporary" / "part"
     error = OSError(errno.ENOSPC, "No space left on device", str(other))
-    with pytest.raises(CheckpointError, match=f"^{other}: cannot be written: the disk is full"):
-        with explaining_full_disk(tmp_path / "run"):
-            raise error
+    problem = f"^{other}: cannot be written: the disk is full"
+    with pytest.raises(CheckpointError, match=problem), explaining_full_disk(tmp_path / "run"):
+        raise error
 
 
 def test_failure_of_a_save_that_is_not_the_disks_stays(tmp_path: Path) -> None:
