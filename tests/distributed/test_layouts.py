@@ -243,7 +243,8 @@ def test_several_outputs_are_refused_where_one_is_read(
         model = archive(one_process / kind)
         exported = export(model, tmp_path / kind, layout)  # tests/checkpoint/hf has its rewards
         assert (exported.contract.readout is None) == (kind == "quantiles")
-        message = f"its head has . outputs for each attribute .{kind}., wanted one that is the reward: a critic"
+        outputs = f"its head has . outputs for each attribute .{kind}."
+        message = f"{outputs}, wanted one that is the reward: a critic"
         _, contract = read_text_rules(model)
         with pytest.raises(CheckpointError, match=message):
             check_plain_reading(contract, str(model), "a critic")
