@@ -14,7 +14,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -175,6 +175,15 @@ class RunCheckpoints:
         if self._lock is not None:
             self._lock.check()
 
+    def _change_folder(self, change: Callable[[], None]) -> None:
+        """Have rank 0 change the folder, if this job still holds its lock; collective."""
+
+        def change_if_locked() -> None:
+            self._check_lock()
+            change()
+
+        on_main(change_if_locked)
+
     def clean(self) -> None:
         """Delete leftovers of a killed save or removal; call it before the first save."""
         on_main(lambda: _delete_unfinished(self.folder))
@@ -235,8 +244,7 @@ class RunCheckpoints:
         self.publish()
         path = self.folder / f"step_{state.step:08d}"
         with _as_checkpoint_error(path):
-            self.check_lock()
-            on_main(lambda: _make_empty(_unnamed(path)))
+            self._change_folder(lambda: _make_empty(_unnamed(path)))
         tensors, arrived = self._copy(model, optimizer)
         pending = PendingSave(tensors, _unnamed(path) / STATE_NAME, arrived)
         self._pending = Saved(path, state), pending
@@ -265,8 +273,7 @@ class RunCheckpoints:
             on_main(lambda: shutil.rmtree(_unnamed(saved.path), ignore_errors=True))
             raise
         with _as_checkpoint_error(saved.path):
-            self.check_lock()
-            on_main(lambda: _publish(saved))
+            self._change_folder(lambda: _publish(saved))
             on_main(self._prune)
         self._published.append(saved)
         return saved
@@ -279,8 +286,7 @@ class RunCheckpoints:
         """
         path = self.folder / f"step_{state.step:08d}"
         with _as_checkpoint_error(path):
-            self.check_lock()
-            on_main(lambda: _amend(path, state))
+            self._change_folder(lambda: _amend(path, state))
             on_main(self._prune)
 
     def _prune(self) -> None:

@@ -127,9 +127,9 @@ class Tokenizer:
             DataError: a text could have ids that the model has not.
         """
         if self.vocab_size > vocab_size:
-            first = self._backend.id_to_token(vocab_size)
+            first = shown(self._backend.id_to_token(vocab_size))
             raise DataError(
-                f"{self._where}: got ids up to {self.vocab_size - 1} ({first!r} is {vocab_size}), "
+                f"{self._where}: got ids up to {self.vocab_size - 1} ({first} is {vocab_size}), "
                 f"wanted them below {vocab_size}, as the model has no embeddings beyond; resize "
                 "these, or take these tokens out"
             )
