@@ -286,7 +286,7 @@ def _chunks(rows: list[int], size: int) -> Iterable[list[int]]:
 # or lost is sent again as a whole.
 _MOST_ROWS = 128
 _OPTIONAL = [spec.name for spec in kserve.OPTIONAL_OUTPUTS]
-# What encoding a row raises: no JSON value, half of a surrogate pair, lists in lists without end.
+# Errors of encoding a row: no JSON value, half of a surrogate pair, lists in lists without end.
 _UNSENDABLE = (TypeError, ValueError, RecursionError)
 
 

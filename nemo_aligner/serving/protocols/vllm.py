@@ -69,6 +69,7 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "instruction": ((None,), _BY_CONTRACT),
     "max_tokens_per_query": ((None, 0), _BY_CONTRACT),
     "max_tokens_per_doc": ((None, 0), _BY_CONTRACT),
+    "max_chunks_per_doc": ((None, 0), _BY_CONTRACT),
 }
 _STEPS = "token_classify"
 _BESIDE = ("tools", "documents")
@@ -126,8 +127,8 @@ class PoolingResponse(Body):
     """``data`` has an object for each input, with its ``index``.
 
     ``/classify``: ``label``, ``probs`` (the rewards) and ``num_classes``; ``/pooling``: ``data``
-    (the rewards); ``/score``: ``score``. That of a text that was cut to the model's length has
-    ``truncated``, true.
+    (the rewards); ``/score``: ``score``. An object has ``truncated``, true, if its text was cut to
+    the model's length.
     """
 
     id: str
