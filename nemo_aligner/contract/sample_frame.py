@@ -29,7 +29,7 @@ _SHOWN_LETTERS = 40
 
 @dataclass(frozen=True)
 class SampleFrame:
-    """The parts that a chat template writes at the beginning of a sample, before a reply and at the end.
+    """The text of a chat template at the beginning of a sample, before a reply and at the end.
 
     Attributes:
         begins: a sample begins with one of these; empty if the template writes contents first.

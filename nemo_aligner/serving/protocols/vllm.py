@@ -10,8 +10,8 @@ says, the second the reply, and both are scored as a conversation.
 for each, as vLLM does for its step pooling: where they are read is for the scoring contract.
 
 A reward is a reward: there is no activation, ``probs`` and ``data`` have the model's numbers for
-each attribute, and ``score`` one of them all. What would have a text scored by other rules than the
-scoring contract's (truncation, another template, special tokens) is refused.
+each attribute, and ``score`` one of them all. Fields that would have a text scored by other rules
+than the scoring contract's (truncation, another template, special tokens) are refused.
 """
 
 from __future__ import annotations
