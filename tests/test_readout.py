@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.contract.readout import Readout, one_reward, reward_weights
+from nemo_aligner.contract.readout import Readout, one_reward, reward_weights, sigmoid
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contract.refusals import assert_refused
 from tests.serving.fake_server import CONTRACT
@@ -64,6 +64,8 @@ def test_readout_of_a_sigmoid_is_a_probability_and_its_deviation() -> None:
     np.testing.assert_allclose(SIGMOIDS.rewards(outputs), [[0.5, 0.75], [0.0, 1.0]], rtol=1e-6)
     deviations = [[0.5, math.sqrt(3) / 4], [0.0, 0.0]]
     np.testing.assert_allclose(SIGMOIDS.spreads(outputs), deviations, rtol=1e-6, atol=1e-30)
+    elements = sigmoid(np.array([[0.0, math.log(3)], [-800.0, 800.0]]))
+    np.testing.assert_allclose(elements, [[0.5, 0.75], [0.0, 1.0]], rtol=1e-15)
     # As two bins have it, of outputs 0 and the log-odds.
     two = Readout("bins", ((0.0, 1.0),))
     odds = np.array([[-3.5], [0.25], [7.0]], dtype=np.float32)

@@ -83,7 +83,7 @@ class Readout:
 
     def rewards(self, outputs: np.ndarray) -> np.ndarray:
         """``[S, A]`` float32 of ``outputs [S, A * K]``."""
-        of = {BINS: self._expected, QUANTILES: self._median, HEADS: _mean, SIGMOID: _sigmoid}
+        of = {BINS: self._expected, QUANTILES: self._median, HEADS: _mean, SIGMOID: _probability}
         return self._read(outputs, of[self.kind])
 
     def spreads(self, outputs: np.ndarray) -> np.ndarray:
@@ -95,7 +95,7 @@ class Readout:
         of = {
             BINS: self._deviation,
             QUANTILES: lambda row: row[:, -1] - row[:, 0],
-            SIGMOID: lambda row: np.sqrt(_sigmoid(row) * _sigmoid(-row)),
+            SIGMOID: lambda row: np.sqrt(_probability(row) * _probability(-row)),
             HEADS: lambda row: np.sqrt(_mean((row - _mean(row)[:, None]) ** 2)),
         }
         return self._read(outputs, of[self.kind])
@@ -143,10 +143,14 @@ def _mean(row: np.ndarray) -> np.ndarray:
     return row.mean(axis=1)
 
 
-def _sigmoid(row: np.ndarray) -> np.ndarray:
-    """Without the overflow of exp at large outputs."""
-    power = np.exp(-np.abs(row[:, 0]))
-    return np.where(row[:, 0] >= 0, 1.0, power) / (1.0 + power)
+def sigmoid(values: np.ndarray) -> np.ndarray:
+    """The sigmoid of each value, without the overflow of exp at large ones."""
+    power = np.exp(-np.abs(values))
+    return np.where(values >= 0, 1.0, power) / (1.0 + power)
+
+
+def _probability(row: np.ndarray) -> np.ndarray:
+    return sigmoid(row[:, 0])
 
 
 def _check_row(kind: str, row: Sequence[float]) -> None:

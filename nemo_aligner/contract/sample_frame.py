@@ -29,7 +29,7 @@ _SHOWN_LETTERS = 40
 
 @dataclass(frozen=True)
 class SampleFrame:
-    """What a chat template writes at the beginning of a sample, before a reply and at the end.
+    """The text of a chat template at the beginning of a sample, before a reply and at the end.
 
     Attributes:
         begins: a sample begins with one of these; empty if the template writes contents first.
@@ -167,7 +167,7 @@ def _shortest(beginnings: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def _beginnings(write: Write) -> Iterator[str]:
-    """What ``write`` puts before the first content of dialogues of several shapes."""
+    """Text that ``write`` puts before the first content of dialogues of several shapes."""
     for role in _FIRST_ROLES:
         roles = (role, "assistant") if role == "user" else (role, "user", "assistant")
         for tools in (None, TRIAL_TOOLS):
@@ -187,13 +187,13 @@ def _beginnings(write: Write) -> Iterator[str]:
 
 
 def _before_reply(write: Write) -> str:
-    """What ``write`` puts between a question and any reply, with thoughts or without."""
-    asked = {"role": "user", "content": _QUESTION}
+    """Text that ``write`` puts between a question and any reply, with thoughts or without."""
+    question = {"role": "user", "content": _QUESTION}
     replies = [{"role": "assistant", "content": content} for content in _CONTENTS]
     thoughtful = [{**reply, "reasoning_content": _THOUGHTS} for reply in replies]
     between = []
     for reply in (*replies, *thoughtful):
-        for turns in ([asked, reply], [asked, reply, asked, replies[0]]):
+        for turns in ([question, reply], [question, reply, question, replies[0]]):
             with suppress(DataError):  # a template need not take every shape
                 between.append(write(turns).partition(_QUESTION)[2])
     return _shared_start(between).strip()

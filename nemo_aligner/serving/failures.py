@@ -180,6 +180,11 @@ class RefusedError(RequestError):
         return is_said or self.kind is FailureKind.too_large
 
     @property
+    def is_unknown_model(self) -> bool:
+        """True if the server has no such model, which Triton answers with a 404, or once a 400."""
+        return self.status == 404 or self.kind is FailureKind.bad_request
+
+    @property
     def reason(self) -> str:
         """The reason without the row's number."""
         return _ROW.sub("", self.message)

@@ -7,8 +7,16 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -23,7 +31,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import nemo_aligner
 from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.serving.client import RewardClient
-from nemo_aligner.serving.failures import FailureKind, RefusedError, RequestError, public_failure
+from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
 from nemo_aligner.serving.gateway_metrics import GatewayMetrics
 from nemo_aligner.serving.protocols import (
     ScoredRows,
@@ -92,10 +100,14 @@ def build_app(client: RewardClient, config: GatewayConfig, token: str | None) ->
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        asked = asyncio.ensure_future(upstream.say_missing_backends())
+        startup_check = asyncio.ensure_future(upstream.say_missing_backends())
         yield
-        asked.cancel()
-        await client.aclose()
+        startup_check.cancel()
+        try:
+            with suppress(asyncio.CancelledError):
+                await startup_check
+        finally:
+            await client.aclose()
 
     app = _App(
         ROUTES,
@@ -174,8 +186,9 @@ class _Endpoint:
         route, body = self._route, None
         try:
             content = await _read(request, self._config.max_request_bytes)
-            route = self._route_of(content)
-            body = route.parse(content)
+            route, body = self._route_of(content)
+            if body is None:
+                body = route.parse(content)
             scored = await self._score(route, body)
             content = route.answer(body, scored, self._served(scored))
             self._metrics.scored(route.path, scored)
@@ -184,16 +197,27 @@ class _Endpoint:
             failure = public_failure(error)
         return route.refuse(failure, body), failure.retry_after_s
 
-    def _route_of(self, content: bytes) -> Route[Any]:
-        """The path's first route, unless fields that it does not know mark another one's body."""
-        if not self._others:
-            return self._route
+    def _route_of(self, content: bytes) -> tuple[Route[Any], Any]:
+        """The path's first route, unless fields that it does not know mark another one's body.
+
+        Returns:
+            The route, and the body if the first route has read it; None if another one is to.
+
+        Raises:
+            ServingError: the first route cannot read it, and it is no other one's.
+        """
         try:
-            body = from_json(content)
-        except ValueError:  # which the route's own parser says of it
-            return self._route
-        names = body.keys() if isinstance(body, dict) else set()
-        unknown = names - self._route.request.model_fields.keys()
+            body = self._route.parse(content)
+        except ServingError:
+            route = self._marked_route(_field_names(content) if self._others else ())
+            if route is self._route:
+                raise
+            return route, None
+        route = self._marked_route((body.model_extra or {}).keys())
+        return route, body if route is self._route else None
+
+    def _marked_route(self, names: Collection[str]) -> Route[Any]:
+        unknown = set(names) - self._route.request.model_fields.keys()
         marked = (other for other in self._others if unknown & set(other.marks))
         return next(marked, self._route)
 
@@ -213,6 +237,8 @@ class _Endpoint:
             asked = self._note_foreign_rows(route, asked, foreign)
         try:
             scored = await self._upstream.answer(asked, route.sets_rows_aside)
+            if not foreign:
+                return scored
             is_foreign = np.isin(np.arange(len(scored.rewards)), [*foreign])
             return replace(scored, foreign_template=is_foreign)
         except RequestError as refusal:
@@ -261,6 +287,15 @@ class _Endpoint:
         columns = scored.rewards.shape[1]
         names = ["reward"] if columns == 1 else [f"reward_{column}" for column in range(columns)]
         return Served(MODEL_NAME, names, None, threshold)
+
+
+def _field_names(content: bytes) -> Collection[str]:
+    """Names of a JSON object's fields; none of another value, or of what is no JSON."""
+    try:
+        value = from_json(content)
+    except ValueError:
+        return ()
+    return value.keys() if isinstance(value, dict) else ()
 
 
 async def _read(request: Request, most: int) -> bytes:
@@ -361,15 +396,15 @@ def _add_plain_route(app: FastAPI, route: PlainRoute, max_request_bytes: int) ->
 def _add_model_route(
     app: FastAPI, route: ModelRoute, upstream: UpstreamService, config: GatewayConfig
 ) -> None:
-    async def handle() -> Response:
+    async def answer() -> Response:
         try:
-            contract = await upstream.ask_contract()
-        except RefusedError:  # a server of NeMo-Aligner, which publishes none
-            return respond(route.answer(None, config))
+            contract = await upstream.find_contract()
         except ServingError as error:
-            failure = unreachable(error)
-            return respond(refuse_with_detail(failure, None), failure.retry_after_s)
+            raise unreachable(error) from error
         return respond(route.answer(contract, config))
+
+    async def handle() -> Response:
+        return await _answered(answer())
 
     about = route.about
     app.add_api_route(route.path, handle, methods=["GET"], summary=about, response_model=None)

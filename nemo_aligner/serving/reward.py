@@ -431,7 +431,7 @@ class RewardModel:
         self._batcher.close()
 
 
-# What a reader of rewards has to know of them; of other scores there is nothing to say.
+# Facts about rewards on each scale that their reader has to know; other scales need none.
 _SCALES = {
     PROBABILITY: ["Rewards are probabilities, from 0 to 1"],
     LOG_ODDS: ["Rewards are log-odds of a right step; their sigmoid is its probability"],

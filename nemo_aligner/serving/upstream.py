@@ -21,7 +21,7 @@ from nemo_aligner.utils.errors import ServingError, one_line
 
 # When a backend comes back is unknown, so clients are asked to retry soon.
 _AGAIN_IN_S = 1
-# What a sender of texts in another chat template can do.
+# Advice to the senders of texts in another chat template.
 FOREIGN_ADVICE = (
     "Send messages, which get the model's template, or write the texts with its template (the "
     "field template of /v1/contract)"
@@ -84,7 +84,7 @@ class UpstreamService:
     async def complete_turns(self, request: ScoreRequest) -> tuple[ScoreRequest, int]:
         """Complete raw texts and token rows that end at an end of turn; also count them.
 
-        What a policy's own template leaves out behind it, the reward model's may write.
+        The reward model's template may write more behind it than the policy's own.
 
         Raises:
             RequestError: no backend says what its template writes.
@@ -140,7 +140,16 @@ class UpstreamService:
 
     async def say_missing_backends(self) -> None:
         """Warn of the backends that give no rewards; the gateway waits for them all the same."""
-        for url, why in (await self._client.probe_async()).items():
+        try:
+            states = await self._client.probe_async()
+        except ServingError as error:
+            print(
+                f"Warning: the backends could not be checked: {one_line(error)}. "
+                "GET /ready says which give rewards.",
+                flush=True,
+            )
+            return
+        for url, why in states.items():
             if why is not None:
                 print(
                     f"Warning: {url}: {one_line(why)}; requests get a 503 while no backend answers "
@@ -157,6 +166,19 @@ class UpstreamService:
         self.contract = await self._client.contract_async()
         return self.contract
 
+    async def find_contract(self) -> ScoringContract | None:
+        """``ask_contract`` of backends that need not publish any, as NeMo-Aligner's do not: None.
+
+        Raises:
+            ServingError: none answers, or only with another failure.
+        """
+        try:
+            return await self.ask_contract()
+        except RefusedError as error:
+            if not error.is_unknown_model:
+                raise
+            return None
+
     async def _score(self, request: ScoreRequest, on_error: OnError) -> ScoredRows:
         if request.texts is not None:
             return await self._client.score_rows_async(request.texts, on_error=on_error)
@@ -172,10 +194,7 @@ class UpstreamService:
             return
         if self._has_none and contract_hash is None:  # of NeMo-Aligner, as known from before
             return
-        try:
-            await self.ask_contract()
-        except RefusedError:
-            self._has_none = True
+        self._has_none = await self.find_contract() is None
 
 
 def unreachable(error: ServingError) -> RequestError:

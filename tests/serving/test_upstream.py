@@ -125,6 +125,16 @@ def test_upstream_asks_a_server_without_a_contract_for_it_once() -> None:
     assert (upstream.contract, client.contract_async.await_count) == (None, 1)
 
 
+def test_upstream_takes_a_failure_of_the_contracts_model_for_no_missing_contract() -> None:
+    client = FakeClient(contract=None, columns=1)
+    failed = RefusedError("http://one", 500, "it failed")
+    client.contract_async = AsyncMock(side_effect=[failed, CONTRACT])  # type: ignore[method-assign]
+    upstream = service(client)
+    assert ask(upstream, TWO) == Failure("it failed", FailureKind.internal)
+    assert ask(upstream, TWO).errors == {}
+    assert upstream.contract == CONTRACT
+
+
 MEASURED = CONTRACT.with_statistics([1.0, 0.0], [2.0, 0.5], "held-out pairs")
 
 

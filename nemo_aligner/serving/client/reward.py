@@ -282,11 +282,11 @@ def _chunks(rows: list[int], size: int) -> Iterable[list[int]]:
 
 # Collecting: rewards in the caller's order, and refused rows.
 
-# Of a request. Larger ones gain nothing, as the server merges those that wait; and what is refused
-# or lost is sent again as a whole.
+# Rows of a request. Larger ones gain nothing, as the server merges those that wait; and what is
+# refused or lost is sent again as a whole.
 _MOST_ROWS = 128
 _OPTIONAL = [spec.name for spec in kserve.OPTIONAL_OUTPUTS]
-# What encoding a row raises: no JSON value, half of a surrogate pair, lists in lists without end.
+# Errors of encoding a row: no JSON value, half of a surrogate pair, lists in lists without end.
 _UNSENDABLE = (TypeError, ValueError, RecursionError)
 
 

@@ -167,10 +167,11 @@ class RemoteServer:
         Raises:
             UnavailableError: it gave no answer, and is left out for a while.
         """
-        return await self._read_publication(
-            kserve.decode_turn_end,
+        return await self._read_template_part(
+            "turn_end",
+            TurnEnd.from_dict,
             "it does not say how its chat template ends (%s); a text that ends before that is "
-            "scored as it stands",
+            "scored unchanged",
         )
 
     async def sample_frame(self) -> SampleFrame | None:
@@ -179,17 +180,21 @@ class RemoteServer:
         Raises:
             UnavailableError: it gave no answer, and is left out for a while.
         """
-        return await self._read_publication(
-            kserve.decode_sample_frame,
+        return await self._read_template_part(
+            "sample_frame",
+            SampleFrame.from_dict,
             "it does not say how its chat template begins and ends (%s); texts that are written in "
             "another template are scored and not counted",
         )
 
-    async def _read_publication(self, decode: Callable[[Tensors], T], if_missing: str) -> T | None:
+    async def _read_template_part(
+        self, name: str, from_dict: Callable[[Any], T], if_missing: str
+    ) -> T | None:
         """Decode a part of what it publishes; None, and a warning, if that is missing."""
         with self._asked():
             try:
-                return decode(await self._publication(_HANDSHAKE_S))
+                outputs = await self._publication(_HANDSHAKE_S)
+                return kserve.decode_template_part(outputs, name, from_dict)
             except UnavailableError:
                 raise
             except ServingError as error:  # another's server, or an older one

@@ -87,7 +87,7 @@ class Served:
 
 @dataclass(frozen=True)
 class HttpAnswer:
-    """A status, an object for JSON, and headers beside those of every answer."""
+    """A status, an object for JSON, and further headers than those of every answer."""
 
     status: int
     content: Any

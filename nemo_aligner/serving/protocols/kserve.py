@@ -46,8 +46,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -58,6 +58,7 @@ from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, StepRewards, TensorSpec
 from nemo_aligner.utils.errors import DataError, ServingError, shown
 
+T = TypeVar("T")
 Tensors = dict[str, np.ndarray]
 
 MODEL_NAME = "reward_model"
@@ -189,30 +190,19 @@ def decode_contract(outputs: Mapping[str, np.ndarray]) -> ScoringContract:
     return ScoringContract.from_dict(_decode_json(outputs["contract"]))
 
 
-def decode_turn_end(outputs: Mapping[str, np.ndarray]) -> TurnEnd | None:
-    """Decode what a server's template writes after a reply; None if it writes nothing.
+def decode_template_part(
+    outputs: Mapping[str, np.ndarray], name: str, from_dict: Callable[[Any], T]
+) -> T | None:
+    """Decode ``turn_end`` or ``sample_frame``, by ``name``; None if the template has none.
 
     Raises:
-        ServingError: it does not say, as one of an earlier version.
+        ServingError: the server does not say, as one of an earlier version.
     """
     try:
-        found = _decode_json(outputs["turn_end"])
-        return None if found is None else TurnEnd.from_dict(found)
+        values = _decode_json(outputs[name])
+        return None if values is None else from_dict(values)
     except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
-        raise ServingError(f"turn_end: {error}") from error
-
-
-def decode_sample_frame(outputs: Mapping[str, np.ndarray]) -> SampleFrame | None:
-    """Decode what a server's template writes around a sample; None if it has no template.
-
-    Raises:
-        ServingError: it does not say, as one of an earlier version.
-    """
-    try:
-        values = _decode_json(outputs["sample_frame"])
-        return None if values is None else SampleFrame.from_dict(values)
-    except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
-        raise ServingError(f"sample_frame: {error}") from error
+        raise ServingError(f"{name}: {error}") from error
 
 
 def encode_statistics(statistics: Mapping[str, float]) -> dict[str, np.ndarray]:

@@ -84,29 +84,30 @@ def read(body: DocumentsRequest) -> ScoreRequest:
     )
 
 
-def _text(given: str | dict[str, Any], where: str) -> str:
+def _text(value: str | dict[str, Any], where: str) -> str:
     """A text, that of Cohere's and Jina's object, or vLLM's parts of text."""
-    if isinstance(given, str):
-        return given
-    content = given.get("text", given.get("content"))
-    return text_of(given if content is None else content, where)
+    if isinstance(value, str):
+        return value
+    content = value.get("text", value.get("content"))
+    return text_of(value if content is None else content, where)
 
 
 def answer(body: DocumentsRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
-    """Of equal rewards the earlier document comes first, as in vLLM."""
+    """The best documents; if rewards are equal, the earlier one comes first, as in vLLM."""
+    # Only those are built that are sent: a request may have many documents and want one.
+    ranked = sorted(enumerate(served.one_reward(scored.rewards)), key=lambda pair: -pair[1])
     results = []
-    for index, reward in enumerate(served.one_reward(scored.rewards)):
+    for index, reward in ranked[: body.top_n or None]:
         result: dict[str, Any] = {"index": index, "relevance_score": reward}
         if body.return_documents is not False:
             result["document"] = {"text": _text(body.documents[index], "documents")}
         if scored.exceeded[index]:
             result["truncated"] = True
         results.append(result)
-    results.sort(key=lambda result: -result["relevance_score"])
     return {
         "id": f"rerank-{uuid.uuid4().hex}",
         "model": served.model_name,
-        "results": results[: body.top_n or None],
+        "results": results,
         # The gateway has no tokenizer to count with, and clients of all three read the field.
         "usage": {"prompt_tokens": 0, "total_tokens": 0},
         "meta": {},

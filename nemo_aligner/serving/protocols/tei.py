@@ -16,7 +16,6 @@ way. ``truncate: true`` is refused: how a long text is cut is for the scoring co
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -28,7 +27,7 @@ from nemo_aligner.config.common import Overlong
 from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
-from nemo_aligner.contract.readout import PROBABILITY
+from nemo_aligner.contract.readout import PROBABILITY, sigmoid
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
@@ -151,14 +150,8 @@ def _activated(
 
     Probabilities are from 0 to 1 already.
     """
-    is_wanted = body.raw_scores or served.scale == PROBABILITY
-    return rewards if is_wanted else [_sigmoid(reward) for reward in rewards]
-
-
-def _sigmoid(reward: float) -> float:
-    """Without the overflow of exp at large rewards."""
-    power = math.exp(-abs(reward))
-    return (1.0 if reward >= 0 else power) / (1.0 + power)
+    needs_no_sigmoid = body.raw_scores or served.scale == PROBABILITY
+    return rewards if needs_no_sigmoid else sigmoid(np.asarray(rewards)).tolist()
 
 
 def answer_predict(body: PredictRequest, scored: ScoredRows, served: Served) -> Any:

@@ -10,8 +10,8 @@ says, the second the reply, and both are scored as a conversation.
 for each, as vLLM does for its step pooling: where they are read is for the scoring contract.
 
 A reward is a reward: there is no activation, ``probs`` and ``data`` have the model's numbers for
-each attribute, and ``score`` one of them all. What would have a text scored by other rules than the
-scoring contract's (truncation, another template, special tokens) is refused.
+each attribute, and ``score`` one of them all. Fields that would have a text scored by other rules
+than the scoring contract's (truncation, another template, special tokens) are refused.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "instruction": ((None,), _BY_CONTRACT),
     "max_tokens_per_query": ((None, 0), _BY_CONTRACT),
     "max_tokens_per_doc": ((None, 0), _BY_CONTRACT),
+    "max_chunks_per_doc": ((None, 0), _BY_CONTRACT),
 }
 _STEPS = "token_classify"
 _BESIDE = ("tools", "documents")
@@ -126,8 +127,8 @@ class PoolingResponse(Body):
     """``data`` has an object for each input, with its ``index``.
 
     ``/classify``: ``label``, ``probs`` (the rewards) and ``num_classes``; ``/pooling``: ``data``
-    (the rewards); ``/score``: ``score``. That of a text that was cut to the model's length has
-    ``truncated``, true.
+    (the rewards); ``/score``: ``score``. An object has ``truncated``, true, if its text was cut to
+    the model's length.
     """
 
     id: str

@@ -27,6 +27,7 @@ from resources_servers.reward_model.app import (
     RewardModelRunRequest,
     RewardModelVerifyRequest,
 )
+from resources_servers.reward_model.gateway import FailedGatewayError
 
 SERVED = {"host": "127.0.0.1", "port": 0, "entrypoint": "app.py", "name": "reward_model"}
 ROWS = [
@@ -99,8 +100,10 @@ async def answers(
     """Answers of so many requests side by side."""
     server = served(settings)
     request = RewardModelVerifyRequest.model_validate(body)
-    found = await asyncio.gather(*(server.verify(request) for _ in range(count)))
-    await server.close()
+    try:
+        found = await asyncio.gather(*(server.verify(request) for _ in range(count)))
+    finally:
+        await server.close()
     return [answer.model_dump() for answer in found]
 
 
@@ -192,7 +195,7 @@ def test_gateway_that_is_gone_masks_the_sample() -> None:
 @pytest.mark.parametrize(
     ("first", "times"),
     [
-        ((500, {"detail": "no"}), 1),
+        ((413, {"detail": "no"}), 1),
         ((200, failed("verifier_error", "no")), 1),
         ((503, {"detail": "no"}), 2),
         ((200, failed("transport_unreachable", "no")), 2),
@@ -203,6 +206,40 @@ def test_only_what_is_gone_or_busy_is_asked_again(first: tuple[int, Any], times:
     answer = verified(gateway, body(), retry_s=30)
     assert len(gateway.asked) == times
     assert answer["mask_sample"] == (times == 1)
+
+
+def test_model_that_failed_is_an_error_and_no_masked_sample() -> None:
+    """Of every rollout: a run must not go on with rewards of 0."""
+    for status in (500, 501):
+        gateway = FakeGateway((status, {"detail": "the model's reward is not a finite number"}))
+        with pytest.raises(FailedGatewayError, match=f"HTTP {status}: the model's reward is not"):
+            verified(gateway, body(reward_threshold=0.5), refused_reward=-3.0, retry_s=30)
+        assert len(gateway.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("127.0.0.1:8000", "127.0.0.1:8000"),
+        ("localhost:8000/", "localhost:8000"),
+        ("me:s3cret@localhost:8000", "localhost:8000"),
+        ("http://me:s3cret@", ""),
+        ("http://me:s3cret@localhost:port", "localhost:port"),
+        ("ftp://me:s3cret@localhost", "localhost"),
+    ],
+)
+def test_url_that_is_none_is_an_error_without_its_password(url: str, shown: str) -> None:
+    with pytest.raises(ValueError, match="server_url: got") as caught:
+        verified(FakeGateway(), body(), server_url=url)
+    assert str(caught.value) == (
+        f"server_url: got {shown!r}, which is no http or https URL with a host. Write it as "
+        "http://HOST:PORT."
+    )
+
+
+def test_password_of_a_url_is_in_no_rollout() -> None:
+    answer = verified(FakeGateway(), body(), server_url="http://me:s3cret@127.0.0.1:9/base/")
+    assert answer["failure_reason"].startswith("http://127.0.0.1:9/base: Cannot connect")
 
 
 def test_another_gateway_is_asked_where_one_is_gone() -> None:

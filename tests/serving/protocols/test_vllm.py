@@ -198,6 +198,7 @@ def test_documents_that_are_no_texts_or_want_another_score_are_refused() -> None
         (RERANK, {**body, "rank_fields": ["title"]}, "rank_fields: got .*title.*wanted null"),
         (RERANK, {**body, "use_activation": True}, "use_activation: got true"),
         (RERANK, {**body, "max_tokens_per_doc": 5}, "max_tokens_per_doc: got 5"),
+        (RERANK, {**body, "max_chunks_per_doc": 10}, "max_chunks_per_doc: got 10, wanted null or"),
     ]
     assert not not_refused(read, wrong)
 

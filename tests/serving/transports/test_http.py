@@ -8,7 +8,7 @@ import json
 import re
 from dataclasses import replace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
+from nemo_aligner.serving import http
 from nemo_aligner.serving.client import RefusedError, ScoredRows
 from nemo_aligner.serving.http import ROUTES, build_app
 from nemo_aligner.utils.errors import ServingError
@@ -105,7 +106,21 @@ def test_gateway_tells_vllms_rerank_from_teis_by_the_body() -> None:
     refused = call(app, "/rerank", {"query": "a", "documents": 5})
     assert refused.json["error"]["type"] == "BadRequestError"
     # Neither: TEI's, which was here first.
-    assert call(app, "/rerank", {"query": "a"}).json["error_type"] == "Validation"
+    for body in ({"query": "a"}, ["documents"], b'{"documents"'):
+        assert call(app, "/rerank", body).json["error_type"] == "Validation", body
+
+
+def test_gateway_parses_a_body_of_the_first_route_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the event loop, which answers nothing else meanwhile."""
+    app = make()
+    parse = Mock(wraps=http.from_json)
+    monkeypatch.setattr(http, "from_json", parse)
+    assert call(app, "/classify", GOOD["/classify"]).status == 200
+    assert call(app, "/classify", {"text": "ab"}).status == 200
+    assert call(app, "/rerank", GOOD["/rerank"]).status == 200
+    assert parse.call_count == 0
+    assert call(app, "/rerank", GOOD["/v1/rerank"]).status == 200
+    assert parse.call_count == 1
 
 
 def test_gateway_says_what_the_model_is_as_openai_and_tei_do() -> None:
@@ -121,11 +136,60 @@ def test_gateway_says_what_the_model_is_as_openai_and_tei_do() -> None:
     client.contract = None  # of NeMo-Aligner's server, which publishes none
     assert call(app, "/v1/models").json["data"][0]["id"] == "reward_model"
     assert call(app, "/info").json["model_type"]["reranker"]["id2label"] == {"0": "reward"}
-    client.failure = ServingError("nobody listens")
+    # The contract's model failed, or wants a token: nobody knows whether there is a contract.
+    for failure in (
+        ServingError("nobody listens"),
+        RefusedError("http://one", 500, "the model failed"),
+        RefusedError("http://one", 401, "the bearer token is missing or wrong"),
+    ):
+        client.failure = failure
+        for path in ("/v1/models", "/info", "/v1/contract"):
+            answer = call(app, path)
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1"), (path, failure)
+    client.failure = KeyError("secret words")
     for path in ("/v1/models", "/info"):
         answer = call(app, path)
-        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert (answer.status, "KeyError; the gateway's log" in message(answer)) == (500, True)
         assert call(make(token="s3cret"), path).status == 401
+
+
+def test_gateway_that_cannot_check_its_backends_says_so_and_ends_the_check_with_itself(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    client = FakeClient()
+    client.aclose = AsyncMock()  # type: ignore[attr-defined]
+
+    def live() -> list[str]:
+        """Start the application and end it at once; its messages."""
+        events, messages = iter(("startup", "shutdown")), []
+
+        async def receive() -> Any:
+            await asyncio.sleep(0)  # as uvicorn waits: the check has its turn
+            return {"type": f"lifespan.{next(events)}"}
+
+        async def send(sent: Any) -> None:
+            messages.append(sent["type"])
+
+        asyncio.run(make(client)({"type": "lifespan", "state": {}}, receive, send))
+        return messages
+
+    complete = ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+    client.probe_async = AsyncMock(side_effect=ServingError("nobody"))  # type: ignore[method-assign]
+    assert live() == complete
+    assert "Warning: the backends could not be checked: nobody." in capsys.readouterr().out
+
+    started, ended = [], []
+
+    async def hang() -> Any:
+        started.append(True)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    client.probe_async = hang  # type: ignore[method-assign]
+    assert live() == complete
+    assert (started, ended, client.aclose.await_count) == ([True], [True], 2)  # type: ignore[attr-defined]
 
 
 def test_gateway_answers_a_malformed_body_with_a_400_in_the_protocols_own_shape() -> None:

@@ -154,7 +154,12 @@ class RewardModelResourcesServer(SimpleResourcesServer):
             self._started = StartedGateway(config.command, config.settings(), config.device)
 
     async def verify(self, body: RewardModelVerifyRequest) -> RewardModelVerifyResponse:
-        """The reward of a response; never an error: what is wrong stands in the answer."""
+        """The reward of a response; the answer also says why a sample has none.
+
+        Raises:
+            FailedGatewayError: the model failed; Gym gets a 500, and the run no reward.
+            ValueError: ``server_url`` is no URL.
+        """
         rollout = body.model_dump(
             include={"responses_create_params", "response"}, exclude_none=True
         )

@@ -34,15 +34,28 @@ class GatewayError(Exception):
         self.kind = kind
 
 
+class FailedGatewayError(Exception):
+    """The model or the gateway failed, and would fail for other rollouts, too.
+
+    No ``GatewayError``, so that no rollout gets a masked reward of 0: a run must not go on with it.
+    """
+
+
 class Gateways:
     """Gateways of one model; each request goes to the next, and on to another where one is gone."""
 
     def __init__(
         self, urls: Sequence[str], timeout_s: float, retry_s: float, token: str | None
     ) -> None:
-        """``retry_s``: for how long a request looks for one whose servers answer."""
+        """``retry_s``: for how long a request looks for one whose servers answer.
+
+        Raises:
+            ValueError: a URL has no scheme or no host.
+        """
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self._urls = itertools.cycle([url.rstrip("/") for url in urls])
+        # Errors are in rollouts, which are for all to read: they name the URL without a password.
+        named_urls = [(url.rstrip("/"), _name_of(url.rstrip("/"))) for url in urls]
+        self._named_urls = itertools.cycle(named_urls)
         self._timeout_s, self._retry_s = timeout_s, retry_s
         self._session: aiohttp.ClientSession | None = None
 
@@ -51,12 +64,13 @@ class Gateways:
 
         Raises:
             GatewayError: no gateway answers, or not as one.
+            FailedGatewayError: the model failed.
         """
         end = time.monotonic() + self._retry_s
         while True:
             # To score a rollout twice harms nobody, so what got no answer is sent again.
             try:
-                answer = await self._post(f"{next(self._urls)}/verify", rollout)
+                answer = await self._post(*next(self._named_urls), rollout)
                 if answer["failure_kind"] not in _COMES_BACK or time.monotonic() > end:
                     return answer
             except GatewayError as error:
@@ -69,16 +83,15 @@ class Gateways:
         if self._session is not None:
             await self._session.close()
 
-    async def _post(self, url: str, rollout: Mapping[str, Any]) -> dict[str, Any]:
+    async def _post(self, url: str, name: str, rollout: Mapping[str, Any]) -> dict[str, Any]:
         if self._session is None:  # only now: it belongs to the event loop that serves requests
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=self._timeout_s),
             )
-        name = str(URL(url).with_user(None))  # errors are in rollouts, which are for all to read
         try:
-            async with self._session.post(url, json=rollout) as answer:
+            async with self._session.post(f"{url}/verify", json=rollout) as answer:
                 return _read(name, answer.status, await answer.text())
         except asyncio.TimeoutError as error:
             raise GatewayError("transport_timeout", f"{name}: no answer in time") from error
@@ -86,8 +99,29 @@ class Gateways:
             raise GatewayError("transport_unreachable", f"{name}: {error}") from error
 
 
-def _read(url: str, status: int, text: str) -> dict[str, Any]:
-    """The answer; a gateway says 200 also of a rollout that has no reward."""
+def _name_of(url: str) -> str:
+    """The URL without user and password; raise ValueError if it is no URL of a server."""
+    try:
+        parsed = URL(url)
+        is_whole = parsed.scheme in ("http", "https") and bool(parsed.host)
+    except ValueError:  # whose text may have the password
+        is_whole = False
+    if not is_whole:
+        shown = url.rpartition("@")[2]
+        raise ValueError(
+            f"server_url: got {shown!r}, which is no http or https URL with a host. Write it as "
+            "http://HOST:PORT."
+        )
+    return str(parsed.with_user(None)).rstrip("/")
+
+
+def _read(name: str, status: int, text: str) -> dict[str, Any]:
+    """The answer; a gateway says 200 also of a rollout that has no reward.
+
+    Raises:
+        GatewayError: the answer is another one.
+        FailedGatewayError: its status is that of a server that failed.
+    """
     try:
         body = json.loads(text)
     except ValueError:
@@ -95,9 +129,11 @@ def _read(url: str, status: int, text: str) -> dict[str, Any]:
     if status == 200 and isinstance(body, dict) and "failure_kind" in body:
         return body
     said = str(body["detail"] if isinstance(body, dict) and "detail" in body else text)[:_SHOWN]
+    if status >= 500 and status not in _UNAVAILABLE:
+        raise FailedGatewayError(f"{name}: HTTP {status}: {said}")
     kind = "provider_unavailable" if status in _UNAVAILABLE else "verifier_error"
     hint = "; server_url is that of a gateway: nemo-aligner gateway" if status == 404 else ""
-    raise GatewayError(kind, f"{url}: HTTP {status}: {said}{hint}")
+    raise GatewayError(kind, f"{name}: HTTP {status}: {said}{hint}")
 
 
 # Linux ends a process with its parent, however that ends: uvicorn ends by the signal that it got,
