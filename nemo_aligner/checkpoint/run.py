@@ -269,7 +269,7 @@ class RunCheckpoints:
         try:
             pending.finish()
         except CheckpointError:
-            # What is written of it takes space that may be what it lacks.
+            # The partial checkpoint may hold the very space that the disk lacks.
             on_main(lambda: shutil.rmtree(_unnamed(saved.path), ignore_errors=True))
             raise
         with _as_checkpoint_error(saved.path):

@@ -363,7 +363,7 @@ def write_records(
     return count
 
 
-# Of lists and objects in a record, which Python could read to some hundreds.
+# Levels of lists and objects in a record; Python could read some hundreds.
 DEEPEST = 100
 
 

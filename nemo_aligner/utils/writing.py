@@ -48,7 +48,7 @@ def explaining_full_disk(output: Path) -> Iterator[None]:
     except OSError as error:
         if not is_disk_full(error):
             raise
-        # What was written may lie elsewhere, as temporary files do.
+        # The file may lie elsewhere, as temporary ones do.
         place = Path(error.filename).absolute() if error.filename else output
         problem = write_problem(place, error)
         raise CheckpointError(f"{place}: cannot be written: {problem}") from error

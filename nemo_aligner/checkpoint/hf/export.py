@@ -233,10 +233,10 @@ def _notes(contract: ScoringContract, exported: ScoringContract, form: str) -> I
         has_heads = readout is not None and readout.kind == HEADS
         left = "heads but their mean" if has_heads else "quantiles but the median"
         yield f"left out: all {left}, which is the reward; with them goes how certain it is"
-    kept = exported.output_readout
-    if kept is not None and kept.kind == SIGMOID:
+    exported_readout = exported.output_readout
+    if exported_readout is not None and exported_readout.kind == SIGMOID:
         yield "the logits are log-odds: a reward is their sigmoid (readout in config.json)"
-    elif kept is not None:
+    elif exported_readout is not None:
         yield (
             "WARNING: the logits are those of bins. A reward is the mean of an attribute's values "
             "by their softmax (readout in config.json; the model card has the program)"

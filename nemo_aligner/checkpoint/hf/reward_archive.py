@@ -331,9 +331,9 @@ def head_of(
         exported = exported.with_readout(None)
     if options.merge:
         exported = _merged_contract(exported)
-    kept = exported.output_readout
-    are_rewards, form = kept is None, options.head
-    if contract.has_steps and kept is not None and kept.kind == SIGMOID:
+    exported_readout = exported.output_readout
+    are_rewards, form = exported_readout is None, options.head
+    if contract.has_steps and exported_readout is not None and exported_readout.kind == SIGMOID:
         are_rewards = True  # its readers take the softmax of two outputs, which is the probability
     if contract.reply_marker is not None:
         form = _form_with_biases(stored, form, "means")

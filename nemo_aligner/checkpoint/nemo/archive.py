@@ -155,8 +155,8 @@ _SPARE_BYTES = 2**28  # leave this much of the disk free, or half of what is fre
 _BLOCK = 2**20
 # A recursion: tarfile reads headers of headers by calling itself.
 _UNREADABLE = (
-    *(tarfile.TarError, OSError, EOFError, ValueError, OverflowError, zlib.error, RecursionError),
-)
+    tarfile.TarError, OSError, EOFError, ValueError, OverflowError, zlib.error, RecursionError,
+)  # fmt: skip
 _DEEPEST = 64  # folders in folders: those of a distributed checkpoint are 4
 
 

@@ -185,7 +185,7 @@ def check_finite(tensor: Tensor, where: str) -> None:
     """
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return
-    # Of 8-bit values torch finds no extremes.
+    # torch's aminmax does not take 8-bit floats.
     values = tensor if tensor.element_size() > 1 else tensor.half()
     # NaN is both of the extremes. Unlike isfinite this needs no memory.
     if bool(torch.stack(values.aminmax()).isfinite().all()):

@@ -90,11 +90,12 @@ def find_family(model_type: Any) -> ModelFamily:
 
 def check_gguf_architecture(architecture: Any) -> None:
     """Refuse GGUF files of an architecture that no family has."""
-    known = dict.fromkeys(each.gguf.architecture for each in _FAMILIES.values() if each.gguf)
-    if not isinstance(architecture, str) or architecture not in known:
+    formats = [family.gguf for family in _FAMILIES.values() if family.gguf]
+    architectures = dict.fromkeys(gguf.architecture for gguf in formats)
+    if not isinstance(architecture, str) or architecture not in architectures:
         raise CheckpointError(
-            f"general.architecture: got {shown(architecture)}, wanted one of: {', '.join(known)}. "
-            "Convert the Hugging Face folder that the file was made from"
+            f"general.architecture: got {shown(architecture)}, wanted one of: "
+            f"{', '.join(architectures)}. Convert the Hugging Face folder that the file was made from"
         )
 
 

@@ -190,7 +190,7 @@ def _gemma3_to_hf(config: Config) -> dict[str, Any]:
 
 
 def _gemma3_of_gguf(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What files leave out: llama.cpp's scale of scores, and both rotations."""
+    """Add what files leave out: llama.cpp's scale of attention scores, and both rotations."""
     is_27b = config["num_hidden_layers"] == 62
     per_head = config["hidden_size"] // config["num_attention_heads"]
     local = config.get("rope_local_base_freq", _LOCAL_BASE)

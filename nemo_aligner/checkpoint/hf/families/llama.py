@@ -50,7 +50,7 @@ MISTRAL = ModelFamily(
         settings.decoder_to_hf, model_type="mistral", of_shape={"sliding_window": "window_size"}
     ),
     made_of={"window_size": base.ANY},
-    # Of Mistral Small 3.1 with its vision parts; others are written as Llamas.
+    # Mistral Small 3.1 with its vision parts; other Mistrals are written as Llamas.
     gguf=GgufFormat("mistral3", is_permuted=True),
 )
 

@@ -94,7 +94,7 @@ def _olmo3_to_hf(config: Config) -> dict[str, Any]:
 
 
 def _olmo3_rotations(config: Mapping[str, Any]) -> dict[str, Any]:
-    """That of layers without a window, and the unscaled one of the others."""
+    """Give the scaled rotation to layers without a window, and the plain one to the others."""
     of_full = config["rope_parameters"]
     local = config.get("rope_local_base_freq", of_full["rope_theta"])
     of_sliding = {"rope_type": "default", "rope_theta": local}
