@@ -95,7 +95,8 @@ def check_gguf_architecture(architecture: Any) -> None:
     if not isinstance(architecture, str) or architecture not in architectures:
         raise CheckpointError(
             f"general.architecture: got {shown(architecture)}, wanted one of: "
-            f"{', '.join(architectures)}. Convert the Hugging Face folder that the file was made from"
+            f"{', '.join(architectures)}. Convert the Hugging Face folder that the file was made "
+            "from"
         )
 
 
