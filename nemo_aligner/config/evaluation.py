@@ -85,7 +85,7 @@ class EvaluateConfig:
         None, "processbench: a held-out file of it, whose best threshold is taken"
     )
     aggregate: Aggregate | None = setting(
-        None, "one reward of those of a text's turns or steps; null: the scoring contract's rule"
+        None, "makes one reward of those of turns or steps; null: as the contract says"
     )
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
     swapped: bool = setting(False, "exchange chosen and rejected: accuracy has to become 1 less it")

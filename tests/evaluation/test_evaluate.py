@@ -254,6 +254,7 @@ def test_evaluated_steps_have_the_lengths_that_training_counts(
     path = write(tmp_path / "steps.jsonl", *rows)
     config = contracts.config(["right"], seq_length=512)
     config.head, config.objective = HeadConfig(reads=ScoredPosition(reads)), "binary_cross_entropy"
+    config.objective_kwargs = {"scale": "log_odds"}  # as the rewards of the contract below are
     config.data.data_prefix = DataPrefixConfig([str(path)])
     contract = build_contract(config, contracts.tokenizer, Precision.fp32)
     data = build_training_data(config, contract, contracts.tokenizer)

@@ -74,7 +74,7 @@ def test_mse_on_returns_is_over_all_steps() -> None:
 def test_learned_scalar_is_none_of_the_rewards_that_are_aggregated(how: str) -> None:
     """Bradley-Terry of m + b log(n_better / n_worse), b the same in every row."""
     good, bad, bias = [2.0, -1.0, 0.5], [1.0, 0.25], 1.7
-    lengths = [3, 4, 5, 2, 6]
+    lengths = [3, 4, 12, 2, 8]  # the last is that of the whole reply
     (better,), (worse,) = (
         aggregate_steps(np.array(text, np.float32)[:, None], Aggregate(how)) for text in (good, bad)
     )

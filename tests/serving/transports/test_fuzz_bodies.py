@@ -76,6 +76,17 @@ ROLLOUT = {
     "_ng_rollout_index": 1,
     "tokens": 10,
 }
+RERANKED = {
+    "model": "m",
+    "query": "a",
+    "documents": ["b", {"text": "c"}],
+    "top_n": 1,
+    "return_documents": True,
+}
+SCORED = [
+    {"queries": "a", "documents": ["b", {"content": [{"type": "text", "text": "c"}]}]},
+    {"text_1": ["a"], "text_2": ["b"], "truncate_prompt_tokens": None, "tools": [TOOL]},
+]
 SAMPLES: dict[str, list[Any]] = {
     "/v1/rewards": [
         {"texts": ["a rose", "b"], "outputs": True},
@@ -98,15 +109,15 @@ SAMPLES: dict[str, list[Any]] = {
         {"input": [1, 2], "task": "classify", "dimensions": None},
         {**WHOLE, "priority": 0},
     ],
-    "/score": [
-        {"queries": "a", "documents": ["b", {"content": [{"type": "text", "text": "c"}]}]},
-        {"text_1": ["a"], "text_2": ["b"], "truncate_prompt_tokens": None, "tools": [TOOL]},
-    ],
+    "/score": SCORED,
+    "/v1/score": SCORED,
     "/predict": [
         {"inputs": [["a"], ["b", "c"]], "truncate": False},
         {"inputs": "a", "raw_scores": True},
     ],
-    "/rerank": [{"query": "a", "texts": ["b", "c"], "return_text": True}],
+    "/rerank": [{"query": "a", "texts": ["b", "c"], "return_text": True}, RERANKED],
+    "/v1/rerank": [RERANKED],
+    "/v2/rerank": [RERANKED],
     "/verify": [
         {"responses_create_params": ASKED, "response": {"output": OUTPUT}, "_ng_task_index": 3},
         {"responses_create_params": {"input": "a"}, "response": {"output": [REPLY]}},
