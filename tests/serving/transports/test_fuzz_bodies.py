@@ -24,6 +24,7 @@ from nemo_aligner.config.common import Overlong
 from nemo_aligner.config.serving import GatewayConfig, ServerConfig
 from nemo_aligner.contract.contract import ScoringContract, TextEncoder
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client.reward import (
@@ -142,6 +143,7 @@ class Engine:
         self._service = RewardService(encoder, self._submit, ServerConfig(), Meter())
         self._contract = contract
         self._turn_end = TurnEnd.of(contract.template, tokenizer)
+        self._sample_frame = SampleFrame.of(contract, tokenizer)
         self.faults: list[str] = []
 
     def _submit(self, rows: list[list[int]]) -> Future[np.ndarray]:
@@ -187,6 +189,9 @@ class Engine:
 
     async def turn_end_async(self) -> TurnEnd | None:
         return self._turn_end
+
+    async def sample_frame_async(self) -> SampleFrame | None:
+        return self._sample_frame
 
 
 def as_bytes(body: Any, number: int) -> tuple[bytes, dict[str, str]]:
