@@ -546,8 +546,8 @@ class TextEncoder:
         """Refuse, with a DataError, what the model would fail on or take for something else."""
         if self.contract.aggregate is not None:
             raise DataError(
-                f"got token ids, in which nobody finds the steps whose {self.contract.aggregate} "
-                "is the reward of a text. Send the text or the conversation instead"
+                f"got token ids, but the reward of a sample is the {self.contract.aggregate} over "
+                "its steps, which cannot be found in token ids. Send the text or the conversation"
             )
         self._check_ids(token_ids)
 
@@ -564,5 +564,3 @@ class TextEncoder:
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
         """Tokens of every text's reply alone, at its full length."""
         return self.contract.count_reply_tokens(self.tokenizer, texts)
-
-

@@ -234,6 +234,9 @@ def _parting(first: Any, second: Any) -> tuple[str, str]:
     return f"{'...' * (start > 0)}{cut[0]}...", f"{'...' * (start > 0)}{cut[1]}..."
 
 
+# Models whose head others can read: a critic, a value head, another program.
+
+
 def check_plain_reading(contract: ScoringContract, where: str, who: str) -> None:
     """Refuse a model that reads more than the last token, or has several outputs an attribute.
 

@@ -283,14 +283,17 @@ def report_on(indexes: Sequence[FileIndex], name: str) -> list[FileReport]:
     counted as one of ``duplicates``; one that says the opposite of a record before it is
     ``contradicted``.
     """
-    reports = []
+    reports: list[FileReport] = []
+    earlier_verdicts: list[np.ndarray] = []  # sorted once, and not again for each later file
     for number, index in enumerate(indexes):
         summary, keys = index.facts.summary, index.record_keys
         again = int(find_in(keys, [each.record_keys for each in indexes[:number]]).sum())
         counts = {**summary.counts}
+        if len(indexes) > 1:
+            earlier_verdicts.append(np.unique(index.verdict_keys))
         if number:
-            known = [each.verdict_keys for each in indexes[: number + 1]]
-            opposed = find_contradicted(index.verdict_keys, index.verdict_counts, known)
+            verdicts, verdict_counts = index.verdict_keys, index.verdict_counts
+            opposed = find_contradicted(verdicts, verdict_counts, earlier_verdicts)
             counts |= {"contradicted": int(opposed.sum())} if opposed.any() else {}
         if again:
             counts["duplicates"] = counts.get("duplicates", 0) + again

@@ -19,6 +19,7 @@ from nemo_aligner.data.records import (
     Comparison,
     Record,
     label_rows,
+    short_hash,
     text_names,
     verdict_keys,
 )
@@ -137,13 +138,15 @@ def report_in_characters(file: RecordFile, name: str) -> FileReport:
 
 def _count_repeated(records: Sequence[Record]) -> dict[str, int]:
     """Count duplicates and contradictions as an index does, by texts in place of tokens."""
-    different = {repr((each.texts, each.ranks, *label_rows(each))) for each in records}
+    contents = (repr((record.texts, record.ranks, *label_rows(record))) for record in records)
+    # Hashes, as the texts again would double the memory.
+    different = {short_hash(content.encode(errors="surrogatepass")) for content in contents}
     verdicts = [verdict_keys(record) for record in records]
-    keys = np.array([key for own in verdicts for key in own], dtype=np.uint64)
+    keys = np.array([key for record_keys in verdicts for key in record_keys], dtype=np.uint64)
     counts = np.array([*map(len, verdicts)], dtype=np.int64)
     return {
         "duplicates": len(records) - len(different),
-        "contradicted": int(find_contradicted(keys, counts, [keys]).sum()),
+        "contradicted": int(find_contradicted(keys, counts, [np.unique(keys)]).sum()),
     }
 
 

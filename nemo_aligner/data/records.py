@@ -132,10 +132,14 @@ def label_rows(record: Record) -> Sequence[tuple[float | None, ...]]:
 def lengths_of_rewards(
     record: Record, reply_tokens: int, step_tokens: Sequence[int]
 ) -> list[int]:
-    """Lengths of what the reward of each step of a text is of.
+    """Return the length, in tokens, of the text that each reward of a sample belongs to.
 
-    That is the step alone. The last reward of a text without labels of its steps is the text's own
-    reward, and has the length of the whole reply.
+    Args:
+        reply_tokens: length of the whole reply.
+        step_tokens: length of each of its steps.
+
+    A reward belongs to its step alone. The last reward of a sample without step labels is that of
+    the whole reply.
     """
     if isinstance(record, Rating) and record.steps is not None:
         return list(step_tokens)

@@ -85,10 +85,11 @@ def find_contradicted(
 ) -> np.ndarray:
     """``[N]`` bool, which records say the opposite of a verdict in any of ``known``.
 
-    ``keys [V]`` are all ``verdict_keys`` of the records, ``counts [N]`` of each.
+    ``keys [V]`` are all ``verdict_keys`` of the records, ``counts [N]`` of each; ``known`` are
+    such keys, each array sorted.
     """
     is_contradicted = np.zeros(len(counts), dtype=bool)
-    opposed = find_in(keys ^ np.uint64(1), [np.unique(others) for others in known])
+    opposed = find_in(keys ^ np.uint64(1), known)
     is_contradicted[np.repeat(np.arange(len(counts)), counts)[opposed]] = True
     return is_contradicted
 

@@ -87,7 +87,7 @@ def describe_rules(rules: IndexRules) -> dict[str, Any]:
     how, contract = rules.reading, rules.contract
     steps = {name: getattr(contract, name) for name in _DECIDE_STEPS}
     return {
-        **({**steps, "step_lengths": "of texts"} if contract.has_steps else {}),
+        **(steps if contract.has_steps else {}),
         "version": VERSION,
         "nemo_aligner": __version__,
         "tokenizers": tokenizers.__version__,

@@ -221,10 +221,11 @@ class _Writer:
         arrays.append("prompt_lines", first_lines)
         verdicts = arrays.read("verdict_keys", _KEY)
         verdict_counts = arrays.read("verdict_counts", _COUNT)
+        opposed = find_contradicted(verdicts, verdict_counts, [np.unique(verdicts)])
         counts = {
             **every.counts,
             "duplicates": self.records - len(different),
-            "contradicted": int(find_contradicted(verdicts, verdict_counts, [verdicts]).sum()),
+            "contradicted": int(opposed.sum()),
             "kept": self.records,
         }
         has_steps = "read_bounds" in self._ends

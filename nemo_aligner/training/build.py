@@ -119,8 +119,9 @@ def build_data(config: TrainConfig) -> TrainingData:
     if before is not None:
         model = replace(model, objective_kwargs=settings_of_run(model, before))
     # Only a built-in template may have had an earlier text.
-    known = before if model.data.template in BUILT_IN_TEMPLATES else None
-    contract = build_contract(model, tokenizer, config.precision, start, known)
+    earlier_contract = before if model.data.template in BUILT_IN_TEMPLATES else None
+    contract = build_contract(model, tokenizer, config.precision, start, earlier_contract)
+    # Before the contract is compared with that of the model to start from.
     objective = build_objective(model, contract.attributes, contract.attribute_weights)
     contract = with_aggregate(contract, aggregate_of(objective))
     if start is not None:

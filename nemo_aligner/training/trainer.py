@@ -194,7 +194,8 @@ class SupervisedTrainer:
             self._progress.say(
                 f"step {self._step}: skipped, fp16 overflowed at loss scale {scale:g}"
             )
-        warning = self._divergence.add(metrics["loss"])
+        # A resumed run has no first step of its own to compare with.
+        warning = self._divergence.add(metrics["loss"]) if self._start.step == 0 else None
         if warning:
             self._progress.say(warning)
         shown = {name: named[name] for name in _SHOWN if name in named}
@@ -438,12 +439,11 @@ def _draw(count: int, most: int) -> list[int]:
 
 
 class DivergenceWatch:
-    """Warns once if the training loss grows instead of falling.
+    """Warns once if the training loss of a new run grows instead of falling.
 
-    A learning rate that is far too high gives finite losses, so no check for NaN stops the run. The
-    mean of the last ten steps is compared with the loss of the first step, which no update of this
-    run has changed; a single batch may exceed it, ten in a row by a factor of three do not unless
-    training diverges.
+    A learning rate that is far too high gives finite losses, so no check for NaN stops the run.
+    Each of the last ten steps is compared with the first step of the run, whose loss no update has
+    changed: a few hard batches may exceed it by the factor, ten in a row do not.
     """
 
     _STEPS, _FACTOR = 10, 3.0
@@ -458,11 +458,13 @@ class DivergenceWatch:
         if self._first_loss is None:
             self._first_loss = loss
         self._recent_losses.append(loss)
-        mean = sum(self._recent_losses) / self._STEPS
         is_full = len(self._recent_losses) == self._STEPS
-        if self._has_warned or not is_full or mean <= self._FACTOR * abs(self._first_loss):
+        limit = self._FACTOR * abs(self._first_loss)
+        # A first batch without labels has a loss of 0, with which nothing can be compared.
+        if self._has_warned or not is_full or not limit or min(self._recent_losses) <= limit:
             return None
         self._has_warned = True
+        mean = sum(self._recent_losses) / self._STEPS
         return (
             f"warning: training diverges: the mean loss of the last {self._STEPS} steps is "
             f"{mean:.3g}, that of the first step was {self._first_loss:.3g}\n"
