@@ -57,6 +57,7 @@ def check_run(config: TrainConfig, processes: int) -> str:
             layout are unfit, the output cannot be written, or another run lies there.
     """
     check_settings(config)
+    names_precision = config.trainer.precision is not None
     config = with_defaults(config)
     path = Path(str(config.pretrained_checkpoint.restore_from_path))
     layout = _layout(config, processes)
@@ -80,6 +81,7 @@ def check_run(config: TrainConfig, processes: int) -> str:
             data.table(),
             describe_model(config, shape, layout, head_is_new=head_is_new),
             describe_steps(config, data, total_steps, loader.imbalance, checkpoints),
+            *([] if names_precision or start is not None else _precision_here(config)),
             f"scoring contract: {data.contract.hash}",
             _render_memory(fullest_stage(shape, plan), plan.packs),
             _check_output(config, checkpoints, shape),
@@ -88,6 +90,16 @@ def check_run(config: TrainConfig, processes: int) -> str:
             f"no weights and wrote {_written(config)}.",
         ]
     )
+
+
+def _precision_here(config: TrainConfig) -> list[str]:
+    """A line on the precision of this machine, where the run may be meant for another one."""
+    if torch.cuda.is_available():
+        return []
+    return [
+        f"precision: {config.precision.value}, as on this machine without a GPU; a GPU would take "
+        "bf16 (trainer.precision=bf16 plans for one)"
+    ]
 
 
 def _written(config: TrainConfig) -> str:

@@ -136,6 +136,7 @@ def test_precision_is_that_of_the_device_unless_a_model_or_a_run_has_one(
 
     run, null = f"exp_manager.explicit_log_dir={tmp_path / 'run'}", "trainer.precision=null"
     assert precision(run) is Precision.fp32
+    assert "precision: fp32, as on this machine without a GPU" in check(folder, run, null)
     tiny.run_verb("train", *settings(folder, run, null, "trainer.rm.max_steps=1"))
     assert load_config(TrainConfig, file=tmp_path / "run/config.yaml").precision is Precision.fp32
     monkeypatch.setattr("nemo_aligner.training.build.gpu_computes_bf16", lambda: True)
