@@ -50,10 +50,9 @@ from nemo_aligner.serving.run import served
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError, PeerError
 from nemo_aligner.utils.processes import environment, is_first_rank, is_launched, report
 
-FP32_BAR = 1e-5
 # The server is not a layout, and a variant with this prefix is not scored.
 SERVER, TRAINING = "server", "training"
-_EPSILON = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+_EPSILON = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 # A list of N texts -> rewards [N, ...].
 Score: TypeAlias = Callable[[list[Any]], np.ndarray]
@@ -253,6 +252,7 @@ class Bar:
 # Bars in units of the random walk of ``choose_bars``. Measured on 64 texts, the largest difference
 # was 1.7 to 5 units; training also rounds the residual stream, and moved rewards 1.7 times as far.
 _WALKS = {Compared.layout: 6.0, Compared.training: 10.0, Compared.precision: 6.0}
+_FP32_UNITS = 100.0  # the sums inside a product round, too; docs/scoring_contract.md has figures
 
 
 def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSizes], list[str]]:
@@ -288,19 +288,19 @@ def fitting_layouts(world_size: int, shape: ModelShape) -> tuple[list[LayoutSize
 def choose_bars(precision: str, num_layers: int, reference: np.ndarray) -> dict[Compared, Bar]:
     """Choose the bars for a model whose rewards in fp32 are ``reference [N, A]``.
 
-    In other batches nothing may change. Otherwise the bar in fp32 is 1e-5, times the largest
-    |reward| if that is above 1, and no verdict may flip. In 16 bits every layer rounds twice;
-    independent rounding errors of one size add up like a random walk, so a bar is a multiple of
-    ``epsilon * sqrt(2 * (num_layers + 4))``, in units of the rewards' spread. Rounding the weights
-    and whatever stands around the layers counts as four more. ``docs/performance.md`` has the
-    measurements.
+    In other batches nothing may change. Otherwise every layer rounds twice; independent rounding
+    errors of one size add up like a random walk, so a bar is a multiple of
+    ``epsilon * sqrt(2 * (num_layers + 4))``. Rounding the weights and whatever stands around the
+    layers counts as four more. In 16 bits it is in units of the rewards' spread, in fp32 of the
+    largest |reward|, or of 1 if that is more. A verdict may flip where its margin is below twice
+    the bar. ``docs/performance.md`` has the measurements.
     """
     exact = {Compared.company: Bar(0.0, 0.0)}
+    walk = _EPSILON[precision] * math.sqrt(2 * (num_layers + 4))
     if precision == "fp32":
-        bar = Bar(FP32_BAR * max(1.0, float(np.abs(reference).max())), 0.0)
-        return exact | dict.fromkeys((Compared.layout, Compared.training), bar)
-    spread = float(reference.std(axis=0).max())
-    walk = _EPSILON[precision] * math.sqrt(2 * (num_layers + 4)) * spread
+        bar = _FP32_UNITS * walk * max(1.0, float(np.abs(reference).max()))
+        return exact | dict.fromkeys((Compared.layout, Compared.training), Bar(bar, 2 * bar))
+    walk *= float(reference.std(axis=0).max())
     return exact | {
         compared: Bar(steps * walk, 2 * steps * walk) for compared, steps in _WALKS.items()
     }

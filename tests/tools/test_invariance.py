@@ -7,12 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
 
-from nemo_aligner.distributed.layout import LayoutSizes
+from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+from nemo_aligner.config.common import Precision
+from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.tools import invariance
 from nemo_aligner.tools.invariance import (
-    FP32_BAR,
     Bar,
     Check,
     Compared,
@@ -29,7 +33,7 @@ from nemo_aligner.tools.invariance import (
     summarise,
 )
 from nemo_aligner.utils.errors import PeerError
-from tests import tiny
+from tests import families, tiny
 
 SHAPE = ModelShape.from_config(
     {
@@ -44,7 +48,7 @@ SHAPE = ModelShape.from_config(
 )
 # Two pairs, two attributes.
 REFERENCE = np.array([[2.0, 1.0], [1.0, 1.0], [0.5, 0.0], [0.5, 1e-6]])
-EXACT = Bar(FP32_BAR, 0.0)
+EXACT = Bar(1e-5, 0.0)
 
 
 def row(rewards: np.ndarray, bar: Bar = EXACT) -> Row:
@@ -64,19 +68,19 @@ def test_compared_rewards_above_the_bar_and_verdicts_that_turn_are_noticed() -> 
     assert not row(np.full_like(REFERENCE, np.nan)).ok
     # A verdict, however small its margin.
     turned[3, 1] -= 3e-6
-    assert row(turned).difference < FP32_BAR
+    assert row(turned).difference < 1e-5
     assert (row(turned).flips, row(turned).ok) == (1, False)
     assert row(turned, Bar(1e-3, 2e-3)).ok
 
 
 def test_compared_bar_of_bf16_follows_the_spread_of_the_rewards() -> None:
-    exact = choose_bars("fp32", 30, REFERENCE / 2)
-    assert exact == {
-        Compared.company: Bar(0.0, 0.0),
-        Compared.layout: EXACT,
-        Compared.training: EXACT,
-    }
-    assert choose_bars("fp32", 30, REFERENCE)[Compared.layout].reward == pytest.approx(2e-5)
+    exact = choose_bars("fp32", 30, REFERENCE / 4)
+    limit = 100 * 2**-24 * 68**0.5
+    assert exact[Compared.company] == Bar(0.0, 0.0)
+    assert exact[Compared.layout] == exact[Compared.training]
+    assert exact[Compared.layout].reward == pytest.approx(limit)
+    assert exact[Compared.layout].margin == pytest.approx(2 * limit)
+    assert choose_bars("fp32", 30, REFERENCE)[Compared.layout].reward == pytest.approx(2 * limit)
     bars = choose_bars("bf16", 30, REFERENCE)
     spread = REFERENCE[:, 0].std()
     assert bars[Compared.company] == Bar(0.0, 0.0)
@@ -209,3 +213,36 @@ def test_check_in_a_world_that_fails_says_why_once(capfd: pytest.CaptureFixture[
     assert capfd.readouterr().err == (
         "CheckpointError: nowhere.nemo: no such .nemo archive or folder\n"
     )
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma2", "gemma3", "nemotron", "olmo2"])
+def test_limit_of_fp32_is_far_above_its_error_and_far_below_that_of_bf16(
+    case: str, tmp_path: Path, layout: ParallelLayout
+) -> None:
+    """Against transformers in float64, which rounds nothing that shows here."""
+    settings = families.odd_settings(case)
+    families.write_reward_model(tmp_path / "hf", case, torch.float32, **settings)
+    convert_hf_to_nemo(tmp_path / "hf", tmp_path / "rm.nemo")
+    where = {"dtype": torch.float64, "attn_implementation": "eager"}
+    exact_model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", **where)
+    with torch.no_grad():
+        exact = np.concatenate(
+            [exact_model(torch.tensor([ids])).logits.numpy() for ids in families.SEQUENCES]
+        )
+    assert exact.dtype == np.float64
+    scores = {
+        precision: np.concatenate(
+            [
+                load_scorer(
+                    tmp_path / "rm.nemo", layout, precision=precision, micro_batch_tokens=8192
+                ).score_token_lists([ids])
+                for ids in families.SEQUENCES
+            ]
+        )
+        for precision in (Precision.fp32, Precision.bf16)
+    }
+    errors = {precision: float(np.abs(found - exact).max()) for precision, found in scores.items()}
+    layers = exact_model.config.get_text_config().num_hidden_layers
+    limit = choose_bars("fp32", layers, exact)[Compared.layout].reward
+    assert errors[Precision.fp32] < limit / 4, (errors, limit)
+    assert errors[Precision.bf16] > 10 * limit, (errors, limit)
