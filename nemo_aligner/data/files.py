@@ -357,7 +357,7 @@ def _what_is_wrong(raw: str, error: Exception) -> str:
     """The decoder's own words, without the number of a line that it has seen nothing but."""
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
-    if "\r" in raw[: error.pos].rstrip("\r") + raw[error.pos :].strip():
+    if "\r" in raw.strip():
         # Never inside of a string, where JSON has it as an escape.
         return (
             "got lines that end with a carriage return alone; `tr '\\r' '\\n'` makes line feeds "

@@ -17,6 +17,7 @@ from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import list_malformed
 from nemo_aligner.data.files import Line, read_lines
 from nemo_aligner.data.formats import format_named
+from nemo_aligner.data.formats.prompts import count_records
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
 from nemo_aligner.data.records import Comparison, Rating, Record, prompt_key, write_lines
 from nemo_aligner.data.report import longer_chosen, measure_replies, unit_of_lengths
@@ -68,7 +69,7 @@ def split_file(source: Path, folder: Path, how: Split) -> str:
     held = _held_keys(keys, how.heldout, how.seed)
     if not held or len(held) == len(set(keys)):
         raise DataError(_too_few(source, keys, how))
-    counts = ", ".join(f"{count} {name}" for name, count in file.counts.items())
+    counts = ", ".join(f"{count} {name}" for name, count in count_records(file.counts).items())
     lines = [f"{source}: {file.format}, {counts}"]
     if file.malformed:
         lines += ["left out as malformed:", *list_malformed(file.malformed, _MALFORMED_SHOWN)]

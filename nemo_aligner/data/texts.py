@@ -20,10 +20,11 @@ from nemo_aligner.contract.messages import (
 from nemo_aligner.data.clean import MOST_LISTED, list_malformed
 from nemo_aligner.data.files import AnyLine, BadLine, Line, read_lines
 from nemo_aligner.data.formats import FORMATS, choose_format, format_named, parse_lines
-from nemo_aligner.data.formats.base import Format, PairKeys, WantedLabels, checked
+from nemo_aligner.data.formats.base import Fields, Format, PairKeys, WantedLabels, checked
 from nemo_aligner.data.formats.pairs import CHAT_PAIRS, COMPARISON_TEXT
+from nemo_aligner.data.formats.prompts import with_prompt_columns
 from nemo_aligner.data.readers import ReaderConfig, read_records
-from nemo_aligner.data.records import PAIR_COLUMNS, MalformedRecord, Origin, text_names
+from nemo_aligner.data.records import PAIR_COLUMNS, MalformedRecord, Origin, Rating, text_names
 from nemo_aligner.utils.errors import ConfigError, DataError, shown
 
 _MOST_SHOWN = 80
@@ -55,7 +56,8 @@ def labelled_texts(path: str | Path, reading: ReaderConfig = _READING) -> Iterat
 
     A line is ``{"text": ...}``, ``{"messages": [...]}``, or of preference data, which is read as
     for training and evaluation; one with only ``chosen`` or only ``rejected`` gives that text.
-    Nothing is dropped: each text gets a reward, or an error that says why not.
+    Nothing is dropped: each text gets a reward, or an error that says why not. A ``text`` next to a
+    pair is the pair written once more, and not read, as in evaluation.
 
     Raises:
         ConfigError: there is no format of that name.
@@ -118,8 +120,13 @@ def _plain_texts(line: AnyLine) -> list[tuple[str, Any]]:
     if isinstance(line, BadLine):
         raise DataError(line.reason)
     value = line.value
-    texts = [checked(value[key], key) for key in _PLAIN if key in value]
-    return [(label_of(text), text) for text in (_with_tools(text, value) for text in texts)]
+    fields, origin = Fields(value), Origin("", line.number)
+    texts = []
+    for key in (key for key in _PLAIN if key in value):
+        record = Rating(checked(value[key], key), (), origin)
+        # A conversation gets its ``system`` and ``history``, as one of preference data does.
+        texts.append(_with_tools(with_prompt_columns(record, fields, ()).texts[0], value))
+    return [(label_of(text), text) for text in texts]
 
 
 def _with_tools(text: Any, value: dict[str, Any]) -> Any:

@@ -123,6 +123,7 @@ def _match(first: Predictions, second: Predictions) -> list[tuple[int, int]]:
         other = by_place.get(Path(first.names[index]).name) if index not in partners else None
         if other is not None and _is_reworded(row, second.rows[other]):
             partners[index] = other
+            del by_place[Path(first.names[index]).name]  # each row has one partner
     return sorted(partners.items())
 
 

@@ -34,6 +34,7 @@ from nemo_aligner.data.clean import (
     usable_encoded,
 )
 from nemo_aligner.data.dataset import as_records, label_columns
+from nemo_aligner.data.formats.prompts import count_records
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
 from nemo_aligner.data.records import (
     Comparison,
@@ -100,7 +101,7 @@ class EvalResult:
 
     def render(self, about: Mapping[str, str]) -> str:
         """Render the tables for people; ``about`` names the model, its contract and the data."""
-        counts = ", ".join(f"{count} {name}" for name, count in self.counts.items())
+        counts = ", ".join(f"{count} {name}" for name, count in count_records(self.counts).items())
         lines = [fit_row(name, text, 14) for name, text in {**about, "records": counts}.items()]
         if self.malformed:
             lines += ["left out as malformed:", *list_malformed(self.malformed, _MALFORMED_SHOWN)]

@@ -246,7 +246,10 @@ def read_predictions(path: Path) -> Predictions:
     first = lines[0] if lines else None
     if not isinstance(first, Line) or not _is_rated(first.value):
         return _of_pairs(path, lines)
-    names = tuple(_section(first.value, "rewards"))
+    try:
+        names = tuple(_section(first.value, "rewards"))
+    except DataError as error:
+        raise DataError(f"{path}:{first.number}: {error}") from error
     return Predictions(list(_read_rows(path, lines, partial(_read_rated, names=names))), names)
 
 
@@ -299,14 +302,23 @@ def _read_pair(value: Mapping[str, Any]) -> Prediction:
         raise DataError("got an item without a right or a wrong reply, wanted some of both")
     if not np.isfinite(right[right.argmin()] - wrong[wrong.argmax()]):
         raise DataError("a reward is missing")
-    record, source = str(value.get("record", "")), value.get("source", "")
+    record, source = str(value.get("record", "")), str(value.get("source", ""))
     rewards = np.concatenate([right, wrong])
     sides = [_field(value, "texts", name) for name in names]
     if names is PAIR_COLUMNS:
         return Prediction.of_pair(record, source, (_text(sides[0]), _text(sides[1])), rewards)
+    for name, side in zip(names, sides, strict=True):
+        if not isinstance(side, list):
+            raise DataError(f"texts.{name}: got {side!r:.60}, wanted a list of texts")
     texts = tuple(_text(text) for side in sides for text in side)
     item = Item(str(value.get("id", "")), source, texts, len(right))
-    return Prediction(item, rewards, float(value["right"]), record)
+    return Prediction(item, rewards, _share_right(value["right"]), record)
+
+
+def _share_right(value: Any) -> float:
+    if isinstance(value, int | float) and 0 <= value <= 1:
+        return float(value)
+    raise DataError(f"right: got {value!r:.60}, wanted a number from 0 to 1")
 
 
 def _read_rated(value: Mapping[str, Any], names: Sequence[str]) -> Prediction:
@@ -314,6 +326,8 @@ def _read_rated(value: Mapping[str, Any], names: Sequence[str]) -> Prediction:
         np.concatenate([_numbers(value, key, name) for name in names])
         for key in ("rewards", "labels")
     )
+    if not len(rewards) == len(labels) == len(names):
+        raise DataError(f"rewards, labels: wanted one number for each of {', '.join(names)}")
     text = _text(_field(value, "texts", RATED_COLUMN))
     record, source = str(value.get("record", "")), str(value.get("source", ""))
     return Prediction.of_rating(record, source, text, rewards, labels)
@@ -340,7 +354,7 @@ def _numbers(value: Mapping[str, Any], key: str, name: str) -> np.ndarray:
     number = _field(value, key, name)
     try:
         return np.array(number, dtype=float).ravel()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise DataError(f"{key}.{name}: got {number!r:.60}, wanted a number") from error
 
 

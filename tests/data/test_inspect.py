@@ -331,3 +331,10 @@ def test_texts_to_ask_a_server_for_are_the_first_replies(tmp_path: Path) -> None
     shown = write_first_replies(write(tmp_path / "rated.jsonl", *ratings), target)
     assert shown.splitlines() == ["user: p0", "reply: r0", "reply: r1"]
     assert len(target.read_text().splitlines()) == 2
+
+
+def test_conversation_to_score_has_its_system_prompt(tmp_path: Path) -> None:
+    """As one of preference data has, from a column of its own."""
+    system = {"role": "system", "content": "be kind"}
+    path = write(tmp_path / "a.jsonl", {"messages": [USER, REPLY], "system": "be kind"})
+    assert [text for _, text in labelled_texts(path)] == [[system, USER, REPLY]]

@@ -328,6 +328,9 @@ def test_pairs_of_trainers_mean_what_their_trainers_read(tmp_path: Path) -> None
     pair = {"chosen": gpt, "rejected": other}
     cases: list[tuple[dict[str, Any], str, Any, Any]] = [
         ({"conversations": [human], **pair}, "sharegpt_pairs", [USER, GOOD], [USER, BAD]),
+        ({"conversations": [human], "chosen": {"from": "bot", "value": GOOD["content"]},
+          "rejected": {"from": "bot", "value": BAD["content"]}},
+         "sharegpt_pairs", [USER, GOOD], [USER, BAD]),
         ({"messages": [USER], "chosen": GOOD, "rejected": BAD}, "sharegpt_pairs",
          [USER, GOOD], [USER, BAD]),
         ({"conversations": [human], "chosen": "because", "rejected": "no"}, "sharegpt_pairs",
@@ -360,6 +363,7 @@ def test_pairs_of_trainers_mean_what_their_trainers_read(tmp_path: Path) -> None
         ),
         ({"messages": [USER], "rejected_response": "no"}, r":1: messages: .*got role 'user'"),
         ({"messages": [USER, GOOD], "rejected_response": None}, r":1: rejected_response: got None"),
+        ({"messages": [USER, GOOD], "rejected_messages": None}, r":1: rejected_response: got None"),
         (
             {"conversations": [{"from": "alien", "value": "hi"}], **pair},
             r":1: conversations: messages\[0\]: got role 'alien', wanted one of",

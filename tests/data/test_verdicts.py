@@ -221,5 +221,6 @@ def test_unpaired_labels_rate_one_reply(tmp_path: Path) -> None:
     cases = [
         ({**good, "label": "yes"}, r":1: label: got 'yes', wanted a number"),
         ({**good, "completion": None}, r":1: completion: got None, wanted a string"),
+        ({"messages": talk("why"), "completion": "so", "label": True}, r":1: messages: .*'user'"),
     ]
     assert_refused(lambda record: read(tmp_path, record, **rated), cases, DataError)

@@ -142,6 +142,11 @@ def test_compared_files_of_another_kind_are_refused(tmp_path: Path) -> None:
             "a.jsonl:1: got rewards of a rated reply, which has no verdict to compare"
         ),
         '{"right": 1, "rewards": {"right": [1], "wrong": []}}': "without a right or a wrong reply",
+        '{"right": null, "rewards": {"right": [1], "wrong": [0]}, "texts": {"right": ["a"], '
+        '"wrong": ["b"]}}': "right: got None, wanted a number from 0 to 1",
+        '{"right": 1, "rewards": {"right": [1], "wrong": [0]}, "texts": {"right": null, '
+        '"wrong": ["b"]}}': "texts.right: got None, wanted a list of texts",
+        f'{{"rewards": {{"chosen": 1{"0" * 400}, "rejected": 1}}}}': "rewards.chosen: got 1000",
     }.items():
         other.write_text(content)
         said = refusal(DataError, compare_files, other, other)

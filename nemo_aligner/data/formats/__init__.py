@@ -259,7 +259,10 @@ def parse_lines(
         yield from parsed
         if not any(isinstance(record, MalformedRecord) for record in parsed):
             counts.update(COLUMN_COUNTS[name] for name in fields[0].names_in_prompt)
-            unread.update(name for line in fields for name in line.unread(wanted.names))
+            # Lines of one record share what is said of it once, as its source.
+            names_read = set().union(*(line.names_read for line in fields))
+            names = (name for line in fields for name in line.unread(wanted.names))
+            unread.update(name for name in names if name not in names_read)
 
 
 def _parse_records(

@@ -173,9 +173,23 @@ _RESULTS = ("observation", "function_response", "tool_response")
 _CALLS = ("function_call", "tool_call")
 
 
+# Roles of messages that need no translation: most of all data.
+_STANDARD_ROLES = ("user", "assistant", "system", "tool", "developer")
+
+
+def is_assistant(turn: dict[str, Any]) -> bool:
+    """True for a message of the assistant, in any writing that is read."""
+    role = turn.get("role") or turn.get(_FROM)
+    if not isinstance(role, str):
+        return False
+    return _SPEAKERS.get(role, role) == "assistant" or role in _CALLS
+
+
 def _standard_turns(turns: Any, key: str) -> Any:
     """A list of messages in ShareGPT's writing in the usual one; anything else unchanged."""
     if not isinstance(turns, list):
+        return turns
+    if all(isinstance(turn, dict) and turn.get("role") in _STANDARD_ROLES for turn in turns):
         return turns
     return [
         _standard_turn(turn, f"{key}: messages[{number}]") if isinstance(turn, dict) else turn

@@ -15,6 +15,7 @@ from nemo_aligner.data.formats.base import (
     WantedLabels,
     checked,
     has,
+    is_assistant,
     read_conversation,
     read_label,
     read_pair_labels,
@@ -157,7 +158,7 @@ def _begins_with_reply(reply: Any) -> bool:
     """True if a reply, as one text, message or list of them, lacks its prompt."""
     first = reply[0] if isinstance(reply, list) and reply else reply
     if isinstance(first, dict):
-        return (first.get("role") or first.get("from")) in ("assistant", "gpt")
+        return is_assistant(first)
     return isinstance(reply, str)
 
 
@@ -245,7 +246,13 @@ def _parse_swift(values: list[dict[str, Any]], origin: Origin, wanted: WantedLab
             raise DataError(f"messages: got turns of {', '.join(roles)}, wanted one of the user")
         # The whole of the last answer is replaced, with its calls of tools and their results.
         end = len(roles) - roles[::-1].index("user")
-        rejected = read_conversation(chosen[:end], value[_REJECTED_RESPONSE], _REJECTED_RESPONSE)
+        # Tables and data sets of the hub fill columns that a row does not have with null.
+        reply = value.get(_REJECTED_RESPONSE)
+        if reply is None:
+            raise DataError(
+                f"{_REJECTED_RESPONSE}: got None, and no {_REJECTED_MESSAGES!r}; wanted one of them"
+            )
+        rejected = read_conversation(chosen[:end], reply, _REJECTED_RESPONSE)
     return Comparison.of_pair(chosen, rejected, origin, labels=read_margin_labels(value, wanted))
 
 

@@ -7,7 +7,7 @@ Trainers keep these apart from the question (LLaMA-Factory's ``system`` and ``hi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,14 @@ _SYSTEM = ("system", "system_prompt")
 _HISTORY = "history"
 # By the name of such a column, what the lines that have it are counted as.
 COLUMN_COUNTS = {name: f"{name}_column" for name in (*_SYSTEM, _HISTORY)}
+
+
+def count_records(counts: Mapping[str, int]) -> dict[str, int]:
+    """Leave the counts of records: how many were read, dropped by each reason, and kept."""
+    of_columns = COLUMN_COUNTS.values()
+    return {name: count for name, count in counts.items() if name not in of_columns}
+
+
 _SYSTEM_ROLES = ("system", "developer")
 # Words that columns with a part of a prompt are called by, alone or behind another word
 # (``user_prompt``); a number may follow.

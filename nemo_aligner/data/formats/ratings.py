@@ -90,7 +90,7 @@ def _is_unpaired(value: dict[str, Any]) -> bool:
 def _parse_unpaired(values: list[dict[str, Any]], origin: Origin, wanted: WantedLabels) -> Rating:
     value = values[0]
     labels = _read_step_labels(value["label"], "label", wanted)
-    if "completion" in value:
+    if {"prompt", "completion"} <= set(value):
         conversation = read_conversation(value["prompt"], value["completion"], "completion")
         return Rating(conversation, labels, origin)
     return Rating(checked(value["messages"], "messages"), labels, origin)
