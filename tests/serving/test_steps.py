@@ -192,7 +192,9 @@ def test_text_is_served_the_reward_that_the_contract_makes_of_its_steps(
                 served = [StepRewards.from_json(row.decode()) for row in rows["steps"][:, 0]]
                 for answered, scored in zip(served, steps, strict=True):
                     assert answered.rewards.tobytes() == scored.rewards.tobytes()
-        with pytest.raises(ServingError, match=f"row 0: got token ids, .*whose {how} is"):
+        with pytest.raises(
+            ServingError, match=f"row 0: got token ids, .* the {how} over its steps"
+        ):
             asyncio.run(started.endpoints[0].answer(kserve.encode_tokens([[5, 6]])))
         started.close()
 
