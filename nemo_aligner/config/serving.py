@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import ClassVar
 
 from nemo_aligner.config.common import ANY, RANKS, Checks, IdleRule, Precision, setting
 from nemo_aligner.config.model import (
@@ -19,15 +20,18 @@ from nemo_aligner.config.model import (
 )
 from nemo_aligner.config.training import LOGGER_KWARGS, RunFolderConfig
 
-# The gateway.
+# The HTTP front, which every server has.
 
 
 @dataclass
-class GatewayConfig:
-    """Address, access and limits."""
+class FrontConfig:
+    """Address, access and limits of an HTTP server: the settings of reward server and gateway."""
+
+    # Name of the section, which error messages begin with.
+    section: ClassVar[str] = "server"
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network")
-    port: int = setting(8000, "0: any free port")
+    port: int = setting(5555, "0: any free port")
     token_file: str | None = setting(None, "file with the bearer token that requests need")
     token_variable: str | None = setting(None, "environment variable with the bearer token")
     certificate_file: str | None = setting(None, "certificate chain (PEM), for https")
@@ -42,33 +46,65 @@ class GatewayConfig:
         None, "/verify: reward 1 at or above this, else 0; null: the plain reward"
     )
     max_request_bytes: int = setting(
-        16 * 2**20, "largest request body in bytes; larger ones get a 413"
+        16 * 2**20, "largest request body in bytes, also once unpacked; larger ones get a 413"
     )
-    max_queue_rows: int = setting(8192, "most rows in flight; more get a 503 to retry later")
-    max_connections: int = setting(256, "most concurrent requests per backend")
-    timeout_s: float = setting(600.0, "seconds until a request is answered with a 503")
-    retry_s: float = setting(1.0, "seconds to wait for a backend before a 503")
+    max_request_tokens: int = setting(2**22, "most tokens in a request; more get a 413")
+    max_queue_rows: int = setting(
+        8192, "most rows in flight; more get a 503 to retry later, and in one request a 413"
+    )
+    max_header_bytes: int = setting(64 * 2**10, "largest request line and headers; else a 431")
+    max_chunks: int = setting(2**16, "most chunks of a request body; more get a 413")
+    max_open_connections: int = setting(4096, "most open connections; more get a 503")
+    receive_timeout_secs: float = setting(
+        60.0, "seconds until a request has arrived as a whole; else a 408"
+    )
     keep_alive_secs: int = setting(75, "seconds until an idle connection of a client is closed")
     drift_rows: int = setting(1000, "number of latest rows for the metrics of rewards")
     exit_timeout_secs: int = setting(20, "seconds for requests in flight after SIGTERM")
-    ready_file: str | None = setting(None, "file that contains the URL while the gateway is ready")
+    ready_file: str | None = setting(None, "file that contains the URL while the server is ready")
 
     def __post_init__(self) -> None:
-        with Checks("gateway", self) as checks:
-            checks.port("port")
-            checks.positive(
-                "max_request_bytes",
-                "max_queue_rows",
-                "max_connections",
-                "timeout_s",
-                "keep_alive_secs",
-                "drift_rows",
-                "exit_timeout_secs",
-            )
-            checks.not_negative("retry_s")
-            both = (self.certificate_file is None) == (self.key_file is None)
-            checks.require(both, "key_file", "a key_file with a certificate_file, or neither")
-            checks.one_token("token")
+        with Checks(self.section, self) as checks:
+            self.check(checks)
+
+    def check(self, checks: Checks) -> None:
+        """Note the values that no server can have."""
+        checks.port("port")
+        checks.positive(
+            "max_request_bytes",
+            "max_request_tokens",
+            "max_queue_rows",
+            "max_header_bytes",
+            "max_chunks",
+            "max_open_connections",
+            "receive_timeout_secs",
+            "keep_alive_secs",
+            "drift_rows",
+            "exit_timeout_secs",
+        )
+        both = (self.certificate_file is None) == (self.key_file is None)
+        checks.require(both, "key_file", "a key_file with a certificate_file, or neither")
+        checks.one_token("token")
+
+
+# The gateway.
+
+
+@dataclass
+class GatewayConfig(FrontConfig):
+    """Address, access and limits."""
+
+    section: ClassVar[str] = "gateway"
+
+    port: int = setting(8000, "0: any free port")
+    max_connections: int = setting(256, "most concurrent requests per backend")
+    timeout_s: float = setting(600.0, "seconds until a request is answered with a 503")
+    retry_s: float = setting(1.0, "seconds to wait for a backend before a 503")
+
+    def check(self, checks: Checks) -> None:
+        super().check(checks)
+        checks.positive("max_connections", "timeout_s")
+        checks.not_negative("retry_s")
 
 
 @dataclass
@@ -173,42 +209,38 @@ class ShapingConfig:
 
 
 @dataclass
-class ServerConfig:
-    """The PyTriton endpoint."""
+class ServerConfig(FrontConfig):
+    """Address, access, limits and load of the server."""
 
-    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network")
-    port: int = setting(5555, "0: any free port")
-    token_file: str | None = setting(None, "file with the bearer token that requests need")
-    token_variable: str | None = setting(None, "environment variable with the bearer token")
-    max_batch_size: int = setting(1024, "most rows in a request")
-    max_request_bytes: int = setting(16 * 2**20, "largest request in bytes")
-    max_queue_rows: int = setting(8192, "most rows in the queue; more are refused, to be retried")
+    max_batch_size: int = setting(1024, "most rows in a request of KServe v2")
+    max_call_secs: float = setting(
+        1.0, "longest call of the model that takes rows of several requests; 0: no limit"
+    )
+    encode_timeout_secs: float = setting(
+        10.0, "seconds until a sample that is still being tokenized gets a 400"
+    )
     prefix_cache_tokens: int = setting(16384, "size of the prefix cache in tokens; 0: none")
     report_every_secs: float = setting(10.0, "seconds between lines that show the load; 0: never")
-    exit_timeout_secs: int = setting(20, "seconds for requests in flight after SIGTERM")
     heartbeat_secs: float = setting(3.0, "seconds between heartbeats of rank 0")
     worker_timeout_secs: float = setting(
         30.0, "seconds without a heartbeat until a rank counts as lost"
     )
+    triton_port: int | None = setting(
+        None, "also answer by NVIDIA Triton (extra triton): HTTP here, gRPC and metrics behind it"
+    )
+    triton_host: str = setting("127.0.0.1", "address that Triton listens on")
     triton_log_file: str | None = setting(
         None, "file for Triton's log; null: a temporary one, removed at the end"
     )
-    ready_file: str | None = setting(None, "file that contains the URL while the server is ready")
 
-    def __post_init__(self) -> None:
-        with Checks("server", self) as checks:
-            checks.port("port")
-            checks.positive(
-                "max_batch_size",
-                "max_request_bytes",
-                "max_queue_rows",
-                "exit_timeout_secs",
-                "heartbeat_secs",
-                "worker_timeout_secs",
-            )
-            checks.not_negative("report_every_secs")
-            checks.prefix_cache("prefix_cache_tokens")
-            checks.one_token("token")
+    def check(self, checks: Checks) -> None:
+        super().check(checks)
+        checks.port("triton_port")
+        checks.positive(
+            "max_batch_size", "encode_timeout_secs", "heartbeat_secs", "worker_timeout_secs"
+        )
+        checks.not_negative("report_every_secs", "max_call_secs")
+        checks.prefix_cache("prefix_cache_tokens")
 
 
 @dataclass
