@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_aligner.config.describe import suggestion
-from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text, read_text
 from nemo_aligner.contract.readout import one_reward
@@ -180,7 +180,7 @@ class ModelRoute:
 
     path: str
     about: str
-    answer: Callable[[ScoringContract | None, GatewayConfig], HttpAnswer]
+    answer: Callable[[ScoringContract | None, FrontConfig], HttpAnswer]
 
 
 def refuse_with_detail(failure: RequestError, body: Any) -> HttpAnswer:
@@ -191,7 +191,7 @@ def refuse_with_detail(failure: RequestError, body: Any) -> HttpAnswer:
 _GZIP, _UTF16 = b"\x1f\x8b", (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
-def unpack_body(content: bytes, encoding: str, most: int) -> bytes:
+def unpack_body(content: bytes, encoding: str, most: int, section: str) -> bytes:
     """A body's JSON: gunzipped by its first bytes, and without a byte order mark.
 
     ``encoding`` is the header ``Content-Encoding``.
@@ -206,7 +206,7 @@ def unpack_body(content: bytes, encoding: str, most: int) -> bytes:
             f"Content-Encoding: got {shown(encoding)}, wanted gzip or none; send the JSON as it is"
         )
     if content.startswith(_GZIP):
-        content = _gunzip(content, most)
+        content = _gunzip(content, most, section)
     elif "gzip" in encoding:
         raise ServingError("Content-Encoding: got gzip, and a body that is not; leave it out")
     if content.startswith(_UTF16):
@@ -214,23 +214,23 @@ def unpack_body(content: bytes, encoding: str, most: int) -> bytes:
     return content.removeprefix(codecs.BOM_UTF8)
 
 
-def _gunzip(content: bytes, most: int) -> bytes:
+def _gunzip(content: bytes, most: int, section: str) -> bytes:
     unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
     try:
         unpacked = unpacker.decompress(content, most + 1)
     except zlib.error as error:
         raise ServingError(f"body: its gzip data cannot be read: {error}") from error
     if len(unpacked) > most:
-        raise too_large(most)
+        raise too_large(most, section)
     if not unpacker.eof or unpacker.unused_data:
         raise ServingError("body: its gzip data is cut off, or has more behind its end")
     return unpacked
 
 
-def too_large(most: int) -> RequestError:
-    """The failure of a body of more bytes than ``most``."""
+def too_large(most: int, section: str) -> RequestError:
+    """The failure of a body of more bytes than ``most``, by the settings of ``section``."""
     return RequestError(
-        f"got a body of more than {most} bytes (gateway.max_request_bytes); send less at once",
+        f"got a body of more than {most} bytes ({section}.max_request_bytes); send less at once",
         FailureKind.too_large,
     )
 

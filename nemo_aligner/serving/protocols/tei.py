@@ -24,7 +24,7 @@ from pydantic import Field, RootModel
 
 import nemo_aligner
 from nemo_aligner.config.common import Overlong
-from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.readout import PROBABILITY, sigmoid
@@ -210,7 +210,7 @@ ROUTES: list[Route[Any]] = [
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def describe_model(contract: ScoringContract | None, config: GatewayConfig) -> HttpAnswer:
+def describe_model(contract: ScoringContract | None, config: FrontConfig) -> HttpAnswer:
     """TEI's ``/info``; the numbers of a batch are the gateway's, as no batch is made here."""
     attributes = ("reward",) if contract is None else contract.attributes
     labels = {str(column): name for column, name in enumerate(attributes)}

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, WithJsonSchema
 
-from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.serving.failures import RequestError
@@ -337,7 +337,7 @@ ROUTES: list[Route[Any]] = [
 ]
 
 
-def list_models(contract: ScoringContract | None, config: GatewayConfig) -> HttpAnswer:
+def list_models(contract: ScoringContract | None, config: FrontConfig) -> HttpAnswer:
     """OpenAI's list, of one model."""
     model: dict[str, Any] = {
         "id": MODEL_NAME,
