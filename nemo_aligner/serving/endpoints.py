@@ -70,9 +70,7 @@ def reward_endpoints(
     outputs = [spec for spec in kserve.OPTIONAL_OUTPUTS if spec.name in optional_outputs]
     return [
         contract_endpoint(contract, service.template_parts, statistics),
-        Endpoint(
-            kserve.MODEL_NAME, kserve.INPUTS, [*kserve.OUTPUTS, *outputs], score, max_rows
-        ),
+        Endpoint(kserve.MODEL_NAME, kserve.INPUTS, [*kserve.OUTPUTS, *outputs], score, max_rows),
     ]
 
 

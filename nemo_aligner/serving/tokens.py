@@ -66,7 +66,7 @@ def hide_password(url: str) -> str:
     return re.sub(r"^([a-zA-Z]+://)?[^/?#]*@", r"\1", url)
 
 
-def say_who_may_ask(host: str, token: str | None, key: str) -> None:
+def warn_of_open_server(host: str, token: str | None, key: str) -> None:
     """Warn of a server without a token that other machines can reach."""
     if token is None and not _is_loopback(host):
         print(

@@ -387,9 +387,7 @@ def _field_names(content: bytes) -> Collection[str]:
     return value.keys() if isinstance(value, dict) else ()
 
 
-async def _read_body(
-    receive: Receive, headers: Mapping[str, str], config: FrontConfig
-) -> bytes:
+async def _read_body(receive: Receive, headers: Mapping[str, str], config: FrontConfig) -> bytes:
     """Read the body, unpacked, and no more of it than is allowed.
 
     Raises:
@@ -475,9 +473,7 @@ def _add_model_route(
     async def handle() -> Response:
         return await _respond_or_refuse(answer())
 
-    app.add_api_route(
-        route.path, handle, methods=["GET"], summary=route.about, response_model=None
-    )
+    app.add_api_route(route.path, handle, methods=["GET"], summary=route.about, response_model=None)
 
 
 def _add_get_routes(
@@ -491,9 +487,7 @@ def _add_get_routes(
         return handle
 
     for path, work, about in routes:
-        app.add_api_route(
-            path, refusing(work), methods=["GET"], summary=about, response_model=None
-        )
+        app.add_api_route(path, refusing(work), methods=["GET"], summary=about, response_model=None)
 
 
 def _describe_routes(routes: Sequence[Route[Any]]) -> dict[str, Any]:

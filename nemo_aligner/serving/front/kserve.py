@@ -28,13 +28,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 import nemo_aligner
 from nemo_aligner.serving.endpoints import Endpoint
 from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
 from nemo_aligner.serving.protocols import TensorSpec
-from nemo_aligner.serving.protocols.base import load_json
 from nemo_aligner.serving.protocols.kserve import (
     HEADER_LENGTH,
     Tensors,
@@ -263,7 +262,10 @@ def _decode_request(
                 f"body of {len(body)} bytes"
             )
         length = int(header)
-    request = load_json(body[:length])
+    try:
+        request = from_json(body[:length])
+    except ValueError as error:
+        raise ServingError(f"body: not JSON ({error})") from error
     if not isinstance(request, dict):
         raise ServingError("body: wanted a JSON object with inputs")
     inputs = decode_tensors(request.get("inputs", []), body[length:])
@@ -288,9 +290,7 @@ def _check_inputs(endpoint: Endpoint, inputs: Tensors) -> None:
         if not fits:
             raise ServingError(f"{name}: got shape {list(array.shape)}, wanted {shape}")
         if 0 in array.shape:
-            raise ServingError(
-                f"{name}: got shape {list(array.shape)}, wanted no dimension of 0"
-            )
+            raise ServingError(f"{name}: got shape {list(array.shape)}, wanted no dimension of 0")
     missing = [name for name, spec in specs.items() if name not in inputs and not spec.optional]
     if missing:
         raise ServingError(f"inputs: {', '.join(missing)} is missing")
@@ -386,7 +386,11 @@ def _compressed(answer: KServeAnswer, accepts: str) -> KServeAnswer:
 
     Clients that list several accept any; compression would only cost them time.
     """
-    pack = {"gzip": gzip.compress, "deflate": zlib.compress}.get(accepts.strip().lower())
+    packers: dict[str, Callable[[bytes], bytes]] = {
+        "gzip": gzip.compress,
+        "deflate": zlib.compress,
+    }
+    pack = packers.get(accepts.strip().lower())
     if pack is None:
         return answer
     encoding = {"Content-Encoding": accepts.strip().lower()}

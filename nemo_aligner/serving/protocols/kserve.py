@@ -89,6 +89,7 @@ OPTIONAL_OUTPUTS = (
     TensorSpec("outputs", np.float32, (-1,)),
     TensorSpec("steps", bytes, (1,)),
 )
+OPTIONAL_NAMES = tuple(spec.name for spec in OPTIONAL_OUTPUTS)
 CONTRACT_INPUTS = (TensorSpec("dummy_var", np.int64, (1,), optional=True),)
 CONTRACT_OUTPUTS = (
     TensorSpec("contract", bytes, (1,)),
@@ -385,17 +386,28 @@ _MOST_DIMENSIONS = 32  # of an array of numpy 1
 _MOST_ITEMS = 2**31
 
 
+def datatype_of(dtype: Any) -> str:
+    """The datatype of tensors whose arrays have this dtype; ``bytes`` and objects are BYTES."""
+    return _NAMES.get(np.dtype(dtype), _BYTES)
+
+
+def pack_tensor(array: np.ndarray) -> bytes:
+    """The binary data of a tensor."""
+    if datatype_of(array.dtype) == _BYTES:
+        return b"".join(_LENGTH.pack(len(item)) + item for item in array.reshape(-1))
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
+
+
 def encode_body(inputs: Mapping[str, np.ndarray]) -> tuple[bytes, dict[str, str]]:
     """Encode a request: its body and headers; arrays of ``bytes`` become BYTES."""
     listed, pieces = [], []
     for name, array in inputs.items():
-        datatype = _NAMES.get(array.dtype, _BYTES)
-        raw = _packed(array) if datatype == _BYTES else np.ascontiguousarray(array).tobytes()
+        raw = pack_tensor(array)
         listed.append(
             {
                 "name": name,
                 "shape": list(array.shape),
-                "datatype": datatype,
+                "datatype": datatype_of(array.dtype),
                 "parameters": {"binary_data_size": len(raw)},
             }
         )
@@ -570,10 +582,6 @@ def _encoded(row: int, text: str) -> bytes:
         raise ServingError(
             f"data, element {row}: got half of a surrogate pair, wanted a text that UTF-8 can hold"
         ) from None
-
-
-def _packed(array: np.ndarray) -> bytes:
-    return b"".join(_LENGTH.pack(len(item)) + item for item in array.reshape(-1))
 
 
 def _from_packed(raw: bytes, count: int, shape: Sequence[int]) -> np.ndarray:
