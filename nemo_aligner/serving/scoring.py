@@ -102,7 +102,7 @@ class ScoringService(ABC):
         """The contract as it is published at this moment.
 
         Raises:
-            ServingError: no server answers, or it publishes none.
+            RequestError: no server answers, or it publishes none.
         """
 
     @abstractmethod
@@ -110,7 +110,7 @@ class ScoringService(ABC):
         """``read_contract``; None where the servers publish none, as NeMo-Aligner's.
 
         Raises:
-            ServingError: no server answers, or only with another failure.
+            RequestError: no server answers, or only with another failure.
         """
 
     @abstractmethod

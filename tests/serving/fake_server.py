@@ -21,8 +21,6 @@ from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.contract.contract import EncodedText, ScoringContract
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.serving.engine.scorer import TokenCounts
-from nemo_aligner.serving.reward import RewardModelServable
-from nemo_aligner.serving.triton import serve
 from nemo_aligner.utils.errors import DataError
 from nemo_aligner.utils.processes import report
 
@@ -103,15 +101,19 @@ class FakeScorer:
 
 
 def main(arguments: Sequence[str]) -> int:
+    # Only here: tests import this file for its contract.
+    from nemo_aligner.serving.reward import RewardBackend
+    from nemo_aligner.serving.server import ServerSocket, serve
+
     kinds = {field.name: field.type for field in fields(ServerConfig)}
     config = ServerConfig(port=0)
     for argument in arguments:
         key, value = argument.split("=", 1)
         kind = {"int": int, "float": float}.get(str(kinds[key]), str)
         setattr(config, key, kind(value))
-    with launch() as run:
+    with launch() as run, ServerSocket(config) as port:
         scorer = FakeScorer(run.rank, run.world_size)
-        return serve([RewardModelServable(scorer, config)], config)
+        return serve([RewardBackend(scorer, config)], config, port)
 
 
 if __name__ == "__main__":

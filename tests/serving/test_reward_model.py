@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
-from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.contract.readout import Readout
 from nemo_aligner.integrations.in_process import InProcessScorer
 from nemo_aligner.serving.client import RewardClient
@@ -21,7 +20,7 @@ from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.serving.run import served
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
 from tests import tiny
-from tests.serving.gateway_calls import call
+from tests.serving.gateway_calls import call, gateway_front
 from tests.serving.servers import SERVE, Server, running
 
 CLOSE = {"rtol": 0, "atol": 1e-5}
@@ -144,7 +143,6 @@ def test_gateway_gives_the_bits_of_the_server_by_every_protocol(
     model_server: Server, rewards: np.ndarray
 ) -> None:
     pytest.importorskip("fastapi")
-    from nemo_aligner.serving.http import build_app
 
     raw = TEXTS[0]
     chat = next(text for text in TEXTS if not isinstance(text, str))
@@ -163,7 +161,7 @@ def test_gateway_gives_the_bits_of_the_server_by_every_protocol(
         return answer.json
 
     with RewardClient(url) as client:
-        app = build_app(client, GatewayConfig(), None)
+        app = gateway_front(client)
         rollout = {"responses_create_params": {"input": asked}, "response": {"output": [
             {"role": "assistant", "content": said}
         ]}}  # fmt: skip
@@ -225,7 +223,6 @@ def _refusals(
     row: dict[str, Any],
 ) -> dict[str, str]:
     """What each door says of a conversation, or of a row of a file."""
-    from nemo_aligner.serving.http import build_app
 
     said: dict[str, str] = {}
     with pytest.raises(DataError) as in_process:
@@ -235,7 +232,7 @@ def _refusals(
         with pytest.raises(ServingError) as refused:
             client.score([chat])
         said["server"] = str(refused.value)
-        app = build_app(client, GatewayConfig(), None)
+        app = gateway_front(client)
         for path, body in (
             ("/v1/rewards", {"conversations": [chat]}),
             ("/classify", {"messages": chat}),
@@ -316,7 +313,6 @@ def test_uncertainty_over_http_is_that_in_process_and_can_be_taken_off(
     """Of a head with two bins for one attribute, read by the same rule everywhere."""
     pytest.importorskip("pytriton")
     pytest.importorskip("fastapi")
-    from nemo_aligner.serving.http import build_app
 
     texts = [*TEXTS[:2], next(text for text in TEXTS if not isinstance(text, str))]
     loaded = load_reward_model(archive, scorer._layout)
@@ -340,7 +336,7 @@ def test_uncertainty_over_http_is_that_in_process_and_can_be_taken_off(
         RewardClient(server.url) as client,
     ):
         served = client.score_rows([*texts, ""])
-        app = build_app(client, GatewayConfig(), None)
+        app = gateway_front(client)
         answer = call(app, "/v1/rewards", {"texts": texts[:2], "outputs": True}).json
     for name, found in (("in process", in_process), ("over HTTP", served)):
         assert found.spread is not None, name

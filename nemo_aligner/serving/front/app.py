@@ -52,7 +52,6 @@ from nemo_aligner.serving.protocols.base import (
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.serving.scoring import FOREIGN_ADVICE, ScoringService, check_num_rows
 from nemo_aligner.serving.tokens import has_token
-from nemo_aligner.serving.upstream import unreachable
 from nemo_aligner.utils.errors import ServingError, one_line
 
 # Every protocol has its line here.
@@ -126,7 +125,7 @@ class Front:
             scope = {**scope, "path": path, "raw_path": path.encode()}
         if self._token is not None and path not in _OPEN_PATHS and not self._has_token(scope):
             await self._refuse_token(path)(scope, receive, send)
-        elif path == "/v2" or path.startswith("/v2/"):
+        elif self._is_kserve(path):
             await self._answer_kserve(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -145,6 +144,10 @@ class Front:
             answer = await self._kserve.answer(scope["method"], scope["path"], headers, body)
         await _send(answer, send)
 
+    def _is_kserve(self, path: str) -> bool:
+        # Cohere's /v2/rerank has the same beginning.
+        return path.rstrip("/") == "/v2" or path.startswith("/v2/") and path not in self._routes
+
     def _has_token(self, scope: Scope) -> bool:
         assert self._token is not None
         sent = [value for name, value in scope["headers"] if name == b"authorization"]
@@ -152,7 +155,7 @@ class Front:
 
     def _refuse_token(self, path: str) -> ASGIApp:
         failure = RequestError("the bearer token is missing or wrong", FailureKind.unauthorized)
-        if path == "/v2" or path.startswith("/v2/"):
+        if self._is_kserve(path):
             answer = kserve.refuse(failure)
             headers = {**answer.headers, "WWW-Authenticate": "Bearer"}
             return Response(answer.body, answer.status, headers)
@@ -203,10 +206,7 @@ class Front:
 
         async def contract() -> Response:
             # Read anew each time, as a backend may have been replaced since the last reward.
-            try:
-                return respond(HttpAnswer(200, (await scoring.read_contract()).to_dict()))
-            except ServingError as error:
-                raise unreachable(error) from error
+            return respond(HttpAnswer(200, (await scoring.read_contract()).to_dict()))
 
         async def scrape() -> Response:
             text, kind = self.metrics.render(scoring, await scoring.statistics())
@@ -464,11 +464,7 @@ def _add_model_route(
     app: FastAPI, route: ModelRoute, scoring: ScoringService, config: FrontConfig
 ) -> None:
     async def answer() -> Response:
-        try:
-            contract = await scoring.find_contract()
-        except ServingError as error:
-            raise unreachable(error) from error
-        return respond(route.answer(contract, config))
+        return respond(route.answer(await scoring.find_contract(), config))
 
     async def handle() -> Response:
         return await _respond_or_refuse(answer())

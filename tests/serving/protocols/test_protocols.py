@@ -13,7 +13,7 @@ pytest.importorskip("pydantic")
 from pydantic import ValidationError
 
 from nemo_aligner.serving.failures import FailureKind, RequestError
-from nemo_aligner.serving.http import ROUTES
+from nemo_aligner.serving.front.app import ROUTES
 from nemo_aligner.serving.protocols import ScoredRows, openrlhf, slime
 from nemo_aligner.serving.protocols.base import Served, text_of
 from nemo_aligner.serving.protocols.rewards import ROUTES as REWARDS_ROUTES

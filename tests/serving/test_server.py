@@ -1,0 +1,300 @@
+"""A real Triton in front of a fake scorer: the wire, its client, bad company, every way to end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_aligner.serving.client import RewardClient
+from tests import tiny
+from tests.launching import free_port
+from tests.serving.client.misbehaving import eventually
+from tests.serving.fake_server import CONTRACT, total
+from tests.serving.servers import (
+    FAKE,
+    QUICK,
+    Server,
+    batches,
+    json_request,
+    running,
+    tokens_request,
+)
+
+pytest.importorskip("pytriton")
+
+
+def test_pytritons_own_client_as_nemo_aligner_uses_it(server: Server) -> None:
+    from pytriton.client import FuturesModelClient
+    from pytriton.client.exceptions import PyTritonClientInferenceServerError
+
+    seconds = {"init_timeout_s": 60, "inference_timeout_s": 60}
+    sentences = np.char.encode(np.array([["ab"], ["c"]]), "utf-8")
+    tokens = np.zeros((2, 48), dtype=np.int64)
+    tokens[0, :3], tokens[1, :40] = 5, 2
+    lengths = np.array([[3], [40]], dtype=np.int64)
+    flags = np.array([[True]] * 2)
+    with FuturesModelClient(server.url, "reward_model", **seconds) as client:
+        answer = client.infer_batch(sentences=sentences, add_EOS=flags).result()
+        assert answer["rewards"][:, 0].tolist() == [195, 99]
+        assert answer["exceeded"].tolist() == [[0], [0]]
+        answer = client.infer_batch(tokens=tokens, sequence_lengths=lengths).result()
+        assert answer["rewards"].dtype == np.float32
+        assert answer["rewards"][:, 0].tolist() == [15, 80]
+        with pytest.raises(PyTritonClientInferenceServerError, match="add_EOS, row 0: got False"):
+            client.infer_batch(sentences=sentences, add_EOS=~flags).result()
+
+
+def test_server_answers_plain_json(server: Server) -> None:
+    body = {"inputs": [json_request("sentences", "BYTES", [["ab"], ["c"]])]}
+    status, answer = server.post(body)
+    assert status == 200
+    rewards, exceeded, contract_hash = answer["outputs"]
+    assert contract_hash["data"] == [CONTRACT.hash] * 2
+    kinds = [(each["name"], each["datatype"], each["shape"]) for each in (rewards, exceeded)]
+    assert kinds == [("rewards", "FP32", [2, 2]), ("exceeded", "INT32", [2, 1])]
+    assert rewards["data"] == [195, -195, 99, -99]
+    url = f"{server.url}/v2/models/contract/infer"
+    with urllib.request.urlopen(url, data=b'{"inputs": []}', timeout=10) as response:
+        outputs = {each["name"]: each["data"] for each in json.load(response)["outputs"]}
+    found = {name: json.loads(text) for name, (text,) in outputs.items()}
+    assert found["contract"] == CONTRACT.to_dict()
+    assert found["statistics"]["tokens_per_call"] == 256
+    assert found["turn_end"] is None  # its contract has no template
+    said = server.output()
+    assert "Serving contract, reward_model at" in said
+    log = triton_log(server).read_text()
+    assert 0 < log.index("loaded 'contract'") < log.index("loading: reward_model")
+    assert "Started HTTPService" in log
+    assert not re.search(r"^[IWE]\d{4} |Option  ", said, re.MULTILINE)  # which Triton's lines have
+
+
+def triton_log(server: Server) -> Path:
+    """As the server names it."""
+    (line,) = [each for each in server.output().splitlines() if each.startswith("Starting Triton")]
+    return Path(line.split()[-1])
+
+
+# By our own rules, of which wire/test_kserve.py has the rest, and by Triton's.
+BAD: list[tuple[list[dict[str, Any]], str]] = [
+    (tokens_request([[1, 2]], 3), "row 0: got 3, wanted 1 to 2"),
+    ([json_request("add_EOS", "BOOL", [[True]])], "wanted exactly one of sentences"),
+    (tokens_request([[]], 1), "tokens: got shape [1, 0], wanted no dimension of 0"),
+    ([json_request("sentences", "BYTES", [["a", "b"]])], "unexpected shape for input"),
+    ([json_request("tokens", "FP32", [[1.0]])], "data-type"),
+    ([json_request("sentences", "BYTES", [["a"]] * 33)], "32"),
+]
+
+
+def test_server_answers_a_bad_request_in_one_line_and_goes_on(server: Server) -> None:
+    wrong = []
+    for inputs, message in BAD:
+        status, answer = server.post({"inputs": inputs})
+        error = answer["error"]
+        if status != 400 or message not in error or "Traceback" in error:
+            wrong.append((message, status, answer))
+    assert not wrong
+    assert server.post({"inputs": tokens_request([[666]])}) == (
+        500,
+        {"error": "the model failed: RuntimeError: token 666 cannot be scored"},
+    )
+    # Triton parses JSON, and answers what is none, before anything of ours sees it.
+    status, answer = server.post(b"{")
+    assert (status, answer["error"][:32]) == (500, "failed to parse the request JSON")
+    assert server.post({"inputs": [json_request("sentences", "BYTES", [["a"]])]})[0] == 200
+
+
+def test_client_of_a_real_server_has_every_form_of_request_and_answer(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What its own format and Triton's make of it; tests/serving/client has servers of its own."""
+    chat = [{"role": "user", "content": "hi "}, {"role": "assistant", "content": "Grüße"}]
+    many = ["x" * (1 + i % 7) for i in range(100)]  # the server refuses more than 32
+    rows = [[7] * length for length in (5, 1, 60)] * 20
+    gone = f"http://127.0.0.1:{free_port()}"
+    with RewardClient([server.url, gone], timeout_s=30) as client:
+        (before, _) = asyncio.run(client.statistics_async()).values()
+        assert client.score(["abc", "d"])[:, 0].tolist() == [total("abc"), total("d")]
+        (after, nobody) = asyncio.run(client.statistics_async()).values()
+        assert asyncio.run(client.probe_async())[server.url] is None
+    assert before is not None
+    assert after is not None
+    assert nobody is None
+    counted = {name: after[name] - before[name] for name in ("requests", "rows", "tokens")}
+    assert counted == {"requests": 1, "rows": 2, "tokens": 4}
+    assert all(after[name] > before[name] for name in ("calls", "forward_seconds"))
+    with RewardClient(server.url, timeout_s=30) as client:
+        assert client.contract() == CONTRACT
+        rewards = client.score(["ab", chat, "c"])
+        assert rewards.dtype == np.float32
+        assert rewards[:, 0].tolist() == [195, total("hi Grüße"), 99]
+        assert rewards[:, 1].tolist() == (-rewards[:, 0]).tolist()
+        assert client.score(many)[:, 0].tolist() == [total(text) for text in many]
+        assert client.score_tokens(rows)[:, 0].tolist() == [sum(row) for row in rows]
+        scored = client.score_rows(["a" * 100, "", "b"])
+        assert scored.exceeded.tolist() == [True, False, False]
+        assert scored.rewards[0, 0] == 64 * ord("a")
+        assert "1 of 3 texts were cut" in caplog.text
+        assert (scored.contract_hash, [*scored.errors]) == (CONTRACT.hash, [1])
+        scored = asyncio.run(client.score_token_rows_async([[1], [-1]]))
+        assert scored.rewards[0].tolist() == [1.0, -1.0]
+        assert "token id -1" in scored.errors[1]
+
+
+def test_server_gathers_what_comes_while_it_is_busy(server: Server) -> None:
+    before = len(batches(server))
+    with RewardClient(server.url, timeout_s=30) as client:
+        client.score(["warm"])
+        slow = client.score_tokens_future([[700]])
+        assert eventually(lambda: len(batches(server)) > before + 1)
+        good = {"z" * length: client.score_future(["z" * length]) for length in range(1, 20)}
+        assert [future.result()[0, 0] for future in good.values()] == [*map(total, good)]
+        assert slow.result()[0, 0] == 700
+    made = batches(server)[before:]
+    assert max(sequences for sequences, _ in made) > 8, made
+
+
+@contextmanager
+def scoring(folder: Path, *settings: str, **how: Any) -> Iterator[tuple[Server, Future[Any]]]:
+    """A server in the middle of a call of three seconds, and the answer that is to come."""
+    with running(folder, FAKE, *settings, **how) as server, ThreadPoolExecutor(1) as pool:
+        yield server, begin_slow(server, pool)
+
+
+def begin_slow(server: Server, pool: ThreadPoolExecutor) -> Future[Any]:
+    before = len(batches(server))
+    slow = pool.submit(server.post, {"inputs": tokens_request([[700]])})
+    assert eventually(lambda: len(batches(server)) > before)
+    return slow
+
+
+def check_slow_answer(slow: Future[Any]) -> None:
+    status, answer = slow.result()
+    assert (status, answer["outputs"][0]["data"][0]) == (200, 700), answer
+
+
+def test_server_that_is_full_says_when_to_come_again_and_a_stop_answers_what_is_in_flight(
+    tmp_path: Path,
+) -> None:
+    with (
+        scoring(tmp_path, *QUICK, "max_queue_rows=2") as (server, slow),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        status, answer = server.post({"inputs": [json_request("sentences", "BYTES", [["a"]] * 2)]})
+        assert status == 503
+        assert answer["error"].startswith("the queue is full (1 rows wait of 2, ")
+        assert answer["error"].endswith("retry after 1 s")
+        with RewardClient(server.url) as client:  # which does
+            assert client.score(["a", "b"])[:, 0].tolist() == [97, 98]
+        check_slow_answer(slow)
+        slow = begin_slow(server, pool)
+        assert server.stop(signal.SIGINT) == [0], server.output()[-3000:]
+        check_slow_answer(slow)
+        server.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("victim", ["bin/tritonserver", "triton_python_backend_stub"])
+def test_server_ends_when_its_triton_dies_while_it_waits_for_rewards(
+    tmp_path: Path, victim: str
+) -> None:
+    with scoring(tmp_path, *QUICK) as (server, slow):
+        pids = server.processes(victim)
+        assert pids, "nothing to kill"
+        os.kill(min(pids), signal.SIGKILL)
+        assert server.wait(timeout=8) == [1]
+        assert slow.exception(timeout=8) is not None or slow.result()[0] >= 500
+        said = server.output()
+        assert "The server cannot go on" in said
+        assert "died; the end of Triton's log:\n  " in said
+        server.assert_nothing_is_left()
+
+
+def test_server_of_two_ranks_that_is_stopped_answers_what_is_in_flight(tmp_path: Path) -> None:
+    """Errors of ranks, idleness and losses are tried without a server, in test_ranks.py."""
+    with scoring(tmp_path, *QUICK, ranks=2) as (server, slow):
+        assert server.stop() == [0, 0], server.output()[-3000:]
+        check_slow_answer(slow)
+        server.assert_nothing_is_left()
+
+
+def is_rank(pid: int, rank: int) -> bool:
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return f"RANK={rank}".encode() in variables
+
+
+@pytest.mark.parametrize("launcher", ["none", "torchrun"])
+def test_server_ends_when_a_worker_is_killed_while_it_scores(tmp_path: Path, launcher: str) -> None:
+    by_torchrun = launcher == "torchrun"
+    settings = () if by_torchrun else QUICK
+    with scoring(tmp_path, *settings, ranks=2, torchrun=by_torchrun) as (server, slow):
+        os.kill(next(pid for pid in server.processes(FAKE) if is_rank(pid, 1)), signal.SIGKILL)
+        killed = time.monotonic()
+        assert server.wait(timeout=10) == ([1] if by_torchrun else [1, -signal.SIGKILL])
+        server.assert_nothing_is_left(within=killed + 10 - time.monotonic())
+        status, answer = slow.result()
+        assert status == 503
+        assert by_torchrun or answer["error"].startswith("the server cannot go on: a rank died")
+        assert "The server cannot go on: " in server.output()
+
+
+def test_server_ends_when_its_first_rank_is_killed(tmp_path: Path) -> None:
+    with scoring(tmp_path, *QUICK, ranks=2) as (server, slow):
+        server.ranks[0].kill()
+        assert server.wait(timeout=8) == [-signal.SIGKILL, 1]
+        assert isinstance(slow.exception(), OSError)  # nobody is left to answer it
+        server.assert_nothing_is_left()
+
+
+START = """
+import sys
+from nemo_aligner.distributed.launch import run_ranks
+sys.exit(run_ranks(sys.argv[1:], 2))
+"""
+
+
+def start_and_fail(*arguments: str, **variables: str) -> str:
+    """Start a server that cannot start; what it says."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=tiny.environment(**variables),
+        cwd=tiny.ROOT,
+    )
+    assert done.returncode == 1
+    return done.stderr
+
+
+def test_server_on_a_taken_port_is_one_line_of_one_rank() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        said = start_and_fail("-c", START, FAKE, f"port={port}")
+    beginning = f"rank 0: ServingError: server.port: 127.0.0.1:{port} is not free"
+    assert [line[: len(beginning)] for line in said.splitlines()] == [beginning]
+
+
+def test_server_whose_triton_does_not_start_is_an_error_at_once() -> None:
+    said = start_and_fail(FAKE, PYTRITON_TRITON_CONFIG_CACHE_CONFIG="nonsense")
+    _, _, ending = said.partition("Triton did not start; the end of Triton's log:\n")
+    lines = ending.splitlines()
+    assert 1 < len(lines) <= 20
+    assert all(line.startswith("  ") for line in lines)
+    assert "server.triton_log_file: /nowhere/log: it cannot be written" in start_and_fail(
+        FAKE, "triton_log_file=/nowhere/log"
+    )
