@@ -180,7 +180,7 @@ def run_gateway(config: GatewayRunConfig) -> int:
         print(f"Gateway at {url} (pid {os.getpid()})", flush=True)
 
     front = Front(service, endpoints, settings, token)
-    server = FrontServer(front, service, settings, announce, ready.remove)
+    server = FrontServer(front, settings, announce, ready.remove)
     print(f"Backends: {', '.join(map(hide_password, config.backends))}", flush=True)
     warn_of_open_server(settings.host, token, "gateway.token")
     server.run(listener)

@@ -143,7 +143,7 @@ class _Leader:
         scoring = next((service.scoring for service in services if service.scoring), None)
         token = _read_token(self._config)
         front = Front(scoring, endpoints, self._config, token)
-        server = FrontServer(front, scoring, self._config)
+        server = FrontServer(front, self._config)
         url, ready = url_of(self._listener, self._config), ReadyFile(self._config.ready_file)
         server.start(self._listener)
         door = self._open_triton(endpoints, token, server)

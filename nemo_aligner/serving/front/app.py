@@ -92,6 +92,7 @@ class Front:
 
     Attributes:
         is_ready: whether requests are answered; ``/ready`` and KServe's readiness say so.
+        scoring: what scores; None where KServe's endpoints are all there is.
         metrics: what it has counted.
     """
 
@@ -107,6 +108,7 @@ class Front:
         With a ``token`` every path but health and readiness needs it.
         """
         self.is_ready = True
+        self.scoring = scoring
         self.metrics = FrontMetrics()
         self._config, self._token = config, token
         self._kserve = KServe(endpoints, lambda: self.is_ready)
@@ -146,7 +148,7 @@ class Front:
 
     def _is_kserve(self, path: str) -> bool:
         # Cohere's /v2/rerank has the same beginning.
-        return path.rstrip("/") == "/v2" or path.startswith("/v2/") and path not in self._routes
+        return path.rstrip("/") == "/v2" or (path.startswith("/v2/") and path not in self._routes)
 
     def _has_token(self, scope: Scope) -> bool:
         assert self._token is not None

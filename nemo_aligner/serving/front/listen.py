@@ -56,7 +56,6 @@ class FrontServer:
     def __init__(
         self,
         front: Front,
-        scoring: ScoringService | None,
         config: FrontConfig,
         on_ready: Callable[[], None] = lambda: None,
         on_drain: Callable[[], None] = lambda: None,
@@ -87,7 +86,7 @@ class FrontServer:
             raise ServingError(
                 f"{config.section}.certificate_file, key_file: {files}: {error}"
             ) from error
-        self._server = _Server(settings, scoring, on_ready, on_drain)
+        self._server = _Server(settings, front.scoring, on_ready, on_drain)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
