@@ -26,7 +26,7 @@ from tests.once import TURNS
 
 START_SECS = 120
 FAKE = "tests/serving/fake_server.py"
-SERVE = "examples/serve_reward_model.py"
+SERVE = "serve"  # the verb
 QUICK = ("heartbeat_secs=0.5", "exit_timeout_secs=10")
 
 
@@ -110,7 +110,8 @@ def running(
     """
     turn = TURNS.one() if ranks > 1 else contextlib.nullcontext()
     section = "gateway." if arguments[:1] == ("gateway",) else "server."
-    command = [str(ROOT / script), *arguments, f"{'' if script == FAKE else section}ready_file="]
+    program = ["-m", "nemo_aligner", SERVE] if script == SERVE else [str(ROOT / script)]
+    command = [*program, *arguments, f"{'' if script == FAKE else section}ready_file="]
     if torchrun:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command[:0], ranks = launcher, 1

@@ -30,7 +30,6 @@ TEXTS = [row[:length].tolist() for row, length in zip(ROLLOUT.tokens, LENGTHS, s
 
 @pytest.fixture(scope="module")
 def model(once: Once) -> Path:
-    pytest.importorskip("pytriton")
 
     def build(folder: Path) -> None:
         tiny.write_hf_reward_model(folder / "hf", max_position_embeddings=64)

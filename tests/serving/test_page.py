@@ -17,7 +17,6 @@ from tests.launching import ROOT, free_port
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.servers import Server, gateway
 
-pytest.importorskip("pytriton")
 pytest.importorskip("fastapi")
 from nemo_aligner.serving.front.app import ROUTES
 

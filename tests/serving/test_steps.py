@@ -59,7 +59,6 @@ def test_marked_ids_are_found_again() -> None:
 def test_rewards_of_turns_have_the_same_bits_by_every_door(
     stepped: Path, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    pytest.importorskip("pytriton")
     pytest.importorskip("fastapi")
 
     scorer = load_scorer(stepped, layout, micro_batch_tokens=512)

@@ -45,6 +45,7 @@ from nemo_aligner.utils.errors import ServingError, shown
 
 _JSON = "application/json"
 _MODEL = re.compile(r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(?P<rest>/\w+)?")
+_ALL_STATISTICS = "/v2/models/stats"
 _EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
 # Phases of a request in Triton's statistics. Ours are counted as a whole (``success``, ``fail``).
 _PHASES = ("queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
@@ -94,13 +95,13 @@ class KServe:
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> KServeAnswer:
         """Answer a request. ``headers`` have names in lower case; ``body`` is unpacked."""
-        found = _MODEL.fullmatch(path)
-        if found is None:
+        parts = _MODEL.fullmatch(path)
+        if parts is None or path == _ALL_STATISTICS:
             return self._answer_server(method, path)
-        name, rest = found["name"], found["rest"] or ""
+        name, rest = parts["name"], parts["rest"] or ""
         endpoint = self._endpoints.get(name)
-        if endpoint is None or found["version"] not in (None, "1"):
-            version = "" if found["version"] is None else f" version {shown(found['version'])}"
+        if endpoint is None or parts["version"] not in (None, "1"):
+            version = "" if parts["version"] is None else f" version {shown(found['version'])}"
             models = ", ".join(self._endpoints)
             return _error(404, f"unknown model {shown(name)}{version}. Models: {models}")
         if rest == "/infer" and method == "POST":
@@ -128,7 +129,7 @@ class KServe:
             return KServeAnswer(200, b"", {})
         if path == "/v2/health/ready":
             return self._readiness()
-        if path == "/v2/models/stats":
+        if path == _ALL_STATISTICS:
             return KServeAnswer.of_json({"model_stats": [*map(self._statistics, self._counts)]})
         if path == "/v2/repository/index" and method == "POST":
             state = {"version": "1", "state": "READY", "reason": ""}
