@@ -87,7 +87,6 @@ KILLED = "it was ended by SIGKILL, as the kernel does where memory is short\nout
 def test_benchmark_is_measured_where_its_peer_dies(
     folder: Path, dying_python: Path, script: str, peer: str, arguments: tuple[str, ...]
 ) -> None:
-    if script == "serving":
     python = f"--{peer}-python={dying_python}"
     shown, content = report(f"benchmarks/{script}.py", folder, python, *arguments)
     speeds: dict[bool, list[float | None]] = {True: [], False: []}

@@ -17,7 +17,6 @@ from tests import tiny
 from tests.once import Once
 from tests.serving.servers import FAKE, QUICK, running
 
-SERVE = "examples/serve_reward_model.py"
 START_SECS = 120
 
 

@@ -22,7 +22,7 @@ from tests.serving.servers import Server, running
 from tests.serving.test_aligner_client import run_client
 from tests.training.critic_steps import ROWS, SETTINGS, WIDTH, make_rollout
 
-SERVE, SERVE_CRITIC = "examples/serve_reward_model.py", "examples/serve_ppo_critic.py"
+SERVE_CRITIC = "examples/serve_ppo_critic.py"
 ROLLOUT, NEXT = make_rollout(11), make_rollout(12)
 LENGTHS = [WIDTH - row for row in range(ROWS)]
 TEXTS = [row[:length].tolist() for row, length in zip(ROLLOUT.tokens, LENGTHS, strict=True)]

@@ -69,7 +69,7 @@ PLAIN_ROUTES: list[PlainRoute] = [*gym.PLAIN_ROUTES]
 MODEL_ROUTES: list[ModelRoute] = [*vllm.MODEL_ROUTES, *tei.MODEL_ROUTES]
 
 # Probes of Kubernetes and load balancers send no token.
-_OPEN_PATHS = ("/health", "/ready", "/v2/health/live", "/v2/health/ready")
+_OPEN_PATHS = ("/health", "/ready")
 _SCHEMAS = "#/components/schemas/"
 # For the OpenAPI page; 500 is not on it, as no client should expect one.
 _ERRORS = {
@@ -105,7 +105,7 @@ class Front:
     ) -> None:
         """``scoring`` None: there are KServe's endpoints alone, as of a critic.
 
-        With a ``token`` every path but health and readiness needs it.
+        With a ``token`` all but health, readiness and the shapes of tensors needs it.
         """
         self.is_ready = True
         self.scoring = scoring
@@ -125,7 +125,7 @@ class Front:
         path = gym.OF_ROLLOUT.sub("", scope["path"])
         if path != scope["path"]:
             scope = {**scope, "path": path, "raw_path": path.encode()}
-        if self._token is not None and path not in _OPEN_PATHS and not self._has_token(scope):
+        if not self._is_open(scope["method"], path) and not self._has_token(scope):
             await self._refuse_token(path)(scope, receive, send)
         elif self._is_kserve(path):
             await self._answer_kserve(scope, receive, send)
@@ -145,6 +145,14 @@ class Front:
         else:
             answer = await self._kserve.answer(scope["method"], scope["path"], headers, body)
         await _send(answer, send)
+
+    def _is_open(self, method: str, path: str) -> bool:
+        """Whether a request needs no token."""
+        if self._token is None or path in _OPEN_PATHS:
+            return True
+        # Clients of Triton read the names and shapes of tensors before they send anything, and
+        # pytriton's ModelClient sends its headers with requests for inference alone.
+        return method == "GET" and self._is_kserve(path) and not path.endswith("/stats")
 
     def _is_kserve(self, path: str) -> bool:
         # Cohere's /v2/rerank has the same beginning.
