@@ -15,7 +15,7 @@ import pytest
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from tests import tiny
 from tests.once import Once
-from tests.serving.servers import FAKE, QUICK, running
+from tests.serving.servers import FAKE, QUICK, SERVE, running
 
 START_SECS = 120
 

@@ -18,7 +18,7 @@ from nemo_aligner.utils.errors import ServingError
 from tests import tiny
 from tests.docs.pages import blocks
 from tests.once import Once
-from tests.serving.servers import Server, running
+from tests.serving.servers import SERVE, Server, running
 from tests.serving.test_aligner_client import run_client
 from tests.training.critic_steps import ROWS, SETTINGS, WIDTH, make_rollout
 
