@@ -416,6 +416,8 @@ def decode_body(body: bytes, headers: Mapping[str, str]) -> Tensors:
         if not 0 <= length <= len(body):
             raise ServingError(f"{HEADER_LENGTH}: got {length} for a body of {len(body)} bytes")
         return decode_tensors(json.loads(body[:length])["outputs"], body[length:])
+    except ServingError as error:
+        raise ServingError(f"{error}; wanted an answer of KServe v2") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ServingError(f"got {shown(body[:80])}, wanted an answer of KServe v2") from error
 
