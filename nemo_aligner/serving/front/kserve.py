@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 import nemo_aligner
 from nemo_aligner.serving.endpoints import Endpoint
@@ -41,6 +41,7 @@ from nemo_aligner.serving.protocols.kserve import (
     decode_tensors,
     pack_tensor,
 )
+from nemo_aligner.serving.protocols.strict_json import read_json
 from nemo_aligner.utils.errors import ServingError, shown
 
 _JSON = "application/json"
@@ -101,7 +102,7 @@ class KServe:
         name, rest = parts["name"], parts["rest"] or ""
         endpoint = self._endpoints.get(name)
         if endpoint is None or parts["version"] not in (None, "1"):
-            version = "" if parts["version"] is None else f" version {shown(found['version'])}"
+            version = "" if parts["version"] is None else f" version {shown(parts['version'])}"
             models = ", ".join(self._endpoints)
             return _error(404, f"unknown model {shown(name)}{version}. Models: {models}")
         if rest == "/infer" and method == "POST":
@@ -263,10 +264,7 @@ def _decode_request(
                 f"body of {len(body)} bytes"
             )
         length = int(header)
-    try:
-        request = from_json(body[:length])
-    except ValueError as error:
-        raise ServingError(f"body: not JSON ({error})") from error
+    request = read_json(body[:length])
     if not isinstance(request, dict):
         raise ServingError("body: wanted a JSON object with inputs")
     inputs = decode_tensors(request.get("inputs", []), body[length:])
