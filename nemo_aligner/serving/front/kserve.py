@@ -31,7 +31,7 @@ import numpy as np
 from pydantic_core import to_json
 
 import nemo_aligner
-from nemo_aligner.serving.endpoints import Endpoint
+from nemo_aligner.serving.endpoints import Endpoint, call_by_size
 from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
 from nemo_aligner.serving.protocols import TensorSpec
 from nemo_aligner.serving.protocols.kserve import (
@@ -145,10 +145,14 @@ class KServe:
     ) -> KServeAnswer:
         begun_ns, counts = time.monotonic_ns(), self._counts[endpoint.name]
         try:
-            request, inputs = _decode_request(endpoint, headers, body)
+            request, inputs = await call_by_size(
+                len(body), _decode_request, endpoint, headers, body
+            )
             requested = _requested_outputs(endpoint, request)
             outputs = await endpoint.answer(inputs)
-            answer = _encode_answer(endpoint, request, requested, outputs)
+            answer = await call_by_size(
+                len(body), _encode_answer, endpoint, request, requested, outputs
+            )
         except Exception as error:
             counts.count("fail", 0, begun_ns)
             failure = public_failure(error)
@@ -264,7 +268,12 @@ def _decode_request(
                 f"body of {len(body)} bytes"
             )
         length = int(header)
-    request = read_json(body[:length])
+    try:
+        request = read_json(body[:length].decode())
+    except UnicodeDecodeError as error:
+        raise ServingError(f"body: its JSON is not UTF-8 ({error.reason})") from None
+    except ServingError as error:
+        raise ServingError(f"body: {error}") from error
     if not isinstance(request, dict):
         raise ServingError("body: wanted a JSON object with inputs")
     inputs = decode_tensors(request.get("inputs", []), body[length:])
