@@ -119,7 +119,7 @@ def test_triton_answers_what_the_front_answers(door: Door) -> None:
 REFUSED: list[tuple[list[dict[str, Any]], str]] = [
     (tokens_request([[1, 2]], 3), "row 0: got 3, wanted 1 to 2"),
     ([json_request("add_EOS", "BOOL", [[True]])], "wanted exactly one of sentences"),
-    (tokens_request([[]], 1), "tokens: got shape [1, 0], wanted no dimension of 0"),
+    (tokens_request([[]], 1), "sequence_lengths, row 0: got 1, wanted 1 to 0"),
     ([json_request("sentences", "BYTES", [["a", "b"]])], "unexpected shape for input"),
     ([json_request("tokens", "FP32", [[1.0]])], "data-type"),
     ([json_request("sentences", "BYTES", [["a"]] * 33)], "32"),
@@ -156,7 +156,9 @@ def send_in_chunks(url: str, number: int) -> bytes:
         return connection.recv(64)
 
 
-def test_triton_survives_600000_chunks_and_needs_the_token(tmp_path: Path) -> None:
+def test_triton_survives_600000_chunks_needs_the_token_and_ends_with_its_server(
+    tmp_path: Path,
+) -> None:
     """Chunks that end Triton with its usual stacks, from somebody without the token."""
     file = tmp_path / "token"
     file.write_text(TOKEN)
@@ -186,6 +188,9 @@ def test_triton_survives_600000_chunks_and_needs_the_token(tmp_path: Path) -> No
         commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in door.server.processes()]
         assert not any(TOKEN.encode() in command for command in commands)
         assert TOKEN not in door.server.output()
+        door.server.ranks[0].kill()
+        assert door.server.wait(timeout=8) == [-signal.SIGKILL]
+        door.server.assert_nothing_is_left()
 
 
 @contextmanager
@@ -219,14 +224,6 @@ def test_server_ends_when_its_triton_dies(tmp_path: Path, victim: str) -> None:
         output = door.server.output()
         assert "The server cannot go on: Triton's " in output
         assert "died; the end of Triton's log:\n  " in output
-        door.server.assert_nothing_is_left()
-
-
-def test_triton_ends_when_its_server_is_killed(tmp_path: Path) -> None:
-    with scoring(tmp_path) as (door, slow):
-        door.server.ranks[0].kill()
-        assert door.server.wait(timeout=8) == [-signal.SIGKILL]
-        assert isinstance(slow.exception(timeout=8), OSError)
         door.server.assert_nothing_is_left()
 
 
