@@ -194,7 +194,7 @@ def refuse_with_detail(failure: RequestError, body: Any) -> HttpAnswer:
 _GZIP, _UTF16 = b"\x1f\x8b", (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _ENCODINGS = ("", "identity", "gzip", "x-gzip", "deflate")
 # Bytes that are unpacked at once, so that no more than these are held beyond the limit.
-_UNPACKED_AT_ONCE = 2**18
+_UNPACKED_AT_ONCE = 2**16
 
 
 def unpack_body(content: bytes, encoding: str, most: int) -> bytes:
@@ -269,7 +269,7 @@ def _unpacked_pieces(content: bytes) -> Iterator[bytes]:
 def too_large(most: int) -> RequestError:
     """The failure of a body of more bytes than ``most``."""
     return RequestError(
-        f"got a body of more than {most} bytes (gateway.max_request_bytes); send less at once",
+        f"got a body of more than {most} bytes (max_request_bytes); send less at once",
         FailureKind.too_large,
     )
 
