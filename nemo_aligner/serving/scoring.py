@@ -57,9 +57,7 @@ class ScoringService(ABC):
         self.contract: ScoringContract | None = None
         self.recent = RecentRewards(config.drift_rows)
         self._completes_turns = config.complete_turns
-        self._limit = BackpressureLimit(
-            config.max_queue_rows, f"{config.section}.max_queue_rows"
-        )
+        self._limit = BackpressureLimit(config.max_queue_rows, f"{config.section}.max_queue_rows")
         self._announced_turn_end = False
 
     @property
@@ -104,7 +102,7 @@ class ScoringService(ABC):
         """The contract as it is published at this moment.
 
         Raises:
-            ServingError: no server answers, or it publishes none.
+            RequestError: no server answers, or it publishes none.
         """
 
     @abstractmethod
@@ -112,7 +110,7 @@ class ScoringService(ABC):
         """``read_contract``; None where the servers publish none, as NeMo-Aligner's.
 
         Raises:
-            ServingError: no server answers, or only with another failure.
+            RequestError: no server answers, or only with another failure.
         """
 
     @abstractmethod
@@ -125,9 +123,11 @@ class ScoringService(ABC):
 
     async def start(self) -> None:
         """Begin what runs beside the requests, in the event loop of the front."""
+        return
 
     async def close(self) -> None:
         """End what ``start`` has begun, once all requests are answered."""
+        return
 
     async def complete_turns(self, request: ScoreRequest) -> tuple[ScoreRequest, int]:
         """Complete raw texts and token rows that end at an end of turn.
@@ -152,7 +152,9 @@ class ScoringService(ABC):
             )
         if request.texts is not None:
             # A conversation gets its whole turn from the template.
-            texts = [turn.complete(text) if isinstance(text, str) else text for text in request.texts]
+            texts = [
+                turn.complete(text) if isinstance(text, str) else text for text in request.texts
+            ]
             return replace(request, texts=texts), _count_changes(request.texts, texts)
         sent_rows = request.token_lists or []
         token_lists = [turn.complete_ids(row) for row in sent_rows]

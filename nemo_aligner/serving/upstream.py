@@ -49,20 +49,20 @@ class UpstreamService(ScoringService):
                     await self._client.turn_end_async(), await self._client.sample_frame_async()
                 )
             except ServingError as error:
-                raise unreachable(error) from error
+                raise _unreachable(error) from error
         return self._parts
 
     async def read_contract(self) -> ScoringContract:
-        self.contract = await self._client.contract_async()
-        return self.contract
+        try:
+            return await self._fetch_contract()
+        except ServingError as error:
+            raise _unreachable(error) from error
 
     async def find_contract(self) -> ScoringContract | None:
         try:
-            return await self.read_contract()
-        except RefusedError as error:
-            if not error.is_unknown_model:
-                raise
-            return None
+            return await self._fetch_contract_if_any()
+        except ServingError as error:
+            raise _unreachable(error) from error
 
     async def probe(self) -> dict[str, str | None]:
         return await self._client.probe_async()
@@ -80,7 +80,7 @@ class UpstreamService(ScoringService):
             row = error.row if kind is FailureKind.bad_request else None
             raise RequestError(one_line(error.message), kind, row=row) from error
         except ServingError as error:
-            raise unreachable(error) from error
+            raise _unreachable(error) from error
         except Exception as error:
             raise public_failure(error) from error
         return scored
@@ -100,7 +100,19 @@ class UpstreamService(ScoringService):
             return
         if self._publishes_none and contract_hash is None:  # NeMo-Aligner's, as read before
             return
-        self._publishes_none = await self.find_contract() is None
+        self._publishes_none = await self._fetch_contract_if_any() is None
+
+    async def _fetch_contract(self) -> ScoringContract:
+        self.contract = await self._client.contract_async()
+        return self.contract
+
+    async def _fetch_contract_if_any(self) -> ScoringContract | None:
+        try:
+            return await self._fetch_contract()
+        except RefusedError as error:
+            if not error.is_unknown_model:
+                raise
+            return None
 
     async def _warn_of_missing_backends(self) -> None:
         """Warn of the backends that give no rewards; the gateway waits for them all the same."""
@@ -122,7 +134,7 @@ class UpstreamService(ScoringService):
                 )
 
 
-def unreachable(error: ServingError) -> RequestError:
+def _unreachable(error: ServingError) -> RequestError:
     """The failure of a request that no backend has answered."""
     text = f"no backend answers: {error.trouble}" if isinstance(error, NoServerError) else error
     return RequestError(one_line(text), FailureKind.unreachable, _RETRY_AFTER_S)

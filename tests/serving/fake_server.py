@@ -23,7 +23,6 @@ from nemo_aligner.contract.contract import EncodedText, ScoringContract
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import TokenCounts
-from nemo_aligner.serving.reward import RewardBackend
 from nemo_aligner.utils.errors import DataError
 from nemo_aligner.utils.processes import report
 
@@ -109,14 +108,16 @@ class FakeScorer:
 
 
 def main(arguments: Sequence[str]) -> int:
+    # Only here: tests import this file for its contract.
+    from nemo_aligner.serving.reward import RewardBackend
+    from nemo_aligner.serving.server import ServerSocket, serve
+
     kinds = {field.name: field.type for field in fields(ServerConfig)}
     config = ServerConfig(port=0)
     for argument in arguments:
         key, value = argument.split("=", 1)
-        kind = {"int": int, "float": float}.get(str(kinds[key]), str)
+        kind = {"int": int, "float": float}.get(str(kinds[key]).removesuffix(" | None"), str)
         setattr(config, key, kind(value))
-    from nemo_aligner.serving.server import ServerSocket, serve
-
     with launch() as run, ServerSocket(config) as port:
         scorer: Any = FakeScorer(run.rank, run.world_size)
         return serve([RewardBackend(scorer, config)], config, port)

@@ -15,7 +15,6 @@ from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_re
 from nemo_aligner.config.serving import (
     Combine,
     EnsembleConfig,
-    GatewayConfig,
     ServerConfig,
     ShapingConfig,
 )
@@ -29,7 +28,7 @@ from nemo_aligner.serving.protocols import StepRewards, kserve
 from nemo_aligner.serving.reward import RewardBackend
 from nemo_aligner.utils.errors import ConfigError, ServingError
 from tests.heads import OneRank
-from tests.serving.gateway_calls import FakeClient, call
+from tests.serving.gateway_calls import FakeClient, call, gateway_front
 from tests.serving.servers import SERVE, running
 
 QUESTION = {"role": "user", "content": "why"}
@@ -70,9 +69,7 @@ def test_row_is_read_at_its_positions_or_at_its_last_id(
 def test_rewards_of_turns_have_the_same_bits_by_every_door(
     stepped: Path, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    pytest.importorskip("pytriton")
     pytest.importorskip("fastapi")
-    from nemo_aligner.serving.http import build_app
 
     scorer = load_scorer(stepped, layout, micro_batch_tokens=512)
     wanted = scorer.score_steps(TEXTS)
@@ -98,7 +95,7 @@ def test_rewards_of_turns_have_the_same_bits_by_every_door(
             last = np.stack([own.rewards[-1] for own in wanted])
             assert scored.rewards[:3].tobytes() == last.tobytes()
         assert client.score_tokens([ids]).tobytes() == last[:1].tobytes()
-        app = build_app(client, GatewayConfig(), None)
+        app = gateway_front(client)
         rows = call(app, "/v1/rewards", {"conversations": [CHAT, "no"], "steps": True}).json
         assert rows["steps"][1] is None
         both = [np.float32(step.pop("rewards")) for step in rows["steps"][0]]
@@ -226,9 +223,8 @@ async def asked(model: Any, texts: list[Any]) -> dict[str, np.ndarray]:
 
 def test_model_with_one_reward_of_a_text_says_that_it_has_no_steps(archive: Path) -> None:
     pytest.importorskip("fastapi")
-    from nemo_aligner.serving.http import build_app
 
-    app = build_app(FakeClient(), GatewayConfig(), None)  # type: ignore[arg-type]
+    app = gateway_front(FakeClient())
     for path, body in {
         "/v1/rewards": {"texts": ["ab"], "steps": True},
         "/pooling": {"input": "ab", "task": "token_classify"},

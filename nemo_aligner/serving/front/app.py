@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import nemo_aligner
 from nemo_aligner.config.serving import FrontConfig
-from nemo_aligner.serving.endpoints import Endpoint
+from nemo_aligner.serving.endpoints import Endpoint, call_by_size
 from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
 from nemo_aligner.serving.front import kserve
 from nemo_aligner.serving.front.kserve import KServe, KServeAnswer
@@ -44,6 +44,7 @@ from nemo_aligner.serving.protocols.base import (
     PlainRoute,
     Route,
     Served,
+    is_packed,
     refuse_with_detail,
     row_headers,
     too_large,
@@ -52,7 +53,6 @@ from nemo_aligner.serving.protocols.base import (
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.serving.scoring import FOREIGN_ADVICE, ScoringService, check_num_rows
 from nemo_aligner.serving.tokens import has_token
-from nemo_aligner.serving.upstream import unreachable
 from nemo_aligner.utils.errors import ServingError, one_line
 
 # Every protocol has its line here.
@@ -70,7 +70,7 @@ PLAIN_ROUTES: list[PlainRoute] = [*gym.PLAIN_ROUTES]
 MODEL_ROUTES: list[ModelRoute] = [*vllm.MODEL_ROUTES, *tei.MODEL_ROUTES]
 
 # Probes of Kubernetes and load balancers send no token.
-_OPEN_PATHS = ("/health", "/ready", "/v2/health/live", "/v2/health/ready")
+_OPEN_PATHS = ("/health", "/ready")
 _SCHEMAS = "#/components/schemas/"
 # For the OpenAPI page; 500 is not on it, as no client should expect one.
 _ERRORS = {
@@ -81,11 +81,6 @@ _ERRORS = {
         "No server scores, or the queue is full; Retry-After says when to come again"
     ),
 }
-# Bodies of up to so many bytes are read and written in the event loop. Larger ones take
-# milliseconds, in which no other request would be answered.
-_SHORT_BYTES = 64 * 2**10
-
-T = TypeVar("T")
 
 
 class Front:
@@ -93,6 +88,7 @@ class Front:
 
     Attributes:
         is_ready: whether requests are answered; ``/ready`` and KServe's readiness say so.
+        scoring: what scores; None where KServe's endpoints are all there is.
         metrics: what it has counted.
     """
 
@@ -105,9 +101,10 @@ class Front:
     ) -> None:
         """``scoring`` None: there are KServe's endpoints alone, as of a critic.
 
-        With a ``token`` every path but health and readiness needs it.
+        With a ``token`` all but health, readiness and the shapes of tensors needs it.
         """
         self.is_ready = True
+        self.scoring = scoring
         self.metrics = FrontMetrics()
         self._config, self._token = config, token
         self._kserve = KServe(endpoints, lambda: self.is_ready)
@@ -124,9 +121,9 @@ class Front:
         path = gym.OF_ROLLOUT.sub("", scope["path"])
         if path != scope["path"]:
             scope = {**scope, "path": path, "raw_path": path.encode()}
-        if self._token is not None and path not in _OPEN_PATHS and not self._has_token(scope):
+        if not self._is_open(scope["method"], path) and not self._has_token(scope):
             await self._refuse_token(path)(scope, receive, send)
-        elif path == "/v2" or path.startswith("/v2/"):
+        elif self._is_kserve(path):
             await self._answer_kserve(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -145,6 +142,18 @@ class Front:
             answer = await self._kserve.answer(scope["method"], scope["path"], headers, body)
         await _send(answer, send)
 
+    def _is_open(self, method: str, path: str) -> bool:
+        """Whether a request needs no token."""
+        if self._token is None or path in _OPEN_PATHS:
+            return True
+        # Clients of Triton read the names and shapes of tensors before they send anything, and
+        # pytriton's ModelClient sends its headers with requests for inference alone.
+        return method == "GET" and self._is_kserve(path) and not path.endswith("/stats")
+
+    def _is_kserve(self, path: str) -> bool:
+        # Cohere's /v2/rerank has the same beginning.
+        return path.rstrip("/") == "/v2" or (path.startswith("/v2/") and path not in self._routes)
+
     def _has_token(self, scope: Scope) -> bool:
         assert self._token is not None
         sent = [value for name, value in scope["headers"] if name == b"authorization"]
@@ -152,7 +161,7 @@ class Front:
 
     def _refuse_token(self, path: str) -> ASGIApp:
         failure = RequestError("the bearer token is missing or wrong", FailureKind.unauthorized)
-        if path == "/v2" or path.startswith("/v2/"):
+        if self._is_kserve(path):
             answer = kserve.refuse(failure)
             headers = {**answer.headers, "WWW-Authenticate": "Bearer"}
             return Response(answer.body, answer.status, headers)
@@ -203,10 +212,7 @@ class Front:
 
         async def contract() -> Response:
             # Read anew each time, as a backend may have been replaced since the last reward.
-            try:
-                return respond(HttpAnswer(200, (await scoring.read_contract()).to_dict()))
-            except ServingError as error:
-                raise unreachable(error) from error
+            return respond(HttpAnswer(200, (await scoring.read_contract()).to_dict()))
 
         async def scrape() -> Response:
             text, kind = self.metrics.render(scoring, await scoring.statistics())
@@ -267,12 +273,12 @@ class _RouteHandler:
         route, body = self._route, None
         try:
             content = await _read_body(request.receive, request.headers, self._config)
-            is_short = len(content) <= _SHORT_BYTES
-            route, body = await _run(is_short, self._route_of, content)
+            size = len(content)
+            route, body = await call_by_size(size, self._route_of, content)
             if body is None:
-                body = await _run(is_short, route.parse, content)
-            scored = await self._score(route, body, is_short)
-            answer = await _run(is_short, route.answer, body, scored, self._served(scored))
+                body = await call_by_size(size, route.parse, content)
+            scored = await self._score(route, body, size)
+            answer = await call_by_size(size, route.answer, body, scored, self._served(scored))
             self._metrics.count_scored(route.path, scored)
             return HttpAnswer(200, answer, row_headers(scored)), None
         except Exception as error:
@@ -303,13 +309,13 @@ class _RouteHandler:
         marked = (other for other in self._others if unknown & set(other.marks))
         return next(marked, self._route)
 
-    async def _score(self, route: Route[Any], body: Any, is_short: bool) -> ScoredRows:
+    async def _score(self, route: Route[Any], body: Any, size: int) -> ScoredRows:
         """Have a body scored.
 
         Raises:
             Exception: any failure of it; see ``public_failure``.
         """
-        request = await _run(is_short, route.read, body)
+        request = await call_by_size(size, route.read, body)
         check_num_rows(request, self._config)
         if route.completes_turns:
             request, completed = await self._scoring.complete_turns(request)
@@ -373,11 +379,6 @@ class _RouteHandler:
         return Served(MODEL_NAME, names, None, threshold)
 
 
-async def _run(is_short: bool, work: Callable[..., T], *arguments: Any) -> T:
-    """Call ``work``, in another thread unless it is short."""
-    return work(*arguments) if is_short else await asyncio.to_thread(work, *arguments)
-
-
 def _field_names(content: bytes) -> Collection[str]:
     """Names of a JSON object's fields; none of another value, or of what is no JSON."""
     try:
@@ -387,9 +388,7 @@ def _field_names(content: bytes) -> Collection[str]:
     return value.keys() if isinstance(value, dict) else ()
 
 
-async def _read_body(
-    receive: Receive, headers: Mapping[str, str], config: FrontConfig
-) -> bytes:
+async def _read_body(receive: Receive, headers: Mapping[str, str], config: FrontConfig) -> bytes:
     """Read the body, unpacked, and no more of it than is allowed.
 
     Raises:
@@ -400,7 +399,7 @@ async def _read_body(
     # The header spares reading a body that says its size; one in chunks has none.
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > most:
-        raise too_large(most, config.section)
+        raise too_large(most)
     parts, size, has_more = [], 0, True
     while has_more:
         message = await receive()
@@ -409,11 +408,13 @@ async def _read_body(
         part, has_more = message.get("body", b""), message.get("more_body", False)
         size += len(part)
         if size > most:
-            raise too_large(most, config.section)
+            raise too_large(most)
         parts.append(part)
     body = b"".join(parts)
     encoding = headers.get("content-encoding", "")
-    return await _run(len(body) <= _SHORT_BYTES, unpack_body, body, encoding, most, config.section)
+    # A small body that is packed may have as many bytes as are allowed.
+    size = most if is_packed(body, encoding) else len(body)
+    return await call_by_size(size, unpack_body, body, encoding, most)
 
 
 async def _send(answer: KServeAnswer, send: Send) -> None:
@@ -452,7 +453,9 @@ async def _answer_health() -> Response:
 def _add_plain_route(app: FastAPI, route: PlainRoute, config: FrontConfig) -> None:
     async def answer(request: Request) -> Response:
         body = await _read_body(request.receive, request.headers, config)
-        return respond(await _run(len(body) <= _SHORT_BYTES, route.answer, body))
+        if route.is_slow:
+            return respond(await asyncio.to_thread(route.answer, body))
+        return respond(await call_by_size(len(body), route.answer, body))
 
     async def handle(request: Request) -> Response:
         return await _respond_or_refuse(answer(request))
@@ -466,18 +469,12 @@ def _add_model_route(
     app: FastAPI, route: ModelRoute, scoring: ScoringService, config: FrontConfig
 ) -> None:
     async def answer() -> Response:
-        try:
-            contract = await scoring.find_contract()
-        except ServingError as error:
-            raise unreachable(error) from error
-        return respond(route.answer(contract, config))
+        return respond(route.answer(await scoring.find_contract(), config))
 
     async def handle() -> Response:
         return await _respond_or_refuse(answer())
 
-    app.add_api_route(
-        route.path, handle, methods=["GET"], summary=route.about, response_model=None
-    )
+    app.add_api_route(route.path, handle, methods=["GET"], summary=route.about, response_model=None)
 
 
 def _add_get_routes(
@@ -491,9 +488,7 @@ def _add_get_routes(
         return handle
 
     for path, work, about in routes:
-        app.add_api_route(
-            path, refusing(work), methods=["GET"], summary=about, response_model=None
-        )
+        app.add_api_route(path, refusing(work), methods=["GET"], summary=about, response_model=None)
 
 
 def _describe_routes(routes: Sequence[Route[Any]]) -> dict[str, Any]:

@@ -31,10 +31,9 @@ import numpy as np
 from pydantic_core import to_json
 
 import nemo_aligner
-from nemo_aligner.serving.endpoints import Endpoint
+from nemo_aligner.serving.endpoints import Endpoint, call_by_size
 from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
 from nemo_aligner.serving.protocols import TensorSpec
-from nemo_aligner.serving.protocols.base import load_json
 from nemo_aligner.serving.protocols.kserve import (
     HEADER_LENGTH,
     Tensors,
@@ -42,10 +41,12 @@ from nemo_aligner.serving.protocols.kserve import (
     decode_tensors,
     pack_tensor,
 )
+from nemo_aligner.serving.protocols.strict_json import read_json
 from nemo_aligner.utils.errors import ServingError, shown
 
 _JSON = "application/json"
 _MODEL = re.compile(r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(?P<rest>/\w+)?")
+_ALL_STATISTICS = "/v2/models/stats"
 _EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
 # Phases of a request in Triton's statistics. Ours are counted as a whole (``success``, ``fail``).
 _PHASES = ("queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
@@ -95,13 +96,13 @@ class KServe:
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> KServeAnswer:
         """Answer a request. ``headers`` have names in lower case; ``body`` is unpacked."""
-        found = _MODEL.fullmatch(path)
-        if found is None:
+        parts = _MODEL.fullmatch(path)
+        if parts is None or path == _ALL_STATISTICS:
             return self._answer_server(method, path)
-        name, rest = found["name"], found["rest"] or ""
+        name, rest = parts["name"], parts["rest"] or ""
         endpoint = self._endpoints.get(name)
-        if endpoint is None or found["version"] not in (None, "1"):
-            version = "" if found["version"] is None else f" version {shown(found['version'])}"
+        if endpoint is None or parts["version"] not in (None, "1"):
+            version = "" if parts["version"] is None else f" version {shown(parts['version'])}"
             models = ", ".join(self._endpoints)
             return _error(404, f"unknown model {shown(name)}{version}. Models: {models}")
         if rest == "/infer" and method == "POST":
@@ -129,7 +130,7 @@ class KServe:
             return KServeAnswer(200, b"", {})
         if path == "/v2/health/ready":
             return self._readiness()
-        if path == "/v2/models/stats":
+        if path == _ALL_STATISTICS:
             return KServeAnswer.of_json({"model_stats": [*map(self._statistics, self._counts)]})
         if path == "/v2/repository/index" and method == "POST":
             state = {"version": "1", "state": "READY", "reason": ""}
@@ -144,10 +145,14 @@ class KServe:
     ) -> KServeAnswer:
         begun_ns, counts = time.monotonic_ns(), self._counts[endpoint.name]
         try:
-            request, inputs = _decode_request(endpoint, headers, body)
+            request, inputs = await call_by_size(
+                len(body), _decode_request, endpoint, headers, body
+            )
             requested = _requested_outputs(endpoint, request)
             outputs = await endpoint.answer(inputs)
-            answer = _encode_answer(endpoint, request, requested, outputs)
+            answer = await call_by_size(
+                len(body), _encode_answer, endpoint, request, requested, outputs
+            )
         except Exception as error:
             counts.count("fail", 0, begun_ns)
             failure = public_failure(error)
@@ -263,7 +268,12 @@ def _decode_request(
                 f"body of {len(body)} bytes"
             )
         length = int(header)
-    request = load_json(body[:length])
+    try:
+        request = read_json(body[:length].decode())
+    except UnicodeDecodeError as error:
+        raise ServingError(f"body: its JSON is not UTF-8 ({error.reason})") from None
+    except ServingError as error:
+        raise ServingError(f"body: {error}") from error
     if not isinstance(request, dict):
         raise ServingError("body: wanted a JSON object with inputs")
     inputs = decode_tensors(request.get("inputs", []), body[length:])
@@ -288,9 +298,7 @@ def _check_inputs(endpoint: Endpoint, inputs: Tensors) -> None:
         if not fits:
             raise ServingError(f"{name}: got shape {list(array.shape)}, wanted {shape}")
         if 0 in array.shape:
-            raise ServingError(
-                f"{name}: got shape {list(array.shape)}, wanted no dimension of 0"
-            )
+            raise ServingError(f"{name}: got shape {list(array.shape)}, wanted no dimension of 0")
     missing = [name for name, spec in specs.items() if name not in inputs and not spec.optional]
     if missing:
         raise ServingError(f"inputs: {', '.join(missing)} is missing")
@@ -386,7 +394,11 @@ def _compressed(answer: KServeAnswer, accepts: str) -> KServeAnswer:
 
     Clients that list several accept any; compression would only cost them time.
     """
-    pack = {"gzip": gzip.compress, "deflate": zlib.compress}.get(accepts.strip().lower())
+    packers: dict[str, Callable[[bytes], bytes]] = {
+        "gzip": gzip.compress,
+        "deflate": zlib.compress,
+    }
+    pack = packers.get(accepts.strip().lower())
     if pack is None:
         return answer
     encoding = {"Content-Encoding": accepts.strip().lower()}
