@@ -37,14 +37,19 @@ def loop_forever() -> None:
             continue
 
 
-def do_steps(run_step: RunStep, *steps: Callable[[], Any]) -> list[Any]:
-    results = []
-    for step in steps:
-        try:
-            results.append(run_step(step))
-        except TooSlowError as error:
-            results.append((str(error), error.step))
-    return results
+def job(*steps: Callable[[], Any]) -> Callable[[RunStep], list[Any]]:
+    """Work of these steps: their results, or what is said of those that were too slow."""
+
+    def work(run_step: RunStep) -> list[Any]:
+        results = []
+        for step in steps:
+            try:
+                results.append(run_step(step))
+            except TooSlowError as error:
+                results.append((str(error), error.step))
+        return results
+
+    return work
 
 
 def test_endless_steps_end_and_the_next_ones_of_their_jobs_are_done() -> None:
@@ -55,22 +60,18 @@ def test_endless_steps_end_and_the_next_ones_of_their_jobs_are_done() -> None:
             return render(ENDLESS, MESSAGES, "", "")
 
         hanging = [
-            asyncio.ensure_future(
-                threads.run(lambda run_step: do_steps(run_step, step, lambda: "next"))
-            )
+            asyncio.ensure_future(threads.run(job(step, lambda: "next")))
             for step in (loop_forever, render_endless, loop_forever)
         ]
         await asyncio.sleep(0.1)
         # While both threads are held, others take their place.
         begun = time.monotonic()
-        assert await threads.run(lambda run_step: do_steps(run_step, lambda: 7)) == [7]
+        assert await threads.run(job(lambda: 7)) == [7]
         assert time.monotonic() - begun < 20
-        for job in hanging:
-            assert await job == [("too slow", 0), "next"]
+        for answer in hanging:
+            assert await answer == [("too slow", 0), "next"]
         for number in range(100):
-            assert await threads.run(lambda run_step, n=number: do_steps(run_step, lambda: n)) == [
-                number
-            ]
+            assert await threads.run(job(lambda n=number: n)) == [number]
         threads.close()
 
     asyncio.run(scenario())
@@ -83,7 +84,7 @@ def test_steps_that_code_in_c_holds_are_answered_and_the_job_of_a_caller_that_le
     async def scenario() -> None:
         threads = TimedThreads(1, "timed", 0.3, "too slow")
         with pytest.raises(TooSlowError) as refused:
-            await threads.run(lambda run_step: do_steps(run_step, lambda: 1, release.wait))
+            await threads.run(job(lambda: 1, release.wait))
         assert refused.value.step == 1
         done: list[Any] = []
 
