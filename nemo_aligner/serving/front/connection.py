@@ -78,11 +78,11 @@ class Sweep:
     def _run(self, connections: set[Connection]) -> None:
         # One interval ago, as ``now`` was that old when the deadlines were set.
         earlier, self.now = self.now, self.loop.time()
-        for connection in [peer for peer in connections if peer.deadline < earlier]:
-            connection.expire()
         self.timer = None
         if connections:
             self.start(connections)
+        for connection in [peer for peer in connections if peer.deadline < earlier]:
+            connection.expire()
 
 
 class Connection(HttpToolsProtocol):
@@ -473,7 +473,8 @@ class Connection(HttpToolsProtocol):
         self.is_idle = False
         self.deadline = self.sweep.now + self.limits.receive_timeout_secs
         self._parse(data, start)
-        if len(self.backlog) - self.backlog_start <= HIGH_WATER_LIMIT:
+        is_short = len(self.backlog) - self.backlog_start <= HIGH_WATER_LIMIT
+        if is_short and not self.flow.read_paused:
             self.transport.resume_reading()
 
     def refuse(self, refusal: Refusal) -> None:
