@@ -214,7 +214,7 @@ class ServerConfig(FrontConfig):
 
     max_batch_size: int = setting(1024, "most rows in a request of KServe v2")
     max_call_secs: float = setting(
-        1.0, "longest call of the model that takes rows of several requests; 0: no limit"
+        1.0, "longest call of the model, as estimated from the last ones; 0: no limit"
     )
     encode_timeout_secs: float = setting(
         10.0, "seconds until a sample that is still being tokenized gets a 400"

@@ -88,7 +88,10 @@ class LocalService(ScoringService):
             needs_lengths=shaper is not None and shaper.needs_lengths,
         )
         self._batcher = Batcher(
-            partial(ranks.submit, _COMPUTE), scorer.tokens_per_call, self._intake.meter
+            partial(ranks.submit, _COMPUTE),
+            scorer.tokens_per_call,
+            self._intake.meter,
+            backend.config.max_call_secs,
         )
         self._reported_cached = 0
 
