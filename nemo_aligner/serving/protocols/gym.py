@@ -363,7 +363,7 @@ class SessionRequest(Body):
 class AggregateRequest(Body):
     """All rollouts of a run, without what was asked and said."""
 
-    verify_responses: list[dict[str, Any]]
+    verify_responses: Items[dict[str, Any]]
 
 
 def answer_session(content: bytes) -> HttpAnswer:

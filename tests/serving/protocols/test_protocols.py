@@ -116,6 +116,7 @@ NO_REWARDS: list[tuple[Any, str]] = [
     ({"tokens": [[True]]}, "tokens.0.0: got true, wanted an integer"),
     ({"text": ["a"]}, r"text: unknown key; did you mean texts\?; known are texts, "),
     ({"seed": 1}, "seed: unknown key; known are texts, "),
+    ({"a\nb": 1}, r'^"a\\nb": unknown key; known are texts, '),
     ({"texts": "a" * 99}, "a{50}[.]{3}, wanted a list"),
     ([], r"body: got \[\], wanted an object"),
     ({"texts": [1, 2, 3, 4, 5]}, "texts.0: got 1, wanted a text$"),
