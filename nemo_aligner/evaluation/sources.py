@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
+from nemo_aligner.checkpoint.nemo.fingerprint import check_expected_fingerprint, read_fingerprint
 from nemo_aligner.config.common import Aggregate, Overlong, RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig
 from nemo_aligner.config.model import TRL_FORMAT, layout_sizes
@@ -184,7 +185,7 @@ def open_source(config: EvaluateConfig) -> Iterator[RewardSource]:
         _refuse_ranks(key)
     if key == "server":
         say(f"asking {name} ...")
-        with open_server(name, config.source) as source:
+        with open_server(name, config.source, config.expect_fingerprint) as source:
             yield _expected(source, config.expect_contract)
         return
     with launch():
@@ -206,9 +207,22 @@ def load_source(config: EvaluateConfig, layout: ParallelLayout) -> RewardSource:
     _check_used(config.source, key, name)
     if key == "hf_model":
         _refuse_ranks(key)
+    if key == "rm_model_file" and config.expect_fingerprint is not None:
+        fingerprint = read_fingerprint(name)  # before its weights
+        check_expected_fingerprint(
+            fingerprint, config.expect_fingerprint, "expect_fingerprint", name
+        )
+    elif config.expect_fingerprint is not None:
+        raise _no_fingerprint(name, config.expect_fingerprint)
     say(f"loading {name} ...")
     load = _archive if key == "rm_model_file" else _hugging_face
     return _expected(load(config, name, layout), config.expect_contract)
+
+
+def _no_fingerprint(name: str, expected: str) -> ConfigError:
+    return ConfigError(
+        f"expect_fingerprint: got {expected}, wanted null: {name} tells no model fingerprint"
+    )
 
 
 def _check_used(config: SourceConfig, key: str, name: str) -> None:
@@ -301,7 +315,9 @@ _ONE_REWARD = {"reward": 1.0}
 
 
 @contextmanager
-def open_server(url: str, config: SourceConfig) -> Iterator[RewardSource]:
+def open_server(
+    url: str, config: SourceConfig, expect_fingerprint: str | None = None
+) -> Iterator[RewardSource]:
     """Connect to a running server, as a context.
 
     Raises:
@@ -311,9 +327,13 @@ def open_server(url: str, config: SourceConfig) -> Iterator[RewardSource]:
     path, name = urlsplit(url).path.rstrip("/"), hide_password(url)
     if path == "":
         token = _bearer_token(config)
-        with RewardClient(url, timeout_s=config.timeout_s, token=token) as client:
+        with RewardClient(
+            url, expect_fingerprint=expect_fingerprint, timeout_s=config.timeout_s, token=token
+        ) as client:
             yield _ours(name, client)
         return
+    if expect_fingerprint is not None:
+        raise _no_fingerprint(name, expect_fingerprint)
     if path not in ("/classify", "/get_reward"):
         raise ConfigError(
             f"server: got {name}, wanted http://HOST:PORT of a server of ours, or one that ends in "

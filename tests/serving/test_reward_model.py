@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_aligner.checkpoint.nemo.fingerprint import fingerprint_of_ensemble, read_fingerprint
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
+from nemo_aligner.config.serving import ServeConfig
 from nemo_aligner.contract.readout import Readout
 from nemo_aligner.integrations.in_process import InProcessScorer
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
-from nemo_aligner.serving.run import served
+from nemo_aligner.serving.run import run_server, served
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
 from tests import tiny
 from tests.serving.gateway_calls import call, gateway_front
@@ -90,7 +92,7 @@ def check_by_client(server: Server, rewards: np.ndarray) -> None:
 
 @pytest.mark.smoke
 def test_server_gives_its_client_the_rewards_of_the_scorer(
-    model_server: Server, rewards: np.ndarray
+    model_server: Server, rewards: np.ndarray, archive: Path
 ) -> None:
     """Over HTTP the same number as in process: with few texts, alone and in company.
 
@@ -99,6 +101,7 @@ def test_server_gives_its_client_the_rewards_of_the_scorer(
     """
     check_by_client(model_server, rewards)
     check_score_example(model_server, rewards)
+    check_fingerprint(model_server, archive)
 
 
 def test_server_of_two_ranks_gives_the_rewards_of_the_scorer(
@@ -114,6 +117,17 @@ def test_server_of_two_ranks_gives_the_rewards_of_the_scorer(
         check_by_client(server, rewards)
         assert server.stop() == [0, 0], server.output()[-3000:]
         server.assert_nothing_is_left()
+
+
+def check_fingerprint(server: Server, archive: Path) -> None:
+    """The archive's fingerprint is published, sent with rewards, and printed at the start."""
+    fingerprint = read_fingerprint(archive)
+    with RewardClient(server.url, expect_fingerprint=fingerprint) as client:
+        assert client.score_rows(TEXTS[:2]).model_fingerprint == fingerprint
+        assert client.fingerprint == fingerprint
+    lines = server.output().splitlines()
+    (contract,) = (row for row, line in enumerate(lines) if "Scoring contract " in line)
+    assert f"Model fingerprint {fingerprint}" in lines[contract + 1]
 
 
 def check_score_example(server: Server, rewards: np.ndarray) -> None:
@@ -134,6 +148,19 @@ def test_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     assert said.startswith(f"the server did not start; the end of {log}:\n")
     assert "CheckpointError: nowhere.nemo" in said
     assert "Serving" not in said
+
+
+def test_servers_with_another_model_than_the_expected_one_do_not_start(
+    archive: Path, tmp_path: Path
+) -> None:
+    """Before they load it; a server of several models has the fingerprint of all."""
+    both = fingerprint_of_ensemble([read_fingerprint(archive)] * 2)
+    config = ServeConfig(rm_model_file=str(archive), expect_fingerprint="0" * 32)
+    with pytest.raises(ConfigError, match=f"got a model with .* {read_fingerprint(archive)} "):
+        run_server(config)
+    config.ensemble.files = [str(archive)]
+    with pytest.raises(ConfigError, match=rf"{both} \({archive}, {archive}\), wanted 0000"):
+        run_server(config)
 
 
 def test_gateway_gives_the_bits_of_the_server_by_every_protocol(

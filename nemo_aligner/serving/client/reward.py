@@ -46,7 +46,8 @@ class RewardClient(ServerClient[ServerPool]):
     tried again. Safe to use from several threads.
 
     All rewards of a client are by one scoring contract: ``expect`` (a contract, or its hash), else
-    the first that it meets. A server that scores by another one is left out until it is right.
+    the first that it meets. A server that scores by another one is left out until it is right; with
+    ``expect_fingerprint`` also one whose model has other weights.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class RewardClient(ServerClient[ServerPool]):
         model_name: str = kserve.MODEL_NAME,
         *,
         expect: ScoringContract | str | None = None,
+        expect_fingerprint: str | None = None,
         timeout_s: float = 600.0,
         wait_s: float = 0.0,
         retry_s: float = 5.0,
@@ -68,6 +70,7 @@ class RewardClient(ServerClient[ServerPool]):
             url: ``http://host:port``
             model_name: what it is called on the servers
             expect: see above
+            expect_fingerprint: of the only model whose rewards are accepted
             timeout_s: for one call with all that it takes
             wait_s: for a server that is not up yet
             retry_s: for a server that has answered before and is gone, or has no room
@@ -78,12 +81,12 @@ class RewardClient(ServerClient[ServerPool]):
                 then closes the client, and the other methods are not for it
 
         Raises:
-            ConfigError: ``expect`` is neither a contract nor a hash, a URL is none, or the token
-                is not one word.
+            ConfigError: ``expect`` is neither a contract nor a hash, ``expect_fingerprint`` is no
+                fingerprint, a URL is none, or the token is not one word.
         """
         check_token(token)
         urls = checked_urls([url] if isinstance(url, str) else url)
-        self._contract_check = ContractCheck(expect)
+        self._contract_check = ContractCheck(expect, expect_fingerprint)
         connect = partial(
             ServerPool,
             *(urls, model_name, self._contract_check, wait_s, retry_s, max_connections, token),
@@ -98,6 +101,14 @@ class RewardClient(ServerClient[ServerPool]):
             ServingError: there is no server, or it publishes none.
         """
         return self._wait(self._submit(ServerPool.ask_contract))
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Model fingerprint of the server that was heard last; None before, and if it tells none.
+
+        ``contract()`` asks a server.
+        """
+        return self._contract_check.fingerprints.latest
 
     def score(self, texts: Sequence[Text], *, on_error: OnError = "raise") -> np.ndarray:
         """Rewards ``[N, A]`` float32 of N texts.
@@ -308,6 +319,7 @@ class RowCollector:
         self._errors: dict[int, str] = {}
         self._exceeded: set[int] = set()
         self._contract_hash: str | None = None
+        self._fingerprints: set[str | None] = set()
 
     async def collect(self, total: int, split: Split, columns: int | None) -> ScoredRows:
         """The rewards of ``total`` rows; ``split`` makes requests of at most so many rows.
@@ -331,6 +343,8 @@ class RowCollector:
             dict(sorted(self._errors.items())),
             np.array([row in self._exceeded for row in range(total)], dtype=bool),
             self._contract_hash,
+            # Rows of several models have no fingerprint in common.
+            self._fingerprints.pop() if len(self._fingerprints) == 1 else None,
             **{name: self._gathered(name, total) for name in _OPTIONAL},
         )
 
@@ -384,6 +398,7 @@ class RowCollector:
             row for row, cut in zip(part.rows, scored.exceeded, strict=True) if cut
         )
         self._contract_hash = scored.contract_hash
+        self._fingerprints.add(scored.model_fingerprint)
 
     def _without(self, part: PartialRequest, place: int, refusal: RefusedError) -> PartialRequest:
         row = part.rows[place]  # the caller's number; the server's is the place in the request

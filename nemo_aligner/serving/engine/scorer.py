@@ -7,12 +7,13 @@ scored in process or over HTTP, alone or among others.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
+from nemo_aligner.checkpoint.nemo.fingerprint import fingerprint_of_ensemble
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import BATCH_INVARIANT_ROWS
@@ -82,6 +83,7 @@ class RewardScorer:
         micro_batch_tokens: int,
         watch: Watch = unwatched,
         prefix_cache_tokens: int = 0,
+        fingerprint: str | None = None,
     ) -> None:
         """Raise ConfigError if a text of the contract's ``seq_length`` exceeds the budget."""
         # A text is never divided over packs: causal attention needs all of it in one.
@@ -98,6 +100,7 @@ class RewardScorer:
         self._num_outputs = contract.num_outputs
         self._encoder = TextEncoder(contract, tokenizer)
         self.contract = contract
+        self.fingerprint = fingerprint
         self.counts = TokenCounts()
         marker = contract.reply_marker
         self._cache = PrefixCache(
@@ -238,7 +241,8 @@ class RewardScorer:
         Raises:
             ServingError: the model's reward of a text is not a finite number.
         """
-        return score_encodable(texts, self.encode, self._score_and_spread, self.contract.hash)
+        scored = score_encodable(texts, self.encode, self._score_and_spread, self.contract.hash)
+        return replace(scored, model_fingerprint=self.fingerprint)
 
     def _score_and_spread(self, texts: Sequence[EncodedText]) -> RowValues:
         if self.contract.readout is None:
@@ -415,6 +419,7 @@ def load_scorer(
         micro_batch_tokens,
         watch,
         prefix_cache_tokens,
+        loaded.fingerprint,
     )
 
 
@@ -427,7 +432,8 @@ _MAY_DIFFER = ("label_means", "attribute_weights")
 class RewardEnsemble:
     """M models on the same ranks: ``[N, M * A]`` rewards, model after model.
 
-    Its methods are those of ``RewardScorer``, and as collective. ``contract`` is the first model's.
+    Its methods are those of ``RewardScorer``, and as collective. ``contract`` is the first model's,
+    ``fingerprint`` that of all in their order.
     """
 
     def __init__(self, members: Sequence[RewardScorer]) -> None:
@@ -435,6 +441,7 @@ class RewardEnsemble:
         check_alike([member.contract for member in members])
         self._members = list(members)
         self.contract = members[0].contract
+        self.fingerprint = fingerprint_of_ensemble([member.fingerprint for member in members])
 
     @property
     def counts(self) -> TokenCounts:

@@ -95,7 +95,8 @@ class ScoredRows:
 
     ``rewards`` ``[N, A]`` float32, NaN for each row in ``errors``, which has the reasons.
     ``exceeded`` ``[N]`` bool says which texts were cut to the model's ``seq_length``;
-    ``contract_hash`` by what contract they were scored, None where no row was, or no server says.
+    ``contract_hash`` by what contract they were scored, None where no row was, or no server says;
+    ``model_fingerprint`` by what weights, None also where the rows are of several models.
 
     From a server that shapes its rewards also those of each model before, ``raw_rewards``
     ``[N, M * A]``; ``deviation`` ``[N, A]`` between models; and whether a reward ``passed`` the
@@ -116,6 +117,7 @@ class ScoredRows:
     errors: dict[int, str]
     exceeded: np.ndarray
     contract_hash: str | None = None
+    model_fingerprint: str | None = None
     raw_rewards: np.ndarray | None = None
     deviation: np.ndarray | None = None
     passed: np.ndarray | None = None
