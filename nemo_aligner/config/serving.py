@@ -227,7 +227,7 @@ class ServerConfig(FrontConfig):
         30.0, "seconds without a heartbeat until a rank counts as lost"
     )
     triton_port: int | None = setting(
-        None, "also answer by NVIDIA Triton (extra triton): HTTP here, gRPC and metrics behind it"
+        None, "port of NVIDIA Triton (extra triton), gRPC and metrics behind; null: off"
     )
     triton_host: str = setting("127.0.0.1", "address that Triton listens on")
     triton_log_file: str | None = setting(

@@ -17,7 +17,7 @@ from nemo_aligner.utils.errors import AlignerError, ConfigError, ServingError
 from tests import tiny
 from tests.checkpoint.hf.exporting import export
 from tests.evaluation.refusals import refusal
-from tests.serving.servers import gateway, running
+from tests.serving.servers import SERVE, gateway, running
 
 ATTRIBUTES = ("helpfulness", "verbosity")
 NO_MODEL = f"expect_fingerprint={'0' * 32}"
@@ -53,7 +53,7 @@ def sources(folder: Path) -> Iterator[dict[str, list[str]]]:
     pytest.importorskip("fastapi")
     for name in ("server", "gateway"):
         (folder / name).mkdir()
-    serve = ("examples/serve_reward_model.py", f"rm_model_file={folder / 'rm.nemo'}")
+    serve = (SERVE, f"rm_model_file={folder / 'rm.nemo'}")
     with (
         running(folder / "server", *serve, "server.port=0", "model.micro_batch_tokens=256") as ours,
         gateway(folder / "gateway", f"backends=[{ours.url}]") as others,

@@ -34,7 +34,7 @@ from tests.serving.engine.company import (
     scorers_of,
     write_cases,
 )
-from tests.serving.servers import running
+from tests.serving.servers import SERVE, running
 
 NOTHING = {"fp32": 0, "bf16": 0}
 
@@ -159,7 +159,7 @@ def test_rewards_have_the_same_bits_in_any_company_over_http(
     settings = (f"rm_model_file={short.archive}", "precision=bf16", "server.port=0")
     more = (f"model.micro_batch_tokens={BUDGET}", "server.prefix_cache_tokens=512")
     with (
-        running(tmp_path, "examples/serve_reward_model.py", *settings, *more) as server,
+        running(tmp_path, SERVE, *settings, *more) as server,
         RewardClient(server.url, timeout_s=60, wait_s=60) as client,
     ):
         for seed in range(6):
