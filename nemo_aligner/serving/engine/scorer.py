@@ -6,9 +6,9 @@ scored in process or over HTTP, alone or among others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,14 @@ from nemo_aligner.contract.contract import EncodedText, ScoringContract, TextEnc
 from nemo_aligner.contract.from_settings import describe_differences
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.sample_frame import SampleFrame
-from nemo_aligner.contract.steps import STEPPED, aggregate_texts
+from nemo_aligner.contract.scorer import (
+    OnError,
+    RowValues,
+    ScoredRows,
+    StepRewards,
+    score_encodable,
+)
+from nemo_aligner.contract.steps import aggregate_texts
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.data.packing import SequenceReads, pack_sequences
@@ -34,9 +41,8 @@ from nemo_aligner.models.reward_model import (
 )
 from nemo_aligner.models.step import count_parts, gather_rewards, infer_in_parts
 from nemo_aligner.serving.engine.prefix_cache import CallPlan, PrefixCache
-from nemo_aligner.serving.protocols import ScoredRows, StepRewards, place_rows
 from nemo_aligner.utils.console import Watch, unwatched
-from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
+from nemo_aligner.utils.errors import ConfigError, ServingError
 
 # Tokens of a text whose attention takes every way: see models/attention/cpu_inference.py.
 _BEYOND_A_SPAN = 600
@@ -64,7 +70,7 @@ class TokenCounts:
 class RewardScorer:
     """Scores N texts as ``[N, A]`` float32, one column per attribute of the contract.
 
-    The ``score`` methods are collective: every rank calls them with the same arguments and gets all
+    Methods that score are collective: every rank calls them with the same arguments and gets all
     rewards. The packs are shared out over the data parallel ranks.
 
     With a prefix cache the keys and values of ``prefix_cache_tokens`` tokens are kept on each data
@@ -153,40 +159,9 @@ class RewardScorer:
         """Empty the prefix cache: keys and values of a failed call may be missing."""
         self._cache.reset_cache()
 
-    def score(self, texts: Sequence[Text]) -> np.ndarray:
-        """Rewards of raw texts and conversations.
-
-        Raises:
-            DataError: the contract refuses a text; the message has its number.
-        """
-        return self._score_encoded([self._encode_numbered(i, t) for i, t in enumerate(texts)])
-
-    def score_steps(self, texts: Sequence[Text]) -> list[StepRewards]:
-        """Rewards of every turn or step of each text, in one pass over it.
-
-        Raises:
-            DataError: the contract refuses a text, whose number the message has, or has no steps.
-        """
-        check_has_steps(self.contract)
-        encoded = [self._encode_numbered(i, text) for i, text in enumerate(texts)]
-        rewards, bounds = self._score_reads(encoded)
-        return [
-            StepRewards(of_text, text.spans)
-            for of_text, text in zip(np.split(rewards, bounds[1:-1]), encoded, strict=True)
-        ]
-
-    def _score_encoded(self, texts: Sequence[EncodedText]) -> np.ndarray:
-        """Rewards ``[N, A]`` of texts, by the contract's rule for those of turns or steps."""
-        if self.contract.aggregate is None:
-            return self.score_token_lists([text.token_ids for text in texts])
-        rewards, bounds = self._score_reads(texts)
-        return aggregate_texts(rewards, bounds, self.contract.aggregation)
-
-    def _score_reads(self, texts: Sequence[EncodedText]) -> tuple[np.ndarray, list[int]]:
-        """Rewards ``[S, A]`` of all turns or steps of N texts, and their N + 1 bounds."""
-        reads = [text.reads or () for text in texts]
-        outputs = self.score_step_outputs([text.token_ids for text in texts], reads)
-        return self.contract.rewards_of(outputs), [*accumulate(map(len, reads), initial=0)]
+    def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
+        """Score samples, and all their steps in the same pass; see ``Scorer`` of the contract."""
+        return _score_rows(self, samples, on_error)
 
     def score_step_outputs(
         self,
@@ -199,16 +174,6 @@ class RewardScorer:
         """
         return self._score_outputs(token_lists, reads)
 
-    def score_tokens(self, token_lists: Sequence[Sequence[int]]) -> np.ndarray:
-        """Rewards of token ids as they stand.
-
-        Raises:
-            DataError: a sequence is empty, too long, or has an id outside the vocabulary.
-        """
-        for token_ids in token_lists:
-            self.check_tokens(token_ids)
-        return self.score_token_lists([list(token_ids) for token_ids in token_lists])
-
     def encode(self, text: Text) -> EncodedText:
         """The token ids of one text; DataError where the contract refuses it."""
         return self._encoder.encode(text)
@@ -220,30 +185,6 @@ class RewardScorer:
     def check_tokens(self, token_ids: Sequence[int]) -> None:
         """Refuse, with a DataError, ids that the model would fail on or misread."""
         self._encoder.check_tokens(token_ids)
-
-    def score_and_spread(self, texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray | None]:
-        """``score``, and the rewards' spreads ``[N, A]`` float32, None if the head has none.
-
-        Raises:
-            DataError: as ``score``.
-        """
-        return self._score_and_spread([self._encode_numbered(i, t) for i, t in enumerate(texts)])[
-            :2
-        ]
-
-    def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
-        """Rewards, NaN for each text that the contract refuses, and the reasons; as a client's.
-
-        Raises:
-            ServingError: the model's reward of a text is not a finite number.
-        """
-        return score_encodable(texts, self.encode, self._score_and_spread, self.contract.hash)
-
-    def _score_and_spread(self, texts: Sequence[EncodedText]) -> RowValues:
-        if self.contract.readout is None:
-            return self._score_encoded(texts), None, None
-        outputs = self.score_outputs([text.token_ids for text in texts])
-        return *self.read_outputs(outputs), outputs
 
     def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """Rewards of token ids that ``check_tokens`` let pass."""
@@ -309,62 +250,6 @@ class RewardScorer:
         mine = packs[self._layout.dp_rank :: self._layout.dp]
         return CallPlan(mine, sum(pack.num_tokens for pack in packs), 0)
 
-    def _encode_numbered(self, number: int, text: Text) -> EncodedText:
-        try:
-            return self.encode(text)
-        except DataError as error:
-            raise DataError(f"text {number}: {error}") from error
-
-
-def check_has_steps(contract: ScoringContract) -> None:
-    """Raise DataError if a model has no reward for each turn or step."""
-    if not contract.has_steps:
-        raise DataError(
-            f"steps: got a model with one reward of a text (model.head.reads is "
-            f"{contract.scored_position}), wanted one that reads {', '.join(STEPPED)}"
-        )
-
-
-RowValues = tuple[np.ndarray, "np.ndarray | None", "np.ndarray | None"]
-"""``[N, A]`` rewards, their spreads, and the ``[N, A * K]`` outputs, the last two if there are."""
-
-
-def score_encodable(
-    texts: Sequence[Text],
-    encode: Callable[[Text], EncodedText],
-    measure: Callable[[Sequence[EncodedText]], RowValues],
-    contract_hash: str | None = None,
-) -> ScoredRows:
-    """Score by ``measure`` the texts that ``encode`` accepts; the others get NaN and the reason.
-
-    Raises:
-        ServingError: the reward of a text is not a finite number.
-    """
-    encoded: dict[int, EncodedText] = {}
-    errors: dict[int, str] = {}
-    for row, text in enumerate(texts):
-        try:
-            encoded[row] = encode(text)
-        except DataError as error:
-            errors[row] = str(error)
-    rows = list(encoded)
-    rewards, spreads, outputs = measure([*encoded.values()])
-    wrong = np.flatnonzero(~np.isfinite(rewards).all(axis=1))
-    if wrong.size:
-        raise ServingError(f"row {rows[wrong[0]]}: the model's reward is not a finite number")
-
-    def at_rows(values: np.ndarray) -> np.ndarray:
-        return place_rows(values.astype(np.float32, copy=False), rows, len(texts))
-
-    return ScoredRows(
-        at_rows(rewards),
-        errors,
-        np.array([row in encoded and encoded[row].truncated for row in range(len(texts))], bool),
-        contract_hash,
-        spread=None if spreads is None else at_rows(spreads),
-        outputs=None if outputs is None else at_rows(outputs),
-    )
-
 
 def load_scorer(
     path: str | Path,
@@ -422,6 +307,15 @@ class RewardEnsemble:
         self.contract = members[0].contract
 
     @property
+    def attributes(self) -> tuple[str, ...]:
+        """Names of the columns of the rewards, model after model."""
+        return tuple(
+            f"{name} of model {number}"
+            for number, member in enumerate(self._members)
+            for name in member.attributes
+        )
+
+    @property
     def counts(self) -> TokenCounts:
         """Tokens of all models."""
         counts = TokenCounts()
@@ -437,6 +331,10 @@ class RewardEnsemble:
     def prefix_cache_bytes(self) -> int:
         """Bytes of the prefix caches on this rank."""
         return sum(member.prefix_cache_bytes for member in self._members)
+
+    def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
+        """Score samples, and all their steps in the same pass; see ``Scorer`` of the contract."""
+        return _score_rows(self, samples, on_error)
 
     def encode(self, text: Text) -> EncodedText:
         return self._members[0].encode(text)
@@ -487,6 +385,33 @@ class RewardEnsemble:
 
 Scorer = RewardScorer | RewardEnsemble
 """Of its methods those that score, and ``reset_cache``, are collective over the ranks."""
+
+
+def _score_rows(scorer: Scorer, samples: Sequence[Text], on_error: OnError) -> ScoredRows:
+    contract = scorer.contract
+
+    def measure(encoded: Sequence[EncodedText]) -> RowValues:
+        token_lists = [sample.token_ids for sample in encoded]
+        if not contract.has_steps:
+            outputs = scorer.score_outputs(token_lists)
+            rewards, spreads = scorer.read_outputs(outputs)
+            return RowValues(rewards, spreads, None if contract.readout is None else outputs)
+        reads = [sample.reads or () for sample in encoded]
+        outputs = scorer.score_step_outputs(token_lists, reads)
+        rewards, spreads = scorer.read_outputs(outputs)
+        bounds = [*accumulate(map(len, reads), initial=0)]
+        last = np.array(bounds[1:], dtype=np.int64) - 1
+        steps = np.full(len(encoded), None, dtype=np.object_)
+        for row, (start, end) in enumerate(pairwise(bounds)):
+            steps[row] = StepRewards(rewards[start:end], encoded[row].spans)
+        return RowValues(
+            aggregate_texts(rewards, bounds, contract.aggregation),
+            None if spreads is None else spreads[last],
+            None if contract.readout is None else outputs[last],
+            steps,
+        )
+
+    return score_encodable(samples, scorer.encode, measure, contract.hash, on_error)
 
 
 def check_alike(contracts: Sequence[ScoringContract]) -> None:
