@@ -42,7 +42,7 @@ COPY . .
 RUN python -c "from importlib.metadata import version; print('torch==' + version('torch'))" \
         > /tmp/constraints.txt && \
     echo "megatron-core==${MEGATRON_CORE}" >> /tmp/constraints.txt && \
-    PIP_CONSTRAINT=/tmp/constraints.txt pip install --no-cache-dir -e ".[serving,gateway,gguf]" && \
+    PIP_CONSTRAINT=/tmp/constraints.txt pip install --no-cache-dir -e ".[serving,gguf]" && \
     rm /tmp/constraints.txt
 
 # Nothing here needs root. By its number, which is all that Kubernetes compares.

@@ -109,14 +109,13 @@ def test_a_protocol_is_served_with_the_others(
     import_example: Import, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("fastapi")
-    from nemo_aligner.config.serving import GatewayConfig
-    from nemo_aligner.serving import http
+    from nemo_aligner.serving.front import app as front_app
     from tests.serving.fake_server import total
-    from tests.serving.gateway_calls import FakeClient, call
+    from tests.serving.gateway_calls import FakeClient, call, gateway_front
 
     route = import_example("my_protocol").ROUTE
-    monkeypatch.setattr(http, "ROUTES", [*http.ROUTES, route])
-    app = http.build_app(FakeClient(), GatewayConfig(), None)
+    monkeypatch.setattr(front_app, "ROUTES", [*front_app.ROUTES, route])
+    app = gateway_front(FakeClient())
     assert call(app, "/one", {"text": "ab"}).json == {"reward": total("ab") / 2}
     refused = call(app, "/one", {"text": ""})
     assert (refused.status, refused.json) == (400, {"wrong": "row 0: the text is empty"})

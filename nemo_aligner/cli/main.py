@@ -29,12 +29,12 @@ from nemo_aligner.utils.writing import is_disk_full, write_problem
 Run = Callable[[argparse.Namespace], int]
 # Extra that installs each module.
 _EXTRAS = {
-    "pytriton": "serving",
-    "tritonclient": "serving",
-    "fastapi": "gateway",
-    "uvicorn": "gateway",
-    "pydantic": "gateway",
-    "prometheus_client": "gateway",
+    "pytriton": "triton",
+    "tritonclient": "triton",
+    "fastapi": "serving",
+    "uvicorn": "serving",
+    "pydantic": "serving",
+    "prometheus_client": "serving",
     "gguf": "gguf",
     "zarr": "zarr",
     "ml_dtypes": "zarr",

@@ -17,14 +17,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from nemo_aligner.cli.main import load
 from nemo_aligner.config.load import load_config
-from nemo_aligner.config.serving import GatewayConfig
-from nemo_aligner.serving.gateway_metrics import COUNTED
-from nemo_aligner.serving.http import build_app
+from nemo_aligner.serving.front.metrics import COUNTED
 from tests import tiny
 from tests.docs.test_pages import SCHEMAS
 from tests.environments import install, kept_environment, make_environment, new_environment
 from tests.serving.fake_server import CONTRACT
-from tests.serving.gateway_calls import FakeClient, call
+from tests.serving.gateway_calls import FakeClient, call, gateway_front
 from tests.tiny import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -168,7 +166,7 @@ def shown_metrics() -> set[str]:
     client.counted = {
         "http://one": dict.fromkeys([*COUNTED, "waiting_rows", "tokens_per_call"], 1.0)
     }
-    app = build_app(client, GatewayConfig(), None)
+    app = gateway_front(client)
     call(app, "/v1/rewards", {"texts": ["ab"]})
     families = text_string_to_metric_families(call(app, "/metrics").body.decode())
     return {sample.name for family in families for sample in family.samples}

@@ -77,7 +77,6 @@ def servers_that_clip() -> list[int]:
 def test_gym_gets_shaped_rewards_of_a_model_that_it_serves(
     python: Path, folder: Path, reward_model: Path, scorer: RewardScorer
 ) -> None:
-    pytest.importorskip("pytriton")
     pytest.importorskip("uvicorn")
     replies = ["thank you", "the bird sings in the tree"]
     options = {

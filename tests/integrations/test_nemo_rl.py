@@ -257,7 +257,7 @@ class TestInProcess:
     ) -> None:
         scorer = load_scorer(reward_model, layout)
         made = np.array([[1.0, 2.0], [np.nan, 2.0]], dtype=np.float32)
-        monkeypatch.setattr(scorer, "score_outputs", lambda token_lists: made)
+        monkeypatch.setattr(scorer, "compute", lambda rows: np.split(made, len(rows)))
         config = {"attribute": "helpfulness", "refused_reward": 0.0}
         given = RewardModelEnvironment(config, InProcessScorer(scorer))
         with pytest.raises(ServingError, match="row 2: the model's reward is not a finite number"):

@@ -11,10 +11,22 @@ from unittest.mock import AsyncMock
 
 import numpy as np
 
+from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import messages_of
 from nemo_aligner.serving.client import RefusedError, ScoredRows
+from nemo_aligner.serving.endpoints import reward_endpoints
+from nemo_aligner.serving.front.app import Front
+from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.upstream import UpstreamService
 from tests.serving.fake_server import CONTRACT, total
+
+
+def gateway_front(client: Any, token: str | None = None, **settings: Any) -> Front:
+    """The front of a gateway with this client, as ``nemo-aligner gateway`` makes it."""
+    config = GatewayConfig(**settings)
+    service = UpstreamService(client, config)
+    return Front(service, reward_endpoints(service, 16, kserve.OPTIONAL_NAMES), config, token)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from tests.launching import ROOT, free_port
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.servers import Server, gateway
 
-pytest.importorskip("pytriton")
 pytest.importorskip("fastapi")
-from nemo_aligner.serving.http import ROUTES
+from nemo_aligner.serving.front.app import ROUTES
 
 README, SERVING, GATEWAY = ROOT / "README.md", ROOT / "docs/serving.md", ROOT / "docs/gateway.md"
 URL, SECOND_URL = "http://127.0.0.1:5555", "http://127.0.0.1:5556"

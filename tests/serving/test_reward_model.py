@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
-from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.integrations.in_process import InProcessScorer
@@ -23,7 +22,7 @@ from nemo_aligner.serving.run import served
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
 from tests import tiny
 from tests.scorers import score_tokens
-from tests.serving.gateway_calls import call
+from tests.serving.gateway_calls import call, gateway_front
 from tests.serving.servers import SERVE, Server, running
 
 CLOSE = {"rtol": 0, "atol": 1e-5}
@@ -102,8 +101,6 @@ def test_server_gives_its_client_the_rewards_of_the_scorer(
     """
     check_by_client(model_server, rewards)
     check_score_example(model_server, rewards)
-    # Triton answers other paths by itself, with Not Found.
-    assert "/v1/rewards and the protocols of trainers are the gateway's" in model_server.output()
 
 
 def test_server_of_two_ranks_gives_the_rewards_of_the_scorer(
@@ -113,7 +110,6 @@ def test_server_of_two_ranks_gives_the_rewards_of_the_scorer(
 
     What a layout could change in a reward is compared in process by tests/serving/engine.
     """
-    pytest.importorskip("pytriton")
     settings = [f"rm_model_file={archive}", "server.port=0", "model.micro_batch_tokens=128"]
     settings += ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]
     with running(tmp_path, SERVE, *settings, ranks=2) as server:
@@ -146,7 +142,6 @@ def test_gateway_gives_the_bits_of_the_server_by_every_protocol(
     model_server: Server, rewards: np.ndarray
 ) -> None:
     pytest.importorskip("fastapi")
-    from nemo_aligner.serving.http import build_app
 
     raw = TEXTS[0]
     chat = next(text for text in TEXTS if not isinstance(text, str))
@@ -165,7 +160,7 @@ def test_gateway_gives_the_bits_of_the_server_by_every_protocol(
         return answer.json
 
     with RewardClient(url) as client:
-        app = build_app(client, GatewayConfig(), None)
+        app = gateway_front(client)
         rollout = {"responses_create_params": {"input": asked}, "response": {"output": [
             {"role": "assistant", "content": said}
         ]}}  # fmt: skip
@@ -227,7 +222,6 @@ def _refusals(
     row: dict[str, Any],
 ) -> dict[str, str]:
     """What each door says of a conversation, or of a row of a file."""
-    from nemo_aligner.serving.http import build_app
 
     said: dict[str, str] = {}
     with pytest.raises(DataError) as in_process:
@@ -237,7 +231,7 @@ def _refusals(
         with pytest.raises(ServingError) as refused:
             client.score([chat])
         said["server"] = str(refused.value)
-        app = build_app(client, GatewayConfig(), None)
+        app = gateway_front(client)
         for path, body in (
             ("/v1/rewards", {"conversations": [chat]}),
             ("/classify", {"messages": chat}),
@@ -266,7 +260,6 @@ def test_shaped_reward_has_its_parts_and_a_client_of_the_plain_model_is_refused(
     scorer: RewardScorer, archive: Path, tmp_path: Path
 ) -> None:
     """What they are made of stands beside them, and the contract says how."""
-    pytest.importorskip("pytriton")
     other = tmp_path / "other.nemo"  # the same model with a head of its own
     made = load_reward_model(archive, scorer._layout)
     torch.nn.init.normal_(made.model.rm_head.weight, std=0.05)
@@ -316,9 +309,7 @@ def test_uncertainty_over_http_is_that_in_process_and_can_be_taken_off(
     scorer: RewardScorer, archive: Path, tmp_path: Path
 ) -> None:
     """Of a head with two bins for one attribute, read by the same rule everywhere."""
-    pytest.importorskip("pytriton")
     pytest.importorskip("fastapi")
-    from nemo_aligner.serving.http import build_app
 
     texts = [*TEXTS[:2], next(text for text in TEXTS if not isinstance(text, str))]
     loaded = load_reward_model(archive, scorer._layout)
@@ -343,7 +334,7 @@ def test_uncertainty_over_http_is_that_in_process_and_can_be_taken_off(
         RewardClient(server.url) as client,
     ):
         served = client.score_rows([*texts, ""])
-        app = build_app(client, GatewayConfig(), None)
+        app = gateway_front(client)
         answer = call(app, "/v1/rewards", {"texts": texts[:2], "outputs": True}).json
     for name, found in (("in process", in_process), ("over HTTP", served)):
         assert found.spread is not None, name

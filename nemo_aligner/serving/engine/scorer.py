@@ -41,6 +41,7 @@ from nemo_aligner.models.reward_model import (
 )
 from nemo_aligner.models.step import count_parts, gather_rewards, infer_in_parts
 from nemo_aligner.serving.engine.prefix_cache import CallPlan, PrefixCache
+from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ConfigError, ServingError
 
@@ -163,17 +164,6 @@ class RewardScorer:
         """Score samples, and all their steps in the same pass; see ``Scorer`` of the contract."""
         return _score_rows(self, samples, on_error)
 
-    def score_step_outputs(
-        self,
-        token_lists: Sequence[Sequence[int] | np.ndarray],
-        reads: Sequence[Sequence[int]],
-    ) -> np.ndarray:
-        """``[S, A * K]`` float32 outputs of the head at all ``reads``, places in each token list.
-
-        The last place of each is that of its last token.
-        """
-        return self._score_outputs(token_lists, reads)
-
     def encode(self, text: Text) -> EncodedText:
         """The token ids of one text; DataError where the contract refuses it."""
         return self._encoder.encode(text)
@@ -186,9 +176,21 @@ class RewardScorer:
         """Refuse, with a DataError, ids that the model would fail on or misread."""
         self._encoder.check_tokens(token_ids)
 
-    def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+    def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """Compute the outputs of the head at the positions that the rows are read at.
+
+        Returns:
+            An array ``[s, A * K]`` float32 for each row, s the number of its ``reads`` or 1;
+            ``read_outputs`` makes rewards of them. For no rows one array without rows.
+        """
+        positions = [row.positions for row in rows]
+        outputs = self._compute([row.ids for row in rows], positions)
+        return np.split(outputs, np.cumsum([*map(len, positions)])[:-1])
+
+    def score_token_lists(self, token_lists: Sequence[Sequence[int]]) -> np.ndarray:
         """Rewards of token ids that ``check_tokens`` let pass."""
-        return self.contract.rewards_of(self.score_outputs(token_lists))
+        outputs = self.compute([Row.of(token_ids) for token_ids in token_lists])
+        return self.contract.rewards_of(np.concatenate(outputs))
 
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """``[N, A]`` float32 rewards of the head's ``outputs``, and their spreads, if any.
@@ -197,20 +199,14 @@ class RewardScorer:
         """
         return self.contract.rewards_of(outputs), self.contract.spreads_of(outputs)
 
-    def score_outputs(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-        """``[N, A * K]`` float32 outputs of the head, for token ids that were checked."""
-        return self._score_outputs(token_lists, None)
-
-    def _score_outputs(
-        self,
-        token_lists: Sequence[Sequence[int] | np.ndarray],
-        reads: Sequence[Sequence[int]] | None,
+    def _compute(
+        self, sequences: Sequence[np.ndarray], positions: Sequence[Sequence[int]]
     ) -> np.ndarray:
-        if not token_lists:
+        if not sequences:
             return np.zeros((0, self._num_outputs), dtype=np.float32)
+        reads = SequenceReads.number(positions) if self.contract.has_steps else None
         try:
-            sequences = [np.array(tokens, dtype=np.int64) for tokens in token_lists]
-            return self._score(sequences, None if reads is None else SequenceReads.number(reads))
+            return self._score(sequences, reads)
         except BaseException:  # Ctrl-C, too: what was planned counts as cached, and may be missing
             self.reset_cache()
             raise
@@ -345,26 +341,10 @@ class RewardEnsemble:
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
         return self._members[0].count_reply_tokens(texts)
 
-    def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-        """``[N, M * A]`` float32 rewards of token ids that ``check_tokens`` let pass."""
-        return np.concatenate(
-            [member.score_token_lists(token_lists) for member in self._members], axis=1
-        )
-
-    def score_outputs(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-        """``[N, M * A * K]`` float32 outputs of the heads, for token ids that were checked."""
-        return np.concatenate(
-            [member.score_outputs(token_lists) for member in self._members], axis=1
-        )
-
-    def score_step_outputs(
-        self,
-        token_lists: Sequence[Sequence[int] | np.ndarray],
-        reads: Sequence[Sequence[int]],
-    ) -> np.ndarray:
-        """``[S, M * A * K]`` float32 outputs of the heads at all ``reads`` of the token lists."""
-        found = [member.score_step_outputs(token_lists, reads) for member in self._members]
-        return np.concatenate(found, axis=1)
+    def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """``RewardScorer.compute``, with M times the columns: ``[s, M * A * K]`` for each row."""
+        outputs = [member.compute(rows) for member in self._members]
+        return [np.concatenate(columns, axis=1) for columns in zip(*outputs, strict=True)]
 
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """``[N, M * A]`` float32 rewards of ``outputs``, and their spreads, if any."""
@@ -391,24 +371,19 @@ def _score_rows(scorer: Scorer, samples: Sequence[Text], on_error: OnError) -> S
     contract = scorer.contract
 
     def measure(encoded: Sequence[EncodedText]) -> RowValues:
-        token_lists = [sample.token_ids for sample in encoded]
-        if not contract.has_steps:
-            outputs = scorer.score_outputs(token_lists)
-            rewards, spreads = scorer.read_outputs(outputs)
-            return RowValues(rewards, spreads, None if contract.readout is None else outputs)
-        reads = [sample.reads or () for sample in encoded]
-        outputs = scorer.score_step_outputs(token_lists, reads)
+        rows = [Row.of(sample.token_ids, sample.reads) for sample in encoded]
+        outputs = np.concatenate(scorer.compute(rows))
         rewards, spreads = scorer.read_outputs(outputs)
-        bounds = [*accumulate(map(len, reads), initial=0)]
+        bounds = [*accumulate((len(row.positions) for row in rows), initial=0)]
         last = np.array(bounds[1:], dtype=np.int64) - 1
-        steps = np.full(len(encoded), None, dtype=np.object_)
+        steps = np.full(len(rows), None, dtype=np.object_)
         for row, (start, end) in enumerate(pairwise(bounds)):
             steps[row] = StepRewards(rewards[start:end], encoded[row].spans)
         return RowValues(
             aggregate_texts(rewards, bounds, contract.aggregation),
             None if spreads is None else spreads[last],
             None if contract.readout is None else outputs[last],
-            steps,
+            steps if contract.has_steps else None,
         )
 
     return score_encodable(samples, scorer.encode, measure, contract.hash, on_error)

@@ -49,7 +49,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def sources(folder: Path) -> Iterator[dict[str, list[str]]]:
     """Settings of every source but the archive."""
-    pytest.importorskip("pytriton")
     pytest.importorskip("fastapi")
     for name in ("server", "gateway"):
         (folder / name).mkdir()

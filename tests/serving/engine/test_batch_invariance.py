@@ -153,7 +153,6 @@ def test_rewards_of_a_mixture_have_the_same_bits_in_any_company_at_any_layout(
 def test_rewards_have_the_same_bits_in_any_company_over_http(
     short: Case, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    pytest.importorskip("pytriton")
     from nemo_aligner.serving.client.reward import RewardClient
 
     texts = draw_texts(80, LONGEST, 90, seed=1)

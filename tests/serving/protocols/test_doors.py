@@ -19,7 +19,7 @@ from nemo_aligner.data.texts import labelled_conversation, labelled_texts
 from nemo_aligner.integrations.nemo_rl import RewardModelEnvironment
 from nemo_aligner.integrations.trl import RewardFunction
 from nemo_aligner.serving.client import ScoredRows
-from nemo_aligner.serving.http import ROUTES
+from nemo_aligner.serving.front.app import ROUTES
 from nemo_aligner.serving.protocols import kserve
 from tests.contracts import Contracts
 from tests.data.files import read, write

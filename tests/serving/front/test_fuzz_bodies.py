@@ -21,7 +21,7 @@ pytest.importorskip("hypothesis")
 from hypothesis import given
 
 from nemo_aligner.config.common import Overlong
-from nemo_aligner.config.serving import GatewayConfig, ServerConfig
+from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.contract.contract import ScoringContract, TextEncoder
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.sample_frame import SampleFrame
@@ -36,12 +36,12 @@ from nemo_aligner.serving.client.reward import (
 )
 from nemo_aligner.serving.engine.batcher import Meter
 from nemo_aligner.serving.failures import FailureKind, RefusedError, failure_of
-from nemo_aligner.serving.http import PLAIN_ROUTES, ROUTES, build_app
+from nemo_aligner.serving.front.app import PLAIN_ROUTES, ROUTES
 from nemo_aligner.serving.protocols import ScoredRows, kserve
 from nemo_aligner.serving.reward import RewardService, unmark_reads
 from tests.contracts import Contracts
 from tests.fuzzing import Faults, damaged, fuzz_settings
-from tests.serving.gateway_calls import call_async
+from tests.serving.gateway_calls import call_async, gateway_front
 
 BODIES, IN_A_BATCH = 10_000, 20
 USER, REPLY = (
@@ -211,8 +211,7 @@ def test_damaged_body_at_any_path_gets_an_answer_and_never_a_500(
     contract = contracts(template="chatml", seq_length=64, overlong=Overlong.truncate_left)
     stepped = replace(contract, scored_position="step_ends", step_separator="\n")
     engines = [Engine(each, tokenizer) for each in (contract, stepped)]
-    config = GatewayConfig(max_request_bytes=100_000)
-    apps = [build_app(engine, config, None) for engine in engines]  # type: ignore[arg-type]
+    apps = [gateway_front(engine, max_request_bytes=100_000) for engine in engines]
     statuses: Counter[tuple[str, int]] = Counter()
     faults = Faults()
     loop = asyncio.new_event_loop()
