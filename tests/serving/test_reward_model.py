@@ -16,12 +16,14 @@ from nemo_aligner.checkpoint.nemo.fingerprint import fingerprint_of_ensemble, re
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
 from nemo_aligner.config.serving import ServeConfig
 from nemo_aligner.contract.readout import Readout
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.integrations.in_process import InProcessScorer
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.serving.run import run_server, served
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
 from tests import tiny
+from tests.scorers import score_tokens
 from tests.serving.gateway_calls import call, gateway_front
 from tests.serving.servers import SERVE, Server, running
 
@@ -47,7 +49,7 @@ TEXTS = make_texts()
 @pytest.fixture(scope="module")
 def rewards(scorer: RewardScorer) -> np.ndarray:
     """``[N, 2]`` of TEXTS by the scorer in this process."""
-    return scorer.score(TEXTS)
+    return score_all(scorer, TEXTS)
 
 
 def test_scorer_takes_texts_or_their_tokens_and_adds_label_means(
@@ -56,16 +58,16 @@ def test_scorer_takes_texts_or_their_tokens_and_adds_label_means(
     assert rewards.dtype == np.float32
     assert len(np.unique(rewards[:, 0])) == len(TEXTS)
     token_lists = [scorer.encode(text).token_ids for text in TEXTS]
-    np.testing.assert_allclose(scorer.score_tokens(token_lists), rewards, **CLOSE)
+    np.testing.assert_allclose(score_tokens(scorer, token_lists), rewards, **CLOSE)
     contract = scorer.contract.with_label_means([0.0, 0.0])
     plain = RewardScorer(scorer.model, contract, scorer._tokenizer, scorer._layout, 128)
-    difference = rewards[:3] - plain.score(TEXTS[:3])
+    difference = rewards[:3] - score_all(plain, TEXTS[:3])
     np.testing.assert_allclose(difference, [[1.5, 2.5]] * 3, rtol=0, atol=1e-6)
 
 
 def test_scorer_refuses_what_cannot_be_scored(scorer: RewardScorer, archive: Path) -> None:
     with pytest.raises(DataError, match=r"text 1: .*empty"):
-        scorer.score(["fine", ""])
+        score_all(scorer, ["fine", ""])
     wrong = {
         "got 0 tokens, wanted 1 to 64": [],
         "got 65 tokens, wanted 1 to 64": [5] * 65,
@@ -74,8 +76,8 @@ def test_scorer_refuses_what_cannot_be_scored(scorer: RewardScorer, archive: Pat
     }
     for message, token_ids in wrong.items():
         with pytest.raises(DataError, match=message):
-            scorer.score_tokens([token_ids])
-    assert scorer.score([]).shape == (0, 2)
+            score_tokens(scorer, [token_ids])
+    assert score_all(scorer, []).shape == (0, 2)
     with pytest.raises(ConfigError, match="micro_batch_tokens: got 63, wanted"):
         load_scorer(archive, scorer._layout, micro_batch_tokens=63)
 
@@ -250,7 +252,7 @@ def _refusals(
 
     said: dict[str, str] = {}
     with pytest.raises(DataError) as in_process:
-        scorer.score([chat])
+        score_all(scorer, [chat])
     said["in process"] = str(in_process.value)
     with RewardClient(model_server.url) as client:
         with pytest.raises(ServingError) as refused:
@@ -312,7 +314,7 @@ def test_shaped_reward_has_its_parts_and_a_client_of_the_plain_model_is_refused(
         ):
             plain.score(texts)
     second = load_scorer(other, scorer._layout, micro_batch_tokens=128)
-    raw = np.stack([scorer.score(texts), second.score(texts)], axis=1).astype(float)
+    raw = np.stack([score_all(scorer, texts), score_all(second, texts)], axis=1).astype(float)
     merged = raw @ [1.0, -0.5]
     beyond = np.clip(np.array(scorer.count_reply_tokens(texts)) - free, 0, None)
     wanted = merged.mean(1) - 2 * merged.std(1) - penalty * beyond
@@ -348,7 +350,8 @@ def test_uncertainty_over_http_is_that_in_process_and_can_be_taken_off(
     binned = tmp_path / "binned.nemo"
     save_reward_model(binned, loaded.model, loaded.config, loaded.tokenizer, contract)
     own = load_scorer(binned, scorer._layout, micro_batch_tokens=128)
-    rewards, spreads = own.score_and_spread(texts)
+    direct = own.score_rows(texts)
+    rewards, spreads = direct.rewards, direct.spread
     assert spreads is not None
     assert len(np.unique(spreads)) == len(texts)
     in_process = InProcessScorer(own).score_rows([*texts, ""])

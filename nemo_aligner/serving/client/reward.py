@@ -13,26 +13,26 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text, check_texts
 from nemo_aligner.contract.sample_frame import SampleFrame
+from nemo_aligner.contract.scorer import OnError, ScoredRows, check_on_error, place_rows
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client.calls import ServerClient, check_token, checked_urls
 from nemo_aligner.serving.client.pool import ServerPool, TooManyRowsError
 from nemo_aligner.serving.client.server import ContractCheck
 from nemo_aligner.serving.failures import RefusedError
-from nemo_aligner.serving.protocols import ScoredRows, kserve, place_rows
+from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.protocols.kserve import Tensors
 from nemo_aligner.serving.tokens import hide_password
-from nemo_aligner.utils.errors import ConfigError, DataError, shown
+from nemo_aligner.utils.errors import DataError, shown
 
 logger = logging.getLogger(__name__)
 
-OnError = Literal["raise", "nan"]
 Split = Callable[[int], "list[PartialRequest]"]
 
 
@@ -122,13 +122,13 @@ class RewardClient(ServerClient[ServerPool]):
         """
         return self._wait(self.score_future(texts, on_error=on_error))
 
-    def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
+    def score_rows(self, texts: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
         """Rewards, NaN for the texts that the server refuses, and why it does.
 
         Raises:
-            ServingError: as above, but for a refused text.
+            ServingError: as ``score``.
         """
-        return self._wait(self._submit(self._collect, *_of_texts(texts), "nan"))
+        return self._wait(self._submit(self._collect, *_of_texts(texts), on_error))
 
     def score_tokens(
         self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "raise"
@@ -299,12 +299,6 @@ _MOST_ROWS = 128
 _OPTIONAL = [spec.name for spec in kserve.OPTIONAL_OUTPUTS]
 # Errors of encoding a row: no JSON value, half of a surrogate pair, lists in lists without end.
 _UNSENDABLE = (TypeError, ValueError, RecursionError)
-
-
-def check_on_error(on_error: str) -> None:
-    """Raise ConfigError for any other way."""
-    if on_error not in ("raise", "nan"):
-        raise ConfigError(f"on_error: got {on_error!r:.80}, wanted 'raise' or 'nan'")
 
 
 class RowCollector:

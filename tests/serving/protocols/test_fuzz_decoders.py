@@ -16,9 +16,9 @@ pytest.importorskip("pydantic")
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nemo_aligner.serving.http import ROUTES
 
 from nemo_aligner.serving.failures import RequestError
-from nemo_aligner.serving.http import ROUTES
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.protocols.base import Body, decompress, parse_body
 from nemo_aligner.serving.protocols.strict_json import read_json
