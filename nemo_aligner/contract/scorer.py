@@ -230,7 +230,9 @@ def score_encodable(
             errors[row] = str(error)
     values = measure([*encoded.values()])._asdict()
     rows, total = list(encoded), len(samples)
-    arrays = {name: place_rows(v, rows, total) for name, v in values.items() if v is not None}
+    arrays: dict[str, Any] = {
+        name: place_rows(array, rows, total) for name, array in values.items() if array is not None
+    }
     exceeded = np.array([row in encoded and encoded[row].truncated for row in range(total)], bool)
     return ScoredRows(errors=errors, exceeded=exceeded, contract_hash=contract_hash, **arrays)
 
