@@ -441,6 +441,9 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self.phase = BUSY
         self.deadline = math.inf
+        if self.flow.write_paused:
+            # The answer to an earlier request is not taken yet.
+            self._expect_unsent_bytes_to_shrink()
         cycle = self.cycle
         cycle.more_body = False
         if not cycle.response_started:
