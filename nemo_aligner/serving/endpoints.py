@@ -21,6 +21,8 @@ from nemo_aligner.serving.scoring import ScoringService, TemplateParts
 # Bytes of a request that are read or written in the event loop. More take milliseconds, in which no
 # other request would be answered.
 _SHORT_BYTES = 64 * 2**10
+# Rows of an answer that are encoded there.
+_FEW_ROWS = 256
 
 T = TypeVar("T")
 
@@ -59,7 +61,10 @@ def reward_endpoints(
 
     async def score(inputs: Tensors) -> Tensors:
         request = await decode_request(inputs)
-        return kserve.encode_rewards(await service.answer(request, sets_rows_aside=False))
+        scored = await service.answer(request, sets_rows_aside=False)
+        if len(scored.rewards) <= _FEW_ROWS:
+            return kserve.encode_rewards(scored)
+        return await asyncio.to_thread(kserve.encode_rewards, scored)
 
     async def contract() -> ScoringContract:
         published = await service.find_contract()

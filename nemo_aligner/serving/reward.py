@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -244,10 +245,8 @@ def _part_by_sample(
         sample_rows: ``[N]`` rows of the samples as a whole.
     """
     steps = np.full(len(ends), None, dtype=np.object_)
-    parts = np.split(scored.rewards, ends)[: len(ends)]
-    steps[:] = [
-        StepRewards(rewards, spans) for rewards, spans in zip(parts, encoded.spans, strict=True)
-    ]
+    for number, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+        steps[number] = StepRewards(scored.rewards[start:end], encoded.spans[number])
     whole: dict[str, Any] = {
         name: values[sample_rows]
         for name, values in vars(scored).items()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.config.serving import ServerConfig
+from nemo_aligner.contract.contract import EncodedText
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, kserve
@@ -162,6 +163,45 @@ def test_service_refuses_a_request_of_too_many_tokens_or_rows() -> None:
     ]
     assert service.ranks.rows == []
     assert rewards(service.ask(kserve.encode_sentences(["12345"]))[0]) == [255]
+
+
+def test_sample_that_never_ends_is_refused_and_others_are_answered_meanwhile() -> None:
+    class Hanging(FakeScorer):
+        def encode(self, text: Any) -> EncodedText:
+            while text[0]["content"] == "hang" if isinstance(text, list) else False:
+                pass
+            return super().encode(text)
+
+    service = Service(Hanging(0, 1), encode_timeout_secs=0.6)
+    hang, chat = ([{"role": "user", "content": content}] for content in ("hang", "ab"))
+
+    async def answer_all() -> tuple[list[float], list[ScoredRows | Failure]]:
+        hanging = [
+            asyncio.ensure_future(answered(service.service.answer(request, sets_rows_aside)))
+            for request, sets_rows_aside in (
+                (ScoreRequest(texts=[chat, hang, chat]), False),
+                (ScoreRequest(texts=[chat, hang, chat]), True),
+                (ScoreRequest(texts=[hang] * 5), True),
+            )
+        ]
+        await asyncio.sleep(0.05)
+        live = await service.service.answer(ScoreRequest(texts=["ab", chat]), False)
+        assert not hanging[-1].done()
+        return rewards(live), await asyncio.gather(*hanging)
+
+    live, (refused, aside, attack) = asyncio.run(answer_all())
+    assert live == [195, 195]
+    slow = (
+        "it took more than 0.6 s to tokenize (server.encode_timeout_secs). If the sample is not "
+        "very long, the model's chat template does not end on it"
+    )
+    assert refused == bad(f"row 1: {slow}")
+    assert isinstance(aside, ScoredRows)
+    assert isinstance(attack, ScoredRows)
+    assert (rewards(aside)[::2], aside.errors) == ([195, 195], {1: slow})
+    untried = "not tried, as 3 samples before it took too long"
+    assert [*attack.errors.values()] == [slow] * 3 + [untried] * 2
+    service.service.stop()
 
 
 def test_service_whose_queue_is_full_says_when_to_come_again() -> None:
