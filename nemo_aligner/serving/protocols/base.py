@@ -287,6 +287,8 @@ def parse_body(form: type[T], body: bytes) -> T:
         raise ServingError(_problems_of(error, form)) from error
 
 
+# Of a request, whatever the settings say: a million that cannot be read would take half a minute.
+MOST_ROWS = 2**16
 # Names that one protocol or another has for a sample. A route that reads one of them would ignore
 # the others, as names that it does not know.
 _SAMPLE_FIELDS = (
@@ -305,6 +307,19 @@ def refuse_other_samples(body: Body, name: str, others: Sequence[str] = _SAMPLE_
     for other in others:
         if extra.get(other):
             raise ServingError(f"got {name} and {other}, wanted one of them: both are samples")
+
+
+def check_rows(count: int) -> None:
+    """Refuse more rows than any server takes, before time is spent on each of them.
+
+    Raises:
+        RequestError: there are more than ``MOST_ROWS``.
+    """
+    if count > MOST_ROWS:
+        raise RequestError(
+            f"got {count} samples in one request, wanted at most {MOST_ROWS}; send less at once",
+            FailureKind.too_large,
+        )
 
 
 def as_json(value: Any) -> str:

@@ -26,6 +26,7 @@ from nemo_aligner.serving.protocols.base import (
     Route,
     Served,
     as_json,
+    check_rows,
     conversation_of,
     refuse_other_samples,
     text_of,
@@ -70,6 +71,7 @@ def read(body: DocumentsRequest) -> ScoreRequest:
     """Read pairs of the query and each document; raise ServingError for what is no text."""
     check_fixed(body, special_tokens=True)
     refuse_other_samples(body, "documents")
+    check_rows(len(body.documents))
     rank_fields = (body.model_extra or {}).get("rank_fields")
     if rank_fields not in _RANK_FIELDS:
         raise ServingError(

@@ -28,6 +28,7 @@ from nemo_aligner.serving.protocols.base import (
     Items,
     Route,
     Served,
+    check_rows,
     read_conversation,
 )
 from nemo_aligner.utils.errors import DataError, ServingError
@@ -114,6 +115,7 @@ def read(body: RewardsRequest) -> ScoreRequest:
         return ScoreRequest(token_lists=body.tokens)
     if body.texts:
         return ScoreRequest(texts=[*body.texts])
+    check_rows(len(body.conversations or ()))
     # What cannot be read is an error of its row: the others are sent on without it.
     texts, refused = [], {}
     for row, given in enumerate(body.conversations or ()):

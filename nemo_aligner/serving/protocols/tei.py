@@ -37,6 +37,7 @@ from nemo_aligner.serving.protocols.base import (
     ModelRoute,
     Route,
     Served,
+    check_rows,
     refuse_other_samples,
 )
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
@@ -96,6 +97,7 @@ def read_predict(body: PredictRequest) -> ScoreRequest:
     rows = given if _is_batch(body) else [[given] if isinstance(given, str) else given]
     if not rows:
         raise ServingError("inputs: got none, wanted a text, a pair, or a list of lists of them")
+    check_rows(len(rows))
     return ScoreRequest(texts=[_text(row, number) for number, row in enumerate(rows)])
 
 
@@ -119,6 +121,7 @@ def read_rerank(body: RerankRequest) -> ScoreRequest:
     """Read a query with each of its texts; raise ServingError for another score."""
     _check_options(body)
     refuse_other_samples(body, "texts")
+    check_rows(len(body.texts))
     return ScoreRequest(texts=[_conversation(body.query, text) for text in body.texts])
 
 

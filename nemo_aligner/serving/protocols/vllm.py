@@ -37,6 +37,7 @@ from nemo_aligner.serving.protocols.base import (
     Route,
     Served,
     as_json,
+    check_rows,
     conversation_of,
     refuse_other_samples,
 )
@@ -188,6 +189,7 @@ def read_pairs(body: PairsRequest) -> ScoreRequest:
             f"{' and '.join(names[0])}: got {len(first)} and {len(second)}, "
             "wanted 1 and 1, 1 and N, or N and N"
         )
+    check_rows(len(second))
     asked = first * len(second) if len(first) == 1 else first
     texts: list[Text] = []
     for number, (prompt, reply) in enumerate(zip(asked, second, strict=True)):

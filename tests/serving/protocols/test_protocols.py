@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.front.app import ROUTES
 from nemo_aligner.serving.protocols import ScoredRows, kserve, openrlhf, slime
-from nemo_aligner.serving.protocols.base import Served, text_of
+from nemo_aligner.serving.protocols.base import MOST_ROWS, Served, text_of
 from nemo_aligner.serving.protocols.rewards import ROUTES as REWARDS_ROUTES
 from nemo_aligner.serving.protocols.strict_json import MOST_KEYS, MOST_LEVELS, read_json
 from nemo_aligner.utils.errors import ServingError
@@ -277,6 +277,25 @@ def test_samples_by_two_names_are_refused_by_both_of_them() -> None:
     empty = {"input": "a", "messages": None, "prompt": "", "text": None}
     assert read("/pooling", empty).texts == ["a"]
     assert read("/score", {**_pairs(), "queries": None, "data_1": None}).num_rows == 1
+
+
+MANY = MOST_ROWS + 1
+TOO_MANY: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/rewards", {"conversations": [5] * MANY}),
+    ("/score", {"queries": "a", "documents": ["b"] * MANY}),
+    ("/predict", {"inputs": [["a"]] * MANY}),
+    ("/rerank", {"query": "a", "texts": ["b"] * MANY}),
+    ("/v1/rerank", {"query": "a", "documents": ["b"] * MANY}),
+    ("/compare", {"conversation_history": TURNS[:1], "response_objs": [{"output": []}] * MANY}),
+]
+
+
+def test_rows_beyond_every_limit_are_refused_before_each_is_looked_at() -> None:
+    for path, body in TOO_MANY:
+        route = next(route for route in ROUTES if route.path == path)
+        with pytest.raises(RequestError, match=f"got {MANY} samples in one request") as caught:
+            route.read(parsed(route, body))
+        assert caught.value.kind is FailureKind.too_large
 
 
 def test_openrlhf_queries_are_raw_texts_and_the_rest_has_no_part_in_it() -> None:
