@@ -108,10 +108,9 @@ def import_checkpoint(
             tensors[PREFIX + HEAD] = in_memory(head[0])
         sums = save_lazy(tensors, layers, scratch / "weights")
         own_tokenizer.save(scratch / "tokenizer")
-        parts = scratch / "weights", scratch / "tokenizer"
-        rules = None if contract is None else contract.to_dict()
+        parts = scratch / "weights", scratch / "tokenizer", contract and contract.to_dict()
         archived = with_lora(settings, None)
-        write_nemo(output, archived, *parts, rules, build_fingerprint(sums, archived))
+        write_nemo(output, archived, *parts, build_fingerprint(sums, archived))
         return _summary(output, folder, ignored, contract)
 
 

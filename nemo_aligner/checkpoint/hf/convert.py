@@ -187,9 +187,8 @@ def _convert(
             archived["reward_model_type"] = contract.reward_model_type
             archived["regression"] = {"num_attributes": contract.num_outputs}
         sums = save_lazy(tensors, layers, scratch / "weights")
-        score_rules = None if contract is None else contract.to_dict()
-        parts = scratch / "weights", scratch / "tokenizer"
-        write_nemo(output, archived, *parts, score_rules, build_fingerprint(sums, archived))
+        parts = scratch / "weights", scratch / "tokenizer", contract and contract.to_dict()
+        write_nemo(output, archived, *parts, build_fingerprint(sums, archived))
     return ConversionSummary(
         family=family.name,
         parameters=sum(prod(tensor.shape) for tensor in _all(tensors, layers)),

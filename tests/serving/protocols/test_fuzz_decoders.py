@@ -16,7 +16,7 @@ pytest.importorskip("pydantic")
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nemo_aligner.serving.http import ROUTES
+from nemo_aligner.serving.front.app import ROUTES
 
 from nemo_aligner.serving.failures import RequestError
 from nemo_aligner.serving.protocols import kserve
