@@ -36,7 +36,7 @@ from nemo_aligner.serving.client.reward import (
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.failures import FailureKind, RefusedError, failure_of
 from nemo_aligner.serving.front.app import PLAIN_ROUTES, ROUTES, Front
-from nemo_aligner.serving.protocols import ScoredRows, kserve
+from nemo_aligner.serving.protocols import ScoredRows, kserve, kserve_body
 from nemo_aligner.serving.reward import RewardBackend
 from nemo_aligner.serving.scoring import TemplateParts
 from tests.contracts import Contracts
@@ -174,7 +174,7 @@ class Engine:
     async def limit(self) -> tuple[int, int]:
         return FEW_ROWS, 1
 
-    async def infer(self, inputs: kserve.Tensors, rows: int) -> ScoredRows:
+    async def infer(self, inputs: kserve_body.Tensors, rows: int) -> ScoredRows:
         try:
             outputs = await self._endpoint.answer(inputs)
         except Exception as error:
