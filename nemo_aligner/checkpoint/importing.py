@@ -107,11 +107,10 @@ def import_checkpoint(
             contract = _contract(folder, own_tokenizer, *head, template, attributes, precision)
             tensors[PREFIX + HEAD] = in_memory(head[0])
         archived = with_lora(settings, None)
-        weights, words = scratch / "weights", scratch / "tokenizer"
-        fingerprint = build_fingerprint(save_lazy(tensors, layers, weights), archived)
-        own_tokenizer.save(words)
-        score_rules = None if contract is None else contract.to_dict()
-        write_nemo(output, archived, weights, words, score_rules, fingerprint)
+        sums = save_lazy(tensors, layers, scratch / "weights")
+        own_tokenizer.save(scratch / "tokenizer")
+        parts = scratch / "weights", scratch / "tokenizer", contract.to_dict() if contract else None
+        write_nemo(output, archived, *parts, build_fingerprint(sums, archived))
         return _summary(output, folder, ignored, contract)
 
 

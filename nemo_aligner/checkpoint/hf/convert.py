@@ -186,10 +186,9 @@ def _convert(
                 tensors[PREFIX + HEAD_PREFIX + name] = tensor
             archived["reward_model_type"] = contract.reward_model_type
             archived["regression"] = {"num_attributes": contract.num_outputs}
-        weights, words = scratch / "weights", scratch / "tokenizer"
-        fingerprint = build_fingerprint(save_lazy(tensors, layers, weights), archived)
-        score_rules = None if contract is None else contract.to_dict()
-        write_nemo(output, archived, weights, words, score_rules, fingerprint)
+        sums = save_lazy(tensors, layers, scratch / "weights")
+        parts = scratch / "weights", scratch / "tokenizer", contract.to_dict() if contract else None
+        write_nemo(output, archived, *parts, build_fingerprint(sums, archived))
     return ConversionSummary(
         family=family.name,
         parameters=sum(prod(tensor.shape) for tensor in _all(tensors, layers)),

@@ -169,6 +169,7 @@ class Engine:
         self._contract = contract
         self._endpoint = service.endpoints[1]
         self.front = Front(service, service.endpoints, config, None)
+        self.fingerprint = service.fingerprint
         self.faults: list[str] = []
 
     async def limit(self) -> tuple[int, int]:
