@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from threading import Condition, Lock, Thread
 from typing import Any, NamedTuple, TypeVar
@@ -298,13 +298,18 @@ class Batcher:
 
 # Counts of requests and calls.
 
+# A server that never reports its load must not keep a number for every request.
+_MOST_SECONDS = 10_000
+
 
 @dataclass
 class _Counts:
     """Counts since the last line."""
 
     begun: float
-    seconds: list[float]  # of every answered request, from its arrival to its answer
+    # Of the last answered requests, from their arrival to their answer.
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_SECONDS))
+    requests: int = 0
     rows: int = 0
     tokens: int = 0
     refused: int = 0
@@ -328,13 +333,14 @@ class Meter:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._counts = _Counts(time.monotonic(), [])
+        self._counts = _Counts(time.monotonic())
         self._totals = _Totals()
 
     def answered(self, seconds: float, rows: int, tokens: int) -> None:
         """A request has its rewards, ``seconds`` after it came."""
         with self._lock:
             self._counts.seconds.append(seconds)
+            self._counts.requests += 1
             self._counts.rows += rows
             self._counts.tokens += tokens
             self._totals.requests += 1
@@ -368,12 +374,12 @@ class Meter:
         """Summarize what happened since the last line, and reset; None if nothing did."""
         now = time.monotonic()
         with self._lock:
-            counts, self._counts = self._counts, _Counts(now, [])
-        if not counts.seconds and not counts.refused:
+            counts, self._counts = self._counts, _Counts(now)
+        if not counts.requests and not counts.refused:
             return None
         passed = now - counts.begun
         parts = [
-            f"{len(counts.seconds) / passed:.3g} requests/s",
+            f"{counts.requests / passed:.3g} requests/s",
             f"{counts.rows / passed:.3g} rows/s",
             f"{counts.tokens / passed:,.0f} tokens/s",
             f"{waiting_rows} in the queue",
