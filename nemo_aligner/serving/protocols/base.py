@@ -56,6 +56,9 @@ Item = TypeVar("Item")
 # A list of a body. Validation stops at its first bad element: pydantic would make an error for each
 # of millions, which takes seconds in which nothing else is answered.
 Items = Annotated[list[Item], Field(fail_fast=True)]
+# Samples of a request. No setting allows more, as looking at millions of them takes many seconds.
+MOST_ROWS = 2**16
+Rows = Annotated[list[Item], Field(fail_fast=True, max_length=MOST_ROWS)]
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ class Route(Generic[T]):
         """The body of a request.
 
         Raises:
-            ServingError: it is no JSON, or has not the form of ``request``.
+            ServingError, RequestError: see ``parse_body``.
         """
         return parse_body(self.request, body)
 
@@ -279,16 +282,20 @@ def parse_body(form: type[T], body: bytes) -> T:
 
     Raises:
         ServingError: it has another form, a key twice, or is no JSON.
+        RequestError: it has more than ``MOST_ROWS`` samples.
     """
     check_keys(body)
     try:
         return form.model_validate_json(body)
     except ValidationError as error:
+        if any(each["type"] == "too_long" for each in error.errors(include_url=False)):
+            raise RequestError(
+                f"got more than {MOST_ROWS} samples in one request; send less at once",
+                FailureKind.too_large,
+            ) from error
         raise ServingError(_problems_of(error, form)) from error
 
 
-# Of a request, whatever the settings say: a million that cannot be read would take half a minute.
-MOST_ROWS = 2**16
 # Names that one protocol or another has for a sample. A route that reads one of them would ignore
 # the others, as names that it does not know.
 _SAMPLE_FIELDS = (
@@ -307,19 +314,6 @@ def refuse_other_samples(body: Body, name: str, others: Sequence[str] = _SAMPLE_
     for other in others:
         if extra.get(other):
             raise ServingError(f"got {name} and {other}, wanted one of them: both are samples")
-
-
-def check_rows(count: int) -> None:
-    """Refuse more rows than any server takes, before time is spent on each of them.
-
-    Raises:
-        RequestError: there are more than ``MOST_ROWS``.
-    """
-    if count > MOST_ROWS:
-        raise RequestError(
-            f"got {count} samples in one request, wanted at most {MOST_ROWS}; send less at once",
-            FailureKind.too_large,
-        )
 
 
 def as_json(value: Any) -> str:

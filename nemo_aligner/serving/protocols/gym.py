@@ -38,9 +38,9 @@ from nemo_aligner.serving.protocols.base import (
     Items,
     PlainRoute,
     Route,
+    Rows,
     Served,
     as_json,
-    check_rows,
     conversation_of,
     parse_body,
     refuse_with_detail,
@@ -273,7 +273,7 @@ class CompareRequest(Body):
     conversation_history: Items[dict[str, Any]] = Field(
         min_length=1, examples=[[{"role": "user", "content": "What is red?"}]]
     )
-    response_objs: Items[PolicyResponse] = Field(
+    response_objs: Rows[PolicyResponse] = Field(
         min_length=1,
         examples=[[_EXAMPLE]],
     )
@@ -294,7 +294,6 @@ def read_compare(body: CompareRequest) -> ScoreRequest:
         raise ServingError(
             f"principle: got {as_json(body.principle)}, wanted null: a reward model follows none"
         )
-    check_rows(len(body.response_objs))
     asked = turns_of(body.conversation_history, "conversation_history")
     texts: list[Text] = []
     for number, reply in enumerate(body.response_objs):

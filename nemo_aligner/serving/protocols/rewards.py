@@ -27,8 +27,8 @@ from nemo_aligner.serving.protocols.base import (
     HttpAnswer,
     Items,
     Route,
+    Rows,
     Served,
-    check_rows,
     read_conversation,
 )
 from nemo_aligner.utils.errors import DataError, ServingError
@@ -64,9 +64,9 @@ RewardConversation = Annotated[
 class RewardsRequest(Body, extra="forbid"):
     """Exactly one of the three."""
 
-    texts: Items[str] | None = Field(None, min_length=1, examples=[["What is red? A rose."]])
-    conversations: Items[RewardConversation] | None = Field(None, min_length=1)
-    tokens: Items[Items[int]] | None = Field(None, min_length=1)
+    texts: Rows[str] | None = Field(None, min_length=1, examples=[["What is red? A rose."]])
+    conversations: Rows[RewardConversation] | None = Field(None, min_length=1)
+    tokens: Rows[Items[int]] | None = Field(None, min_length=1)
     outputs: bool = Field(False, description="also answer spread and outputs, if there are any")
     steps: bool = Field(False, description="also answer the rewards of turns or steps")
 
@@ -115,7 +115,6 @@ def read(body: RewardsRequest) -> ScoreRequest:
         return ScoreRequest(token_lists=body.tokens)
     if body.texts:
         return ScoreRequest(texts=[*body.texts])
-    check_rows(len(body.conversations or ()))
     # What cannot be read is an error of its row: the others are sent on without it.
     texts, refused = [], {}
     for row, given in enumerate(body.conversations or ()):

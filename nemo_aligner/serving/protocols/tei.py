@@ -36,8 +36,8 @@ from nemo_aligner.serving.protocols.base import (
     Items,
     ModelRoute,
     Route,
+    Rows,
     Served,
-    check_rows,
     refuse_other_samples,
 )
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
@@ -49,7 +49,7 @@ Direction = Literal["left", "right", "Left", "Right"]
 class PredictRequest(Body):
     """A text, a pair, or a list of lists of one or two texts."""
 
-    inputs: str | Items[str] | Items[Items[str]] = Field(examples=["What is red? A rose."])
+    inputs: str | Rows[str] | Rows[Items[str]] = Field(examples=["What is red? A rose."])
     truncate: bool | None = None
     truncation_direction: Direction = "Right"
     raw_scores: bool = True
@@ -70,7 +70,7 @@ class RerankRequest(Body):
     """What the user says, and replies to it."""
 
     query: str = Field(examples=["What is red?"])
-    texts: Items[str] = Field(min_length=1, examples=[["A rose.", "The sky."]])
+    texts: Rows[str] = Field(min_length=1, examples=[["A rose.", "The sky."]])
     return_text: bool = False
     truncate: bool | None = None
     truncation_direction: Direction = "Right"
@@ -97,7 +97,6 @@ def read_predict(body: PredictRequest) -> ScoreRequest:
     rows = given if _is_batch(body) else [[given] if isinstance(given, str) else given]
     if not rows:
         raise ServingError("inputs: got none, wanted a text, a pair, or a list of lists of them")
-    check_rows(len(rows))
     return ScoreRequest(texts=[_text(row, number) for number, row in enumerate(rows)])
 
 
@@ -121,7 +120,6 @@ def read_rerank(body: RerankRequest) -> ScoreRequest:
     """Read a query with each of its texts; raise ServingError for another score."""
     _check_options(body)
     refuse_other_samples(body, "texts")
-    check_rows(len(body.texts))
     return ScoreRequest(texts=[_conversation(body.query, text) for text in body.texts])
 
 

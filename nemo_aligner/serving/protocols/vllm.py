@@ -35,9 +35,9 @@ from nemo_aligner.serving.protocols.base import (
     Items,
     ModelRoute,
     Route,
+    Rows,
     Served,
     as_json,
-    check_rows,
     conversation_of,
     refuse_other_samples,
 )
@@ -95,7 +95,7 @@ class PoolingRequest(Body):
     """``input`` or ``messages``."""
 
     model: str | None = None
-    input: str | Items[str] | Items[int] | Items[Items[int]] | None = Field(
+    input: str | Rows[str] | Items[int] | Rows[Items[int]] | None = Field(
         None, examples=[["What is red? A rose."]]
     )
     messages: Items[dict[str, Any]] | None = None
@@ -108,10 +108,10 @@ class PairsRequest(Body):
     """``queries`` and ``documents``, or one of vLLM's other names for the two."""
 
     model: str | None = None
-    queries: str | dict[str, Any] | Items[str | dict[str, Any]] | None = Field(
+    queries: str | dict[str, Any] | Rows[str | dict[str, Any]] | None = Field(
         None, examples=["What is red?"]
     )
-    documents: str | dict[str, Any] | Items[str | dict[str, Any]] | None = Field(
+    documents: str | dict[str, Any] | Rows[str | dict[str, Any]] | None = Field(
         None, examples=[["A rose.", "The sky."]]
     )
     tools: JsonObjects = None
@@ -189,7 +189,6 @@ def read_pairs(body: PairsRequest) -> ScoreRequest:
             f"{' and '.join(names[0])}: got {len(first)} and {len(second)}, "
             "wanted 1 and 1, 1 and N, or N and N"
         )
-    check_rows(len(second))
     asked = first * len(second) if len(first) == 1 else first
     texts: list[Text] = []
     for number, (prompt, reply) in enumerate(zip(asked, second, strict=True)):

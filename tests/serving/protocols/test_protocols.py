@@ -279,23 +279,34 @@ def test_samples_by_two_names_are_refused_by_both_of_them() -> None:
     assert read("/score", {**_pairs(), "queries": None, "data_1": None}).num_rows == 1
 
 
-MANY = MOST_ROWS + 1
-TOO_MANY: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/rewards", {"conversations": [5] * MANY}),
-    ("/score", {"queries": "a", "documents": ["b"] * MANY}),
-    ("/predict", {"inputs": [["a"]] * MANY}),
-    ("/rerank", {"query": "a", "texts": ["b"] * MANY}),
-    ("/v1/rerank", {"query": "a", "documents": ["b"] * MANY}),
-    ("/compare", {"conversation_history": TURNS[:1], "response_objs": [{"output": []}] * MANY}),
+TOO_MANY: list[tuple[str, str, Any]] = [
+    ("/v1/rewards", "texts", "a"),
+    ("/v1/rewards", "conversations", 5),
+    ("/v1/rewards", "tokens", [1]),
+    ("/get_reward", "query", "a"),
+    ("/classify", "input", [1]),
+    ("/score", "documents", "a"),
+    ("/predict", "inputs", ["a"]),
+    ("/rerank", "texts", "a"),
+    ("/v1/rerank", "documents", "a"),
+    ("/compare", "response_objs", {"output": []}),
 ]
 
 
-def test_rows_beyond_every_limit_are_refused_before_each_is_looked_at() -> None:
-    for path, body in TOO_MANY:
+def test_samples_beyond_every_limit_are_refused_before_each_is_looked_at() -> None:
+    for path, field, sample in TOO_MANY:
         route = next(route for route in ROUTES if route.path == path)
-        with pytest.raises(RequestError, match=f"got {MANY} samples in one request") as caught:
-            route.read(parsed(route, body))
+        required = {"queries": "a", "query": "a", "conversation_history": TURNS[:1]}
+        rest = {} if path == "/v1/rewards" else required
+        body = {**rest, field: [sample] * MOST_ROWS}
+        assert len(getattr(parsed(route, body), field)) == MOST_ROWS
+        body[field].append(sample)
+        with pytest.raises(RequestError, match="got more than 65536 samples") as caught:
+            parsed(route, body)
         assert caught.value.kind is FailureKind.too_large
+    # A text's token ids are no samples.
+    classify = next(route for route in ROUTES if route.path == "/classify")
+    assert classify.read(parsed(classify, {"input": [1] * (MOST_ROWS + 1)})).num_rows == 1
 
 
 def test_openrlhf_queries_are_raw_texts_and_the_rest_has_no_part_in_it() -> None:
