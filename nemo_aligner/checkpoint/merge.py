@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import HEAD, HEAD_PREFIX, OUTPUT_LAYER, PREFIX
 from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside, write_nemo
+from nemo_aligner.checkpoint.nemo.fingerprint import build_fingerprint
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.nemo.load_weights import (
     head_names,
@@ -99,16 +100,18 @@ def _write(
         for other in inputs[:-1]:
             _check_alike(last, other, may_differ)
         tensors, layers = _merged(inputs)
-        save_lazy(tensors, layers, scratch / "weights")
+        sums = save_lazy(tensors, layers, scratch / "weights")
         tokenizer = last.folder.load_tokenizer()
         tokenizer.save(scratch / "tokenizer")
         contract = _merged_contract(inputs)
+        config = with_lora(last.folder.config, None)
         write_nemo(
             output,
-            with_lora(last.folder.config, None),
+            config,
             scratch / "weights",
             scratch / "tokenizer",
             contract.to_dict(),
+            build_fingerprint(sums, config),
         )
         parts = [f"  {each.weight:+.6g} x {each.folder.source}" for each in inputs]
         parts += _heads_apart(inputs)

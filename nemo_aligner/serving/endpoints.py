@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.serving.failures import FailureKind, RequestError
@@ -18,8 +18,11 @@ from nemo_aligner.serving.protocols import ScoreRequest, TensorSpec, kserve
 from nemo_aligner.serving.protocols.kserve import Tensors
 from nemo_aligner.serving.scoring import ScoringService, TemplateParts
 
-# Bytes of a request's tensors that are decoded in the event loop; more would hold up the others.
+# Bytes of a request that are read or written in the event loop. More take milliseconds, in which no
+# other request would be answered.
 _SHORT_BYTES = 64 * 2**10
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,14 @@ def contract_endpoint(
 async def decode_request(inputs: Tensors) -> ScoreRequest:
     """``kserve.decode_request``, in another thread where it takes long."""
     _, num_bytes = kserve.size_of_request(inputs)
+    return await call_by_size(num_bytes, kserve.decode_request, inputs)
+
+
+async def call_by_size(num_bytes: int, work: Callable[..., T], *arguments: Any) -> T:
+    """Call ``work``, in another thread if it has many bytes to read or to write."""
     if num_bytes <= _SHORT_BYTES:
-        return kserve.decode_request(inputs)
-    return await asyncio.to_thread(kserve.decode_request, inputs)
+        return work(*arguments)
+    return await asyncio.to_thread(work, *arguments)
 
 
 def sum_statistics(servers: Mapping[str, Mapping[str, float] | None]) -> dict[str, float]:

@@ -22,16 +22,17 @@ from nemo_aligner.contract.from_settings import check_expected
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
 from nemo_aligner.serving.client import RewardClient
-from nemo_aligner.serving.critic import CriticServable
+from nemo_aligner.serving.critic import CriticBackend
 from nemo_aligner.serving.endpoints import reward_endpoints
 from nemo_aligner.serving.engine.scorer import RewardEnsemble, RewardScorer, load_scorer
 from nemo_aligner.serving.engine.shaping import build_shaper
 from nemo_aligner.serving.front.app import Front
 from nemo_aligner.serving.front.listen import FrontServer, ReadyFile, open_socket, url_of
 from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.reward import RewardModelServable
-from nemo_aligner.serving.server import serve
-from nemo_aligner.serving.service import Servable
+from nemo_aligner.serving.reward import RewardBackend
+from nemo_aligner.serving.scoring import TemplateParts
+from nemo_aligner.serving.server import ServerSocket, serve
+from nemo_aligner.serving.service import Backend
 from nemo_aligner.serving.tokens import find_token, hide_password, warn_of_open_server
 from nemo_aligner.serving.upstream import UpstreamService
 from nemo_aligner.training.critic import CriticRun, open_critic
@@ -61,14 +62,9 @@ def run_server(config: ServeConfig) -> int:
         scorer = RewardEnsemble(models) if len(models) > 1 else models[0]
         contracts = [model.contract for model in models]
         shaper = build_shaper(config.shaping, config.ensemble, contracts)
-        servable = RewardModelServable(
-            scorer,
-            config.server,
-            shaper,
-            turn_end=models[0].turn_end(),
-            sample_frame=models[0].sample_frame(),
-        )
-        return serve([servable], config.server, port)
+        parts = TemplateParts(models[0].turn_end(), models[0].sample_frame())
+        backend = RewardBackend(scorer, config.server, shaper, template_parts=parts)
+        return serve([backend], config.server, port)
 
 
 def _load(
@@ -110,24 +106,23 @@ def run_critic_server(config: ServeCriticConfig) -> int:
             say(note)
         run = open_critic(config, layout, lock)
         try:
-            return serve(_servables(config, run, layout), config.server, port)
+            return serve(_backends(config, run, layout), config.server, port)
         finally:
             run.loggers.close()
 
 
-def _servables(config: ServeCriticConfig, run: CriticRun, layout: ParallelLayout) -> list[Servable]:
+def _backends(config: ServeCriticConfig, run: CriticRun, layout: ParallelLayout) -> list[Backend]:
     if not config.trainer.ppo.combine_rm_and_critic_server:
-        return [CriticServable(run, config)]
+        return [CriticBackend(run, config)]
     path = str(config.rm_model_file or config.pretrained_checkpoint.restore_from_path)
     scorer = _load(path, config, layout, can_offload=True)
     _check_reads_alike(path, scorer.contract, run.contract)
-    critic = CriticServable(run, config, scorer)
-    rewards = RewardModelServable(
+    critic = CriticBackend(run, config, scorer)
+    rewards = RewardBackend(
         scorer,
         config.server,
         prepare=critic.make_room_for_rewards,
-        turn_end=scorer.turn_end(),
-        sample_frame=scorer.sample_frame(),
+        template_parts=TemplateParts(scorer.turn_end(), scorer.sample_frame()),
     )
     return [critic, rewards]
 

@@ -83,7 +83,7 @@ class ScoringService(ABC):
             scored = await self._score(request, sets_rows_aside)
         if not is_probe:
             self.recent.add(scored.rewards)
-        return _insert_refused(scored, request.refused)
+        return insert_refused(scored, request.refused)
 
     @abstractmethod
     async def _score(self, request: ScoreRequest, sets_rows_aside: bool) -> ScoredRows:
@@ -187,7 +187,7 @@ def _count_changes(rows: Sequence[object], completed: Sequence[object]) -> int:
     return sum(new != old for old, new in zip(rows, completed, strict=True))
 
 
-def _insert_refused(scored: ScoredRows, refused: Mapping[int, str]) -> ScoredRows:
+def insert_refused(scored: ScoredRows, refused: Mapping[int, str]) -> ScoredRows:
     """Put the rows that were refused before scoring among those that were scored."""
     if not refused:
         return scored

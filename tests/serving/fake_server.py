@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.contract.contract import EncodedText, ScoringContract
 from nemo_aligner.distributed.launch import launch
+from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import TokenCounts
 from nemo_aligner.utils.errors import DataError
 from nemo_aligner.utils.processes import report
@@ -79,7 +81,11 @@ class FakeScorer:
     def reset_cache(self) -> None:
         print("FORGET", flush=True)
 
-    def score_token_lists(self, token_lists: list[list[int]]) -> np.ndarray:
+    def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, None]:
+        return outputs, None
+
+    def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        token_lists = [row.ids.tolist() for row in rows]
         tokens = sum(len(ids) for ids in token_lists)
         # In one piece: another thread's flush between its parts let the other rank's line in.
         print(f"BATCH {len(token_lists)} {tokens}\n", end="", flush=True)
@@ -97,7 +103,8 @@ class FakeScorer:
         if self._world_size > 1:
             dist.all_reduce(rewards)
         rewards[[ids[0] == 701 for ids in token_lists]] = torch.nan
-        return np.stack([rewards.numpy(), -rewards.numpy()], axis=1).astype(np.float32)
+        columns = np.stack([rewards.numpy(), -rewards.numpy()], axis=1).astype(np.float32)
+        return np.split(columns, len(rows))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -112,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
         kind = {"int": int, "float": float}.get(str(kinds[key]), str)
         setattr(config, key, kind(value))
     with launch() as run, ServerSocket(config) as port:
-        scorer = FakeScorer(run.rank, run.world_size)
+        scorer: Any = FakeScorer(run.rank, run.world_size)
         return serve([RewardBackend(scorer, config)], config, port)
 
 

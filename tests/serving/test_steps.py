@@ -21,10 +21,11 @@ from nemo_aligner.config.serving import (
 from nemo_aligner.contract.steps import StepSpan
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import RewardEnsemble, load_scorer
 from nemo_aligner.serving.engine.shaping import RewardShaper
 from nemo_aligner.serving.protocols import StepRewards, kserve
-from nemo_aligner.serving.reward import RewardModelServable, mark_reads, unmark_reads
+from nemo_aligner.serving.reward import RewardBackend
 from nemo_aligner.utils.errors import ConfigError, ServingError
 from tests.heads import OneRank
 from tests.serving.gateway_calls import FakeClient, call, gateway_front
@@ -45,15 +46,24 @@ def stepped(
     return rewritten(archive, path, layout, scored_position="turns")
 
 
-def test_marked_ids_are_found_again() -> None:
-    ids, reads = unmark_reads(mark_reads([0, 7, 3, 0], [0, 2, 3]))
-    assert (ids.tolist(), reads) == ([0, 7, 3, 0], [0, 2, 3])
-    ids, reads = unmark_reads([5, 6])  # of a client that sends ids
-    assert (ids.tolist(), reads) == ([5, 6], [1])
+def test_rewards_of_steps_are_the_same_after_json() -> None:
     values = np.array([[0.1, -3e-42], [1 / 3, 1e30]], dtype=np.float32)
-    found = StepRewards.from_json(StepRewards(values, (StepSpan(1, 0, 3),)).to_json())
-    assert found.rewards.tobytes() == values.tobytes()
-    assert found.spans == (StepSpan(1, 0, 3),)
+    decoded = StepRewards.from_json(StepRewards(values, (StepSpan(1, 0, 3),)).to_json())
+    assert decoded.rewards.tobytes() == values.tobytes()
+    assert decoded.spans == (StepSpan(1, 0, 3),)
+
+
+def test_row_is_read_at_its_positions_or_at_its_last_id(
+    stepped: Path, layout: ParallelLayout
+) -> None:
+    scorer = load_scorer(stepped, layout, micro_batch_tokens=512)
+    ids = scorer.encode(CHAT).token_ids
+    rows = [Row.of(ids, [3, len(ids) - 1]), Row.of(ids), Row.of(ids[:4])]
+    both, last, first = scorer.compute(rows)
+    np.testing.assert_array_equal(both, np.concatenate([first, last]))
+    twice = RewardEnsemble([scorer, scorer]).compute(rows)
+    assert [array.shape for array in twice] == [(2, 4), (1, 4), (1, 4)]
+    np.testing.assert_array_equal(twice[0], np.concatenate([both, both], axis=1))
 
 
 def test_rewards_of_turns_have_the_same_bits_by_every_door(
@@ -128,10 +138,10 @@ def test_steps_are_shaped_one_by_one_and_those_of_an_ensemble_combined(
             EnsembleConfig(files=["second"], combine=Combine.lower_bound, k=0.5),
             [model.contract for model in models],
         )
-        servable = RewardModelServable(RewardEnsemble(models), ServerConfig(), shaper)
-        started = servable.start(OneRank(servable))
+        backend = RewardBackend(RewardEnsemble(models), ServerConfig(), shaper)
+        started = backend.start(OneRank(backend))
         rows = asyncio.run(asked(started, chats))
-        started.close()
+        started.stop()
         assert ("steps" in rows) == has_steps
         if has_steps:
             found = [StepRewards.from_json(row.decode()).rewards for row in rows["steps"][:, 0]]
@@ -174,8 +184,8 @@ def test_text_is_served_the_reward_that_the_contract_makes_of_its_steps(
         shaper = None
         if rules is not None:
             shaper = RewardShaper(rules, EnsembleConfig(), [scorer.contract])
-        servable = RewardModelServable(scorer, ServerConfig(), shaper)
-        started = servable.start(OneRank(servable))
+        backend = RewardBackend(scorer, ServerConfig(), shaper)
+        started = backend.start(OneRank(backend))
         for _ in range(2):  # and from its cache
             rows = asyncio.run(asked(started, chats))
             np.testing.assert_allclose(rows["rewards"], expected, rtol=2e-6, atol=1e-6)
@@ -192,8 +202,8 @@ def test_text_is_served_the_reward_that_the_contract_makes_of_its_steps(
         with pytest.raises(
             ServingError, match=f"row 0: got token ids, .* the {how} over its steps"
         ):
-            asyncio.run(started.endpoints[0].answer(kserve.encode_tokens([[5, 6]])))
-        started.close()
+            asyncio.run(started.endpoints[1].answer(kserve.encode_tokens([[5, 6]])))
+        started.stop()
 
 
 def rewritten(path: Path, other: Path, layout: ParallelLayout, **fields: Any) -> Path:
@@ -207,7 +217,7 @@ def rewritten(path: Path, other: Path, layout: ParallelLayout, **fields: Any) ->
 async def asked(model: Any, texts: list[Any]) -> dict[str, np.ndarray]:
     """The server's answer to texts, without its sockets."""
     given = [[json.dumps(text).encode()] for text in texts]
-    answer = await model.endpoints[0].answer({"conversations": np.array(given, dtype=object)})
+    answer = await model.endpoints[1].answer({"conversations": np.array(given, dtype=object)})
     return dict(answer)
 
 

@@ -34,6 +34,7 @@ from nemo_aligner.models.reward_model import (
 )
 from nemo_aligner.models.step import count_parts, gather_rewards, infer_in_parts
 from nemo_aligner.serving.engine.prefix_cache import CallPlan, PrefixCache
+from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.protocols import ScoredRows, StepRewards, place_rows
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
@@ -244,6 +245,20 @@ class RewardScorer:
             return self._score_encoded(texts), None, None
         outputs = self.score_outputs([text.token_ids for text in texts])
         return *self.read_outputs(outputs), outputs
+
+    def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """Compute the outputs of the head at the positions that the rows are read at.
+
+        Returns:
+            An array ``[s, A * K]`` float32 for each row, s the number of its ``reads`` or 1;
+            ``read_outputs`` makes rewards of them.
+        """
+        sequences = [row.ids for row in rows]
+        if not self.contract.has_steps:
+            return np.split(self._score_outputs(sequences, None), range(1, len(rows)))
+        positions = [row.positions for row in rows]
+        outputs = self._score_outputs(sequences, positions)
+        return np.split(outputs, np.cumsum([*map(len, positions)])[:-1])
 
     def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
         """Rewards of token ids that ``check_tokens`` let pass."""
@@ -467,6 +482,11 @@ class RewardEnsemble:
         """``[S, M * A * K]`` float32 outputs of the heads at all ``reads`` of the token lists."""
         found = [member.score_step_outputs(token_lists, reads) for member in self._members]
         return np.concatenate(found, axis=1)
+
+    def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """``RewardScorer.compute``, with M times the columns: ``[s, M * A * K]`` for each row."""
+        outputs = [member.compute(rows) for member in self._members]
+        return [np.concatenate(columns, axis=1) for columns in zip(*outputs, strict=True)]
 
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """``[N, M * A]`` float32 rewards of ``outputs``, and their spreads, if any."""

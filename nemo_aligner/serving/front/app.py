@@ -7,12 +7,11 @@ other protocols (``serving/protocols/``), health, metrics and the OpenAPI page.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
@@ -21,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import nemo_aligner
 from nemo_aligner.config.serving import FrontConfig
-from nemo_aligner.serving.endpoints import Endpoint
+from nemo_aligner.serving.endpoints import Endpoint, call_by_size
 from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
 from nemo_aligner.serving.front import kserve
 from nemo_aligner.serving.front.kserve import KServe, KServeAnswer
@@ -44,6 +43,7 @@ from nemo_aligner.serving.protocols.base import (
     PlainRoute,
     Route,
     Served,
+    is_packed,
     refuse_with_detail,
     row_headers,
     too_large,
@@ -80,11 +80,6 @@ _ERRORS = {
         "No server scores, or the queue is full; Retry-After says when to come again"
     ),
 }
-# Bodies of up to so many bytes are read and written in the event loop. Larger ones take
-# milliseconds, in which no other request would be answered.
-_SHORT_BYTES = 64 * 2**10
-
-T = TypeVar("T")
 
 
 class Front:
@@ -277,12 +272,12 @@ class _RouteHandler:
         route, body = self._route, None
         try:
             content = await _read_body(request.receive, request.headers, self._config)
-            is_short = len(content) <= _SHORT_BYTES
-            route, body = await _run(is_short, self._route_of, content)
+            size = len(content)
+            route, body = await call_by_size(size, self._route_of, content)
             if body is None:
-                body = await _run(is_short, route.parse, content)
-            scored = await self._score(route, body, is_short)
-            answer = await _run(is_short, route.answer, body, scored, self._served(scored))
+                body = await call_by_size(size, route.parse, content)
+            scored = await self._score(route, body, size)
+            answer = await call_by_size(size, route.answer, body, scored, self._served(scored))
             self._metrics.count_scored(route.path, scored)
             return HttpAnswer(200, answer, row_headers(scored)), None
         except Exception as error:
@@ -313,13 +308,13 @@ class _RouteHandler:
         marked = (other for other in self._others if unknown & set(other.marks))
         return next(marked, self._route)
 
-    async def _score(self, route: Route[Any], body: Any, is_short: bool) -> ScoredRows:
+    async def _score(self, route: Route[Any], body: Any, size: int) -> ScoredRows:
         """Have a body scored.
 
         Raises:
             Exception: any failure of it; see ``public_failure``.
         """
-        request = await _run(is_short, route.read, body)
+        request = await call_by_size(size, route.read, body)
         check_num_rows(request, self._config)
         if route.completes_turns:
             request, completed = await self._scoring.complete_turns(request)
@@ -383,11 +378,6 @@ class _RouteHandler:
         return Served(MODEL_NAME, names, None, threshold)
 
 
-async def _run(is_short: bool, work: Callable[..., T], *arguments: Any) -> T:
-    """Call ``work``, in another thread unless it is short."""
-    return work(*arguments) if is_short else await asyncio.to_thread(work, *arguments)
-
-
 def _field_names(content: bytes) -> Collection[str]:
     """Names of a JSON object's fields; none of another value, or of what is no JSON."""
     try:
@@ -421,7 +411,9 @@ async def _read_body(receive: Receive, headers: Mapping[str, str], config: Front
         parts.append(part)
     body = b"".join(parts)
     encoding = headers.get("content-encoding", "")
-    return await _run(len(body) <= _SHORT_BYTES, unpack_body, body, encoding, most, config.section)
+    # A small body that is packed may have as many bytes as are allowed.
+    size = most if is_packed(body, encoding) else len(body)
+    return await call_by_size(size, unpack_body, body, encoding, most, config.section)
 
 
 async def _send(answer: KServeAnswer, send: Send) -> None:
@@ -460,7 +452,7 @@ async def _answer_health() -> Response:
 def _add_plain_route(app: FastAPI, route: PlainRoute, config: FrontConfig) -> None:
     async def answer(request: Request) -> Response:
         body = await _read_body(request.receive, request.headers, config)
-        return respond(await _run(len(body) <= _SHORT_BYTES, route.answer, body))
+        return respond(await call_by_size(len(body), route.answer, body))
 
     async def handle(request: Request) -> Response:
         return await _respond_or_refuse(answer(request))

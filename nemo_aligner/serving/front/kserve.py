@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 import nemo_aligner
-from nemo_aligner.serving.endpoints import Endpoint
+from nemo_aligner.serving.endpoints import Endpoint, call_by_size
 from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
 from nemo_aligner.serving.protocols import TensorSpec
 from nemo_aligner.serving.protocols.kserve import (
@@ -41,6 +41,7 @@ from nemo_aligner.serving.protocols.kserve import (
     decode_tensors,
     pack_tensor,
 )
+from nemo_aligner.serving.protocols.strict_json import read_json
 from nemo_aligner.utils.errors import ServingError, shown
 
 _JSON = "application/json"
@@ -101,7 +102,7 @@ class KServe:
         name, rest = parts["name"], parts["rest"] or ""
         endpoint = self._endpoints.get(name)
         if endpoint is None or parts["version"] not in (None, "1"):
-            version = "" if parts["version"] is None else f" version {shown(found['version'])}"
+            version = "" if parts["version"] is None else f" version {shown(parts['version'])}"
             models = ", ".join(self._endpoints)
             return _error(404, f"unknown model {shown(name)}{version}. Models: {models}")
         if rest == "/infer" and method == "POST":
@@ -144,10 +145,14 @@ class KServe:
     ) -> KServeAnswer:
         begun_ns, counts = time.monotonic_ns(), self._counts[endpoint.name]
         try:
-            request, inputs = _decode_request(endpoint, headers, body)
+            request, inputs = await call_by_size(
+                len(body), _decode_request, endpoint, headers, body
+            )
             requested = _requested_outputs(endpoint, request)
             outputs = await endpoint.answer(inputs)
-            answer = _encode_answer(endpoint, request, requested, outputs)
+            answer = await call_by_size(
+                len(body), _encode_answer, endpoint, request, requested, outputs
+            )
         except Exception as error:
             counts.count("fail", 0, begun_ns)
             failure = public_failure(error)
@@ -264,9 +269,11 @@ def _decode_request(
             )
         length = int(header)
     try:
-        request = from_json(body[:length])
-    except ValueError as error:
-        raise ServingError(f"body: not JSON ({error})") from error
+        request = read_json(body[:length].decode())
+    except UnicodeDecodeError as error:
+        raise ServingError(f"body: its JSON is not UTF-8 ({error.reason})") from None
+    except ServingError as error:
+        raise ServingError(f"body: {error}") from error
     if not isinstance(request, dict):
         raise ServingError("body: wanted a JSON object with inputs")
     inputs = decode_tensors(request.get("inputs", []), body[length:])

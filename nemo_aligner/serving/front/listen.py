@@ -12,10 +12,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import uvicorn
-from nemo_aligner.serving.front.connection import ConnectionLimits, limited_protocol
 
 from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.serving.front.app import Front
+from nemo_aligner.serving.front.connection import ConnectionLimits, limited_protocol
 from nemo_aligner.serving.scoring import ScoringService
 from nemo_aligner.utils.errors import ServingError
 

@@ -58,6 +58,7 @@ from nemo_aligner.contract.messages import Conversation, Messages, Text, as_json
 from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, StepRewards, TensorSpec
+from nemo_aligner.serving.protocols.strict_json import read_json
 from nemo_aligner.utils.errors import DataError, ServingError, short, shown
 
 T = TypeVar("T")
@@ -335,11 +336,9 @@ def _decode_tokens(inputs: Mapping[str, np.ndarray]) -> list[list[int]]:
 def _conversation(row: int, text: str) -> Text:
     """Parse a conversation of a row; raise ServingError with the row if it is none."""
     try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise ServingError(f"conversations, row {row}: not JSON ({error})") from None
-    except RecursionError:
-        raise ServingError(f"conversations, row {row}: JSON that is nested too deeply") from None
+        given = read_json(text)
+    except ServingError as error:
+        raise ServingError(f"conversations, row {row}: {error}") from None
     messages = given.get("messages") if isinstance(given, dict) else given
     if not isinstance(messages, list) or not messages:
         raise ServingError(
@@ -428,6 +427,8 @@ def decode_body(body: bytes, headers: Mapping[str, str]) -> Tensors:
         if not 0 <= length <= len(body):
             raise ServingError(f"{HEADER_LENGTH}: got {length} for a body of {len(body)} bytes")
         return decode_tensors(json.loads(body[:length])["outputs"], body[length:])
+    except ServingError as error:
+        raise ServingError(f"{error}; wanted an answer of KServe v2") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ServingError(f"got {shown(body[:80])}, wanted an answer of KServe v2") from error
 
@@ -499,18 +500,14 @@ def _decode_tensor(entry: Mapping[str, Any], raw: bytes) -> np.ndarray:
     elif datatype == _BYTES:
         values = _from_packed(raw, items, shape)
     else:
-        dtype = np.dtype(_TYPES[datatype])
-        if len(raw) != items * dtype.itemsize:
-            raise ServingError(
-                f"got {len(raw)} bytes of binary data, wanted {items * dtype.itemsize} for shape "
-                f"{shape} of {datatype}"
-            )
+        dtype = np.dtype(_TYPES[datatype]).newbyteorder("<")
+        size = items * dtype.itemsize
+        if len(raw) != size:
+            what = f"shape {shape} of {datatype}"
+            raise ServingError(f"got {len(raw)} bytes of binary data, wanted {size} for {what}")
         # A byte that is neither 0 nor 1 would make a bool that numpy takes for neither.
-        values = (
-            np.frombuffer(raw, np.uint8) != 0
-            if datatype == "BOOL"
-            else np.frombuffer(raw, dtype.newbyteorder("<"))
-        )
+        is_bool = datatype == "BOOL"
+        values = np.frombuffer(raw, np.uint8) != 0 if is_bool else np.frombuffer(raw, dtype)
     try:
         return values.reshape(shape)
     except ValueError:  # a 0 among sizes whose product numpy cannot hold

@@ -14,7 +14,14 @@ from typing import Any
 from pydantic import Field
 
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
-from nemo_aligner.serving.protocols.base import Body, Items, Route, Served, refuse_with_detail
+from nemo_aligner.serving.protocols.base import (
+    Body,
+    Items,
+    Route,
+    Served,
+    refuse_other_samples,
+    refuse_with_detail,
+)
 
 
 class GetRewardRequest(Body):
@@ -34,7 +41,8 @@ class GetRewardResponse(Body):
 
 
 def read(body: GetRewardRequest) -> ScoreRequest:
-    """The queries, as raw texts."""
+    """The queries, as raw texts; raise ServingError for samples of another name, too."""
+    refuse_other_samples(body, "query")
     return ScoreRequest(texts=[*body.query])
 
 

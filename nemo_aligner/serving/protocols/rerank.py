@@ -27,6 +27,7 @@ from nemo_aligner.serving.protocols.base import (
     Served,
     as_json,
     conversation_of,
+    refuse_other_samples,
     text_of,
 )
 from nemo_aligner.serving.protocols.vllm import check_fixed
@@ -68,6 +69,7 @@ class DocumentsResponse(Body):
 def read(body: DocumentsRequest) -> ScoreRequest:
     """Read pairs of the query and each document; raise ServingError for what is no text."""
     check_fixed(body, special_tokens=True)
+    refuse_other_samples(body, "documents")
     rank_fields = (body.model_extra or {}).get("rank_fields")
     if rank_fields not in _RANK_FIELDS:
         raise ServingError(

@@ -37,6 +37,7 @@ from nemo_aligner.serving.protocols.base import (
     ModelRoute,
     Route,
     Served,
+    refuse_other_samples,
 )
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.utils.errors import ServingError
@@ -90,6 +91,7 @@ class RerankResponse(RootModel[list[Rank]]):
 def read_predict(body: PredictRequest) -> ScoreRequest:
     """Read texts and pairs; raise ServingError for none, for three, or for another score."""
     _check_options(body)
+    refuse_other_samples(body, "inputs")
     given: Any = body.inputs
     rows = given if _is_batch(body) else [[given] if isinstance(given, str) else given]
     if not rows:
@@ -116,6 +118,7 @@ def _conversation(query: str, reply: str) -> Text:
 def read_rerank(body: RerankRequest) -> ScoreRequest:
     """Read a query with each of its texts; raise ServingError for another score."""
     _check_options(body)
+    refuse_other_samples(body, "texts")
     return ScoreRequest(texts=[_conversation(body.query, text) for text in body.texts])
 
 

@@ -21,7 +21,6 @@ from nemo_aligner.serving.engine.executor import RanksLostError
 from nemo_aligner.serving.failures import FailureKind
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.run import _check_reads_alike, run_critic_server
-from nemo_aligner.serving.service import in_order
 from nemo_aligner.training.critic import ValueStep
 from nemo_aligner.utils.errors import ConfigError, ServingError
 from tests.serving.fake_server import CONTRACT
@@ -62,7 +61,7 @@ class Ranks:
         """Values of a token are the number of the call, and eighths for its position."""
         operation, arguments = self.calls[number]
         if operation == VALUES:
-            found = [number + np.arange(len(ids)) / 8 for ids in arguments[0]]
+            found = [number + np.arange(len(row.ids)) / 8 for row in arguments[0]]
         if isinstance(found, Exception):
             self._answers[number].set_exception(found)
         else:
@@ -202,20 +201,19 @@ def test_turn_that_cannot_begin_ends_and_the_next_comes() -> None:
     assert not lock.is_exclusive
 
 
-def test_critic_offers_its_contract_first_and_says_at_its_end_what_was_never_saved(
+def test_critic_offers_its_contract_and_says_at_its_end_what_was_never_saved(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked = Asked()
-    first, *others = in_order([asked.service])
-    assert first.name == "contract"
-    assert [each.name for each in others] == ["critic_infer", "critic_train", "critic_save"]
-    assert others[1].max_rows == 0
+    names = ["critic_infer", "critic_train", "critic_save", "contract"]
+    assert [*asked.endpoints] == names
+    assert asked.endpoints["critic_train"].max_rows == 0
     run: Any = asked.service._run
     said = []
     for step, saved in [(0, 0), (1, 0), (2, 2), (5, 2)]:
         run.learner.step = step
         asked.service._saved_step = saved
-        asked.service.close()
+        asked.service.stop()
         said.append(capsys.readouterr().out.strip())
     assert said == [
         "",

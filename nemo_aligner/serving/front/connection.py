@@ -1,0 +1,673 @@
+"""Limits of a connection, which are enforced between the socket and the ASGI application.
+
+The parser of uvicorn (llhttp) has no limits and reads pipelined requests ahead. ``Connection``
+therefore gives it a connection's bytes in pieces, each of which ends where a request's head or body
+ends at the latest: sizes are checked before the parser stores anything, and the next pipelined
+request stays unparsed until the one before it is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+import math
+import socket
+import urllib.parse
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+from uvicorn.server import ServerState
+
+from nemo_aligner.config.serving import FrontConfig
+
+# Where a connection stands. The order matters: from BUSY on, nothing is given to the parser.
+HEAD, BODY, CHUNKED, BUSY, LINGERING, CLOSING = range(6)
+
+# A client that is still sending when it is refused would get a reset instead of the answer if the
+# socket were closed at once. So its bytes are discarded for a while, up to these limits.
+LINGER_SECS = 1.0
+LINGER_BYTES = 32 * 2**20
+
+# Bytes that a chunk needs beside its data: its size in hexadecimal and two line ends. Clients that
+# write more of them (extensions, leading zeros) draw on max_header_bytes.
+CHUNK_FRAMING_BYTES = 16
+
+# A peer that vanished without a FIN is noticed after about two minutes.
+KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
+
+END_OF_HEAD = b"\r\n\r\n"
+# Headers that decide who a request is for, who sends it, and where it ends.
+SINGLE_HEADERS = (b"host", b"authorization", b"content-length", b"transfer-encoding", b"expect")
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of every connection of a server, with the name of their section for messages."""
+
+    section: str
+    max_header_bytes: int
+    max_request_bytes: int
+    max_chunks: int
+    max_open_connections: int
+    receive_timeout_secs: float
+    keep_alive_secs: float
+
+    @classmethod
+    def of(cls, config: FrontConfig) -> ConnectionLimits:
+        """Take the limits from a server's settings."""
+        return cls(
+            section=config.section,
+            max_header_bytes=config.max_header_bytes,
+            max_request_bytes=config.max_request_bytes,
+            max_chunks=config.max_chunks,
+            max_open_connections=config.max_open_connections,
+            receive_timeout_secs=config.receive_timeout_secs,
+            keep_alive_secs=config.keep_alive_secs,
+        )
+
+    def headers_too_large(self) -> Refusal:
+        return Refusal(
+            431,
+            f"The request line and headers (or chunk extensions and trailers) are larger than "
+            f"{self.max_header_bytes} bytes. Send smaller headers, or raise "
+            f"{self.section}.max_header_bytes.",
+        )
+
+    def body_too_large(self, size: str) -> Refusal:
+        return Refusal(
+            413,
+            f"The request body has {size} bytes and the limit is {self.max_request_bytes}. "
+            f"Send fewer rows in a request, or raise {self.section}.max_request_bytes.",
+        )
+
+    def too_many_chunks(self) -> Refusal:
+        return Refusal(
+            413,
+            f"The request body has more than {self.max_chunks} chunks (or empty lines in its "
+            f"chunks). Send larger chunks, or raise {self.section}.max_chunks.",
+        )
+
+    def too_slow(self) -> Refusal:
+        return Refusal(
+            408,
+            f"The request did not arrive as a whole within {self.receive_timeout_secs:g} seconds. "
+            f"Send it faster, or raise {self.section}.receive_timeout_secs.",
+        )
+
+    def too_many_connections(self) -> Refusal:
+        return Refusal(
+            503,
+            f"The server has {self.max_open_connections} open connections, as many as it accepts. "
+            f"Retry in a second, or raise {self.section}.max_open_connections.",
+        )
+
+
+class Refusal(Exception):
+    """An answer that ends a connection. Raised from a callback, it also stops the parser."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.text = text
+
+
+def malformed(reason: str) -> Refusal:
+    return Refusal(400, f"The request is not valid HTTP/1.1: {reason}. Correct the client.")
+
+
+def error_body(text: str) -> bytes:
+    return json.dumps({"error": text}).encode()
+
+
+class IgnoredUpgrade(Exception):
+    """Stop a parser that would skip the body, because the head offers another protocol."""
+
+
+class AnswerTransport:
+    """What an exchange writes its answer to: the transport, closed in the connection's own way."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = connection.finish
+
+
+class Exchange(RequestResponseCycle):
+    """One request and its answer. Cancelling its task is not an error of the application."""
+
+    async def run_asgi(self, app: Any) -> None:
+        """Run the application, and answer what it leaves unanswered."""
+        try:
+            await app(self.scope, self.receive, self.send)
+        except asyncio.CancelledError:
+            # The client has left, or the time to finish requests before an exit is over.
+            await self._fail(503, "The server is exiting. Retry at another server.")
+            raise
+        except Exception as error:
+            self.logger.error("Exception in ASGI application\n", exc_info=error)
+            await self._fail(500, "The server failed on this request. Its log has the reason.")
+        else:
+            if not self.response_complete and not self.disconnected:
+                self.logger.error("The ASGI application returned without completing its answer.")
+                await self._fail(500, "The server failed on this request. Its log has the reason.")
+        finally:
+            self.on_response = _ignore
+
+    async def _fail(self, status: int, text: str) -> None:
+        if self.disconnected or self.response_complete:
+            return
+        if self.response_started:
+            # The client must not take a part of an answer for the whole.
+            self.transport.close()
+            return
+        body = error_body(text)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _ignore() -> None:
+    """Replace a connection's callback once its exchange is over."""
+
+
+class Sweep:
+    """One timer that looks for expired deadlines among all connections of a server.
+
+    A timer for each connection would be set and cleared with every request.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limits: ConnectionLimits) -> None:
+        self.loop = loop
+        shortest = min(limits.receive_timeout_secs, limits.keep_alive_secs, LINGER_SECS)
+        self.interval = max(0.02, shortest / 4)
+        self.timer: asyncio.TimerHandle | None = None
+
+    def start(self, connections: set[Any]) -> None:
+        """Sweep as long as there are connections."""
+        if self.timer is None:
+            self.timer = self.loop.call_later(self.interval, self._run, connections)
+
+    def _run(self, connections: set[Connection]) -> None:
+        now = self.loop.time()
+        for connection in [peer for peer in connections if peer.deadline < now]:
+            connection.expire()
+        self.timer = None
+        if connections:
+            self.start(connections)
+
+
+class Connection(HttpToolsProtocol):
+    """The protocol of one connection; ``limited_protocol`` makes a class of it for a server."""
+
+    limits: ClassVar[ConnectionLimits]
+    refused_connections: ClassVar[dict[int, int]]
+    sweeps: ClassVar[WeakKeyDictionary[ServerState, Sweep]]
+
+    cycle: Exchange
+
+    # Python 3.11 reads and writes attributes slowly in objects that have more than 30 of them
+    # without slots, and uvicorn's protocol has 28.
+    __slots__ = (
+        "answers",
+        "backlog",
+        "backlog_start",
+        "body_bytes",
+        "chunked_bytes",
+        "chunks",
+        "content_length",
+        "context",
+        "deadline",
+        "discarded_bytes",
+        "empty_lines",
+        "head_bytes",
+        "is_idle",
+        "is_kept_alive",
+        "is_parser_spent",
+        "phase",
+        "tail",
+        "task",
+        "unsent_bytes",
+    )
+
+    def __init__(
+        self,
+        config: Any,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.task: asyncio.Task[None] | None = None
+        # Loop time at which expire() is called.
+        self.deadline = math.inf
+        # Bytes behind the request in the parser, of which those before the start are parsed.
+        self.backlog = b""
+        self.backlog_start = 0
+        self.is_parser_spent = False
+        self.is_kept_alive = True
+        self.content_length = 0
+        self.body_bytes = 0
+        self.chunks = 0
+        self.chunked_bytes = 0
+        self.empty_lines = 0
+        self.unsent_bytes = 0
+        self.discarded_bytes = 0
+        self._begin_head()
+
+    def _begin_head(self) -> None:
+        """Expect a new request."""
+        if self.is_parser_spent:
+            self.is_parser_spent = False
+            self.parser = httptools.HttpRequestParser(self)
+        self.phase = HEAD
+        self.is_idle = True
+        self.head_bytes = 0
+        # Last bytes of the piece before, as an END_OF_HEAD may begin there.
+        self.tail = b""
+
+    # The socket.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.answers = AnswerTransport(transport, self)
+        self.context = contextvars.copy_context()
+        self.deadline = self.loop.time() + self.limits.keep_alive_secs
+        sweep = self.sweeps.get(self.server_state)
+        if sweep is None:
+            sweep = self.sweeps[self.server_state] = Sweep(self.loop, self.limits)
+        sweep.start(self.connections)
+        limit = self.limits.max_open_connections
+        if len(self.connections) > limit:
+            self.refuse(self.limits.too_many_connections())
+            # Connections that get this answer stay for a moment, so their number needs a limit too.
+            if len(self.connections) > limit + limit // 8 + 8:
+                transport.abort()
+            return
+        peer = transport.get_extra_info("socket")
+        with suppress(OSError):  # a Unix socket has no such options
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in KEEP_ALIVE_PROBES.items():
+                if hasattr(socket, name):
+                    peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._withdraw()
+        super().connection_lost(exc)
+        self.phase = CLOSING
+        self.backlog = b""
+
+    def eof_received(self) -> None:
+        """Close, as a client that sends no more has left, as far as anyone can tell."""
+        self._withdraw()
+        self._close()
+
+    def data_received(self, data: bytes) -> None:
+        phase = self.phase
+        if phase < BUSY:
+            if self.is_idle:
+                self.is_idle = False
+                self.deadline = self.loop.time() + self.limits.receive_timeout_secs
+            self._parse(data, 0)
+        elif phase == BUSY:
+            self._extend_backlog(data)
+        elif phase == LINGERING:
+            self.discarded_bytes += len(data)
+            if self.discarded_bytes > LINGER_BYTES:
+                self._close()
+
+    def _extend_backlog(self, data: bytes) -> None:
+        self.backlog = self.backlog[self.backlog_start :] + data
+        self.backlog_start = 0
+        if len(self.backlog) > HIGH_WATER_LIMIT:
+            # Not by self.flow, which the application resumes by asking whether the client left.
+            self.transport.pause_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.phase == BUSY:
+            self._expect_unsent_bytes_to_shrink()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.phase == BUSY:
+            self.deadline = math.inf
+
+    def _expect_unsent_bytes_to_shrink(self) -> None:
+        self.unsent_bytes = self.transport.get_write_buffer_size()
+        self.deadline = self.loop.time() + self.limits.receive_timeout_secs
+
+    def expire(self) -> None:
+        """End what has lasted too long; called by the sweep."""
+        if (self.phase == HEAD and self.is_idle) or self.phase == LINGERING:
+            self._close()
+        elif self.phase < BUSY:
+            self.refuse(self.limits.too_slow())
+        elif self.transport.get_write_buffer_size() < self.unsent_bytes:
+            self._expect_unsent_bytes_to_shrink()
+        else:
+            # The client has not taken a byte of its answer all this time.
+            self.transport.abort()
+
+    # The parser.
+
+    def _parse(self, data: bytes, start: int) -> None:
+        """Give the parser ``data`` from ``start`` up to the end of the request."""
+        size = len(data)
+        end = start
+        cause: BaseException | None
+        try:
+            while start < size:
+                phase = self.phase
+                if phase == HEAD:
+                    end = data.find(END_OF_HEAD, start) + 4
+                    if end < 4 or self.tail:
+                        end = self._end_of_empty_line(data, start, size) or size
+                    self.head_bytes += end - start
+                    if self.head_bytes > self.limits.max_header_bytes:
+                        raise self.limits.headers_too_large()
+                elif phase == BODY:
+                    end = min(size, start + self.content_length - self.body_bytes)
+                elif phase == CHUNKED:
+                    end = self._end_of_chunked_piece(data, start, size)
+                else:
+                    if phase == BUSY:
+                        self.backlog = data
+                        self.backlog_start = start
+                    return
+                self.parser.feed_data(data[start:end])
+                start = end
+            return
+        except Refusal as refusal:
+            cause = refusal
+        except httptools.HttpParserError as error:
+            # An exception of the callbacks below is the context of the parser's own.
+            cause = error.__context__ or malformed(str(error))
+        if isinstance(cause, IgnoredUpgrade):
+            self._use_parser_for_body()
+            self._parse(data, end)
+        elif isinstance(cause, Refusal):
+            self.refuse(cause)
+        else:
+            self.logger.error("Exception in a callback of the parser\n", exc_info=cause)
+            self.refuse(malformed("the server failed to read it"))
+
+    def _end_of_chunked_piece(self, data: bytes, start: int, size: int) -> int:
+        """Return the end of the next empty line, which every chunked body ends with."""
+        limits = self.limits
+        framing_bytes = self.chunked_bytes - self.body_bytes
+        if framing_bytes > limits.max_header_bytes + CHUNK_FRAMING_BYTES * self.chunks:
+            raise limits.headers_too_large()
+        end = self._end_of_empty_line(data, start, size)
+        if not end:
+            end = size
+        else:
+            # Data may be nothing but empty lines, and each costs as much as a chunk does.
+            self.empty_lines += 1
+            if self.empty_lines > limits.max_chunks + 1:
+                raise limits.too_many_chunks()
+        self.chunked_bytes += end - start
+        return end
+
+    def _end_of_empty_line(self, data: bytes, start: int, size: int) -> int:
+        """Return where the first empty line ends, which may begin in earlier data; 0: nowhere."""
+        tail = self.tail
+        self.tail = b""
+        position = (tail + data[start : start + 3]).find(END_OF_HEAD)
+        if position >= 0:
+            return start + position + len(END_OF_HEAD) - len(tail)
+        position = data.find(END_OF_HEAD, start)
+        if position >= 0:
+            return position + len(END_OF_HEAD)
+        self.tail = (tail + data[max(start, size - 3) : size])[-3:]
+        return 0
+
+    def _use_parser_for_body(self) -> None:
+        """Read the body of a request that offers an upgrade, which is answered as plain HTTP.
+
+        llhttp skips such a body and ends there. A parser that sees neither the offer nor the head
+        reads it as it reads any other.
+        """
+        self.is_parser_spent = True
+        self.parser = httptools.HttpRequestParser(BodyCallbacks(self))
+        if self.phase == CHUNKED:
+            framing = b"Transfer-Encoding: chunked"
+        else:
+            framing = b"Content-Length: %d" % (self.content_length if self.phase == BODY else 0)
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n\r\n" % framing)
+
+    # Callbacks of the parser.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        parser = self.parser
+        scope = self.scope
+        http_version = parser.get_http_version()
+        if http_version != "1.1":
+            if http_version != "1.0":
+                raise malformed(f"its version is {http_version}")
+            scope["http_version"] = http_version
+        scope["method"] = parser.get_method().decode("ascii")
+        headers = dict(self.headers)
+        self._check_framing(headers, scope)
+        self._set_path(scope)
+        # Trailers come by on_header too. They must not become headers of a checked request.
+        self.headers = []
+        self.is_kept_alive = http_version == "1.1" and parser.should_keep_alive()
+        self.cycle = Exchange(
+            scope=scope,
+            transport=self.answers,  # type: ignore[arg-type]
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=http_version == "1.1"
+            and headers.get(b"expect", b"").lower() == b"100-continue",
+            # An answer that starts before the whole request has arrived is the last.
+            keep_alive=False,
+            on_response=self.on_response_complete,
+        )
+        self.task = task = self.loop.create_task(self.cycle.run_asgi(self.app))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
+        if parser.should_upgrade():
+            raise IgnoredUpgrade
+
+    def _check_framing(self, headers: dict[bytes, bytes], scope: Any) -> None:
+        """Find out where the request ends, and refuse it where two servers could disagree.
+
+        llhttp itself refuses two different lengths, a length with a transfer coding, and line ends
+        other than CRLF.
+        """
+        if self.phase != HEAD:
+            raise malformed("a second request begins inside it")
+        if len(headers) != len(self.headers):
+            names = [name for name, _ in self.headers]
+            for name in SINGLE_HEADERS:
+                if names.count(name) > 1:
+                    raise malformed(f"it has two headers {name.decode()}")
+        length = headers.get(b"content-length")
+        coding = headers.get(b"transfer-encoding")
+        if length is not None:
+            self.content_length = int(length)
+            if self.content_length > self.limits.max_request_bytes:
+                raise self.limits.body_too_large(str(self.content_length))
+            self.phase = BODY
+            self.body_bytes = 0
+        elif coding is not None:
+            if coding.strip().lower() != b"chunked" or scope["http_version"] == "1.0":
+                raise malformed("its Transfer-Encoding is not chunked, or comes in HTTP/1.0")
+            self.phase = CHUNKED
+            self.body_bytes = self.chunks = self.chunked_bytes = self.empty_lines = 0
+        if scope["method"] == "CONNECT":
+            raise malformed("this server is no proxy that could CONNECT")
+
+    def _set_path(self, scope: Any) -> None:
+        try:
+            url = httptools.parse_url(self.url)
+            # An absolute URL may end with its host.
+            raw_path = url.path or b"/"
+            path = raw_path.decode("ascii")
+        except (httptools.HttpParserInvalidURLError, UnicodeDecodeError):
+            raise malformed("its target is not a URL or path") from None
+        if "%" in path:
+            path = urllib.parse.unquote(path)
+        scope["path"] = self.root_path + path
+        scope["raw_path"] = self.root_path.encode("ascii") + raw_path
+        scope["query_string"] = url.query or b""
+
+    def on_chunk_header(self) -> None:
+        self.chunks += 1
+        # The last chunk, which is empty, does not count.
+        if self.chunks > self.limits.max_chunks + 1:
+            raise self.limits.too_many_chunks()
+
+    def on_body(self, body: bytes) -> None:
+        self.body_bytes += len(body)
+        if self.body_bytes > self.limits.max_request_bytes:
+            raise self.limits.body_too_large(f"at least {self.body_bytes}")
+        cycle = self.cycle
+        cycle.body += body
+        if len(cycle.body) > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
+        cycle.message_event.set()
+
+    def on_message_complete(self) -> None:
+        self.phase = BUSY
+        self.deadline = math.inf
+        cycle = self.cycle
+        cycle.more_body = False
+        if not cycle.response_started:
+            cycle.keep_alive = self.is_kept_alive
+        cycle.message_event.set()
+
+    # The end of an answer, of a connection.
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self.phase != BUSY or self.transport.is_closing():
+            return
+        self.task = None
+        self.flow.resume_reading()
+        if self.backlog:
+            # Outside this task: the next request must not inherit its context variables.
+            self.loop.call_soon(self._continue, context=self.context)
+        else:
+            self._begin_head()
+            self.deadline = self.loop.time() + self.limits.keep_alive_secs
+
+    def _continue(self) -> None:
+        """Parse the next of several pipelined requests."""
+        if self.phase != BUSY or self.transport.is_closing():
+            return
+        data, start = self.backlog, self.backlog_start
+        self.backlog = b""
+        self.backlog_start = 0
+        self._begin_head()
+        self.is_idle = False
+        self.deadline = self.loop.time() + self.limits.receive_timeout_secs
+        self._parse(data, start)
+        if len(self.backlog) - self.backlog_start <= HIGH_WATER_LIMIT:
+            self.transport.resume_reading()
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Answer with an error in place of the application, and end the connection."""
+        status = refusal.status
+        self.refused_connections[status] = self.refused_connections.get(status, 0) + 1
+        is_started = self.task is not None and self.cycle.response_started
+        self._withdraw()
+        if not is_started:
+            body = error_body(refusal.text)
+            lines = [STATUS_LINE[status]]
+            for name, value in self.server_state.default_headers:
+                lines += [name, b": ", value, b"\r\n"]
+            if status == HTTPStatus.SERVICE_UNAVAILABLE:
+                lines.append(b"retry-after: 1\r\n")
+            lines += [
+                b"content-type: application/json\r\n",
+                b"content-length: %d\r\n" % len(body),
+                b"connection: close\r\n\r\n",
+                body,
+            ]
+            self.transport.write(b"".join(lines))
+        self._linger()
+
+    def finish(self) -> None:
+        """Close the connection after its last answer; called by the exchange."""
+        if self.phase == BUSY and not self.backlog:
+            self._close()
+        else:
+            self._linger()
+
+    def shutdown(self) -> None:
+        """Close the connection, or let its answer be the last; called when the server exits."""
+        if self.phase == LINGERING or self.task is None:
+            self._close()
+        else:
+            self.is_kept_alive = self.cycle.keep_alive = False
+
+    def _withdraw(self) -> None:
+        """Cancel a request whose answer nobody will read, so that its rows are not computed."""
+        if self.task is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            self.task.cancel()
+        self.task = None
+
+    def _linger(self) -> None:
+        """Send a FIN after the answer, and discard what the client is still sending."""
+        if self.phase >= LINGERING:
+            return
+        self.phase = LINGERING
+        self.deadline = self.loop.time() + LINGER_SECS
+        self.backlog = b""
+        if self.transport.is_closing():
+            return
+        if self.scheme == "http":  # TLS has no half-closed connections
+            self.transport.write_eof()
+        self.transport.resume_reading()
+
+    def _close(self) -> None:
+        """Close the transport as soon as the client has taken what is written."""
+        self.phase = CLOSING
+        self.backlog = b""
+        self._expect_unsent_bytes_to_shrink()
+        self.transport.close()
+
+
+class BodyCallbacks:
+    """Callbacks of a parser that has to read a body only; see ``_use_parser_for_body``."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.on_chunk_header = connection.on_chunk_header
+        self.on_body = connection.on_body
+        self.on_message_complete = connection.on_message_complete
+
+
+def limited_protocol(limits: ConnectionLimits) -> type[Connection]:
+    """Make the class for ``uvicorn.Config(http=...)`` of one server.
+
+    Its ``refused_connections`` counts by status the requests that were refused here.
+    """
+    fields = {"limits": limits, "refused_connections": {}, "sweeps": WeakKeyDictionary()}
+    return type("LimitedConnection", (Connection,), fields)
