@@ -185,7 +185,9 @@ class _Leader:
     def _drain(
         self, server: FrontServer, door: TritonDoor | None, services: Sequence[Service]
     ) -> None:
-        with _in_background(server.stop, *([door.stop] if door is not None else [])) as is_over:
+        # Triton first: the event loop of the front answers its requests.
+        stops = [*([door.stop] if door is not None else []), server.stop]
+        with _in_background(*stops) as is_over:
             # Where a rank dies its launcher stops the others: what is in flight has no answer then.
             self._watch(is_over, services, [])
         if door is not None:
@@ -222,11 +224,15 @@ class _Leader:
 
 @contextmanager
 def _in_background(*works: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Call each in a thread of its own; yields a function that tells whether all have ended."""
-    threads = [Thread(target=work, name="drain", daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    yield lambda: not any(thread.is_alive() for thread in threads)
+    """Call one after the other in a thread; yields a function that tells whether all have ended."""
+
+    def call_all() -> None:
+        for work in works:
+            work()
+
+    thread = Thread(target=call_all, name="drain", daemon=True)
+    thread.start()
+    yield lambda: not thread.is_alive()
 
 
 def _die(failure: str) -> NoReturn:

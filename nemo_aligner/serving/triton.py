@@ -13,8 +13,10 @@ import atexit
 import contextlib
 import importlib.util
 import os
+import random
 import resource
 import shutil
+import socket
 import subprocess
 import sysconfig
 import threading
@@ -29,7 +31,6 @@ from nemo_aligner.config.describe import install_command
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.serving.endpoints import Endpoint
 from nemo_aligner.serving.failures import NO_TOKEN, FailureKind, RequestError, failure_of
-from nemo_aligner.serving.ports import free_port
 from nemo_aligner.serving.protocols.kserve import Tensors
 from nemo_aligner.serving.tokens import has_token, is_loopback
 from nemo_aligner.serving.triton_internals import (
@@ -46,6 +47,9 @@ from nemo_aligner.utils.processes import make_temporary, remove_temporary
 
 # HTTP, gRPC and metrics, in the order of Triton's own 8000, 8001 and 8002.
 _NUM_PORTS = 3
+# Ports below those that the kernel gives to outgoing connections: such a connection could take the
+# port between its check and Triton's start.
+_ANY_PORT = range(20_000, 32_000)
 _NO_TRITON = "or set server.triton_port=null to serve without Triton"
 # Triton allows these functions only with PyTriton's access token, which is random and stays in this
 # process: they load models, map shared memory and write files. Clients need the other ones.
@@ -84,8 +88,40 @@ def check_triton(config: ServerConfig) -> None:
 
 
 def _free_ports(config: ServerConfig) -> int:
-    assert config.triton_port is not None
-    return free_port(config.triton_host, config.triton_port, "server.triton_", _NUM_PORTS)
+    """Return the first of Triton's ports; Triton itself would wait two minutes for a taken one.
+
+    Raises:
+        ServingError: one is taken, or ``triton_host`` is no address of this machine.
+    """
+    host, first = config.triton_host, config.triton_port
+    if first:
+        for port in range(first, first + _NUM_PORTS):
+            problem = _why_taken(host, port)
+            if problem is not None:
+                raise ServingError(
+                    f"server.triton_port: {host}:{port} is not free: {problem}. Set it to the "
+                    f"first of {_NUM_PORTS} free ports, or to 0 for any."
+                )
+        return first
+    for first in random.SystemRandom().sample(_ANY_PORT, 100):
+        if all(_why_taken(host, first + offset) is None for offset in range(_NUM_PORTS)):
+            return first
+    raise ServingError(
+        f"server.triton_host: {host} has no {_NUM_PORTS} free ports. Set it to an address of this "
+        "machine."
+    )
+
+
+def _why_taken(host: str, port: int) -> Exception | None:
+    """Return the error of an attempt to listen there; None if the port is free."""
+    with socket.socket() as probe:
+        # As servers do: connections of an earlier server that are still closing do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            return error
+    return None
 
 
 class TritonDoor:
@@ -108,7 +144,8 @@ class TritonDoor:
     ) -> TritonDoor:
         """Start Triton and wait until all endpoints are ready.
 
-        Call it in the main thread: Linux ends Triton together with the thread that started it.
+        Call it in a thread that lives until ``stop`` is over: Linux ends Triton together with the
+        thread that started it.
 
         Args:
             endpoints: what Triton answers; each becomes a model of its name.

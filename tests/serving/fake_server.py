@@ -116,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
     config = ServerConfig(port=0)
     for argument in arguments:
         key, value = argument.split("=", 1)
-        kind = {"int": int, "float": float}.get(str(kinds[key]), str)
+        kind = {"int": int, "float": float}.get(str(kinds[key]).removesuffix(" | None"), str)
         setattr(config, key, kind(value))
     with launch() as run, ServerSocket(config) as port:
         scorer: Any = FakeScorer(run.rank, run.world_size)

@@ -230,5 +230,5 @@ def test_server_on_a_taken_port_is_one_line_of_one_rank() -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         said = start_and_fail("-c", START, FAKE, f"port={port}")
-    beginning = f"rank 0: ServingError: server.port: 127.0.0.1:{port} is not free"
+    beginning = f"ServingError: server.port: 127.0.0.1:{port} is not free"
     assert [line[: len(beginning)] for line in said.splitlines()] == [beginning]

@@ -157,7 +157,7 @@ BAD = [
     asked("/v1/rewards", {"tokens": [[666]]}, "token 666", 500),
     asked("/get_reward", {"query": ["a", ""]}, "row 1: the text is empty", 400),
     asked("/classify", {"input": [[-1]]}, "row 0: got token id -1", 400),
-    asked("/pooling", {"input": "a" * MAX_BYTES}, "more than", 413),
+    asked("/pooling", {"input": "a" * MAX_BYTES}, "the limit is", 413),
     asked("/score", {"text_1": "a"}, "wanted queries", 400),
     asked("/verify", rollout("", ""), (0.0, True)),
     *(

@@ -398,7 +398,7 @@ async def _read_body(receive: Receive, headers: Mapping[str, str], config: Front
     # The header spares reading a body that says its size; one in chunks has none.
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > most:
-        raise too_large(most, config.section)
+        raise too_large(most)
     parts, size, has_more = [], 0, True
     while has_more:
         message = await receive()
@@ -407,13 +407,13 @@ async def _read_body(receive: Receive, headers: Mapping[str, str], config: Front
         part, has_more = message.get("body", b""), message.get("more_body", False)
         size += len(part)
         if size > most:
-            raise too_large(most, config.section)
+            raise too_large(most)
         parts.append(part)
     body = b"".join(parts)
     encoding = headers.get("content-encoding", "")
     # A small body that is packed may have as many bytes as are allowed.
     size = most if is_packed(body, encoding) else len(body)
-    return await call_by_size(size, unpack_body, body, encoding, most, config.section)
+    return await call_by_size(size, unpack_body, body, encoding, most)
 
 
 async def _send(answer: KServeAnswer, send: Send) -> None:
@@ -452,6 +452,8 @@ async def _answer_health() -> Response:
 def _add_plain_route(app: FastAPI, route: PlainRoute, config: FrontConfig) -> None:
     async def answer(request: Request) -> Response:
         body = await _read_body(request.receive, request.headers, config)
+        if route.is_slow:
+            return respond(await asyncio.to_thread(route.answer, body))
         return respond(await call_by_size(len(body), route.answer, body))
 
     async def handle(request: Request) -> Response:

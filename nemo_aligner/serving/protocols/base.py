@@ -194,17 +194,17 @@ def refuse_with_detail(failure: RequestError, body: Any) -> HttpAnswer:
 _GZIP, _UTF16 = b"\x1f\x8b", (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _ENCODINGS = ("", "identity", "gzip", "x-gzip", "deflate")
 # Bytes that are unpacked at once, so that no more than these are held beyond the limit.
-_UNPACKED_AT_ONCE = 2**18
+_UNPACKED_AT_ONCE = 2**16
 
 
-def unpack_body(content: bytes, encoding: str, most: int, section: str) -> bytes:
+def unpack_body(content: bytes, encoding: str, most: int) -> bytes:
     """A body's JSON: unpacked (see ``decompress``), and without a byte order mark.
 
     Raises:
         RequestError: it has more bytes than ``most`` once unpacked.
         ServingError: it is packed otherwise, cut off or damaged, or in UTF-16.
     """
-    content = decompress(content, encoding, most, section)
+    content = decompress(content, encoding, most)
     if content.startswith(_UTF16):
         raise ServingError("body: got text in UTF-16; wanted JSON in UTF-8")
     return content.removeprefix(codecs.BOM_UTF8)
@@ -215,7 +215,7 @@ def is_packed(content: bytes, encoding: str) -> bool:
     return encoding.strip().lower() == "deflate" or content.startswith(_GZIP)
 
 
-def decompress(content: bytes, encoding: str, most: int, section: str) -> bytes:
+def decompress(content: bytes, encoding: str, most: int) -> bytes:
     """A body without gzip, which its first bytes say, or deflate, which only its header can say.
 
     ``encoding`` is the header ``Content-Encoding``. At no time are more than ``most`` bytes and a
@@ -233,15 +233,15 @@ def decompress(content: bytes, encoding: str, most: int, section: str) -> bytes:
         )
     if "gzip" in encoding and not content.startswith(_GZIP):
         raise ServingError("Content-Encoding: got gzip, and a body that is not; leave it out")
-    return _unpack(content, most, section) if is_packed(content, encoding) else content
+    return _unpack(content, most) if is_packed(content, encoding) else content
 
 
-def _unpack(content: bytes, most: int, section: str) -> bytes:
+def _unpack(content: bytes, most: int) -> bytes:
     pieces, size = [], 0
     for piece in _unpacked_pieces(content):
         size += len(piece)
         if size > most:
-            raise too_large(most, section)
+            raise too_large(most)
         pieces.append(piece)
     return b"".join(pieces)
 
@@ -266,10 +266,10 @@ def _unpacked_pieces(content: bytes) -> Iterator[bytes]:
         raise ServingError("body: its packed data is cut off, or has more behind its end")
 
 
-def too_large(most: int, section: str) -> RequestError:
-    """The failure of a body of more bytes than ``most``, by the settings of ``section``."""
+def too_large(most: int) -> RequestError:
+    """The failure of a body of more bytes than ``most``."""
     return RequestError(
-        f"got a body of more than {most} bytes ({section}.max_request_bytes); send less at once",
+        f"got a body of more than {most} bytes (max_request_bytes); send less at once",
         FailureKind.too_large,
     )
 

@@ -200,7 +200,7 @@ def test_gateway_answers_a_body_that_is_too_large_with_a_413() -> None:
         for headers in ({}, {"Content-Length": str(len(big))}):
             answer = call(app, path, big, headers)
             assert answer.status == 413, path
-            assert "more than 100 bytes (gateway.max_request_bytes)" in message(answer)
+            assert "more than 100 bytes (max_request_bytes)" in message(answer)
     assert client.asked == []
 
 
