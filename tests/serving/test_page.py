@@ -22,7 +22,8 @@ pytest.importorskip("fastapi")
 from nemo_aligner.serving.front.app import ROUTES
 
 SERVING, PROTOCOLS = ROOT / "docs/serving.md", ROOT / "docs/protocols.md"
-PAGES = [ROOT / "README.md", ROOT / "docs/getting_started.md", SERVING, PROTOCOLS]
+OTHERS = ("README.md", "docs/getting_started.md", "docs/tasks.md", "docs/clusters.md")
+PAGES = [*(ROOT / name for name in OTHERS), SERVING, PROTOCOLS]
 URL, SECOND_URL = "http://127.0.0.1:5555", "http://127.0.0.1:5556"
 TEXT, ASKED, SAID = "What is red? A rose.", "What is red?", "A rose."
 # The reward that the answer to each command has, by its route.
@@ -45,8 +46,9 @@ INFER = "/v2/models/reward_model/infer"
 
 
 def curls(page: Path) -> list[list[str]]:
-    """The words of every curl command of a page."""
-    text = "".join(block for block in blocks(page, "bash") if "curl " in block)
+    """The words of every curl command of a page, and of what follows it in its block."""
+    shells = [block for block in blocks(page, "bash") if "curl " in block]
+    text = "".join(block[block.index("curl ") :] for block in shells)
     found: list[list[str]] = []
     for word in shlex.split(text.replace("curl ", "\\; "), comments=True):
         if word == ";":
@@ -101,7 +103,7 @@ def test_every_curl_is_answered_with_the_reward_of_its_text(
 ) -> None:
     """By the server, and by a gateway in front of it."""
     commands = [words for page in PAGES for words in curls(page)]
-    assert len(commands) > 25
+    assert len(commands) > 30
     for url in (server.url, fronted.url):
         for _, address, *rest in commands:
             path = address.removeprefix(URL)
