@@ -7,6 +7,7 @@ other protocols (``serving/protocols/``), health, metrics and the OpenAPI page.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
