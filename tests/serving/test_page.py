@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_aligner.config.serving import GatewayConfig, ServerConfig
 from tests.docs.pages import blocks
 from tests.launching import ROOT, free_port
 from tests.serving.fake_server import CONTRACT, total
@@ -171,3 +172,14 @@ def test_what_the_page_has_of_kserve_is_answered(server: Server) -> None:
     outputs = {output["name"]: output["data"][0] for output in answer["outputs"]}
     assert {*outputs} == {"contract", "statistics", "turn_end", "sample_frame"}
     assert json.loads(outputs["contract"])["attributes"] == ["sum", "minus"]
+
+
+def test_the_pages_have_the_defaults_of_limits() -> None:
+    units = {"": 1, " KiB": 2**10, " MiB": 2**20}
+    row = r"^\| `{}\.(\w+)`[^|]*\| ([\d,]+)( [KM]iB)? \|"
+    text = SERVING.read_text() + (ROOT / "docs/gateway.md").read_text()
+    for config, least in ((ServerConfig(), 13), (GatewayConfig(), 2)):
+        rows = re.findall(row.format(config.section), text, re.MULTILINE)
+        assert len(rows) >= least
+        for name, number, unit in rows:
+            assert getattr(config, name) == int(number.replace(",", "")) * units[unit], name
