@@ -119,6 +119,9 @@ def score_parser() -> Parser:
         "--expect", metavar="HASH", help="refuse rewards if the contract has another hash"
     )
     parser.add_argument(
+        "--expect-fingerprint", metavar="HEX", help="refuse rewards of a model with other weights"
+    )
+    parser.add_argument(
         "--token-variable", metavar="NAME",
         help="environment variable with the server's bearer token",
     )  # fmt: skip
@@ -139,7 +142,11 @@ def run_score(options: argparse.Namespace) -> int:
 
     token = find_token(None, options.token_variable, "--token")
     with RewardClient(
-        options.url, expect=options.expect, wait_s=options.wait, token=token
+        options.url,
+        expect=options.expect,
+        expect_fingerprint=options.expect_fingerprint,
+        wait_s=options.wait,
+        token=token,
     ) as client:
         patience = f"waiting for an answer from {hide_password(options.url)} ..."
         waiting = Timer(_QUIET_S, lambda: print(patience, file=sys.stderr))

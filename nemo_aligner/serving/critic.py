@@ -72,7 +72,10 @@ class CriticService:
         self._intake = Intake(TextEncoder(run.contract, run.tokenizer), config.server)
         self._limit = BackpressureLimit(config.server.max_queue_rows, "server.max_queue_rows")
         self._batcher = Batcher(
-            partial(ranks.submit, VALUES), run.learner.tokens_per_call, self._intake.meter
+            partial(ranks.submit, VALUES),
+            run.learner.tokens_per_call,
+            self._intake.meter,
+            config.server.max_call_secs,
         )
 
     @property

@@ -72,7 +72,9 @@ def reward_endpoints(
 
     outputs = [spec for spec in kserve.OPTIONAL_OUTPUTS if spec.name in optional_outputs]
     return [
-        contract_endpoint(contract, service.template_parts, statistics),
+        contract_endpoint(
+            contract, service.template_parts, statistics, lambda: service.fingerprint
+        ),
         Endpoint(kserve.MODEL_NAME, kserve.INPUTS, [*kserve.OUTPUTS, *outputs], score, max_rows),
     ]
 
@@ -81,13 +83,17 @@ def contract_endpoint(
     contract: Callable[[], Awaitable[ScoringContract]],
     template_parts: Callable[[], Awaitable[TemplateParts]],
     statistics: Callable[[], Awaitable[Mapping[str, float]]],
+    fingerprint: Callable[[], str | None] = lambda: None,
 ) -> Endpoint:
-    """``contract``: how samples of this server become scores, and what it has counted."""
+    """``contract``: how samples of this server become scores, and what it has counted.
+
+    ``fingerprint`` is called once ``contract`` has been awaited, so that both are of one model.
+    """
 
     async def publish(inputs: Tensors) -> Tensors:
-        parts = await template_parts()
+        parts, rules = await template_parts(), await contract()
         return {
-            **kserve.encode_contract(await contract(), parts.turn_end, parts.sample_frame),
+            **kserve.encode_contract(rules, parts.turn_end, parts.sample_frame, fingerprint()),
             **kserve.encode_statistics(await statistics()),
         }
 

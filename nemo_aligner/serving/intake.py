@@ -7,31 +7,36 @@ rows wait in the queue in front of the model. What the model's outputs mean is t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.contract.contract import EncodedText, TextEncoder
-from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.messages import Text, is_plain
 from nemo_aligner.contract.steps import StepSpan
+from nemo_aligner.contract.templates import name_of
 from nemo_aligner.serving.engine.batcher import Meter
 from nemo_aligner.serving.engine.executor import RanksLostError
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import Scorer
+from nemo_aligner.serving.engine.timed_threads import RunStep, TimedThreads, TooSlowError
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoreRequest
-from nemo_aligner.utils.errors import AlignerError, one_line
+from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
 
 # Threads that encode samples beside the model: with one, a long sample would hold up all others.
 _ENCODERS = 2
 # Characters, or token ids, of a request that is sooner encoded in the event loop than in a thread.
 _SHORT = 2000
+# Samples of a request that may exceed the time limit; what comes after them is not tried.
+_MOST_SLOW = 3
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -96,7 +101,16 @@ class Intake:
         self._encoder = encoder
         self._config = config
         self._has_steps, self._needs_lengths = has_steps, needs_lengths
-        self._threads = ThreadPoolExecutor(_ENCODERS, "encoder")
+        # Others may take for ever, on whatever conversation.
+        self._has_known_template = bool(name_of(encoder.contract.template))
+        seconds, key = config.encode_timeout_secs, f"{config.section}.encode_timeout_secs"
+        self._threads = TimedThreads(
+            _ENCODERS,
+            "encoder",
+            seconds,
+            f"it took more than {seconds:g} s to tokenize ({key}). If the sample is not very long, "
+            "the model's chat template does not end on it",
+        )
         self.meter = Meter()
 
     @contextmanager
@@ -118,55 +132,75 @@ class Intake:
         Raises:
             RequestError: a sample cannot be encoded; or the request has too many tokens.
         """
-        if _size_of(request) <= _SHORT:
-            return self._encode(request, sets_rows_aside)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._encode, request, sets_rows_aside)
+        if self._is_quick(request):
+            return self._encode(request, sets_rows_aside, _call)
+        try:
+            return await self._threads.run(
+                lambda run_step: self._encode(request, sets_rows_aside, run_step)
+            )
+        except TooSlowError as error:
+            raise _refuse_row(request.row_numbers[error.step], error) from error
 
     def close(self) -> None:
         """End the threads; nothing may be in flight."""
-        self._threads.shutdown()
+        self._threads.close()
 
-    def _encode(self, request: ScoreRequest, sets_rows_aside: bool) -> EncodedRequest:
+    def _is_quick(self, request: ScoreRequest) -> bool:
+        """Tell whether a request is encoded in less time than it takes to wake another thread."""
+        if request.texts is None:
+            return sum(map(len, request.token_lists or ())) <= _SHORT
+        return sum(map(self._count_characters, request.texts)) <= _SHORT
+
+    def _count_characters(self, sample: Text) -> int:
+        if isinstance(sample, str):
+            return len(sample)
+        # Parts, tools and documents take longer than their characters say.
+        if not (self._has_known_template and isinstance(sample, list) and is_plain(sample)):
+            return _SHORT + 1
+        return sum(len(turn["content"]) for turn in sample)
+
+    def _encode(
+        self, request: ScoreRequest, sets_rows_aside: bool, run_step: RunStep
+    ) -> EncodedRequest:
         self._check_add_eos(request)
         encoded = EncodedRequest(reply_tokens=[] if self._needs_lengths else None)
         samples: Sequence[Any] = request.texts or request.token_lists or ()
-        encode = self._encode_tokens if request.texts is None else self._encode_text
+        encode: Callable[[Any], tuple[EncodedText, int]] = (
+            self._encode_tokens if request.texts is None else self._encode_text
+        )
+        num_slow = 0
         for position, (number, sample) in enumerate(zip(request.row_numbers, samples, strict=True)):
             try:
-                encode(sample, encoded)
+                if num_slow == _MOST_SLOW:
+                    raise ServingError(f"not tried, as {num_slow} samples before it took too long")
+                text, reply_tokens = run_step(encode, sample)
             except AlignerError as error:
                 if not sets_rows_aside:
-                    # Clients read the row's number from the words, too.
-                    raise RequestError(
-                        f"row {number}: {one_line(error)}", FailureKind.bad_request, row=number
-                    ) from error
+                    raise _refuse_row(number, error) from error
+                num_slow += isinstance(error, TooSlowError)
                 encoded.errors[position] = one_line(error)
                 continue
+            reads = text.reads if self._has_steps else None
+            encoded.rows.append(Row.of(text.token_ids, reads))
             encoded.numbers.append(number)
-            encoded.num_tokens += len(encoded.rows[-1].ids)
-            self._check_tokens(encoded.num_tokens)
+            encoded.truncated.append(text.truncated)
+            encoded.spans.append(text.spans if reads else ())
+            if encoded.reply_tokens is not None:
+                encoded.reply_tokens.append(reply_tokens)
+            encoded.num_tokens += len(text.token_ids)
+            self._check_num_tokens(encoded.num_tokens)
         return encoded
 
-    def _encode_tokens(self, token_ids: list[int], encoded: EncodedRequest) -> None:
+    def _encode_tokens(self, token_ids: list[int]) -> tuple[EncodedText, int]:
         self._encoder.check_tokens(token_ids)
         # In token ids the beginning of the reply is unknown, so all count.
-        self._add(encoded, EncodedText(token_ids, False), len(token_ids))
+        return EncodedText(token_ids, False), len(token_ids)
 
-    def _encode_text(self, sample: Text, encoded: EncodedRequest) -> None:
+    def _encode_text(self, sample: Text) -> tuple[EncodedText, int]:
         text = self._encoder.encode(sample)
-        length = self._encoder.count_reply_tokens([sample])[0] if self._needs_lengths else 0
-        self._add(encoded, text, length)
+        return text, self._encoder.count_reply_tokens([sample])[0] if self._needs_lengths else 0
 
-    def _add(self, encoded: EncodedRequest, text: EncodedText, reply_tokens: int) -> None:
-        reads = text.reads if self._has_steps else None
-        encoded.rows.append(Row.of(text.token_ids, reads))
-        encoded.truncated.append(text.truncated)
-        encoded.spans.append(text.spans if reads else ())
-        if encoded.reply_tokens is not None:
-            encoded.reply_tokens.append(reply_tokens)
-
-    def _check_tokens(self, num_tokens: int) -> None:
+    def _check_num_tokens(self, num_tokens: int) -> None:
         most, section = self._config.max_request_tokens, self._config.section
         if num_tokens > most:
             raise RequestError(
@@ -194,19 +228,14 @@ class Intake:
                 )
 
 
-def _size_of(request: ScoreRequest) -> int:
-    """Characters of a request's samples, or their token ids."""
-    if request.texts is None:
-        return sum(map(len, request.token_lists or ()))
-    return sum(map(_characters, request.texts))
+def _call(function: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> T:
+    return function(*arguments, **named)
 
 
-def _characters(sample: Text) -> int:
-    if isinstance(sample, str):
-        return len(sample)
-    contents = [message["content"] for message in sample] if isinstance(sample, list) else [None]
-    # Parts, tools and documents take longer than their characters say.
-    return sum(len(text) if isinstance(text, str) else _SHORT + 1 for text in contents)
+def _refuse_row(number: int, error: Exception) -> RequestError:
+    """Clients read the row's number from the words, too."""
+    message = f"row {number}: {one_line(error)}"
+    return RequestError(message, FailureKind.bad_request, row=number)
 
 
 async def answer_of(ranks: Future[T]) -> T:

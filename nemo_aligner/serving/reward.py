@@ -76,6 +76,7 @@ class LocalService(ScoringService):
         self._own_contract = scorer.contract if shaper is None else shaper.contract
         self.contract = self._own_contract
         self._contract_hash = self._own_contract.hash
+        self.fingerprint = scorer.fingerprint
         takes_steps = shaper is None or shaper.takes_steps
         # Whether answers tell the rewards of turns or steps; and the rule by which one reward is
         # made of them, None where it is that of the last.
@@ -88,7 +89,10 @@ class LocalService(ScoringService):
             needs_lengths=shaper is not None and shaper.needs_lengths,
         )
         self._batcher = Batcher(
-            partial(ranks.submit, _COMPUTE), scorer.tokens_per_call, self._intake.meter
+            partial(ranks.submit, _COMPUTE),
+            scorer.tokens_per_call,
+            self._intake.meter,
+            backend.config.max_call_secs,
         )
         self._reported_cached = 0
 
@@ -142,7 +146,8 @@ class LocalService(ScoringService):
         """Rows of a request whose samples were all refused."""
         rewards = np.zeros((0, len(self._own_contract.attributes)), dtype=np.float32)
         steps = np.zeros(0, dtype=np.object_) if self._tells_steps else None
-        return ScoredRows(rewards, {}, np.zeros(0, bool), self._contract_hash, steps=steps)
+        hashes = self._contract_hash, self.fingerprint
+        return ScoredRows(rewards, {}, np.zeros(0, bool), *hashes, steps=steps)
 
     def _read_outputs(self, encoded: EncodedRequest, arrays: Sequence[np.ndarray]) -> ScoredRows:
         """Make rewards of the outputs ``[s, M * A * K]`` of each row, and shape them."""
@@ -165,6 +170,7 @@ class LocalService(ScoringService):
             {},
             np.array(encoded.truncated, dtype=bool),
             self._contract_hash,
+            self.fingerprint,
             spread=spread,
             outputs=None if self._scorer.contract.readout is None else outputs,
         )
@@ -192,7 +198,11 @@ class LocalService(ScoringService):
     @property
     def startup_log(self) -> Sequence[str]:
         contract = self._own_contract
-        lines = [f"Scoring contract {contract.hash}", *_SCALES.get(contract.reward_scale, ())]
+        lines = [
+            f"Scoring contract {contract.hash}",
+            f"Model fingerprint {self.fingerprint or '(none)'}",
+            *_SCALES.get(contract.reward_scale, ()),
+        ]
         if contract.shaping is not None:
             rules = json.loads(contract.shaping).items()
             lines += ["Shaped rewards:", *(f"  {name}: {_format(rule)}" for name, rule in rules)]

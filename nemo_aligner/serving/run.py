@@ -13,6 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.checkpoint.nemo.archive import no_such_archive
+from nemo_aligner.checkpoint.nemo.fingerprint import (
+    check_expected_fingerprint,
+    fingerprint_of_ensemble,
+    read_fingerprint,
+)
 from nemo_aligner.checkpoint.run_lock import lock_run
 from nemo_aligner.config.load import idle_notes
 from nemo_aligner.config.model import layout_sizes
@@ -53,6 +58,7 @@ def run_server(config: ServeConfig) -> int:
     for file in files:
         if not Path(file).exists():
             raise CheckpointError(no_such_archive(Path(file)))
+    _check_fingerprint(files, config.expect_fingerprint)
     with launch(), ServerSocket(config.server) as port:
         layout = initialize_layout(**layout_sizes(config.model))
         for note in idle_notes(config, layout.num_ranks):
@@ -65,6 +71,15 @@ def run_server(config: ServeConfig) -> int:
         parts = TemplateParts(models[0].turn_end(), models[0].sample_frame())
         backend = RewardBackend(scorer, config.server, shaper, template_parts=parts)
         return serve([backend], config.server, port)
+
+
+def _check_fingerprint(files: Sequence[str], expected: str | None) -> None:
+    """Refuse another model than the expected one, before large weights are loaded."""
+    if expected is not None:
+        fingerprint = fingerprint_of_ensemble([read_fingerprint(file) for file in files])
+        check_expected_fingerprint(
+            fingerprint, expected, "expect_fingerprint", ", ".join(map(str, files))
+        )
 
 
 def _load(
@@ -158,6 +173,7 @@ def run_gateway(config: GatewayRunConfig) -> int:
     client = RewardClient(
         config.backends,
         expect=config.expect_contract,
+        expect_fingerprint=config.expect_fingerprint,
         timeout_s=settings.timeout_s,
         wait_s=settings.retry_s,
         retry_s=settings.retry_s,

@@ -50,11 +50,13 @@ class ScoringService(ABC):
     Attributes:
         contract: by which the newest rewards were made; None before any rewards, and for upstream
             servers that publish none.
+        fingerprint: of the model that these rewards come from, likewise.
         recent: the last rewards, for their drift.
     """
 
     def __init__(self, config: FrontConfig) -> None:
         self.contract: ScoringContract | None = None
+        self.fingerprint: str | None = None
         self.recent = RecentRewards(config.drift_rows)
         self._completes_turns = config.complete_turns
         self._limit = BackpressureLimit(config.max_queue_rows, f"{config.section}.max_queue_rows")

@@ -74,6 +74,8 @@ class UpstreamService(ScoringService):
         try:
             scored = await self._forward(request, "nan" if sets_rows_aside else "raise")
             await self._note_contract(scored.contract_hash)
+            if scored.model_fingerprint is not None:
+                self.fingerprint = scored.model_fingerprint
         except RefusedError as error:
             # A backend's other refusals, such as of the gateway's own token, are not the sender's.
             kind = error.kind if error.kind.reaction == "skip" else FailureKind.internal
@@ -104,6 +106,7 @@ class UpstreamService(ScoringService):
 
     async def _fetch_contract(self) -> ScoringContract:
         self.contract = await self._client.contract_async()
+        self.fingerprint = self._client.fingerprint
         return self.contract
 
     async def _fetch_contract_if_any(self) -> ScoringContract | None:

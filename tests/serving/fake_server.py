@@ -51,8 +51,12 @@ def total(text: str) -> float:
     return float(sum(map(ord, text)))
 
 
+FINGERPRINT = "feed" * 8
+
+
 class FakeScorer:
     contract = CONTRACT
+    fingerprint = FINGERPRINT
     counts = TokenCounts()
     tokens_per_call = 256
     prefix_cache_bytes = 0

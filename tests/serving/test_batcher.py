@@ -39,6 +39,11 @@ class Model:
         with self._came:
             assert self._came.wait_for(lambda: len(self.calls) >= count, WAIT_S), self.calls
 
+    def begin(self, number: int) -> None:
+        """Compute call ``number`` from now on, so that nobody can cancel it."""
+        self.wait_for_calls(number + 1)
+        assert self._answers[number].set_running_or_notify_cancel()
+
     def finish(self, number: int) -> None:
         """Answer call ``number``; a token 666 in it fails it."""
         self.wait_for_calls(number + 1)
@@ -186,8 +191,43 @@ def test_a_close_scores_what_waits_and_refuses_what_comes(model):
         batcher.submit(rows_of([[1]]))
 
 
-def test_many_threads_get_their_own_rewards():
-    """A model in a thread of its own, and askers of every size."""
+def test_rows_that_nobody_waits_for_do_not_delay_a_live_request(model):
+    batcher = Batcher(model, tokens_per_call=2)
+    gone = batcher.submit(rows_of([[n] for n in range(64)]))
+    model.begin(0)
+    model.wait_for_calls(2)
+    live = batcher.submit(rows_of([[100]]))
+    assert batcher.waiting_rows == 61
+    assert gone.cancel()
+    # Neither the rows that wait are computed, nor those of the call that stood ready.
+    assert batcher.waiting_rows <= 1
+    model.finish(0)
+    model.finish(2)
+    assert rewards(live) == [100]
+    assert model.calls == [[[0], [1]], [[2], [3]], [[100]]]
+    assert not live.cancel()
+    batcher.close()
+
+
+def test_request_that_is_cancelled_while_its_call_runs_is_not_tried_again(model):
+    batcher = Batcher(model, tokens_per_call=100)
+    blocker = batcher.submit(rows_of([[0]]))
+    model.wait_for_calls(1)
+    bad, gone, live = (batcher.submit(rows_of([[n]])) for n in (666, 1, 2))
+    model.finish(0)
+    model.begin(1)
+    assert gone.cancel()
+    for call in (1, 2, 3):
+        model.finish(call)
+    assert (rewards(blocker), rewards(live)) == ([0], [2])
+    with pytest.raises(ServingError, match="666"):
+        bad.result(WAIT_S)
+    assert model.calls[1:] == [[[666], [1], [2]], [[666]], [[2]]]
+    batcher.close()
+
+
+def test_many_threads_get_their_own_rewards_while_others_cancel():
+    """A model in a thread of its own, and requests of every size."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(8) as askers:
@@ -204,7 +244,13 @@ def test_many_threads_get_their_own_rewards():
             lists = [
                 [9 * seed + row] + [1] * draw.randint(0, 29) for row in range(draw.randint(1, 9))
             ]
-            return rewards(batcher.submit(rows_of(lists))) == [sum(ids) for ids in lists]
+            answer = batcher.submit(rows_of(lists))
+            if seed % 3 == 0:
+                time.sleep(draw.random() / 500)
+                if answer.cancel():
+                    return True
+            return rewards(answer) == [sum(ids) for ids in lists]
 
         assert all(askers.map(ask, range(500)))
         batcher.close()
+        assert batcher.waiting_rows == 0

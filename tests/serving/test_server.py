@@ -24,7 +24,7 @@ from nemo_aligner.serving.client import RewardClient
 from tests import tiny
 from tests.launching import free_port
 from tests.serving.client.misbehaving import eventually
-from tests.serving.fake_server import CONTRACT, total
+from tests.serving.fake_server import CONTRACT, FINGERPRINT, total
 from tests.serving.servers import (
     FAKE,
     QUICK,
@@ -40,14 +40,17 @@ def test_server_answers_plain_json(server: Server) -> None:
     body = {"inputs": [json_request("sentences", "BYTES", [["ab"], ["c"]])]}
     status, answer = server.post(body)
     assert status == 200
-    rewards, exceeded, contract_hash = answer["outputs"]
+    rewards, exceeded, contract_hash, fingerprint = answer["outputs"]
     assert contract_hash["data"] == [CONTRACT.hash] * 2
+    assert fingerprint["data"] == [FINGERPRINT] * 2
     kinds = [(each["name"], each["datatype"], each["shape"]) for each in (rewards, exceeded)]
     assert kinds == [("rewards", "FP32", [2, 2]), ("exceeded", "INT32", [2, 1])]
     assert rewards["data"] == [195, -195, 99, -99]
     url = f"{server.url}/v2/models/contract/infer"
     with urllib.request.urlopen(url, data=b'{"inputs": []}', timeout=10) as response:
         outputs = {each["name"]: each["data"] for each in json.load(response)["outputs"]}
+    assert outputs.pop("model_fingerprint") == [FINGERPRINT]
+    assert outputs.pop("model_fingerprint") == [FINGERPRINT]
     found = {name: json.loads(text) for name, (text,) in outputs.items()}
     assert found["contract"] == CONTRACT.to_dict()
     assert found["statistics"]["tokens_per_call"] == 256

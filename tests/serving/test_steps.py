@@ -18,6 +18,7 @@ from nemo_aligner.config.serving import (
     ServerConfig,
     ShapingConfig,
 )
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.contract.steps import StepSpan
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.client import RewardClient
@@ -72,7 +73,7 @@ def test_rewards_of_turns_have_the_same_bits_by_every_door(
     pytest.importorskip("fastapi")
 
     scorer = load_scorer(stepped, layout, micro_batch_tokens=512)
-    wanted = scorer.score_steps(TEXTS)
+    wanted = scorer.score_rows(TEXTS).steps
     assert [len(each.rewards) for each in wanted] == [2, 1, 1]
     ids = scorer.encode(CHAT).token_ids
     settings = [
@@ -126,7 +127,7 @@ def test_steps_are_shaped_one_by_one_and_those_of_an_ensemble_combined(
     models = [load_scorer(path, layout, micro_batch_tokens=512) for path in (stepped, second)]
     weights = {"helpfulness": 2.0, "verbosity": -1.0}
     chats = [CHAT, CHAT[:2]]
-    raw = [np.concatenate([each.rewards for each in own.score_steps(chats)]) for own in models]
+    raw = [np.concatenate([each.rewards for each in own.score_rows(chats).steps]) for own in models]
     merged = np.stack([own.astype(np.float64) @ [2.0, -1.0] for own in raw])
     lower = merged.mean(axis=0) - 0.5 * merged.std(axis=0)
     wanted = lower.clip(lower.min() + 0.01).astype(np.float32)
@@ -169,7 +170,7 @@ def test_text_is_served_the_reward_that_the_contract_makes_of_its_steps(
     merged = rewritten(stepped, tmp_path / "merged.nemo", layout, aggregate=how)
     scorer = load_scorer(merged, layout, micro_batch_tokens=512, prefix_cache_tokens=4096)
     chats = [CHAT, CHAT[:2], [*CHAT, QUESTION, ANSWER]]
-    raw, steps = scorer.score(chats), scorer.score_steps(chats)
+    raw, steps = score_all(scorer, chats), scorer.score_rows(chats).steps
     assert not np.array_equal(raw, np.stack([text.rewards[-1] for text in steps]))
     weights = {"helpfulness": 2.0, "verbosity": -1.0}
     shaped = (raw.astype(np.float64) @ [2.0, -1.0]).astype(np.float32)

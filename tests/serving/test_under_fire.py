@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from nemo_aligner.contract.scorer import score_all
 from tests import tiny
 from tests.serving.conftest import MAX_ROWS
 from tests.serving.fake_server import SEQ_LENGTH, total
@@ -69,9 +70,9 @@ class Traffic:
         ]
         self._tokens = [scorer.encode(text).token_ids for text in self._texts]
         self._large = [tiny.sentence(rng, 20, 40) * (LARGE // 100) for _ in range(4)]
-        self._rewards = scorer.score(self._texts)
-        self._of_dialogues = scorer.score(self._dialogues)
-        self._of_large = scorer.score(self._large)
+        self._rewards = score_all(scorer, self._texts)
+        self._of_dialogues = score_all(scorer, self._dialogues)
+        self._of_large = score_all(scorer, self._large)
 
     def good(self) -> Request:
         rows = [self._rng.randrange(200) for _ in range(self._rng.randint(1, 8))]

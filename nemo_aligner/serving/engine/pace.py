@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
+from itertools import accumulate
 
 # Calls that the estimate is made of: enough that one hiccup of the machine does not show.
 _CALLS = 16
@@ -46,10 +48,6 @@ class ModelPace:
         self._limit = max(_LEAST_TOKENS, int(self._median_rate() * self._max_secs))
 
     def _median_rate(self) -> float:
-        half = sum(tokens for _, tokens in self._calls) / 2
-        counted = 0
-        for rate, tokens in sorted(self._calls):
-            counted += tokens
-            if counted >= half:
-                break
-        return rate
+        calls = sorted(self._calls)
+        totals = [*accumulate(tokens for _, tokens in calls)]
+        return calls[bisect_left(totals, totals[-1] / 2)][0]

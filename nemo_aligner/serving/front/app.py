@@ -212,7 +212,8 @@ class Front:
 
         async def contract() -> Response:
             # Read anew each time, as a backend may have been replaced since the last reward.
-            return respond(HttpAnswer(200, (await scoring.read_contract()).to_dict()))
+            rules = (await scoring.read_contract()).to_dict()
+            return respond(HttpAnswer(200, {**rules, "model_fingerprint": scoring.fingerprint}))
 
         async def scrape() -> Response:
             text, kind = self.metrics.render(scoring, await scoring.statistics())

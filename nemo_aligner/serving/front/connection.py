@@ -10,26 +10,26 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import json
 import math
 import socket
 import urllib.parse
 from contextlib import suppress
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from nemo_aligner.config.serving import FrontConfig
+from nemo_aligner.serving.front.exchange import AnswerTransport, Exchange
+from nemo_aligner.serving.front.limits import (
+    ConnectionLimits,
+    Refusal,
+    error_body,
+    malformed,
+)
 
 # Where a connection stands. The order matters: from BUSY on, nothing is given to the parser.
 HEAD, BODY, CHUNKED, BUSY, LINGERING, CLOSING = range(6)
@@ -51,150 +51,20 @@ END_OF_HEAD = b"\r\n\r\n"
 SINGLE_HEADERS = (b"host", b"authorization", b"content-length", b"transfer-encoding", b"expect")
 
 
-@dataclass(frozen=True)
-class ConnectionLimits:
-    """Limits of every connection of a server, with the name of their section for messages."""
-
-    section: str
-    max_header_bytes: int
-    max_request_bytes: int
-    max_chunks: int
-    max_open_connections: int
-    receive_timeout_secs: float
-    keep_alive_secs: float
-
-    @classmethod
-    def of(cls, config: FrontConfig) -> ConnectionLimits:
-        """Take the limits from a server's settings."""
-        return cls(
-            section=config.section,
-            max_header_bytes=config.max_header_bytes,
-            max_request_bytes=config.max_request_bytes,
-            max_chunks=config.max_chunks,
-            max_open_connections=config.max_open_connections,
-            receive_timeout_secs=config.receive_timeout_secs,
-            keep_alive_secs=config.keep_alive_secs,
-        )
-
-    def headers_too_large(self) -> Refusal:
-        return Refusal(
-            431,
-            f"The request line and headers (or chunk extensions and trailers) are larger than "
-            f"{self.max_header_bytes} bytes. Send smaller headers, or raise "
-            f"{self.section}.max_header_bytes.",
-        )
-
-    def body_too_large(self, size: str) -> Refusal:
-        return Refusal(
-            413,
-            f"The request body has {size} bytes and the limit is {self.max_request_bytes}. "
-            f"Send fewer rows in a request, or raise {self.section}.max_request_bytes.",
-        )
-
-    def too_many_chunks(self) -> Refusal:
-        return Refusal(
-            413,
-            f"The request body has more than {self.max_chunks} chunks (or empty lines in its "
-            f"chunks). Send larger chunks, or raise {self.section}.max_chunks.",
-        )
-
-    def too_slow(self) -> Refusal:
-        return Refusal(
-            408,
-            f"The request did not arrive as a whole within {self.receive_timeout_secs:g} seconds. "
-            f"Send it faster, or raise {self.section}.receive_timeout_secs.",
-        )
-
-    def too_many_connections(self) -> Refusal:
-        return Refusal(
-            503,
-            f"The server has {self.max_open_connections} open connections, as many as it accepts. "
-            f"Retry in a second, or raise {self.section}.max_open_connections.",
-        )
-
-
-class Refusal(Exception):
-    """An answer that ends a connection. Raised from a callback, it also stops the parser."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-        self.text = text
-
-
-def malformed(reason: str) -> Refusal:
-    return Refusal(400, f"The request is not valid HTTP/1.1: {reason}. Correct the client.")
-
-
-def error_body(text: str) -> bytes:
-    return json.dumps({"error": text}).encode()
-
-
 class IgnoredUpgrade(Exception):
     """Stop a parser that would skip the body, because the head offers another protocol."""
-
-
-class AnswerTransport:
-    """What an exchange writes its answer to: the transport, closed in the connection's own way."""
-
-    __slots__ = ("close", "is_closing", "write")
-
-    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
-        self.write = transport.write
-        self.is_closing = transport.is_closing
-        self.close = connection.finish
-
-
-class Exchange(RequestResponseCycle):
-    """One request and its answer. Cancelling its task is not an error of the application."""
-
-    async def run_asgi(self, app: Any) -> None:
-        """Run the application, and answer what it leaves unanswered."""
-        try:
-            await app(self.scope, self.receive, self.send)
-        except asyncio.CancelledError:
-            # The client has left, or the time to finish requests before an exit is over.
-            await self._fail(503, "The server is exiting. Retry at another server.")
-            raise
-        except Exception as error:
-            self.logger.error("Exception in ASGI application\n", exc_info=error)
-            await self._fail(500, "The server failed on this request. Its log has the reason.")
-        else:
-            if not self.response_complete and not self.disconnected:
-                self.logger.error("The ASGI application returned without completing its answer.")
-                await self._fail(500, "The server failed on this request. Its log has the reason.")
-        finally:
-            self.on_response = _ignore
-
-    async def _fail(self, status: int, text: str) -> None:
-        if self.disconnected or self.response_complete:
-            return
-        if self.response_started:
-            # The client must not take a part of an answer for the whole.
-            self.transport.close()
-            return
-        body = error_body(text)
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-            (b"connection", b"close"),
-        ]
-        await self.send({"type": "http.response.start", "status": status, "headers": headers})
-        await self.send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-def _ignore() -> None:
-    """Replace a connection's callback once its exchange is over."""
 
 
 class Sweep:
     """One timer that looks for expired deadlines among all connections of a server.
 
-    A timer for each connection would be set and cleared with every request.
+    A timer for each connection would be set and cleared with every request. ``now`` is the loop's
+    time at the last sweep, which deadlines are reckoned from, as reading the clock costs more.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limits: ConnectionLimits) -> None:
         self.loop = loop
+        self.now = loop.time()
         shortest = min(limits.receive_timeout_secs, limits.keep_alive_secs, LINGER_SECS)
         self.interval = max(0.02, shortest / 4)
         self.timer: asyncio.TimerHandle | None = None
@@ -202,21 +72,23 @@ class Sweep:
     def start(self, connections: set[Any]) -> None:
         """Sweep as long as there are connections."""
         if self.timer is None:
+            self.now = self.loop.time()
             self.timer = self.loop.call_later(self.interval, self._run, connections)
 
     def _run(self, connections: set[Connection]) -> None:
-        now = self.loop.time()
-        for connection in [peer for peer in connections if peer.deadline < now]:
-            connection.expire()
+        # One interval ago, as ``now`` was that old when the deadlines were set.
+        earlier, self.now = self.now, self.loop.time()
         self.timer = None
         if connections:
             self.start(connections)
+        for connection in [peer for peer in connections if peer.deadline < earlier]:
+            connection.expire()
 
 
 class Connection(HttpToolsProtocol):
     """The protocol of one connection; ``limited_protocol`` makes a class of it for a server."""
 
-    limits: ClassVar[ConnectionLimits]
+    limits_of_server: ClassVar[ConnectionLimits]
     refused_connections: ClassVar[dict[int, int]]
     sweeps: ClassVar[WeakKeyDictionary[ServerState, Sweep]]
 
@@ -240,7 +112,9 @@ class Connection(HttpToolsProtocol):
         "is_idle",
         "is_kept_alive",
         "is_parser_spent",
+        "limits",
         "phase",
+        "sweep",
         "tail",
         "task",
         "unsent_bytes",
@@ -254,6 +128,11 @@ class Connection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.limits = self.limits_of_server
+        sweep = self.sweeps.get(server_state)
+        if sweep is None:
+            sweep = self.sweeps[server_state] = Sweep(self.loop, self.limits)
+        self.sweep = sweep
         self.task: asyncio.Task[None] | None = None
         # Loop time at which expire() is called.
         self.deadline = math.inf
@@ -286,13 +165,10 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.answers = AnswerTransport(transport, self)
+        self.answers = AnswerTransport(transport, self.finish)
         self.context = contextvars.copy_context()
-        self.deadline = self.loop.time() + self.limits.keep_alive_secs
-        sweep = self.sweeps.get(self.server_state)
-        if sweep is None:
-            sweep = self.sweeps[self.server_state] = Sweep(self.loop, self.limits)
-        sweep.start(self.connections)
+        self.sweep.start(self.connections)
+        self.deadline = self.sweep.now + self.limits.keep_alive_secs
         limit = self.limits.max_open_connections
         if len(self.connections) > limit:
             self.refuse(self.limits.too_many_connections())
@@ -319,25 +195,21 @@ class Connection(HttpToolsProtocol):
         self._close()
 
     def data_received(self, data: bytes) -> None:
-        phase = self.phase
-        if phase < BUSY:
+        if self.phase < BUSY:
             if self.is_idle:
                 self.is_idle = False
-                self.deadline = self.loop.time() + self.limits.receive_timeout_secs
+                self.deadline = self.sweep.now + self.limits.receive_timeout_secs
             self._parse(data, 0)
-        elif phase == BUSY:
-            self._extend_backlog(data)
-        elif phase == LINGERING:
+        elif self.phase == BUSY:
+            self.backlog = self.backlog[self.backlog_start :] + data
+            self.backlog_start = 0
+            if len(self.backlog) > HIGH_WATER_LIMIT:
+                # Not by self.flow, which the application resumes by asking if the client has left.
+                self.transport.pause_reading()
+        elif self.phase == LINGERING:
             self.discarded_bytes += len(data)
             if self.discarded_bytes > LINGER_BYTES:
                 self._close()
-
-    def _extend_backlog(self, data: bytes) -> None:
-        self.backlog = self.backlog[self.backlog_start :] + data
-        self.backlog_start = 0
-        if len(self.backlog) > HIGH_WATER_LIMIT:
-            # Not by self.flow, which the application resumes by asking whether the client left.
-            self.transport.pause_reading()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -351,7 +223,7 @@ class Connection(HttpToolsProtocol):
 
     def _expect_unsent_bytes_to_shrink(self) -> None:
         self.unsent_bytes = self.transport.get_write_buffer_size()
-        self.deadline = self.loop.time() + self.limits.receive_timeout_secs
+        self.deadline = self.sweep.now + self.limits.receive_timeout_secs
 
     def expire(self) -> None:
         """End what has lasted too long; called by the sweep."""
@@ -376,14 +248,9 @@ class Connection(HttpToolsProtocol):
             while start < size:
                 phase = self.phase
                 if phase == HEAD:
-                    end = data.find(END_OF_HEAD, start) + 4
-                    if end < 4 or self.tail:
-                        end = self._end_of_empty_line(data, start, size) or size
-                    self.head_bytes += end - start
-                    if self.head_bytes > self.limits.max_header_bytes:
-                        raise self.limits.headers_too_large()
+                    end = self._end_of_head(data, start, size)
                 elif phase == BODY:
-                    end = min(size, start + self.content_length - self.body_bytes)
+                    end = start + self.content_length - self.body_bytes
                 elif phase == CHUNKED:
                     end = self._end_of_chunked_piece(data, start, size)
                 else:
@@ -402,11 +269,24 @@ class Connection(HttpToolsProtocol):
         if isinstance(cause, IgnoredUpgrade):
             self._use_parser_for_body()
             self._parse(data, end)
-        elif isinstance(cause, Refusal):
+        else:
+            self._refuse_for(cause)
+
+    def _refuse_for(self, cause: BaseException) -> None:
+        if isinstance(cause, Refusal):
             self.refuse(cause)
         else:
             self.logger.error("Exception in a callback of the parser\n", exc_info=cause)
             self.refuse(malformed("the server failed to read it"))
+
+    def _end_of_head(self, data: bytes, start: int, size: int) -> int:
+        end = data.find(END_OF_HEAD, start) + 4
+        if end < 4 or self.tail:
+            end = self._end_of_empty_line(data, start, size) or size
+        self.head_bytes += end - start
+        if self.head_bytes > self.limits.max_header_bytes:
+            raise self.limits.headers_too_large()
+        return end
 
     def _end_of_chunked_piece(self, data: bytes, start: int, size: int) -> int:
         """Return the end of the next empty line, which every chunked body ends with."""
@@ -547,7 +427,13 @@ class Connection(HttpToolsProtocol):
         if self.body_bytes > self.limits.max_request_bytes:
             raise self.limits.body_too_large(f"at least {self.body_bytes}")
         cycle = self.cycle
-        cycle.body += body
+        if not cycle.body:
+            # Not copied where the application takes each piece, or the body comes in one.
+            cycle.body = body  # type: ignore[assignment]
+        elif isinstance(cycle.body, bytearray):
+            cycle.body += body
+        else:
+            cycle.body = bytearray().join((cycle.body, body))
         if len(cycle.body) > HIGH_WATER_LIMIT:
             self.flow.pause_reading()
         cycle.message_event.set()
@@ -574,7 +460,7 @@ class Connection(HttpToolsProtocol):
             self.loop.call_soon(self._continue, context=self.context)
         else:
             self._begin_head()
-            self.deadline = self.loop.time() + self.limits.keep_alive_secs
+            self.deadline = self.sweep.now + self.limits.keep_alive_secs
 
     def _continue(self) -> None:
         """Parse the next of several pipelined requests."""
@@ -585,9 +471,10 @@ class Connection(HttpToolsProtocol):
         self.backlog_start = 0
         self._begin_head()
         self.is_idle = False
-        self.deadline = self.loop.time() + self.limits.receive_timeout_secs
+        self.deadline = self.sweep.now + self.limits.receive_timeout_secs
         self._parse(data, start)
-        if len(self.backlog) - self.backlog_start <= HIGH_WATER_LIMIT:
+        is_short = len(self.backlog) - self.backlog_start <= HIGH_WATER_LIMIT
+        if is_short and not self.flow.read_paused:
             self.transport.resume_reading()
 
     def refuse(self, refusal: Refusal) -> None:
@@ -639,7 +526,7 @@ class Connection(HttpToolsProtocol):
         if self.phase >= LINGERING:
             return
         self.phase = LINGERING
-        self.deadline = self.loop.time() + LINGER_SECS
+        self.deadline = self.sweep.now + LINGER_SECS
         self.backlog = b""
         if self.transport.is_closing():
             return
@@ -669,5 +556,5 @@ def limited_protocol(limits: ConnectionLimits) -> type[Connection]:
 
     Its ``refused_connections`` counts by status the requests that were refused here.
     """
-    fields = {"limits": limits, "refused_connections": {}, "sweeps": WeakKeyDictionary()}
+    fields = {"limits_of_server": limits, "refused_connections": {}, "sweeps": WeakKeyDictionary()}
     return type("LimitedConnection", (Connection,), fields)

@@ -367,7 +367,7 @@ def _problems_of(error: ValidationError, request: type[BaseModel]) -> str:
     # Without pydantic's links to its own pages, which nobody follows from an answer.
     problems = error.errors(include_url=False)
     found = [
-        f"{'.'.join(map(str, each['loc'])) or 'body'}: {_problem(each, request)}"
+        f"{'.'.join(map(_key, each['loc'])) or 'body'}: {_problem(each, request)}"
         for each in problems[:_SHOWN_PROBLEMS]
     ]
     more = len(problems) - len(found)
@@ -375,11 +375,19 @@ def _problems_of(error: ValidationError, request: type[BaseModel]) -> str:
     return short("; ".join([*found, *rest]))
 
 
+def _key(part: str | int) -> str:
+    """A part of a place, escaped where a sender's key would break the line."""
+    text = str(part)
+    return text if text.isprintable() else json.dumps(text)
+
+
 def _problem(each: ErrorDetails, request: type[BaseModel]) -> str:
     if each["type"] == "extra_forbidden":
         # Which model a name further inside belongs to is not known here.
         known = request.model_fields if len(each["loc"]) == 1 else ()
-        near = suggestion(str(each["loc"][0]), known)
+        key = str(each["loc"][0])
+        # Comparing a key of megabytes with the known ones takes seconds.
+        near = suggestion(key, known) if len(key) <= _SHOWN_VALUE else None
         meant = f"; did you mean {near}?" if near else ""
         return f"unknown key{meant}" + (f"; known are {', '.join(known)}" if known else "")
     words = _WORDS.get(each["type"])

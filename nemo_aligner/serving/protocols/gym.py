@@ -100,6 +100,7 @@ class VerifyResponse(Body):
     reward_components: dict[str, float] = Field(default_factory=dict)
     truncated: bool = False
     contract_hash: str | None = None
+    model_fingerprint: str | None = None
     mask_sample: bool = False
     failure_kind: str | None = None
     failure_reason: str | None = None
@@ -215,6 +216,7 @@ def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str,
         "reward_components": components,
         "truncated": bool(scored.exceeded[0]),
         "contract_hash": scored.contract_hash,
+        "model_fingerprint": scored.model_fingerprint,
         "mask_sample": False,
         "failure_kind": None,
         "failure_reason": None,
@@ -243,6 +245,7 @@ def _unmeasured(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
         "reward_components": {},
         "truncated": False,
         "contract_hash": None,
+        "model_fingerprint": None,
         "mask_sample": is_masked,
         "failure_kind": kind,
         "failure_reason": reason,
@@ -363,7 +366,7 @@ class SessionRequest(Body):
 class AggregateRequest(Body):
     """All rollouts of a run, without what was asked and said."""
 
-    verify_responses: list[dict[str, Any]]
+    verify_responses: Items[dict[str, Any]]
 
 
 def answer_session(content: bytes) -> HttpAnswer:

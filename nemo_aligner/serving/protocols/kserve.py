@@ -17,7 +17,8 @@ input                 dtype  shape   meaning
 
 The answer has ``rewards`` FP32 [B, A], one column per attribute; ``exceeded`` INT32 [B, 1], 1
 where a text was longer than ``seq_length`` and the contract's ``truncate_left`` rule cut it; and
-``contract_hash`` BYTES [B, 1], which says by what contract it was scored. With any other overlong
+``contract_hash`` and ``model_fingerprint`` BYTES [B, 1], which say by what contract and by what
+weights it was scored, empty where the server does not know. With any other overlong
 rule, and for ``tokens``, which are never altered, too long is an error. A server that shapes its
 rewards also answers with ``raw_rewards`` FP32 [B, M * A], those of each of M models before;
 ``deviation`` FP32 [B, A] where it has several; and ``passed`` INT32 [B, 1] where it has a
@@ -28,11 +29,12 @@ each what message (null in a raw text) and which characters of it it is the rewa
 ``tokens`` it has the last one alone, and no spans.
 
 The model ``contract``, not batched, answers with ``contract`` BYTES [1]: the scoring contract as
-JSON, its hash included; and with ``statistics`` BYTES [1]: what the server has counted since its
-start, a JSON object of numbers (see ``Meter.statistics``); and with ``turn_end`` BYTES [1]: what
-the chat template writes after a reply (see ``TurnEnd``), as JSON, or null; and with
-``sample_frame`` BYTES [1]: what the template writes around a sample (see ``SampleFrame``), as JSON,
-or null. It needs no input; ``dummy_var`` INT64 [1] is for clients that must send one.
+JSON, its hash included; with ``model_fingerprint`` BYTES [1], empty if the model has none; with
+``statistics`` BYTES [1]: what the server has counted since its start, a JSON object of numbers (see
+``Meter.statistics``); with ``turn_end`` BYTES [1]: what the chat template writes after a reply (see
+``TurnEnd``), as JSON, or null; and with ``sample_frame`` BYTES [1]: what the template writes around
+a sample (see ``SampleFrame``), as JSON, or null. It needs no
+input; ``dummy_var`` INT64 [1] is for clients that must send one.
 
 Whether an end-of-sequence token is added is part of what a score means, so the checkpoint's scoring
 contract decides it. ``add_EOS`` cannot change that: for ``sentences`` it must say what the contract
@@ -79,6 +81,7 @@ OUTPUTS = (
     TensorSpec("rewards", np.float32, (-1,)),
     TensorSpec("exceeded", np.int32, (1,)),
     TensorSpec("contract_hash", bytes, (1,)),
+    TensorSpec("model_fingerprint", bytes, (1,)),
 )
 # Only if rewards are shaped, or a head has several outputs for an attribute. Each is the field of
 # ``ScoredRows`` of the same name, which is ``[B]`` where the tensor has one number a row.
@@ -94,6 +97,7 @@ OPTIONAL_NAMES = tuple(spec.name for spec in OPTIONAL_OUTPUTS)
 CONTRACT_INPUTS = (TensorSpec("dummy_var", np.int64, (1,), optional=True),)
 CONTRACT_OUTPUTS = (
     TensorSpec("contract", bytes, (1,)),
+    TensorSpec("model_fingerprint", bytes, (1,)),
     TensorSpec("statistics", bytes, (1,)),
     TensorSpec("turn_end", bytes, (1,)),
     TensorSpec("sample_frame", bytes, (1,)),
@@ -128,12 +132,12 @@ def encode_tokens(token_lists: Sequence[Sequence[int]]) -> dict[str, np.ndarray]
 
 def encode_rewards(scored: ScoredRows) -> dict[str, np.ndarray]:
     """The outputs of one answered request."""
+    rows = len(scored.rewards)
     outputs = {
         "rewards": np.asarray(scored.rewards, dtype=np.float32),
         "exceeded": np.asarray(scored.exceeded, dtype=np.int32).reshape(-1, 1),
-        "contract_hash": _bytes_column(
-            [(scored.contract_hash or "").encode()] * len(scored.rewards)
-        ),
+        "contract_hash": _bytes_column([(scored.contract_hash or "").encode()] * rows),
+        "model_fingerprint": _bytes_column([(scored.model_fingerprint or "").encode()] * rows),
     }
     for spec in OPTIONAL_OUTPUTS:
         values = getattr(scored, spec.name)
@@ -145,10 +149,9 @@ def encode_rewards(scored: ScoredRows) -> dict[str, np.ndarray]:
 
 
 def decode_rewards(outputs: Mapping[str, np.ndarray]) -> ScoredRows:
-    """Decode an answer; a server of NeMo-Aligner sends no ``contract_hash``, or only rewards."""
+    """Decode an answer; a server of NeMo-Aligner sends ``exceeded`` at most, or only rewards."""
     rewards = np.asarray(outputs["rewards"], dtype=np.float32)
     exceeded = outputs.get("exceeded", np.zeros(len(rewards)))
-    hashes = outputs.get("contract_hash", np.array([b""]))
     optional = {spec.name: outputs.get(spec.name) for spec in OPTIONAL_OUTPUTS}
     for spec in OPTIONAL_OUTPUTS:
         values = optional[spec.name]
@@ -160,9 +163,16 @@ def decode_rewards(outputs: Mapping[str, np.ndarray]) -> ScoredRows:
         rewards,
         {},
         np.asarray(exceeded).reshape(-1).astype(bool),
-        _decode_bytes(hashes.reshape(-1)[0]) or None,
+        _first_text(outputs, "contract_hash"),
+        _first_text(outputs, "model_fingerprint"),
         **optional,
     )
+
+
+def _first_text(outputs: Mapping[str, np.ndarray], name: str) -> str | None:
+    """Text that is the same for all rows; None where a server sends none, or an empty one."""
+    values = outputs.get(name, np.array([b""]))
+    return _decode_bytes(values.reshape(-1)[0]) or None
 
 
 def _decode_steps(values: np.ndarray) -> np.ndarray:
@@ -173,13 +183,17 @@ def _decode_steps(values: np.ndarray) -> np.ndarray:
 
 
 def encode_contract(
-    contract: ScoringContract, turn_end: TurnEnd | None, sample_frame: SampleFrame | None
+    contract: ScoringContract,
+    turn_end: TurnEnd | None,
+    sample_frame: SampleFrame | None,
+    fingerprint: str | None = None,
 ) -> dict[str, np.ndarray]:
-    """Outputs of the ``contract`` model that stay: the contract, and the frame of its template."""
+    """Outputs of the ``contract`` model that stay: how samples become scores, and which model."""
     end = None if turn_end is None else turn_end.to_dict()
     frame = None if sample_frame is None else sample_frame.to_dict()
     return {
         "contract": _json_output(contract.to_dict()),
+        "model_fingerprint": np.array([(fingerprint or "").encode()], dtype=np.object_),
         "turn_end": _json_output(end),
         "sample_frame": _json_output(frame),
     }
@@ -192,6 +206,11 @@ def decode_contract(outputs: Mapping[str, np.ndarray]) -> ScoringContract:
         CheckpointError: it is of another version, or was changed.
     """
     return ScoringContract.from_dict(_decode_json(outputs["contract"]))
+
+
+def decode_fingerprint(outputs: Mapping[str, np.ndarray]) -> str | None:
+    """Decode the model's fingerprint; None where the server tells none."""
+    return _first_text(outputs, "model_fingerprint")
 
 
 def decode_template_part(

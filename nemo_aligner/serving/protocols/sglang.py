@@ -51,7 +51,7 @@ class SglangRequest(Body):
 
     text: str | Items[str] | None = Field(None, examples=[["What is red? A rose."]])
     input_ids: Items[int] | Items[Items[int]] | None = None
-    rid: str | list[str] | None = None
+    rid: str | Items[str] | None = None
 
 
 class SglangRow(Body):

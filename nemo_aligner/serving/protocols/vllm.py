@@ -178,7 +178,7 @@ def read_pairs(body: PairsRequest) -> ScoreRequest:
     names = [each for each in _PAIRS if all(fields.get(name) is not None for name in each)]
     present = {name for each in _PAIRS for name in each if fields.get(name) is not None}
     if len(names) != 1 or present != {*names[0]}:
-        got = ", ".join(sorted(present or body.model_fields_set)) or "nothing"
+        got = ", ".join(sorted(present)) or "none of them"
         wanted = ", or ".join(" with ".join(each) for each in _PAIRS)
         raise ServingError(f"got {got}, wanted {wanted}")
     refuse_other_samples(body, names[0][0])

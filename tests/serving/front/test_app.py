@@ -25,7 +25,7 @@ from nemo_aligner.serving.front import app as front_app
 from nemo_aligner.serving.front.app import ROUTES
 from nemo_aligner.serving.upstream import UpstreamService
 from nemo_aligner.utils.errors import ServingError
-from tests.serving.fake_server import CONTRACT, total
+from tests.serving.fake_server import CONTRACT, FINGERPRINT, total
 from tests.serving.gateway_calls import FakeClient, call, call_async, gateway_front
 
 GOOD = {
@@ -76,7 +76,9 @@ def test_gateway_answers_at_every_route() -> None:
         assert answer.status == 200, answer.body
         assert answer.headers["content-type"] == "application/json"
         assert (merged if path in MERGED else whole) in answer.body.decode(), path
-    assert call(make(), "/v1/contract").json == json.loads(json.dumps(CONTRACT.to_dict()))
+    contract = json.loads(json.dumps(CONTRACT.to_dict()))
+    published = {**contract, "model_fingerprint": FINGERPRINT}
+    assert call(make(), "/v1/contract").json == published
 
 
 def test_gateway_tells_sglangs_classify_from_vllms_by_the_body() -> None:
@@ -654,6 +656,7 @@ def test_verify_of_a_failure_has_no_numbers_of_an_earlier_time() -> None:
         "reward_components": {"sum": 0.75},
         "truncated": True,
         "contract_hash": "feed",
+        "model_fingerprint": "f00d",
         "mask_sample": False,
     }
     none = {
@@ -662,6 +665,7 @@ def test_verify_of_a_failure_has_no_numbers_of_an_earlier_time() -> None:
         "reward_components": {},
         "truncated": False,
         "contract_hash": None,
+        "model_fingerprint": None,
     }
     no_reply = {**GOOD["/verify"], **stale, "response": {"output": []}}
     client = FakeClient()

@@ -133,6 +133,7 @@ def test_gym_rollout_comes_back_with_its_reward() -> None:
     assert (answer["reward"], answer["raw_reward"]) == (1.5, 1.5)
     assert answer["reward_components"] == {"reward": 1.5}
     assert (answer["truncated"], answer["contract_hash"]) == (False, "cafe")
+    assert answer["model_fingerprint"] == "f00d"
     failed = [answer[name] for name in ("mask_sample", "failure_kind", "failure_reason")]
     assert failed == [False, None, None]
     GYM.response.model_validate(answer)

@@ -116,6 +116,7 @@ NO_REWARDS: list[tuple[Any, str]] = [
     ({"tokens": [[True]]}, "tokens.0.0: got true, wanted an integer"),
     ({"text": ["a"]}, r"text: unknown key; did you mean texts\?; known are texts, "),
     ({"seed": 1}, "seed: unknown key; known are texts, "),
+    ({"a\nb": 1}, r'^"a\\nb": unknown key; known are texts, '),
     ({"texts": "a" * 99}, "a{50}[.]{3}, wanted a list"),
     ([], r"body: got \[\], wanted an object"),
     ({"texts": [1, 2, 3, 4, 5]}, "texts.0: got 1, wanted a text$"),
@@ -201,7 +202,7 @@ def test_json_is_read_as_deep_and_wide_as_is_documented_and_no_further() -> None
 
 def test_rewards_have_their_rows_or_their_errors() -> None:
     rewards = np.array([[0.1, -2.0], [np.nan, np.nan]], dtype=np.float32)
-    scored = ScoredRows(rewards, {1: "the text is empty"}, np.array([True, False]), "cafe")
+    scored = ScoredRows(rewards, {1: "the text is empty"}, np.array([True, False]), "cafe", "f00d")
     shaped = replace(
         scored,
         raw_rewards=np.array([[2.0, 3.0], [np.nan, np.nan]]),
@@ -215,6 +216,7 @@ def test_rewards_have_their_rows_or_their_errors() -> None:
         "attributes": ["helpfulness", "verbosity"],
         "scale": None,
         "contract_hash": "cafe",
+        "model_fingerprint": "f00d",
         "truncated": [True, False],
         "errors": [{"row": 1, "message": "the text is empty"}],
     }

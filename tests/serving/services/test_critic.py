@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import replace
@@ -56,6 +57,10 @@ class Ranks:
         with self._came:
             assert self._came.wait_for(lambda: len(self.calls) >= count, WAIT_S), self.calls
         return [operation for operation, _ in self.calls]
+
+    def begin(self, number: int) -> None:
+        """Work on call ``number`` from now on, so that nobody can cancel it."""
+        assert self._answers[number].set_running_or_notify_cancel()
 
     def finish(self, number: int, found: Any = None) -> None:
         """Values of a token are the number of the call, and eighths for its position."""
@@ -179,6 +184,46 @@ def test_critic_says_why_a_training_fails_and_begins_the_next_one() -> None:
         asked.ranks.wait_for(2)
         asked.ranks.finish(1, STEPS)
         assert second.result(WAIT_S)["loss_mean"].size == 1
+
+
+def test_values_that_nobody_waits_for_are_not_computed_and_training_goes_on() -> None:
+    asked = Asked(tokens_per_call=2)
+    train = asked.ask("critic_train", ROLLOUT)
+    asked.ranks.wait_for(1)
+    asked.ranks.begin(0)
+    gone = asked.infer(*[1] * 64)
+    save = asked.ask("critic_save", {})
+    live = asked.infer(2)
+    lock = asked.service._lock
+    wait_until(lambda: len(lock._waiting) == 3)
+    for cancelled in (gone, save, train):
+        assert cancelled.cancel()
+    wait_until(lambda: len(lock._waiting) == 1)
+    # What has begun is not given up, and values wait for its end.
+    assert lock.is_exclusive
+    asked.ranks.finish(0, STEPS)
+    assert asked.ranks.wait_for(2) == [TRAIN, VALUES]
+    asked.ranks.finish(1)
+    assert values(live) == [[1.0, 1.125]]
+    gone = asked.infer(*[1] * 64)
+    asked.ranks.wait_for(4)
+    asked.ranks.begin(2)
+    save = asked.ask("critic_save", {})
+    wait_until(lambda: lock.is_exclusive)
+    assert gone.cancel()
+    # Values that were cancelled let go of the critic, though a call of theirs still runs.
+    assert asked.ranks.wait_for(5)[2:] == [VALUES, VALUES, SAVE]
+    asked.ranks.finish(2)
+    asked.ranks.finish(4, "critic.nemo")
+    assert save.result(WAIT_S)["status"].tolist() == [0]
+    asked.service.stop()
+
+
+def wait_until(is_done: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not is_done():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def test_turn_that_cannot_begin_ends_and_the_next_comes() -> None:

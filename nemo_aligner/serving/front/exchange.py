@@ -1,0 +1,64 @@
+"""One request and its answer: what uvicorn's part of a connection does for the application."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from nemo_aligner.serving.front.limits import error_body
+
+
+class AnswerTransport:
+    """What an exchange writes its answer to: the transport, with a close that may linger."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
+class Exchange(RequestResponseCycle):
+    """One request and its answer. Cancelling its task is not an error of the application."""
+
+    async def run_asgi(self, app: Any) -> None:
+        """Run the application, and answer what it leaves unanswered."""
+        try:
+            await app(self.scope, self.receive, self.send)
+        except asyncio.CancelledError:
+            # The client has left, or the time to finish requests before an exit is over.
+            await self._fail(503, "The server is exiting. Retry at another server.")
+            raise
+        except Exception as error:
+            self.logger.error("Exception in ASGI application\n", exc_info=error)
+            await self._fail(500, "The server failed on this request. Its log has the reason.")
+        else:
+            if not self.response_complete and not self.disconnected:
+                self.logger.error("The ASGI application returned without completing its answer.")
+                await self._fail(500, "The server failed on this request. Its log has the reason.")
+        finally:
+            self.on_response = _ignore
+
+    async def _fail(self, status: int, text: str) -> None:
+        if self.disconnected or self.response_complete:
+            return
+        if self.response_started:
+            # The client must not take a part of an answer for the whole.
+            self.transport.close()
+            return
+        body = error_body(text)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _ignore() -> None:
+    """Replace a connection's callback once its exchange is over."""

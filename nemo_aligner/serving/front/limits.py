@@ -1,0 +1,87 @@
+"""Limits of the connections of a server, and the answers to requests above them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from nemo_aligner.config.serving import FrontConfig
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of every connection of a server, with the name of their section for messages."""
+
+    section: str
+    max_header_bytes: int
+    max_request_bytes: int
+    max_chunks: int
+    max_open_connections: int
+    receive_timeout_secs: float
+    keep_alive_secs: float
+
+    @classmethod
+    def of(cls, config: FrontConfig) -> ConnectionLimits:
+        """Take the limits from a server's settings."""
+        return cls(
+            section=config.section,
+            max_header_bytes=config.max_header_bytes,
+            max_request_bytes=config.max_request_bytes,
+            max_chunks=config.max_chunks,
+            max_open_connections=config.max_open_connections,
+            receive_timeout_secs=config.receive_timeout_secs,
+            keep_alive_secs=config.keep_alive_secs,
+        )
+
+    def headers_too_large(self) -> Refusal:
+        return Refusal(
+            431,
+            f"The request line and headers (or chunk extensions and trailers) are larger than "
+            f"{self.max_header_bytes} bytes. Send smaller headers, or raise "
+            f"{self.section}.max_header_bytes.",
+        )
+
+    def body_too_large(self, size: str) -> Refusal:
+        return Refusal(
+            413,
+            f"The request body has {size} bytes and the limit is {self.max_request_bytes}. "
+            f"Send fewer rows in a request, or raise {self.section}.max_request_bytes.",
+        )
+
+    def too_many_chunks(self) -> Refusal:
+        return Refusal(
+            413,
+            f"The request body has more than {self.max_chunks} chunks (or empty lines in its "
+            f"chunks). Send larger chunks, or raise {self.section}.max_chunks.",
+        )
+
+    def too_slow(self) -> Refusal:
+        return Refusal(
+            408,
+            f"The request did not arrive as a whole within {self.receive_timeout_secs:g} seconds. "
+            f"Send it faster, or raise {self.section}.receive_timeout_secs.",
+        )
+
+    def too_many_connections(self) -> Refusal:
+        return Refusal(
+            503,
+            f"The server has {self.max_open_connections} open connections, as many as it accepts. "
+            f"Retry in a second, or raise {self.section}.max_open_connections.",
+        )
+
+
+class Refusal(Exception):
+    """An answer that ends a connection. Raised from a callback, it also stops the parser."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.text = text
+
+
+def malformed(reason: str) -> Refusal:
+    return Refusal(400, f"The request is not valid HTTP/1.1: {reason}. Correct the client.")
+
+
+def error_body(text: str) -> bytes:
+    return json.dumps({"error": text}).encode()
