@@ -57,7 +57,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _FOREIGN_STATUSES = (401, 403, 404)
 _FOREIGN = (
     "this is no KServe server, or it asks for a token "
-    "(vLLM and a gateway have clients of their own: docs/gateway.md)"
+    "(servers of other protocols have other clients: docs/protocols.md)"
 )
 # Triton answers it with a 500, before the model's server sees the request.
 _UNPARSED = re.compile(r"^(failed to parse the request JSON|Unable to parse ')")
