@@ -1,7 +1,9 @@
-"""Serve a reward model over HTTP: the same as ``nemo-aligner serve``.
+"""Serve a reward model over HTTP, and by NVIDIA Triton: ``nemo-aligner serve`` with Triton on.
 
     python examples/serve_reward_model.py rm_model_file=megatron_gpt.nemo server.port=5555
 
+The HTTP server answers every protocol. Triton answers at the ports 8000 (HTTP), 8001 (gRPC) and
+8002 (metrics); it needs the extra ``triton``, and ``server.triton_port=null`` turns it off.
 ``nemo_aligner/serving/run.py`` is what runs.
 """
 
@@ -15,4 +17,5 @@ except ModuleNotFoundError as missing:
     sys.exit(f"{missing}: activate its environment (source .venv/bin/activate) or pip install -e .")
 
 if __name__ == "__main__":
-    sys.exit(main(["serve", *sys.argv[1:]]))
+    # The first of the settings, so that one from the command line replaces it.
+    sys.exit(main(["serve", "server.triton_port=8000", *sys.argv[1:]]))

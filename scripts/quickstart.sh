@@ -13,5 +13,5 @@ case " $* " in
         PYTHONPATH="$REPO" exec "$python" -m nemo_aligner quickstart --help
         ;;
 esac
-use_environment serving,gateway,gguf,report
+use_environment serving,gguf,report
 exec nemo-aligner quickstart "$@"

@@ -11,8 +11,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from filelock import FileLock
+
+from tests.launching import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 # Where environments are kept from one run to the next; they may be deleted at any time.
 FOLDER_VARIABLE = "NEMO_ALIGNER_TEST_ENVIRONMENTS"
@@ -126,3 +134,16 @@ def vllm_python() -> str:
     if VLLM_VARIABLE not in os.environ:
         pytest.skip(f"vLLM is not installed, and {VLLM_VARIABLE} names no Python that has it")
     return os.environ[VLLM_VARIABLE]
+
+
+def triton_python() -> str:
+    """A Python with the extra ``triton`` before this environment's packages, whose numpy may be 2.
+
+    It is this one if that has the extra.
+    """
+    if importlib.util.find_spec("pytriton") is not None and np.__version__.startswith("1."):
+        return sys.executable
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extra = tuple(project["optional-dependencies"]["triton"])
+    folder = kept_environment("triton", extra, lambda folder: make_environment(folder, *extra))
+    return str(folder / "bin" / "python")

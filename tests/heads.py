@@ -18,7 +18,7 @@ from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.reward import RewardModelServable
+from nemo_aligner.serving.reward import RewardBackend
 from tests import families, tiny
 from tests.checkpoint.hf.exporting import edit, edit_tensors
 
@@ -137,11 +137,11 @@ def write_archive(
 class OneRank:
     """The model of this process, which is called at once."""
 
-    def __init__(self, servable: RewardModelServable) -> None:
-        self._servable = servable
+    def __init__(self, backend: RewardBackend) -> None:
+        self._backend = backend
 
     def execute(self, operation: str, data: Any) -> Any:
-        return self._servable.operations[operation](data)
+        return self._backend.operations[operation](data)
 
     def submit(self, operation: str, data: Any) -> Future[Any]:
         answer: Future[Any] = Future()
@@ -158,12 +158,12 @@ def served(archive: Path, texts: Sequence[list[dict[str, str]]]) -> dict[str, np
 
     with launch():
         scorer = load_scorer(archive, initialize_layout())
-        servable = RewardModelServable(scorer, ServerConfig())
-        started = servable.start(OneRank(servable))
-        endpoint = started.endpoints[0]
-        assert endpoint.name == kserve.MODEL_NAME
+        backend = RewardBackend(scorer, ServerConfig())
+        started = backend.start(OneRank(backend))
+        endpoints = {endpoint.name: endpoint for endpoint in started.endpoints}
+        endpoint = endpoints[kserve.MODEL_NAME]
         try:
             return dict(asyncio.run(answered()))
         finally:
-            started.close()
+            started.stop()
             destroy_layout()

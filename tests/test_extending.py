@@ -20,6 +20,8 @@ from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.training_data import build_training_data
+from nemo_aligner.evaluation.evaluate import evaluate_file
+from nemo_aligner.evaluation.sources import RewardSource
 from nemo_aligner.metrics import table
 from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.utils.errors import DataError
@@ -109,14 +111,13 @@ def test_a_protocol_is_served_with_the_others(
     import_example: Import, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("fastapi")
-    from nemo_aligner.config.serving import GatewayConfig
-    from nemo_aligner.serving import http
+    from nemo_aligner.serving.front import app as front_app
     from tests.serving.fake_server import total
-    from tests.serving.gateway_calls import FakeClient, call
+    from tests.serving.gateway_calls import FakeClient, call, gateway_front
 
     route = import_example("my_protocol").ROUTE
-    monkeypatch.setattr(http, "ROUTES", [*http.ROUTES, route])
-    app = http.build_app(FakeClient(), GatewayConfig(), None)
+    monkeypatch.setattr(front_app, "ROUTES", [*front_app.ROUTES, route])
+    app = gateway_front(FakeClient())
     assert call(app, "/one", {"text": "ab"}).json == {"reward": total("ab") / 2}
     refused = call(app, "/one", {"text": ""})
     assert (refused.status, refused.json) == (400, {"wrong": "row 0: the text is empty"})
@@ -133,3 +134,15 @@ def test_the_model_family_of_the_page_is_the_one_that_is_tested() -> None:
     """``tests/checkpoint/hf/families/test_outside.py`` converts it both ways."""
     tested = (tiny.ROOT / "tests/checkpoint/hf/families/toy_llama.py").read_text()
     assert tested.strip() in PAGE
+
+
+def test_a_scorer_is_evaluated(import_example: Import, tmp_path: Path) -> None:
+    pairs = [
+        {"prompt": "who", "chosen": "the cat sings", "rejected": "nobody"},
+        {"prompt": "why", "chosen": "no", "rejected": "I do not know"},
+    ]
+    path = write(tmp_path / "pairs.jsonl", *pairs)
+    source = RewardSource.of(import_example("my_scorer").WordCount())
+    report = evaluate_file(source, path)
+    assert report.predictions.rewards.tolist() == [[3, 1], [1, 4]]
+    assert report.accuracy == 0.5

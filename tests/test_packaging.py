@@ -91,6 +91,16 @@ def test_wheel_has_every_file_of_the_package_and_the_settings(wheel: Path) -> No
     assert names == wanted
 
 
+def test_wheel_metadata_limits_numpy_for_triton_alone(unpacked: Path) -> None:
+    (info,) = unpacked.glob("*.dist-info")
+    metadata = message_from_bytes((info / "METADATA").read_bytes())
+    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    limits = [each for each in requirements if each.name == "numpy" and "2.4" not in each.specifier]
+    assert [str(each.marker) for each in limits] == ['extra == "triton"']
+    # No other extra, such as the one for all, brings it along.
+    assert "triton" not in {extra for each in requirements for extra in each.extras}
+
+
 def test_wheel_metadata_has_the_name_that_the_package_looks_itself_up_by(unpacked: Path) -> None:
     (info,) = unpacked.glob("*.dist-info")
     told = message_from_bytes((info / "METADATA").read_bytes())
@@ -99,7 +109,7 @@ def test_wheel_metadata_has_the_name_that_the_package_looks_itself_up_by(unpacke
     extras = set(told.get_all("Provides-Extra", []))
     asked = [Requirement(line) for line in told.get_all("Requires-Dist", [])]
     ours = [each for each in asked if each.extras and each.name == told["Name"]]
-    assert len(ours) == 3
+    assert len(ours) == 4
     assert {name for each in ours for name in each.extras} <= extras
     assert not [each for each in asked if each.name.replace("_", "-") == "nemo-aligner"]
 
@@ -168,15 +178,15 @@ def test_install_lines_are_of_the_checkout_or_a_wheel_and_name_extras_that_there
 
 
 def test_extras_bring_all_that_is_imported_with_them_alone() -> None:
-    """The client has none, ``serve`` has no gateway's, and the gateway no Triton."""
-    gateways = {"fastapi", "uvicorn", "prometheus_client", "pydantic"}
+    """The client needs no extra, ``train`` no server, and a server no Triton."""
+    front = {"fastapi", "uvicorn", "prometheus_client", "pydantic"}
     missing = {
-        "serving.client": {"pytriton", *gateways},
-        "integrations.trl": {"pytriton", *gateways},
-        "integrations.nemo_rl": {"pytriton", *gateways},
-        "evaluation.run": {"pytriton", *gateways},
-        "serving.run": gateways,
-        "serving.http": {"pytriton"},
+        "serving.client": {"pytriton", *front},
+        "integrations.trl": {"pytriton", *front},
+        "integrations.nemo_rl": {"pytriton", *front},
+        "evaluation.run": {"pytriton", *front},
+        "training.run": {"pytriton", *front},
+        "serving.run": {"pytriton"},
     }
     wrong = {}
     for name, of_others in missing.items():

@@ -98,8 +98,9 @@ def test_file_that_cannot_be_written_is_as_it_was(tmp_path: Path) -> None:
         write_whole(tmp_path / "file", b"newer")
     assert (tmp_path / "file").read_bytes() == b"new"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "made", "pipe"]
-    with pytest.raises(CheckpointError, match="cannot be written"), scratch_beside(
-        tmp_path / "file" / "x"
+    with (
+        pytest.raises(CheckpointError, match="cannot be written"),
+        scratch_beside(tmp_path / "file" / "x"),
     ):
         pass
 

@@ -6,7 +6,6 @@ Nothing large is imported before a model is loaded: the verbs' options are read 
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,10 +20,11 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import idle_notes, idle_settings, load_given
 from nemo_aligner.contract.messages import check_texts
+from nemo_aligner.contract.scorer import check_on_error
 from nemo_aligner.data.records import write_records
 from nemo_aligner.evaluation.report import check_report
 from nemo_aligner.utils.console import say
-from nemo_aligner.utils.errors import ConfigError, ServingError
+from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.processes import find_process, make_temporary, remove_temporary
 
 if TYPE_CHECKING:
@@ -33,11 +33,10 @@ if TYPE_CHECKING:
     from nemo_aligner.checkpoint.hf.export import ExportSummary
     from nemo_aligner.contract.contract import ScoringContract
     from nemo_aligner.contract.messages import Text
+    from nemo_aligner.contract.scorer import ScoredRows, StepRewards
     from nemo_aligner.distributed.layout import ParallelLayout
     from nemo_aligner.evaluation.run import Evaluation
     from nemo_aligner.evaluation.sources import RewardSource
-    from nemo_aligner.serving.client import ScoredRows
-    from nemo_aligner.serving.protocols import StepRewards
 
 # Settings of an evaluation; the others are about the model, which is loaded already.
 _OF_EVALUATION = (
@@ -160,27 +159,15 @@ class RewardModel:
             ServingError: the model's reward of a text is not a finite number.
             TypeError: ``texts`` is one text, and no list of them.
         """
-        from nemo_aligner.serving.client.reward import check_on_error
-
         check_on_error(on_error)
-        if steps:
-            return self._score_steps(check_texts(texts))
-        if on_error == "nan":
-            return self.score_rows(texts).rewards
-        rewards = self._source().score(check_texts(texts))
-        _check_finite(rewards)
-        return rewards
-
-    def _score_steps(self, texts: list[Text]) -> list[StepRewards]:
-        score_steps = self._source().score_steps
-        if score_steps is None:
+        source = self._source()
+        if steps and not source.has_steps:
             raise ConfigError(
                 f"steps: {self.name} has one reward for each text, wanted a model that was trained "
                 "with model.head.reads=turns or step_ends, for example"
             )
-        found = score_steps(texts)
-        _check_finite(own.rewards.flat for own in found)
-        return found
+        scored = source.scorer.score_rows(check_texts(texts), on_error=on_error).check_finite()
+        return scored.rewards if scored.steps is None or not steps else scored.steps.tolist()
 
     def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
         """``score``, with the reasons why refused texts have none, as ``RewardClient.score_rows``.
@@ -192,10 +179,7 @@ class RewardModel:
             ServingError: the model's reward of a text is not a finite number.
             TypeError: ``texts`` is one text, and no list of them.
         """
-        rows = check_texts(texts)
-        score_rows = self._source().score_rows
-        assert score_rows is not None  # only a running server has none
-        return score_rows(rows)
+        return self._source().scorer.score_rows(check_texts(texts)).check_finite()
 
     def evaluate(
         self, records: str | PathLike[str] | Iterable[Mapping[str, Any]], **settings: Any
@@ -292,12 +276,6 @@ class RewardModel:
     def _source(self) -> RewardSource:
         """The loaded source of rewards; loads it if need be."""
         return _SESSION.load(self, self._config)
-
-
-def _check_finite(rows: Iterable[Iterable[float]]) -> None:
-    for row, rewards in enumerate(rows):
-        if not all(map(math.isfinite, rewards)):
-            raise ServingError(f"text {row}: the model's reward is not a finite number")
 
 
 def release_models() -> None:

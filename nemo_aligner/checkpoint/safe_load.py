@@ -56,7 +56,11 @@ def read_yaml(path: Path, where: str | None = None) -> dict[str, Any]:
 
 def read_json(path: Path, where: str | None = None) -> dict[str, Any]:
     """Read a JSON file that holds one object; raises as ``read_yaml`` does."""
-    text, where = read_text(path, where), where or str(path)
+    return parse_json(read_text(path, where), where or str(path))
+
+
+def parse_json(text: str, where: str) -> dict[str, Any]:
+    """Parse a JSON object; CheckpointError begins with ``where``."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

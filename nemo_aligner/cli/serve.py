@@ -21,7 +21,7 @@ from nemo_aligner.config.serving import GatewayRunConfig, ServeConfig, ServeCrit
 from nemo_aligner.utils.errors import ConfigError, ServingError
 
 _SERVE = """\
-Answer texts with a reward model's rewards over HTTP, until SIGTERM or Ctrl-C.
+Answer with a reward model's rewards over HTTP, by every protocol, until SIGTERM or Ctrl-C.
 
 nemo-aligner serve rm_model_file=megatron_gpt.nemo server.port=5555
 """
@@ -37,7 +37,7 @@ def run_serve(options: argparse.Namespace) -> int:
     config = read_settings(ServeConfig, options, ["rm_model_file"])
     if starts_ranks(options):
         return start_ranks("serve", options)
-    # Only now: torch and Triton take seconds, and a wrong setting is told before.
+    # Only now: torch takes seconds to import, and a wrong setting is reported before that.
     from nemo_aligner.serving.run import run_server
 
     return run_server(config)
@@ -69,7 +69,7 @@ def run_serve_critic(options: argparse.Namespace) -> int:
 
 
 _GATEWAY = """\
-Answer OpenRLHF, vLLM, NeMo Gym and plain JSON over HTTP, in front of reward servers.
+Put several servers of one reward model behind one address, with the same protocols.
 
 nemo-aligner gateway 'backends=[http://127.0.0.1:5555]' gateway.port=8000
 """
@@ -119,6 +119,9 @@ def score_parser() -> Parser:
         "--expect", metavar="HASH", help="refuse rewards if the contract has another hash"
     )
     parser.add_argument(
+        "--expect-fingerprint", metavar="HEX", help="refuse rewards of a model with other weights"
+    )
+    parser.add_argument(
         "--token-variable", metavar="NAME",
         help="environment variable with the server's bearer token",
     )  # fmt: skip
@@ -139,7 +142,11 @@ def run_score(options: argparse.Namespace) -> int:
 
     token = find_token(None, options.token_variable, "--token")
     with RewardClient(
-        options.url, expect=options.expect, wait_s=options.wait, token=token
+        options.url,
+        expect=options.expect,
+        expect_fingerprint=options.expect_fingerprint,
+        wait_s=options.wait,
+        token=token,
     ) as client:
         patience = f"waiting for an answer from {hide_password(options.url)} ..."
         waiting = Timer(_QUIET_S, lambda: print(patience, file=sys.stderr))

@@ -75,6 +75,7 @@ class EvaluateConfig:
     server: str | None = setting(None, "a running server instead: its URL")
     source: SourceConfig = field(default_factory=SourceConfig)
     expect_contract: str | None = setting(None, "refuse a model whose contract has another hash")
+    expect_fingerprint: str | None = setting(None, "refuse a model with other weights")
     precision: Precision | None = setting(None, "null: that of the scoring contract")
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
     task: str | None = setting(None, "a benchmark; data.path is its file (docs/evaluation.md)")

@@ -113,6 +113,7 @@ class GatewayRunConfig:
 
     backends: list[str] = setting(["http://127.0.0.1:5555"], "URLs of servers of one model")
     expect_contract: str | None = setting(None, "refuse backends whose contract has another hash")
+    expect_fingerprint: str | None = setting(None, "refuse backends whose model has other weights")
     backend_token_file: str | None = setting(None, "file with the bearer token of the backends")
     backend_token_variable: str | None = setting(
         None, "environment variable with the bearer token of the backends"
@@ -214,7 +215,7 @@ class ServerConfig(FrontConfig):
 
     max_batch_size: int = setting(1024, "most rows in a request of KServe v2")
     max_call_secs: float = setting(
-        1.0, "longest call of the model that takes rows of several requests; 0: no limit"
+        1.0, "longest call of the model, as estimated from the last ones; 0: no limit"
     )
     encode_timeout_secs: float = setting(
         10.0, "seconds until a sample that is still being tokenized gets a 400"
@@ -226,7 +227,7 @@ class ServerConfig(FrontConfig):
         30.0, "seconds without a heartbeat until a rank counts as lost"
     )
     triton_port: int | None = setting(
-        None, "also answer by NVIDIA Triton (extra triton): HTTP here, gRPC and metrics behind it"
+        None, "port of NVIDIA Triton (extra triton), gRPC and metrics behind; null: off"
     )
     triton_host: str = setting("127.0.0.1", "address that Triton listens on")
     triton_log_file: str | None = setting(
@@ -249,6 +250,7 @@ class ServeConfig:
 
     rm_model_file: str | None = setting(None, "a reward model: .nemo, or the folder it unpacks to")
     expect_contract: str | None = setting(None, "refuse a model whose contract has another hash")
+    expect_fingerprint: str | None = setting(None, "refuse a model with other weights")
     precision: Precision | None = setting(None, "null: that of the scoring contract")
     model: ScorerModelConfig = field(default_factory=ScorerModelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -377,7 +379,7 @@ class CriticRunConfig(RunFolderConfig):
 
 @dataclass
 class CriticServerConfig(ServerConfig):
-    """The PyTriton endpoint, at the port of NeMo-Aligner's critic."""
+    """The HTTP server, at the port of NeMo-Aligner's critic."""
 
     port: int = setting(5556, "0: any free port")
     max_request_bytes: int = setting(256 * 2**20, "largest request in bytes; a rollout needs many")
@@ -394,6 +396,7 @@ class ServeCriticConfig:
         None, "with combine: the reward model; null: pretrained_checkpoint.restore_from_path"
     )
     expect_contract: str | None = setting(None, "refuse a model whose contract has another hash")
+    expect_fingerprint: str | None = setting(None, "refuse a model with other weights")
     pretrained_checkpoint: CriticCheckpointConfig = field(default_factory=CriticCheckpointConfig)
     trainer: CriticTrainerConfig = field(default_factory=CriticTrainerConfig)
     model: CriticModelConfig = field(default_factory=CriticModelConfig)

@@ -120,9 +120,7 @@ class TurnMarks:
         if tokenizer is None or not tokenizer.has_normalizer:
             return cls(tuple(anywhere), (), frames.end, str, results, calls)
         changed = [tokenizer.normalize(token.content) for token in tokens if token.normalized]
-        return cls(
-            tuple(anywhere), tuple(changed), frames.end, tokenizer.normalize, results, calls
-        )
+        return cls(tuple(anywhere), tuple(changed), frames.end, tokenizer.normalize, results, calls)
 
     def check(self, conversation: Messages | Conversation) -> None:
         """Refuse a conversation with a mark in a message, or beside them.

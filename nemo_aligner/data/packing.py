@@ -404,6 +404,14 @@ def take_oldest(sequences: Sequence[Tokens], budget: int) -> int:
     return least
 
 
+def packed_tokens(sequences: Sequence[Tokens]) -> int:
+    """Count the tokens of sequences in one pack, common prefixes counted once."""
+    lengths = [len(sequence) for sequence in sequences]
+    if len(lengths) < 2:
+        return sum(lengths)
+    return sum(size for _, _, size in _Ordered.of(sequences).runs(sum(lengths), len(lengths)))
+
+
 def assign(sizes: Sequence[int], costs: Sequence[float], budget: int) -> list[list[int]]:
     """Indices into ``sizes``, grouped so that no group's sum exceeds ``budget``.
 

@@ -129,9 +129,7 @@ def label_rows(record: Record) -> Sequence[tuple[float | None, ...]]:
     return [record.labels] if steps is None else steps
 
 
-def lengths_of_rewards(
-    record: Record, reply_tokens: int, step_tokens: Sequence[int]
-) -> list[int]:
+def lengths_of_rewards(record: Record, reply_tokens: int, step_tokens: Sequence[int]) -> list[int]:
     """Return the length, in tokens, of the text that each reward of a sample belongs to.
 
     Args:

@@ -282,9 +282,7 @@ def _render_length_baseline(
     return lines
 
 
-def _length_correlation(
-    records: Sequence[Record], lengths: Sequence[int], index: int
-) -> float:
+def _length_correlation(records: Sequence[Record], lengths: Sequence[int], index: int) -> float:
     """Pearson r of ``lengths`` of replies with one label; 0 where either does not vary."""
     points = [
         (length, record.labels[index])

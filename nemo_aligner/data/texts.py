@@ -135,9 +135,7 @@ def _with_tools(text: Any, value: dict[str, Any]) -> Any:
     return with_tools(text, value.get("tools"), value.get("documents"))
 
 
-def _record_texts(
-    line: Line, side: str | None, chosen: Format, path: str
-) -> list[tuple[str, Any]]:
+def _record_texts(line: Line, side: str | None, chosen: Format, path: str) -> list[tuple[str, Any]]:
     """The texts of a line's records, labelled by their names; of a completed pair, one ``side``."""
     texts = []
     for record in parse_lines(chosen, [line], path, WantedLabels()):

@@ -1,7 +1,7 @@
-"""Evaluation on held-out pairs and ratings, with anything that scores texts.
+"""Evaluation on held-out pairs and ratings, with any scorer.
 
-``score`` may be a model in this process or a client of a server. The metrics are those of the
-trainer's validation, over each record once. Records that training would drop are dropped and
+It may be a model in this process or a client of a server. The metrics are those of the trainer's
+validation, over each record once. Records that training would drop are dropped and
 counted by the same rules.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress, islice
+from itertools import accumulate, compress, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,12 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.contract import EncodedText, OverlongError
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.readout import one_reward
+from nemo_aligner.contract.scorer import (
+    SampleEncoder,
+    ScoredRows,
+    StepRewards,
+    response_lengths,
+)
 from nemo_aligner.contract.steps import step_texts
 from nemo_aligner.data.clean import (
     EncodedRecord,
@@ -44,9 +50,8 @@ from nemo_aligner.data.records import (
     lengths_of_rewards,
     write_lines,
 )
-from nemo_aligner.data.report import measure_replies
 from nemo_aligner.evaluation.predictions import Prediction, Predictions
-from nemo_aligner.evaluation.sources import Measure, RewardSource, Score
+from nemo_aligner.evaluation.sources import RewardSource
 from nemo_aligner.losses import default_objective, default_step_objective
 from nemo_aligner.losses.base import RIGHT_FROM, measure_set
 from nemo_aligner.metrics.ranking import wilson_interval
@@ -60,7 +65,6 @@ from nemo_aligner.metrics.table import (
     find_metric,
     measure_spreads,
 )
-from nemo_aligner.serving.protocols import StepRewards
 from nemo_aligner.utils.console import fit_row
 from nemo_aligner.utils.errors import ConfigError, DataError
 
@@ -156,25 +160,18 @@ def _source_lines(metrics: Mapping[str, float]) -> list[str]:
 
 
 def evaluate_comparisons(
-    score: Score,
-    comparisons: Sequence[Comparison],
-    *,
-    attribute_weights: Sequence[float] = (1.0,),
-    measure: Measure | None = None,
+    source: RewardSource, comparisons: Sequence[Comparison], scored: ScoredRows
 ) -> EvalResult:
     """Measure how often, and how clearly, ``chosen`` gets the higher reward.
 
-    Args:
-        attribute_weights: A weights that make one reward of a text's A.
+    ``scored`` has all texts of the comparisons, here and below, none of them rejected.
 
     Raises:
-        DataError: a text cannot be scored, or there is no comparison.
+        DataError: a reward is not finite, or there is no comparison.
     """
-    texts = [text for record in comparisons for text in record.texts]
-    scores = _checked(score, texts, comparisons)
-    if scores.shape[1] != len(attribute_weights):
-        raise DataError(f"got {scores.shape[1]} rewards per text, wanted {len(attribute_weights)}")
-    rewards = one_reward(scores, attribute_weights).astype(np.float32)
+    scores, texts = source.rewards_of(scored), _texts(comparisons)
+    _check_finite(scores, comparisons)
+    rewards = one_reward(scores, source.weights).astype(np.float32)
     pairs = as_records(comparisons, ()).pairs()
     owners = pairs.of_records(torch.arange(len(comparisons))).tolist()
     sides = torch.stack(pairs.of(torch.arange(len(texts))), dim=1).tolist()
@@ -187,33 +184,22 @@ def evaluate_comparisons(
         )
         for owner, (chosen, rejected) in zip(owners, sides, strict=True)
     ]
-    metrics = _measure(("reward",), rewards.reshape(-1, 1), comparisons, measure)
+    metrics = _measure(source, rewards.reshape(-1, 1), comparisons)
     counts = {"read": len(comparisons), "kept": len(comparisons)}
     return EvalResult(Predictions(rows), metrics, counts)
 
 
 def evaluate_ratings(
-    score: Score,
-    ratings: Sequence[Rating],
-    attributes: Sequence[str],
-    *,
-    measure: Measure | None = None,
-    spreads: np.ndarray | None = None,
+    source: RewardSource, ratings: Sequence[Rating], scored: ScoredRows
 ) -> EvalResult:
     """Measure how close rewards are to labels, and how well they correlate.
 
-    Args:
-        spreads: ``[N, A]``, how uncertain the model is of its rewards, where it says so.
-
     Raises:
-        DataError: a text cannot be scored, or there is no rating.
+        DataError: a reward is not finite, or there is no rating.
     """
-    rewards = _checked(score, [record.response for record in ratings], ratings)
-    rewards = rewards.astype(np.float32)
-    if rewards.shape[1] != len(attributes):
-        raise DataError(
-            f"got {rewards.shape[1]} rewards per text, wanted {len(attributes)}: {attributes}"
-        )
+    _check_finite(scored.rewards, ratings)
+    attributes, spreads = source.attributes, scored.spread
+    rewards = scored.rewards.astype(np.float32)
     labels = label_columns(ratings, attributes).values
     rows = [
         Prediction.of_rating(
@@ -226,28 +212,26 @@ def evaluate_ratings(
         )
         for row, record in enumerate(ratings)
     ]
-    metrics = _measure(attributes, rewards, ratings, measure)
+    metrics = _measure(source, rewards, ratings)
     if spreads is not None:
         found, known = torch.from_numpy(rewards), torch.from_numpy(spreads)
-        metrics |= measure_spreads(RatedRewards.of(found, labels, tuple(attributes), spreads=known))
+        metrics |= measure_spreads(RatedRewards.of(found, labels, attributes, spreads=known))
     counts = {"read": len(ratings), "kept": len(ratings)}
-    return EvalResult(Predictions(rows, tuple(attributes)), metrics, counts)
+    return EvalResult(Predictions(rows, attributes), metrics, counts)
 
 
-def _evaluate_steps(source: RewardSource, ratings: Sequence[Rating]) -> EvalResult:
+def _evaluate_steps(
+    source: RewardSource, ratings: Sequence[Rating], scored: Sequence[StepRewards]
+) -> EvalResult:
     """Measure the rewards of all turns or steps; the predictions are those of the last ones.
 
     Raises:
         DataError: there is no rating, or a reward is not finite.
     """
-    assert source.score_steps is not None
     assert source.contract is not None
     names = source.attributes
-    scored = source.score_steps([record.response for record in ratings])
     rewards = np.concatenate([each.rewards for each in scored])
-    _check_finite(
-        rewards, [own for own, each in zip(ratings, scored, strict=True) for _ in each.rewards]
-    )
+    _check_finite(rewards, ratings, [len(each.rewards) for each in scored])
     labels = [
         _last_labels(own, len(each.rewards), len(names))
         for own, each in zip(ratings, scored, strict=True)
@@ -288,8 +272,8 @@ def _measure_steps(
         step_texts(record.response, each.spans, separator)
         for record, each in zip(ratings, scored, strict=True)
     ]
-    replies = _lengths([record.response for record in ratings], source.measure)
-    counts = iter(_lengths([text for texts in steps for text in texts], source.measure))
+    replies = response_lengths(source.scorer, [record.response for record in ratings])
+    counts = iter(response_lengths(source.scorer, [text for texts in steps for text in texts]))
     return [
         length
         for record, reply_length, texts in zip(ratings, replies, steps, strict=True)
@@ -315,18 +299,17 @@ def _last_labels(record: Rating, steps: int, columns: int) -> list[list[float]]:
 
 
 def _measure(
-    attributes: Sequence[str],
-    rewards: np.ndarray,
-    kept: Sequence[Comparison] | Sequence[Rating],
-    measure: Measure | None,
+    source: RewardSource, rewards: np.ndarray, kept: Sequence[Comparison] | Sequence[Rating]
 ) -> dict[str, float]:
     """The metrics of the trainer's validation, of ``[S, A]`` rewards."""
-    kind = RecordKind.rating if isinstance(kept[0], Rating) else RecordKind.comparison
+    is_rated = isinstance(kept[0], Rating)
+    kind = RecordKind.rating if is_rated else RecordKind.comparison
+    attributes = source.attributes if is_rated else ("reward",)
     return measure_set(
         default_objective(kind, attributes),
         torch.from_numpy(rewards),
-        as_records(kept, attributes if kind is RecordKind.rating else ()),
-        _reply_lengths(kept, measure),
+        as_records(kept, attributes if is_rated else ()),
+        torch.tensor(response_lengths(source.scorer, _texts(kept)), dtype=torch.int64),
         [record.source for record in kept],
     )
 
@@ -361,36 +344,22 @@ def evaluate_file(
         file = replace(file, records=turned)
     file = keep_scorable(file, source, how.rule)
     _check_steps(file, source)
-    if source.encode is None:
-        file, source = drop_refused(file, source)
-    if file.kind is RecordKind.rating and source.score_steps is not None:
-        found = _evaluate_steps(source, file.records)
-    elif file.kind is RecordKind.rating:
-        spreads = None
-        if source.score_and_spread is not None:  # in one pass
-            rewards, spreads = source.score_and_spread([each.response for each in file.records])
-            source = replace(source, score=lambda _: rewards)
-        found = evaluate_ratings(
-            source.score,
-            file.records,
-            source.attributes,
-            measure=source.measure,
-            spreads=spreads,
-        )
+    scored = source.scorer.score_rows(_texts(file.records))
+    if source.encoder is None:
+        file, scored = drop_refused(file, scored)
+    if file.kind is not RecordKind.rating:
+        found = evaluate_comparisons(source, file.records, scored)
+    elif scored.steps is None:
+        found = evaluate_ratings(source, file.records, scored)
     else:
-        found = evaluate_comparisons(
-            source.score,
-            file.records,
-            attribute_weights=source.attribute_weights,
-            measure=source.measure,
-        )
+        found = _evaluate_steps(source, file.records, scored.steps.tolist())
     return replace(found, counts=file.counts, malformed=file.malformed)
 
 
 def _check_steps(file: RecordFile, source: RewardSource) -> None:
     """Refuse labels of steps for a source without them, and ratings for a rule for pairs."""
     has_labels = any(isinstance(record, Rating) and record.steps for record in file.records)
-    if has_labels and source.score_steps is None:
+    if has_labels and not source.has_steps:
         raise DataError(
             f"{file.path}: got labels of turns or steps, wanted a model in this process that has a "
             "reward for each (rm_model_file)"
@@ -403,37 +372,36 @@ def _check_steps(file: RecordFile, source: RewardSource) -> None:
         )
 
 
-def drop_refused(file: RecordFile, source: RewardSource) -> tuple[RecordFile, RewardSource]:
-    """Drop records with a text that the source refuses, and count them as ``refused``.
+def drop_refused(file: RecordFile, scored: ScoredRows) -> tuple[RecordFile, ScoredRows]:
+    """Drop records with a text that was rejected, and count them as ``refused``.
 
-    A server refuses texts only when asked to score them, so the returned source answers with the
-    rewards that it gave the remaining texts, instead of scoring them twice.
+    A server rejects texts only when it is to score them, so ``scored`` has all texts of the file.
+    Those of the remaining records are returned, so that none is scored twice.
 
     Raises:
         DataError: no record is left.
     """
-    rewards = np.asarray(source.score([text for record in file.records for text in record.texts]))
-    bounds = np.cumsum([len(record.texts) for record in file.records])[:-1]
-    of_records = np.split(rewards, bounds)
-    taken = [not np.isnan(some).all(axis=1).any() for some in of_records]
-    kept = list(compress(file.records, taken))
-    file = _with_kept(file, kept, {**file.counts, "refused": taken.count(False)})
-    known = np.concatenate(list(compress(of_records, taken)))
-    return file, replace(source, score=lambda _: known)
+    bounds = [*accumulate((len(record.texts) for record in file.records), initial=0)]
+    is_scored = [scored.errors.keys().isdisjoint(range(*both)) for both in pairwise(bounds)]
+    rows = [row for both in compress(pairwise(bounds), is_scored) for row in range(*both)]
+    kept = list(compress(file.records, is_scored))
+    counts = {**file.counts, "refused": is_scored.count(False)}
+    return _with_kept(file, kept, counts), scored.take(rows)
 
 
 def keep_scorable(file: RecordFile, source: RewardSource, rule: MalformedRule) -> RecordFile:
     """Keep the records that the source can score, and count the others by reason.
 
-    Without ``encode`` nothing is known before scoring, and all are kept.
+    Without a tokenizer at hand nothing is known before scoring, and all are kept.
 
     Raises:
         DataError: see ``evaluate_file``.
     """
     counts: Counter[str] = Counter(file.counts)
     kept, malformed = file.records, list(file.malformed)
-    if source.encode is not None:
-        encoded = (_encode(record, source.encode) for record in file.records)
+    if source.encoder is not None:
+        encoder = source.encoder
+        encoded = (_encode(record, encoder) for record in file.records)
         error = "" if source.stops_at_overlong else None
         kept = [each.record for each, _ in usable_encoded(encoded, counts, malformed, error)]
     malformed.sort(key=lambda record: record.origin.line)
@@ -451,12 +419,10 @@ def _with_kept(
     return replace(file, records=list(kept), counts=shown)
 
 
-def _encode(
-    record: Comparison | Rating, encode: Callable[[Text], EncodedText]
-) -> EncodedRecord | MalformedRecord:
+def _encode(record: Comparison | Rating, encoder: SampleEncoder) -> EncodedRecord | MalformedRecord:
     def fit(text: Text) -> EncodedText | OverlongError:
         try:
-            return encode(text)
+            return encoder.encode(text)
         except OverlongError as error:
             return error
 
@@ -464,34 +430,20 @@ def _encode(
     return texts if isinstance(texts, MalformedRecord) else EncodedRecord(record, texts)
 
 
-def _checked(
-    score: Score, texts: Sequence[Text], records: Sequence[Comparison] | Sequence[Rating]
-) -> np.ndarray:
-    """``[len(texts), A]`` finite rewards."""
+def _texts(records: Sequence[Comparison] | Sequence[Rating]) -> list[Text]:
+    return [text for record in records for text in record.texts]
+
+
+def _check_finite(
+    scores: np.ndarray,
+    records: Sequence[Comparison] | Sequence[Rating],
+    counts: Sequence[int] | None = None,
+) -> None:
+    """Raise DataError unless each record has finite ``scores``, so many as ``counts``, or texts."""
     if not records:
         raise DataError("no record to evaluate on")
-    scores = np.asarray(score(texts))
-    if scores.ndim != 2 or len(scores) != len(texts):
-        raise DataError(
-            f"got scores of shape {scores.shape}, wanted {len(texts)} rows of attributes"
-        )
-    _check_finite(scores, [record for record in records for _ in record.texts])
-    return scores
-
-
-def _check_finite(scores: np.ndarray, owners: Sequence[Comparison | Rating]) -> None:
     bad = np.flatnonzero(~np.isfinite(scores).all(axis=1))
     if bad.size:
-        origin = owners[bad[0]].origin
+        sizes = counts or [len(record.texts) for record in records]
+        origin = records[int(np.searchsorted(np.cumsum(sizes), bad[0], side="right"))].origin
         raise DataError(f"{origin}: got a reward that is not finite, and {bad.size - 1} more")
-
-
-def _reply_lengths(
-    records: Sequence[Comparison] | Sequence[Rating], measure: Measure | None
-) -> torch.Tensor:
-    lengths = _lengths([text for record in records for text in record.texts], measure)
-    return torch.tensor(lengths, dtype=torch.int64)
-
-
-def _lengths(texts: Sequence[Text], measure: Measure | None) -> list[int]:
-    return measure_replies(texts) if measure is None else [*measure(texts)]

@@ -16,6 +16,7 @@ import numpy as np
 
 from nemo_aligner.contract.messages import Text, messages_of, with_messages
 from nemo_aligner.evaluation.predictions import Item, Prediction, Predictions
+from nemo_aligner.evaluation.sources import RewardSource
 from nemo_aligner.evaluation.tasks.base import Task
 from nemo_aligner.evaluation.tasks.best_of_n import best_of
 from nemo_aligner.metrics.ranking import wilson_interval
@@ -107,18 +108,12 @@ def check_pairwise(task: Task) -> None:
         )
 
 
-def check_robustness(
-    predictions: Predictions,
-    score: Callable[[Sequence[Text]], np.ndarray],
-    fits: Callable[[Text], bool],
-    most: int,
-) -> Robustness:
+def check_robustness(predictions: Predictions, source: RewardSource, most: int) -> Robustness:
     """Score ``most`` of the pairs again after each change.
 
     Args:
         predictions: pairs, or items of a benchmark that passed ``check_pairwise``.
-        score: M texts to ``[M]`` rewards, NaN for a text that the model refuses.
-        fits: tells whether the model takes a text without truncating it.
+        source: the model that gave their rewards.
 
     Raises:
         DataError: all replies are code, or all texts are raw, so that nothing marks where the reply
@@ -138,7 +133,7 @@ def check_robustness(
     rows = []
     for transformation in TRANSFORMATIONS:
         say(f"scoring again with {transformation.name}: {transformation.about} ...")
-        changed = _score_changed(drawn, transformation, score, fits)
+        changed = _score_changed(drawn, transformation, source)
         rows += [_row(before, changed, transformation.name, side, margin_std) for side in _SIDES]
     of_code = len(predictions.rows) - len(pairs.rows)
     return Robustness(len(drawn), len(pairs.rows), of_code, margin_std, rows, _lengths(pairs))
@@ -150,10 +145,7 @@ def _rewards(pairs: Sequence[Prediction]) -> np.ndarray:
 
 
 def _score_changed(
-    pairs: Sequence[Prediction],
-    transformation: Transformation,
-    score: Callable[[Sequence[Text]], np.ndarray],
-    fits: Callable[[Text], bool],
+    pairs: Sequence[Prediction], transformation: Transformation, source: RewardSource
 ) -> _Changed:
     rewards = _rewards(pairs).astype(float)
     is_changed, is_too_long = (np.zeros(rewards.shape, dtype=bool) for _ in range(2))
@@ -162,12 +154,12 @@ def _score_changed(
         for side, text in enumerate(pair.item.texts):
             changed = change_reply(text, transformation.apply)
             is_changed[row, side] = changed != text
-            if is_changed[row, side] and fits(changed):
+            if is_changed[row, side] and source.fits(changed):
                 places.append((row, side))
                 texts.append(changed)
             else:
                 is_too_long[row, side] = is_changed[row, side]
-    found = score(texts) if texts else np.zeros(0)
+    found = source.score_as_one(texts) if texts else np.zeros(0)
     for place, reward in zip(places, found, strict=True):
         rewards[place] = reward
         is_too_long[place] = bool(np.isnan(reward))

@@ -199,7 +199,7 @@ def _measure(
         result = _measure_task(task, path, config, source, about)
     robustness, most = None, config.robustness_pairs
     if most is not None:
-        robustness = check_robustness(result.predictions, source.score_as_one, source.fits, most)
+        robustness = check_robustness(result.predictions, source, most)
     return _Measured(result, about, source.contract, robustness)
 
 
@@ -207,16 +207,15 @@ def _measure_task(
     task: Task, path: str, config: EvaluateConfig, source: RewardSource, about: dict[str, str]
 ) -> TaskResult:
     """Run a benchmark; where it judges steps, ``about`` gets the threshold and its origin."""
-    weights, score_steps = source.attribute_weights, source.score_steps
     threshold_file = config.threshold_from
     chosen, threshold = None, config.threshold
     if threshold_file is not None:
         say(f"choosing the threshold by {threshold_file} ...")
-        chosen = choose_threshold(task, threshold_file, score_steps, weights, source.encode)
+        chosen = choose_threshold(task, threshold_file, source)
         threshold = chosen.value
     elif threshold is None:
         threshold = right_from(source)
-    result = run_task(task, path, source.score, weights, source.encode, score_steps, threshold)
+    result = run_task(task, path, source, threshold)
     if task.reads_steps:
         origin = "the default" if config.threshold is None else "as set"
         about["threshold"] = f"{threshold:g}, {origin}"

@@ -1,10 +1,10 @@
-"""Running a benchmark: its file, a scorer, and the benchmark's own figures."""
+"""Running a benchmark: its file, a source of rewards, and the benchmark's own figures."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ import numpy as np
 from nemo_aligner.contract.contract import OverlongError
 from nemo_aligner.contract.messages import Text, messages_of
 from nemo_aligner.contract.readout import one_reward
+from nemo_aligner.contract.scorer import SampleEncoder
 from nemo_aligner.contract.steps import StepTextError
 from nemo_aligner.contract.turns import TurnMarkError
 from nemo_aligner.data.files import BadLine, Line, read_lines
 from nemo_aligner.data.records import write_lines
 from nemo_aligner.evaluation.predictions import Item, Prediction, Predictions
-from nemo_aligner.evaluation.sources import Score, ScoreSteps
+from nemo_aligner.evaluation.sources import RewardSource
 from nemo_aligner.evaluation.tasks.base import Level, Task, TaskRow
 from nemo_aligner.utils.console import fit_row
 from nemo_aligner.utils.errors import ConfigError, DataError, writable
@@ -90,21 +91,16 @@ def _table_line(row: TaskRow, width: int) -> str:
 def run_task(
     task: Task,
     path: str | Path,
-    score: Score,
-    attribute_weights: Sequence[float] = (1.0,),
-    encode: Callable[[Text], object] | None = None,
-    score_steps: ScoreSteps | None = None,
+    source: RewardSource,
     threshold: float = 0.5,
 ) -> TaskResult:
     """Score every text of a benchmark's file, and summarise the verdicts as the benchmark does.
 
+    An item with a text that the model does not take, or that gets no reward, is left out and
+    counted.
+
     Args:
-        score: any function of N texts to ``[N, A]`` rewards; an item with a text that gets NaN is
-            left out and counted.
-        attribute_weights: A weights that make one reward of a text's A.
-        encode: raises OverlongError or TurnMarkError for a text that the model cannot take; items
-            with such a text are left out and counted. Without it the scorer refuses texts itself.
-        score_steps: rewards of all steps of texts, for a benchmark of these.
+        source: see ``RewardSource.of``, which takes any scorer.
         threshold: the reward from which on a step is right.
 
     Raises:
@@ -113,9 +109,7 @@ def run_task(
     """
     left_out: Counter[str] = Counter()
     rows = []
-    for line, item, of_item in _scored(
-        task, path, score, attribute_weights, encode, score_steps, left_out
-    ):
+    for line, item, of_item in _scored(task, path, source, left_out):
         above = of_item.astype(np.float64) - threshold if task.reads_steps else None
         right = task.judge(item, of_item if above is None else above)
         rows.append(Prediction(item, of_item, right, f"{path}:{line}", above=above))
@@ -142,13 +136,7 @@ class ChosenThreshold:
         )
 
 
-def choose_threshold(
-    task: Task,
-    path: str | Path,
-    score_steps: ScoreSteps | None,
-    attribute_weights: Sequence[float] = (1.0,),
-    encode: Callable[[Text], object] | None = None,
-) -> ChosenThreshold:
+def choose_threshold(task: Task, path: str | Path, source: RewardSource) -> ChosenThreshold:
     """Choose the threshold by which steps of a held-out file are judged best; see ``run_task``.
 
     Raises:
@@ -157,7 +145,7 @@ def choose_threshold(
     """
     if task.choose is None:
         raise ConfigError(f"threshold_from: got {path}, but {task.name} has no rule to choose by")
-    found = _scored(task, path, None, attribute_weights, encode, score_steps, Counter())
+    found = _scored(task, path, source, Counter())
     try:
         value, figure = task.choose([item for _, item, _ in found], [each for *_, each in found])
     except DataError as error:
@@ -166,37 +154,18 @@ def choose_threshold(
 
 
 def _scored(
-    task: Task,
-    path: str | Path,
-    score: Score | None,
-    attribute_weights: Sequence[float],
-    encode: Callable[[Text], object] | None,
-    score_steps: ScoreSteps | None,
-    left_out: Counter[str],
+    task: Task, path: str | Path, source: RewardSource, left_out: Counter[str]
 ) -> list[tuple[int, Item, np.ndarray]]:
     """Line numbers and items with their rewards; without those that got none."""
-    found = list(_usable(task, path, encode, left_out))
+    found = list(_usable(task, path, source.encoder, left_out))
     items = [item for _, item in found]
     if not items:
         raise DataError(
             f"{path}: no item of {task.name} in it that can be scored ({task.file}); left out: "
             f"{dict(left_out)}"
         )
-    texts: list[Text] = [text for item in items for text in item.texts]
-    if task.reads_steps:
-        if score_steps is None:
-            raise ConfigError(
-                f"task: {task.name} judges steps, wanted a model in this process that has a reward "
-                "for each (model.head.reads=step_ends or step_marks)"
-            )
-        scored = [one_reward(each.rewards, attribute_weights) for each in score_steps(texts)]
-    else:
-        assert score is not None
-        rewards = one_reward(np.asarray(score(texts)), attribute_weights).reshape(-1)
-        bounds = np.cumsum([len(item.texts) for item in items])[:-1]
-        scored = np.split(rewards, bounds)
     rows = []
-    for (line, item), of_item in zip(found, scored, strict=True):
+    for (line, item), of_item in zip(found, _rewards(task, items, source), strict=True):
         if np.isnan(of_item).any():
             left_out["without a reward"] += 1
         elif task.reads_steps and len(of_item) != len(messages_of(item.texts[0])[-1]["content"]):
@@ -208,11 +177,28 @@ def _scored(
     return rows
 
 
+def _rewards(task: Task, items: Sequence[Item], source: RewardSource) -> list[np.ndarray]:
+    """Rewards of each item, of its steps or of its texts; NaN for a text that is rejected."""
+    scored = None
+    if source.has_steps or not task.reads_steps:
+        scored = source.scorer.score_rows([text for item in items for text in item.texts])
+    if scored is not None and not task.reads_steps:
+        rewards = one_reward(source.rewards_of(scored), source.weights).reshape(-1)
+        return np.split(rewards, np.cumsum([len(item.texts) for item in items])[:-1])
+    # A server that shapes the rewards of whole texts has none of steps.
+    if scored is None or scored.steps is None:
+        raise ConfigError(
+            f"task: {task.name} judges steps, wanted a model that has a reward for each "
+            "(model.head.reads=step_ends or step_marks)"
+        )
+    return [
+        one_reward(np.full((1, 1), np.nan) if steps is None else steps.rewards, source.weights)
+        for steps in scored.steps
+    ]
+
+
 def _usable(
-    task: Task,
-    path: str | Path,
-    encode: Callable[[Text], object] | None,
-    left_out: Counter[str],
+    task: Task, path: str | Path, encoder: SampleEncoder | None, left_out: Counter[str]
 ) -> Iterator[tuple[int, Item]]:
     """Yield line numbers and items that the model can take."""
     for line in read_lines(path):
@@ -223,8 +209,8 @@ def _usable(
         for as_read in (read,) if isinstance(read, Item) else read:
             item = replace(as_read, id=writable(as_read.id), source=writable(as_read.source))
             try:
-                if encode is not None:
-                    list(map(encode, item.texts))
+                if encoder is not None:
+                    list(map(encoder.encode, item.texts))
             except OverlongError:
                 left_out["too long"] += 1
             except TurnMarkError:

@@ -1,4 +1,4 @@
-"""A reward model in this process that answers as a client of servers does."""
+"""A reward model in this process that is only on its device while it scores."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from nemo_aligner.config.evaluation import RewardEnvironmentConfig
 from nemo_aligner.config.model import layout_sizes
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.scorer import OnError, ScoredRows
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import initialize_layout
 from nemo_aligner.models.offload import OffloadGroup, OffloadPolicy
-from nemo_aligner.serving.client import ScoredRows
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.utils.errors import ConfigError
 
@@ -69,18 +69,25 @@ class InProcessScorer:
             )
             return cls(scorer, config.cpu_offload, started.pop_all())
 
+    @property
     def contract(self) -> ScoringContract:
         """The scoring contract."""
         return self._scorer.contract
 
-    def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
-        """Rewards, NaN for the texts that the contract refuses, and why it does.
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """Names of the columns of the rewards."""
+        return self._scorer.attributes
+
+    def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
+        """Score samples; see ``Scorer``.
 
         Raises:
-            ServingError: the model's reward of a text is not a finite number.
+            DataError: with ``on_error="raise"``, for the first sample that is rejected.
+            ServingError: the model's reward of a sample is not a finite number.
         """
         with self._weights_here():
-            return self._scorer.score_rows(texts)
+            return self._scorer.score_rows(samples, on_error=on_error).check_finite()
 
     @contextmanager
     def _weights_here(self) -> Iterator[None]:

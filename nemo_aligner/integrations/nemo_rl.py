@@ -26,7 +26,9 @@ from nemo_aligner.contract.messages import (
     with_tools,
 )
 from nemo_aligner.contract.readout import one_reward, reward_weights
-from nemo_aligner.serving.client import RewardClient, ScoredRows
+from nemo_aligner.contract.scorer import Scorer
+from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.serving.client.scorers import ServedScorer
 from nemo_aligner.serving.tokens import find_token
 from nemo_aligner.utils.errors import ConfigError, DataError, short
 
@@ -70,12 +72,11 @@ class EnvironmentReturn(NamedTuple):
     answers: list[str | None]
 
 
-class Rewarder(Protocol):
-    """Scorer: a client of servers, or a model in this process."""
+class Rewarder(Scorer, Protocol):
+    """A scorer that is closed with the environment."""
 
+    @property
     def contract(self) -> ScoringContract: ...
-
-    def score_rows(self, texts: Sequence[Text]) -> ScoredRows: ...
 
     def close(self) -> None: ...
 
@@ -100,7 +101,7 @@ class RewardModelEnvironment:
         settings = {key: value for key, value in config.items() if key != "enabled"}
         self._config = load_values(RewardEnvironmentConfig, settings, "env")
         self._rewarder: Rewarder | None = rewarder or _new_rewarder(self._config)
-        contract = self._rewarder.contract()
+        contract = self._rewarder.contract
         check_expected(contract, self._config.expect_contract, "expect_contract")
         self._weights = reward_weights(contract, self._config.attribute)
         self._refused = 0
@@ -284,7 +285,8 @@ def _new_rewarder(config: RewardEnvironmentConfig) -> Rewarder:
         raise ConfigError(f"env: got {got} of url and rm_model_file, wanted one of them")
     if config.url:
         token = find_token(None, config.token_variable, "env.token")
-        return RewardClient(config.url, wait_s=config.wait_s, retry_s=config.retry_s, token=token)
+        client = RewardClient(config.url, wait_s=config.wait_s, retry_s=config.retry_s, token=token)
+        return ServedScorer(client)
     from nemo_aligner.integrations.in_process import InProcessScorer
 
     return InProcessScorer.load(config)

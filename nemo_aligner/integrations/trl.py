@@ -8,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from nemo_aligner.config.common import Aggregate
 from nemo_aligner.contract.messages import Conversation, Text, messages_of, without_struct_nulls
 from nemo_aligner.contract.readout import SCORE, one_reward, reward_weights
-from nemo_aligner.contract.steps import aggregate_steps
-from nemo_aligner.serving.client import RewardClient, ScoredRows
+from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.utils.errors import ConfigError
 
 _PATIENCE_S = 300.0  # a server that is started anew takes this long to load a large model
@@ -80,29 +77,11 @@ class RewardFunction:
         if texts and "log_metric" in columns:
             refused = len(scored.errors) / len(texts)
             columns["log_metric"](f"rewards/{self.__name__}/refused", refused)
-        begin = [len(text if isinstance(text, str) else messages_of(text)) for text in prompts]
-        return one_reward(self._of_completions(scored, begin), self._weights).tolist()
-
-    def _of_completions(self, scored: ScoredRows, begin: Sequence[int]) -> np.ndarray:
-        """``[N, A]`` rewards: of several turns or steps their aggregate, from ``begin`` on.
-
-        ``begin`` are N messages or characters of prompts, whose own turns and steps do not count.
-        """
-        if self._aggregate is None:
-            return scored.rewards
-        rewards = scored.rewards.copy()
-        steps = [None] * len(rewards) if scored.steps is None else scored.steps
-        for row, own in enumerate(steps):
-            if own is not None:
-                places = [s.end - 1 if s.message is None else s.message for s in own.spans]
-                first = next((n for n, at in enumerate(places) if at >= begin[row]), -1)
-                rewards[row] = aggregate_steps(own.rewards[first:], self._aggregate, self._scale)
-            elif row not in scored.errors:
-                raise ConfigError(
-                    f"aggregate: got {self._aggregate.value}, but the server answers no rewards of "
-                    "turns or steps: its model reads none, or it shapes whole replies. Leave it out"
-                )
-        return rewards
+        rewards = scored.rewards
+        if self._aggregate is not None:  # over what the policy said, not over the prompts
+            sizes = [len(text if isinstance(text, str) else messages_of(text)) for text in prompts]
+            rewards = scored.aggregated(self._aggregate, self._scale, sizes)
+        return one_reward(rewards, self._weights).tolist()
 
 
 def reward_function(

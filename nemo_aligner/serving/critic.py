@@ -1,7 +1,12 @@
-"""The critic as a service: values side by side, training and saving exclusively, on all ranks."""
+"""The critic of this server: its backend on every rank, and its service on rank 0.
+
+Requests for values are computed side by side, training and saving exclusively.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -11,20 +16,26 @@ import numpy as np
 import torch
 
 from nemo_aligner.config.serving import ServeCriticConfig, WhileTraining
-from nemo_aligner.contract.contract import TextEncoder
+from nemo_aligner.contract.contract import ScoringContract, TextEncoder
 from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.distributed.cpu_products import resident_bytes
 from nemo_aligner.models.offload import OffloadGroup, OffloadManager, OffloadPolicy
-from nemo_aligner.serving.engine.batcher import Batcher, Meter, ReadWriteLock
+from nemo_aligner.serving.endpoints import Endpoint, contract_endpoint, decode_request
+from nemo_aligner.serving.engine.batcher import (
+    BackpressureLimit,
+    Batcher,
+    ReadWriteLock,
+)
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation
+from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from nemo_aligner.serving.failures import FailureKind, RequestError
+from nemo_aligner.serving.intake import Intake, answer_of
+from nemo_aligner.serving.protocols import ScoreRequest, kserve
 from nemo_aligner.serving.protocols import critic as wire
-from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.kserve import Tensors
-from nemo_aligner.serving.reward import RewardService, answer_of, check_size, contract_endpoint
-from nemo_aligner.serving.service import Endpoint
+from nemo_aligner.serving.protocols.kserve_body import Tensors
+from nemo_aligner.serving.scoring import TemplateParts, check_num_rows
 from nemo_aligner.training.critic import CriticRun, ValueStep
 from nemo_aligner.utils.errors import ServingError
 
@@ -44,29 +55,32 @@ class CriticService:
         run: CriticRun,
         config: ServeCriticConfig,
         ranks: ModelRanks,
-        shown: Sequence[str] = (),
+        memory_lines: Sequence[str] = (),
         *,
         has_rewards: bool,
     ) -> None:
         self._run = run
         self._config = config
         self._ranks = ranks
-        self._shown = shown
+        self._memory_lines = memory_lines
         self._has_rewards = has_rewards
         self._lock = ReadWriteLock()
+        # Held while a rollout is decoded in a thread, so that no later request overtakes it.
+        self._arrivals = asyncio.Lock()
         self._saved_step = run.learner.step  # it is new, or goes on from what was saved
-        self._meter = Meter()
         self._contract = run.contract
-        values = partial(ranks.submit, VALUES)
-        self._batcher = Batcher(values, run.learner.tokens_per_call, self._meter, wire.join_rows)
-        # Requests for values are checked, encoded and limited as those for rewards are; what its
-        # queue answers are values.
-        self._intake = RewardService(
-            TextEncoder(run.contract, run.tokenizer),
-            self._submit_shared,
-            config.server,
-            self._meter,
+        self._intake = Intake(TextEncoder(run.contract, run.tokenizer), config.server)
+        self._limit = BackpressureLimit(config.server.max_queue_rows, "server.max_queue_rows")
+        self._batcher = Batcher(
+            partial(ranks.submit, VALUES),
+            run.learner.tokens_per_call,
+            self._intake.meter,
+            config.server.max_call_secs,
         )
+
+    @property
+    def scoring(self) -> None:
+        """None: where there are rewards, too, the reward model's service gives them."""
 
     @property
     def endpoints(self) -> Sequence[Endpoint]:
@@ -80,65 +94,104 @@ class CriticService:
         # Where the reward model is here, too, it has an endpoint for its own.
         if self._has_rewards:
             return endpoints
-        return [*endpoints, contract_endpoint(self._contract, self._meter.statistics)]
+        contract = contract_endpoint(self._read_contract, self._template_parts, self._statistics)
+        return [*endpoints, contract]
 
     @property
     def startup_log(self) -> Sequence[str]:
         step, folder = self._run.learner.step, self._run.checkpoints.folder
-        return [f"Critic at step {step}; critic_save writes to {folder}", *self._shown]
+        return [f"Critic at step {step}; critic_save writes to {folder}", *self._memory_lines]
 
     def report(self) -> str | None:
-        line = self._meter.take_line(self._batcher.waiting_rows)
+        line = self._intake.meter.take_line(self._batcher.waiting_rows)
         return None if line is None else f"critic: {line}"
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self._intake.close()
         self._batcher.close()
-        lost = _never_saved(self._run.learner.step, self._saved_step)
-        if lost is not None:
-            print(lost, flush=True)
+        warning = _warn_of_unsaved_steps(self._run.learner.step, self._saved_step)
+        if warning is not None:
+            print(warning, flush=True)
+
+    async def _read_contract(self) -> ScoringContract:
+        return self._contract
+
+    async def _template_parts(self) -> TemplateParts:
+        return TemplateParts()
+
+    async def _statistics(self) -> Mapping[str, float]:
+        return self._intake.meter.statistics()
 
     async def _infer(self, inputs: Tensors) -> Tensors:
-        refuses = self._config.trainer.ppo.infer_while_training is WhileTraining.refuse
-        if refuses and self._lock.is_exclusive:
-            self._meter.refused()
-            # A client reads the seconds from the words, as Triton sends no Retry-After.
-            raise RequestError("the critic is training; retry after 1 s", FailureKind.busy)
-        reply = await self._intake.answer(inputs)
-        return wire.encode_values(inputs, reply.rewards, reply.exceeded, self._has_rewards)
+        with self._intake.counting_failures():
+            refuses = self._config.trainer.ppo.infer_while_training is WhileTraining.refuse
+            if refuses and self._lock.is_exclusive:
+                # A client reads the seconds from the words, as Triton sends no Retry-After.
+                raise RequestError("the critic is training; retry after 1 s", FailureKind.busy)
+            request = await decode_request(inputs)
+            check_num_rows(request, self._config.server)
+            with self._limit.admit(request.num_rows):
+                joined, truncated = await self._compute_values(request)
+        return wire.encode_values(inputs, joined, truncated, self._has_rewards)
 
-    def _submit_shared(self, token_lists: list[list[int]]) -> Future[np.ndarray]:
+    async def _compute_values(self, request: ScoreRequest) -> tuple[np.ndarray, np.ndarray]:
+        """Compute ``[N, S]`` joined values of N samples, and ``[N]`` whether each was cut."""
+        begun = time.monotonic()
+        encoded = await self._intake.encode(request, sets_rows_aside=False)
+        async with self._arrivals:
+            answer = self._submit_shared(encoded.rows)
+        values = await answer_of(answer)
+        joined = wire.join_rows(values)
+        encoded.check_finite(joined, 1 + np.arange(len(joined)))
+        seconds, count = time.monotonic() - begun, len(encoded.rows)
+        self._intake.meter.answered(seconds, count, encoded.num_tokens)
+        return joined, np.array(encoded.truncated, dtype=bool)
+
+    def _submit_shared(self, rows: list[Row]) -> Future[list[np.ndarray]]:
         """Queue rows that share the model, and wait for exclusive work."""
-        return self._lock.submit(partial(self._batcher.submit, token_lists), exclusive=False)
+        return self._lock.submit(partial(self._batcher.submit, rows), exclusive=False)
 
     async def _train(self, inputs: Tensors) -> Tensors:
-        _, num_bytes = kserve.size_of_request(inputs)
-        check_size(num_bytes, self._config.server.max_request_bytes)
         # All of it here, and not on the ranks: what is unfit must not have trained some of them.
+        # Not in the event loop: a rollout has millions of values.
+        async with self._arrivals:
+            rollout = await asyncio.to_thread(self._decode_rollout, inputs)
+            submit = partial(self._ranks.submit, TRAIN, *vars(rollout).values())
+            answer = self._lock.submit(submit, exclusive=True)
+        steps = await answer_of(answer)
+        for step in steps:
+            print(_describe_step(step), flush=True)
+        # The mean over values, and not over updates, which differ in how many they learn from.
+        total = sum(step.loss * step.num_tokens for step in steps)
+        loss = total / sum(step.num_tokens for step in steps)
+        return {"loss_mean": np.array([loss], dtype=np.float32)}
+
+    def _decode_rollout(self, inputs: Tensors) -> Rollout:
+        most, (_, num_bytes) = self._config.server.max_request_bytes, kserve.size_of_request(inputs)
+        if num_bytes > most:  # Triton reads bodies of any size
+            raise RequestError(
+                f"got a request of {num_bytes} bytes, wanted at most {most} "
+                "(server.max_request_bytes)",
+                FailureKind.too_large,
+            )
         rollout = wire.decode_rollout(inputs)
         rollout.check(
             self._contract.seq_length,
             self._run.tokenizer.vocab_size,
             self._config.model.global_batch_size,
         )
-        submit = partial(self._ranks.submit, TRAIN, *vars(rollout).values())
-        steps = await answer_of(self._lock.submit(submit, exclusive=True))
-        for step in steps:
-            print(_shown(step), flush=True)
-        # The mean over values, and not over updates, which differ in how many they learn from.
-        total = sum(step.loss * step.num_tokens for step in steps)
-        loss = total / sum(step.num_tokens for step in steps)
-        return {"loss_mean": np.array([loss], dtype=np.float32)}
+        return rollout
 
     async def _save(self, inputs: Tensors) -> Tensors:
-        submit = partial(self._ranks.submit, SAVE)
-        path = await answer_of(self._lock.submit(submit, exclusive=True))
+        async with self._arrivals:
+            answer = self._lock.submit(partial(self._ranks.submit, SAVE), exclusive=True)
+        path = await answer_of(answer)
         self._saved_step = self._run.learner.step
         print(f"saved {path} and the state that a restart goes on from", flush=True)
         return {"status": np.zeros(1, dtype=np.int64)}
 
 
-def _never_saved(step: int, saved: int) -> str | None:
+def _warn_of_unsaved_steps(step: int, saved: int) -> str | None:
     """Warning of training that was not saved when the service ends; None if all is saved."""
     if step <= saved:
         return None
@@ -147,7 +200,7 @@ def _never_saved(step: int, saved: int) -> str | None:
     return f"{lost} never saved (critic_save); a restart {again}"
 
 
-def _shown(step: ValueStep) -> str:
+def _describe_step(step: ValueStep) -> str:
     """Log line of a step."""
     norm = "skipped, fp16 overflowed" if step.grad_norm is None else f"{step.grad_norm:.4g}"
     return (
@@ -165,7 +218,7 @@ _REWARD, _CRITIC, _OPTIMIZER = "reward model", "critic", "optimizer and gradient
 _MIB = 2**20
 
 
-class CriticServable:
+class CriticBackend:
     """A critic's run on every rank, and a reward model's scorer on the same, if there is one."""
 
     def __init__(
@@ -178,8 +231,8 @@ class CriticServable:
         self._config = config
         self._scorer = scorer
         self._offloading = OffloadManager(_parts(run, None if scorer is None else scorer.model))
-        wish = config.trainer.ppo.offload_idle_model
-        self._swaps = scorer is not None and (torch.cuda.is_available() if wish is None else wish)
+        swaps = config.trainer.ppo.offload_idle_model
+        self._swaps = scorer is not None and (torch.cuda.is_available() if swaps is None else swaps)
         self._offloads_optimizer = config.model.offload_adam_states
 
     @property
@@ -192,12 +245,12 @@ class CriticServable:
         }
 
     def reset_cache(self) -> None:
-        """Nothing: the critic has no cache, and the reward model's servable resets its own."""
+        """Nothing: the critic has no cache, and the reward model's backend resets its own."""
 
     def start(self, ranks: ModelRanks) -> CriticService:
-        shown = ranks.execute(_MEMORY) if self._swaps or self._offloads_optimizer else []
+        lines = ranks.execute(_MEMORY) if self._swaps or self._offloads_optimizer else []
         # The first forward pass is slow, and may show that the model cannot run.
-        (values,) = ranks.execute(VALUES, [np.zeros(1, dtype=np.int64)])
+        (values,) = ranks.execute(VALUES, [Row.of([0])])
         if not np.isfinite(values).all():
             raise ServingError(
                 f"the critic: got the value {values.tolist()} for a text of one token, wanted a "
@@ -205,7 +258,7 @@ class CriticServable:
                 "(trainer.precision)"
             )
         has_rewards = self._scorer is not None
-        return CriticService(self._run, self._config, ranks, shown, has_rewards=has_rewards)
+        return CriticService(self._run, self._config, ranks, lines, has_rewards=has_rewards)
 
     def make_room_for_rewards(self) -> None:
         """Bring the reward model to the device; every rank calls it before scoring."""
@@ -220,38 +273,38 @@ class CriticServable:
         away = [_REWARD] if self._swaps else []
         self._offloading.move([_CRITIC, _OPTIMIZER], away=away)
 
-    def _values(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Values of each sequence; with a reward model its reward comes first."""
+    def _values(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """Values of each row's tokens; with a reward model its reward comes first."""
         if self._scorer is None:
-            return self._values_alone(sequences)
+            return self._values_alone(rows)
         # The model that is here goes first: one of two moves is saved.
         if self._offloading.is_on_device(_CRITIC):
-            values = self._values_alone(sequences)
-            rewards = self._rewards_alone(sequences)
+            values = self._values_alone(rows)
+            rewards = self._rewards_alone(rows)
         else:
-            rewards = self._rewards_alone(sequences)
-            values = self._values_alone(sequences)
-        return [np.append(reward, own) for reward, own in zip(rewards, values, strict=True)]
+            rewards = self._rewards_alone(rows)
+            values = self._values_alone(rows)
+        return [np.append(reward, line) for reward, line in zip(rewards, values, strict=True)]
 
-    def _values_alone(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def _values_alone(self, rows: Sequence[Row]) -> list[np.ndarray]:
         self._make_room_for_values()
-        return self._run.learner.values(sequences)
+        return self._run.learner.values([row.ids for row in rows])
 
-    def _rewards_alone(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
+    def _rewards_alone(self, rows: Sequence[Row]) -> np.ndarray:
         """``[N]`` float32, attributes merged by the weights of the scoring contract."""
         assert self._scorer is not None
         self.make_room_for_rewards()
-        rewards = self._scorer.score_token_lists(sequences)
+        rewards, _ = self._scorer.read_outputs(np.concatenate(self._scorer.compute(rows)))
         return one_reward(rewards, self._scorer.contract.attribute_weights)
 
     def _train(self, *arrays: np.ndarray) -> list[ValueStep]:
         self._make_room_for_training()
         self._offloading.note_change(_CRITIC, _OPTIMIZER)
         steps = self._run.learner.train(Rollout(*arrays))
-        for each in steps:
-            numbers = {name: value for name, value in asdict(each).items() if value is not None}
+        for step in steps:
+            numbers = {name: value for name, value in asdict(step).items() if value is not None}
             named = {f"train/{name}": float(value) for name, value in numbers.items()}
-            self._run.loggers.log(named, each.step)
+            self._run.loggers.log(named, step.step)
         return steps
 
     def _save(self) -> str:

@@ -1,7 +1,7 @@
 """Failed requests: their kinds in one table that every endpoint and client reads, and exceptions.
 
 On a server any function raises what it likes. ``failure_of`` makes a ``RequestError`` of it where
-the request is answered, in ``serving/triton.py`` and ``serving/http.py``, and its kind says what is
+the request is answered, in ``serving/front/`` and ``serving/triton.py``, and its kind says what is
 written there. A client raises a ``RefusedError`` for an answer that is no success, or an
 ``UnavailableError`` where its kind says that sending the request again may help.
 """
@@ -23,7 +23,7 @@ class FailureKind(Enum):
     """Cause of a failure, and how each protocol says it.
 
     Attributes:
-        status: HTTP status of the gateway.
+        status: HTTP status.
         aliases: statuses by which other servers and proxies tell a client the same.
         triton_code: error code of Triton, which makes HTTP 400, 503 and 500 of INVALID_ARG,
             UNAVAILABLE and INTERNAL, and has none for 401 and 413.
@@ -136,7 +136,7 @@ def failure_of(error: Exception) -> RequestError:
 
 
 def public_failure(error: Exception) -> RequestError:
-    """``failure_of`` at the gateway, whose senders need not learn of the code behind it.
+    """``failure_of`` at the HTTP front, whose senders need not learn of the code behind it.
 
     They get the number of a fault of the code in the log, and none of its words.
     """
@@ -144,7 +144,7 @@ def public_failure(error: Exception) -> RequestError:
         return failure_of(error)
     number = token_hex(4)
     logger.error("internal error %s: a request could not be answered", number, exc_info=error)
-    text = f"internal error {number}: {type(error).__name__}; the gateway's log has more under it"
+    text = f"internal error {number}: {type(error).__name__}; the server's log has more under it"
     return RequestError(text, FailureKind.internal)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import tempfile
 import time
@@ -12,6 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.checkpoint.nemo.archive import no_such_archive
+from nemo_aligner.checkpoint.nemo.fingerprint import (
+    check_expected_fingerprint,
+    fingerprint_of_ensemble,
+    read_fingerprint,
+)
 from nemo_aligner.checkpoint.run_lock import lock_run
 from nemo_aligner.config.load import idle_notes
 from nemo_aligner.config.model import layout_sizes
@@ -21,13 +27,19 @@ from nemo_aligner.contract.from_settings import check_expected
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
 from nemo_aligner.serving.client import RewardClient
-from nemo_aligner.serving.critic import CriticServable
+from nemo_aligner.serving.critic import CriticBackend
+from nemo_aligner.serving.endpoints import reward_endpoints
 from nemo_aligner.serving.engine.scorer import RewardEnsemble, RewardScorer, load_scorer
 from nemo_aligner.serving.engine.shaping import build_shaper
-from nemo_aligner.serving.reward import RewardModelServable
-from nemo_aligner.serving.service import Servable
-from nemo_aligner.serving.tokens import find_token, hide_password, say_who_may_ask
-from nemo_aligner.serving.triton import check_front, serve
+from nemo_aligner.serving.front.app import Front
+from nemo_aligner.serving.front.listen import FrontServer, ReadyFile, open_socket, url_of
+from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.reward import RewardBackend
+from nemo_aligner.serving.scoring import TemplateParts
+from nemo_aligner.serving.server import ServerSocket, serve
+from nemo_aligner.serving.service import Backend
+from nemo_aligner.serving.tokens import find_token, hide_password, warn_of_open_server
+from nemo_aligner.serving.upstream import UpstreamService
 from nemo_aligner.training.critic import CriticRun, open_critic
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, ServingError
@@ -46,8 +58,8 @@ def run_server(config: ServeConfig) -> int:
     for file in files:
         if not Path(file).exists():
             raise CheckpointError(no_such_archive(Path(file)))
-    with launch():
-        check_front(config.server)  # before a large model is loaded
+    _check_fingerprint(files, config.expect_fingerprint)
+    with launch(), ServerSocket(config.server) as port:
         layout = initialize_layout(**layout_sizes(config.model))
         for note in idle_notes(config, layout.num_ranks):
             say(note)
@@ -56,14 +68,18 @@ def run_server(config: ServeConfig) -> int:
         scorer = RewardEnsemble(models) if len(models) > 1 else models[0]
         contracts = [model.contract for model in models]
         shaper = build_shaper(config.shaping, config.ensemble, contracts)
-        servable = RewardModelServable(
-            scorer,
-            config.server,
-            shaper,
-            turn_end=models[0].turn_end(),
-            sample_frame=models[0].sample_frame(),
+        parts = TemplateParts(models[0].turn_end(), models[0].sample_frame())
+        backend = RewardBackend(scorer, config.server, shaper, template_parts=parts)
+        return serve([backend], config.server, port)
+
+
+def _check_fingerprint(files: Sequence[str], expected: str | None) -> None:
+    """Refuse another model than the expected one, before large weights are loaded."""
+    if expected is not None:
+        fingerprint = fingerprint_of_ensemble([read_fingerprint(file) for file in files])
+        check_expected_fingerprint(
+            fingerprint, expected, "expect_fingerprint", ", ".join(map(str, files))
         )
-        return serve([servable], config.server)
 
 
 def _load(
@@ -98,31 +114,30 @@ def run_critic_server(config: ServeCriticConfig) -> int:
         raise ConfigError(
             "pretrained_checkpoint.restore_from_path: it is not set, wanted a reward model's .nemo"
         )
-    with launch(), lock_run(Path(config.exp_manager.explicit_log_dir)) as lock:
-        check_front(config.server)  # before a large model is loaded
+    folder = Path(config.exp_manager.explicit_log_dir)
+    with launch(), lock_run(folder) as lock, ServerSocket(config.server) as port:
         layout = initialize_layout(**layout_sizes(config.model), seed=config.model.seed)
         for note in idle_notes(config, layout.num_ranks):
             say(note)
         run = open_critic(config, layout, lock)
         try:
-            return serve(_servables(config, run, layout), config.server)
+            return serve(_backends(config, run, layout), config.server, port)
         finally:
             run.loggers.close()
 
 
-def _servables(config: ServeCriticConfig, run: CriticRun, layout: ParallelLayout) -> list[Servable]:
+def _backends(config: ServeCriticConfig, run: CriticRun, layout: ParallelLayout) -> list[Backend]:
     if not config.trainer.ppo.combine_rm_and_critic_server:
-        return [CriticServable(run, config)]
+        return [CriticBackend(run, config)]
     path = str(config.rm_model_file or config.pretrained_checkpoint.restore_from_path)
     scorer = _load(path, config, layout, can_offload=True)
     _check_reads_alike(path, scorer.contract, run.contract)
-    critic = CriticServable(run, config, scorer)
-    rewards = RewardModelServable(
+    critic = CriticBackend(run, config, scorer)
+    rewards = RewardBackend(
         scorer,
         config.server,
         prepare=critic.make_room_for_rewards,
-        turn_end=scorer.turn_end(),
-        sample_frame=scorer.sample_frame(),
+        template_parts=TemplateParts(scorer.turn_end(), scorer.sample_frame()),
     )
     return [critic, rewards]
 
@@ -148,30 +163,40 @@ def run_gateway(config: GatewayRunConfig) -> int:
     Raises:
         AlignerError: the settings cannot be used, or the port is taken.
     """
-    # Only here, as a reward server may run without the extra "gateway".
-    from nemo_aligner.serving.http import build_app, open_socket, run_app
-
     # Answers say which rows are refused or cut: a line for each would only fill the log.
     logging.getLogger("nemo_aligner.serving.client.reward").setLevel(logging.ERROR)
-    own = config.gateway
-    token = find_token(own.token_file, own.token_variable, "gateway.token")
+    settings = config.gateway
+    token = find_token(settings.token_file, settings.token_variable, "gateway.token")
     backend_token = find_token(
         config.backend_token_file, config.backend_token_variable, "backend_token"
     )
     client = RewardClient(
         config.backends,
         expect=config.expect_contract,
-        timeout_s=own.timeout_s,
-        wait_s=own.retry_s,
-        retry_s=own.retry_s,
-        max_connections=own.max_connections,
+        expect_fingerprint=config.expect_fingerprint,
+        timeout_s=settings.timeout_s,
+        wait_s=settings.retry_s,
+        retry_s=settings.retry_s,
+        max_connections=settings.max_connections,
         token=backend_token,
         in_callers_loop=True,
     )
-    with open_socket(own) as listening:
-        print(f"Backends: {', '.join(map(hide_password, config.backends))}", flush=True)
-        say_who_may_ask(own.host, token, "gateway.token")
-        return run_app(build_app(client, own, token), listening, own)
+    service = UpstreamService(client, settings)
+    endpoints = reward_endpoints(service, settings.max_queue_rows, kserve.OPTIONAL_NAMES)
+    listener = open_socket(settings)
+    url, ready = url_of(listener, settings), ReadyFile(settings.ready_file)
+
+    def announce() -> None:
+        ready.write(url)
+        print(f"Gateway at {url} (pid {os.getpid()})", flush=True)
+
+    front = Front(service, endpoints, settings, token)
+    server = FrontServer(front, settings, announce, ready.remove)
+    print(f"Backends: {', '.join(map(hide_password, config.backends))}", flush=True)
+    warn_of_open_server(settings.host, token, "gateway.token")
+    server.run(listener)
+    print("Stopped", flush=True)
+    return 0
 
 
 # A server in another process, for the duration of a block.

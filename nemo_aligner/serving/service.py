@@ -1,43 +1,24 @@
-"""Services of a server: their endpoints, and their operations on all ranks."""
+"""What a server is made of: a backend on every rank, and its service on rank 0."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
+from nemo_aligner.serving.endpoints import Endpoint
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation
-from nemo_aligner.serving.protocols import TensorSpec
-from nemo_aligner.serving.protocols.kserve import Tensors
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """A named endpoint for requests.
-
-    Attributes:
-        inputs: tensors of a request, and ``outputs`` those of its answer.
-        answer: maps a request's tensors to the answer's. Any error is the answer to that request
-            alone (``failure_of``). Any number of requests run at once, those of each endpoint in an
-            event loop of its own.
-        max_rows: most rows of a request. The shapes of ``inputs`` and ``outputs`` then leave out
-            the first dimension, which counts rows. 0 means that they are whole shapes.
-        comes_first: available before the others, as clients ask it before they use them.
-    """
-
-    name: str
-    inputs: Sequence[TensorSpec]
-    outputs: Sequence[TensorSpec]
-    answer: Callable[[Tensors], Coroutine[Any, Any, Tensors]]
-    max_rows: int = 0
-    comes_first: bool = False
+from nemo_aligner.serving.scoring import ScoringService
 
 
 class Service(Protocol):
-    """Endpoints with their queues and threads, on rank 0 while it serves."""
+    """The endpoints of a backend with their queues and threads, on rank 0 while it serves."""
 
     @property
     def endpoints(self) -> Sequence[Endpoint]: ...
+
+    @property
+    def scoring(self) -> ScoringService | None:
+        """What the protocols of trainers ask; None for a service that gives no rewards."""
 
     @property
     def startup_log(self) -> Sequence[str]:
@@ -46,22 +27,16 @@ class Service(Protocol):
     def report(self) -> str | None:
         """Load since the last report, in a line; None without any."""
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Finish what was submitted and end all threads; no request may be in flight."""
 
 
-def in_order(services: Sequence[Service]) -> list[Endpoint]:
-    """The endpoints of all services, in the order in which a transport has to load them."""
-    endpoints = [endpoint for each in services for endpoint in each.endpoints]
-    return sorted(endpoints, key=lambda endpoint: not endpoint.comes_first)
-
-
-class Servable(Protocol):
-    """A backend: the model's part of a service, which every rank has."""
+class Backend(Protocol):
+    """The model's part of a service, which every rank has."""
 
     @property
     def operations(self) -> Mapping[str, Operation]:
-        """Computations for all ranks, by names that no other servable has."""
+        """Computations for all ranks, by names that no other backend has."""
 
     def reset_cache(self) -> None:
         """Drop all caches: an operation has failed on some rank."""

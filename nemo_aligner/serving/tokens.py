@@ -66,9 +66,9 @@ def hide_password(url: str) -> str:
     return re.sub(r"^([a-zA-Z]+://)?[^/?#]*@", r"\1", url)
 
 
-def say_who_may_ask(host: str, token: str | None, key: str) -> None:
+def warn_of_open_server(host: str, token: str | None, key: str) -> None:
     """Warn of a server without a token that other machines can reach."""
-    if token is None and not _is_loopback(host):
+    if token is None and not is_loopback(host):
         print(
             f"Warning: {host} is reached from other machines, and there is no token ({key}_file, "
             f"{key}_variable): whoever reaches the port is answered",
@@ -76,7 +76,8 @@ def say_who_may_ask(host: str, token: str | None, key: str) -> None:
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine can reach the address."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -1,236 +1,194 @@
-"""Triton on rank 0 and the worker loop on the other ranks, from start to shutdown."""
+"""NVIDIA Triton as a side door: it answers the endpoints of the HTTP front, over gRPC, too.
+
+``nemo-aligner serve`` answers by its own front (``server.py``). With ``server.triton_port`` it also
+starts Triton by PyTriton, for clients that need gRPC, perf_analyzer or Triton's own metrics. Triton
+passes one request at a time for each model to this process, where the endpoint answers it in the
+event loop of the front.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import importlib.util
 import os
 import random
+import resource
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import sysconfig
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
+from nemo_aligner.config.describe import install_command
 from nemo_aligner.config.serving import ServerConfig
-from nemo_aligner.serving.engine.executor import ModelRanks
+from nemo_aligner.serving.endpoints import Endpoint
 from nemo_aligner.serving.failures import NO_TOKEN, FailureKind, RequestError, failure_of
-from nemo_aligner.serving.protocols.kserve import Tensors
-from nemo_aligner.serving.service import Endpoint, Servable, Service, in_order
-from nemo_aligner.serving.tokens import find_token, has_token, say_who_may_ask
+from nemo_aligner.serving.protocols.kserve_body import Tensors
+from nemo_aligner.serving.tokens import has_token, is_loopback
 from nemo_aligner.serving.triton_internals import (
-    bind_unbatched,
+    bind_with_errors,
     call_at_exit,
     hand_output_to,
     server_pid,
     start_in_own_session,
+    start_process,
     workspace_of,
 )
-from nemo_aligner.utils.errors import AlignerError, ConfigError, ServingError
+from nemo_aligner.utils.errors import ServingError
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
 
-_WATCH_SECS = 0.2  # a dead rank or Triton is noticed this late at most
-_LAST_WORDS_SECS = 1.0  # for the requests at hand to get their error, when the server has to die
+# HTTP, gRPC and metrics, in the order of Triton's own 8000, 8001 and 8002.
+_NUM_PORTS = 3
+# Ports below those that the kernel gives to outgoing connections: such a connection could take the
+# port between its check and Triton's start.
+_ANY_PORT = range(20_000, 32_000)
+_NO_TRITON = "or set server.triton_port=null to serve without Triton"
+# Triton allows these functions only with PyTriton's access token, which is random and stays in this
+# process: they load models, map shared memory and write files. Clients need the other ones.
+_CLOSED_FUNCTIONS = ["shared-memory", "model-repository", "trace", "logging"]
+# Headers that carry the server's token: ours, and the one that PyTriton's clients send.
+_TOKEN_HEADER, _PYTRITON_HEADER = "authorization", "triton-access-token"
 
 
-def check_front(config: ServerConfig) -> None:
-    """Collective: refuse on all ranks what rank 0 cannot serve with, before a model is loaded.
-
-    Raises:
-        ServingError: the port is taken, the host is no address of rank 0's machine, the token
-            cannot be read there, Triton's log cannot be written, or numpy is too new.
-    """
-    said: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            check_numpy()
-            free_port(config.host, config.port)
-            _read_token(config)
-            TritonLog(config.triton_log_file).close()
-        except (ConfigError, ServingError) as error:
-            said = [str(error)]
-    dist.broadcast_object_list(said, src=0)
-    if said[0] is not None:
-        raise ServingError(said[0])
-
-
-def check_numpy() -> None:
-    """Refuse a numpy that PyTriton 0.7 starts with, and then fails on at the first request.
+def check_triton(config: ServerConfig) -> None:
+    """Check that Triton can start, before a model is loaded.
 
     Raises:
-        ServingError: it is numpy 2 or later.
+        ServingError: the extra is not installed, numpy is too new, a port is taken, or the log
+            cannot be written.
     """
-    if int(np.__version__.split(".")[0]) >= 2:
+    if config.triton_port is None:
+        return
+    if importlib.util.find_spec("pytriton") is None:
         raise ServingError(
-            f"numpy: got {np.__version__}, wanted <2, which nvidia-pytriton 0.7 needs to read "
-            "requests: pip install 'numpy<2'"
+            f"server.triton_port: got {config.triton_port}, but nvidia-pytriton is not installed. "
+            f"Install it ({install_command('triton')}), {_NO_TRITON}."
         )
+    if int(np.__version__.split(".")[0]) >= 2:
+        # PyTriton 0.7 starts with numpy 2, and fails at the first request.
+        raise ServingError(
+            f"server.triton_port: got {config.triton_port}, but nvidia-pytriton 0.7 needs a numpy "
+            f"below 2, and {np.__version__} is installed. Run pip install 'numpy<2', {_NO_TRITON}."
+        )
+    port = _free_ports(config)
+    if port <= config.port < port + _NUM_PORTS:
+        raise ServingError(
+            f"server.triton_port: Triton takes the ports {port} to {port + _NUM_PORTS - 1}, and "
+            f"server.port is {config.port}. Choose ports that do not overlap."
+        )
+    TritonLog(config.triton_log_file).close()
 
 
-def _read_token(config: ServerConfig) -> str | None:
-    return find_token(config.token_file, config.token_variable, "server.token")
-
-
-def serve(servables: Sequence[Servable], config: ServerConfig) -> int:
-    """Answer requests to all of ``servables`` until SIGTERM or SIGINT; every rank calls it.
-
-    Returns:
-        The exit code, 0 after a drained stop. A server that cannot go on (a rank, Triton or its
-        Python stub died) answers what it holds with an error and ends the process with 1.
+def _free_ports(config: ServerConfig) -> int:
+    """Return the first of Triton's ports; Triton itself would wait two minutes for a taken one.
 
     Raises:
-        ServingError: it cannot start, on rank 0; the others are released.
+        ServingError: one is taken, or ``triton_host`` is no address of this machine.
     """
-    ranks = ModelRanks(
-        {name: call for each in servables for name, call in each.operations.items()},
-        lambda: _reset_caches(servables),
-        config.heartbeat_secs,
-        config.worker_timeout_secs,
+    host, first = config.triton_host, config.triton_port
+    if first:
+        for port in range(first, first + _NUM_PORTS):
+            problem = _why_taken(host, port)
+            if problem is not None:
+                raise ServingError(
+                    f"server.triton_port: {host}:{port} is not free: {problem}. Set it to the "
+                    f"first of {_NUM_PORTS} free ports, or to 0 for any."
+                )
+        return first
+    for first in random.SystemRandom().sample(_ANY_PORT, 100):
+        if all(_why_taken(host, first + offset) is None for offset in range(_NUM_PORTS)):
+            return first
+    raise ServingError(
+        f"server.triton_host: {host} has no {_NUM_PORTS} free ports. Set it to an address of this "
+        "machine."
     )
-    if ranks.rank != 0:
-        # The launcher signals every rank; rank 0 drains first, and the others compute for it.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        ranks.run_worker()
-        ranks.stop()
-        return 0
-    # An error at the start, such as a model that cannot run, must not leave workers waiting.
-    try:
-        return _run_leader(servables, ranks, config)
-    except AlignerError:
-        if ranks.failure is None:  # the others have nothing to say to it
-            ranks.stop()
-        raise
 
 
-def _reset_caches(servables: Sequence[Servable]) -> None:
-    for each in servables:
-        each.reset_cache()
+def _why_taken(host: str, port: int) -> Exception | None:
+    """Return the error of an attempt to listen there; None if the port is free."""
+    with socket.socket() as probe:
+        # As servers do: connections of an earlier server that are still closing do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            return error
+    return None
 
 
-def _run_leader(servables: Sequence[Servable], ranks: ModelRanks, config: ServerConfig) -> int:
-    stopping: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda received, _: stopping.append(received))
-    ranks.run_leader(lambda: _answer(servables, ranks, config, lambda: bool(stopping)))
-    ranks.stop()
-    print("Stopped", flush=True)
-    return 0
+class TritonDoor:
+    """A running Triton that has the endpoints as its models."""
 
-
-def _answer(
-    servables: Sequence[Servable],
-    ranks: ModelRanks,
-    config: ServerConfig,
-    shall_stop: Callable[[], bool],
-) -> None:
-    """Run Triton until asked to stop; the model computes in the main thread."""
-    # Again: the port may have been taken while the model was loaded.
-    port = free_port(config.host, config.port)
-    services = [each.start(ranks) for each in servables]
-    endpoints = in_order(services)
-    token = _read_token(config)
-    triton = build_triton(endpoints, config, port, token)
-    log = TritonLog(config.triton_log_file)
-    print(f"Starting Triton, whose log is {log.path}", flush=True)
-    guard = _start(triton, log)
-    url = f"http://{config.host}:{port}"
-    watch = _Watch(triton, log, ranks, services, config.report_every_secs)
-    with ready_file(config.ready_file, url):
-        names = ", ".join(endpoint.name for endpoint in endpoints)
-        print(f"Serving {names} at {url} (pid {os.getpid()})", flush=True)
-        say_who_may_ask(config.host, token, "server.token")
-        for line in (line for each in services for line in each.startup_log):
-            print(line, flush=True)
-        watch.until(shall_stop)
-        print("Draining: in-flight requests are answered, new ones are refused", flush=True)
-        stop = threading.Thread(target=triton.stop, name="drain", daemon=True)
-        stop.start()
-        # Where a rank dies its launcher stops the others: what is in flight has no answer then.
-        watch.until(lambda: not stop.is_alive(), triton_may_end=True)
-    guard.dismiss()  # only now: while Triton drains this process may still be killed
-    watch.report()
-    for each in services:
-        each.close()
-    log.close()
-
-
-def _start(triton: Any, log: TritonLog) -> Guard:
-    """Run Triton until its model is ready; PyTriton would wait two minutes for one that is dead.
-
-    Raises:
-        ServingError: it runs, and does not become ready.
-    """
-    from pytriton.client.exceptions import PyTritonClientError
-    from pytriton.exceptions import PyTritonError
-
-    hand_output_to(triton, log.write)
-    started = threading.Event()
-
-    def ended() -> None:
-        if not started.is_set():
-            shutil.rmtree(workspace_of(triton), ignore_errors=True)
-            _die(f"Triton did not start; {log.ending()}")
-
-    call_at_exit(triton, ended)
-    try:
-        triton.run()
-    except (PyTritonError, PyTritonClientError, TimeoutError) as error:
-        raise ServingError(f"Triton did not start: {error}; {log.ending()}") from error
-    started.set()
-    return Guard(server_pid(triton), workspace_of(triton))
-
-
-class _Watch:
-    """Watches everything that the server needs, ends it if any part dies, and prints its load."""
-
-    def __init__(
-        self,
-        triton: Any,
-        log: TritonLog,
-        ranks: ModelRanks,
-        services: Sequence[Service],
-        report_every_secs: float,
-    ) -> None:
-        self._triton, self._log, self._ranks = triton, log, ranks
-        # Every endpoint needs both of Triton's processes, the server and its Python stub.
+    def __init__(self, triton: Any, log: TritonLog, config: ServerConfig, port: int) -> None:
+        self.url = f"http://{config.triton_host}:{port}"
+        self._triton, self._log = triton, log
+        self._guard = Guard(server_pid(triton), workspace_of(triton))
+        # Every endpoint needs both kinds of Triton's processes, the server and its Python stubs.
         self._processes = triton_processes(os.getpid())
-        self._services = services
-        self._report_every_secs = report_every_secs
-        self._reported = time.monotonic()
+        self._config, self._port = config, port
 
-    def until(self, is_over: Callable[[], bool], triton_may_end: bool = False) -> None:
-        """Wait; or leave with exit code 1, and the reason."""
-        while not is_over():
-            failure = self._ranks.failure or (None if triton_may_end else self._dead_triton())
-            if failure is not None:
-                _die(failure)
-            waited = time.monotonic() - self._reported
-            if self._report_every_secs and waited >= self._report_every_secs:
-                self.report()
-            time.sleep(_WATCH_SECS)
-        if self._ranks.failure is not None:
-            _die(self._ranks.failure)
+    @staticmethod
+    def start(
+        endpoints: Sequence[Endpoint],
+        config: ServerConfig,
+        token: str | None,
+        loop: asyncio.AbstractEventLoop,
+    ) -> TritonDoor:
+        """Start Triton and wait until all endpoints are ready.
 
-    def report(self) -> None:
-        """Print the load since the last report, of each service that has had work."""
-        self._reported = time.monotonic()
-        for line in [service.report() for service in self._services]:
-            if line is not None and self._report_every_secs:
-                print(line, flush=True)
+        Call it in a thread that lives until ``stop`` is over: Linux ends Triton together with the
+        thread that started it.
 
-    def _dead_triton(self) -> str | None:
+        Args:
+            endpoints: what Triton answers; each becomes a model of its name.
+            config: ports, address and log of Triton; ``triton_port`` is not None.
+            token: bearer token that inference requests need; None needs none.
+            loop: the running event loop in which the endpoints answer.
+
+        Raises:
+            ServingError: Triton does not become ready.
+        """
+        # Again: the ports may have been taken while the model was loaded.
+        port = _free_ports(config)
+        log = TritonLog(config.triton_log_file)
+        print(f"Starting Triton, whose log is {log.path}", flush=True)
+        try:
+            triton = _build_triton(config, port, token)
+            for endpoint in endpoints:
+                _bind(triton, endpoint, token, loop)
+            _run(triton, log)
+        except BaseException:
+            log.close()
+            raise
+        return TritonDoor(triton, log, config, port)
+
+    @property
+    def startup_log(self) -> list[str]:
+        """Lines for the server's log once Triton answers."""
+        host = self._config.triton_host
+        lines = [
+            f"Triton answers the same at {self.url}, and over gRPC at {host}:{self._port + 1}; its "
+            f"metrics are at http://{host}:{self._port + 2}/metrics"
+        ]
+        if not is_loopback(host):
+            lines.append(
+                f"Warning: server.triton_host={host} lets other machines reach Triton 2.51, whose "
+                "HTTP server has CVE-2025-23310 and CVE-2025-23311: a chunked request from anyone "
+                "who reaches the port can end this process, before a token is compared. Let others "
+                "use the HTTP front (server.host, server.port), and keep Triton on 127.0.0.1."
+            )
+        return lines
+
+    def failure(self) -> str | None:
+        """Return why Triton cannot answer any more; None while it can."""
         for pid, name in self._processes.items():
             if not is_running(pid):
                 return f"{name} (pid {pid}) died; {self._log.ending()}"
@@ -238,111 +196,176 @@ class _Watch:
             return None
         return f"Triton is not alive; {self._log.ending()}"
 
+    def stop(self) -> None:
+        """Refuse new requests, answer those in flight, and end Triton.
 
-def _die(failure: str) -> NoReturn:
-    """Exit at once with code 1; Triton's guard and the other ranks notice and do the same."""
-    print(f"The server cannot go on: {failure}", file=sys.stderr, flush=True)
-    time.sleep(_LAST_WORDS_SECS)
-    os._exit(1)
+        The event loop has to run until this returns. The requests get ``exit_timeout_secs``.
+        """
+        self._triton.stop()
+
+    def close(self) -> None:
+        """Release what watches over Triton, after ``stop``."""
+        # Not earlier: while Triton drains, this process may still be killed.
+        self._guard.dismiss()
+        self._log.close()
 
 
-# Endpoints as models of Triton.
+# The start.
 
-_TOKEN_HEADER = "authorization"
+# Triton 2.51 puts 16 bytes for each chunk of a request on the stack of an HTTP thread
+# (CVE-2025-23310, CVE-2025-23311). Threads get this much address space, and use what they touch: a
+# request of 16 million chunks, which costs Triton 1 KB of memory for each chunk elsewhere.
+_STACK_BYTES = 256 * 2**20
 
 
-def build_triton(
-    endpoints: Sequence[Endpoint], config: ServerConfig, port: int, token: str | None
-) -> Any:
-    """PyTriton's server with a model bound for each endpoint, not yet running.
-
-    With a ``token`` each of them requires it. Triton's other functions over HTTP, such as loading
-    models or reading shared memory, are protected by PyTriton's own token.
-
-    Raises:
-        ServingError: another version of PyTriton than is known here.
-    """
+def _build_triton(config: ServerConfig, port: int, token: str | None) -> Any:
+    """Create PyTriton's server, without models and not yet running."""
     # The stub loads the libpython of the running interpreter, and finds it only by this variable.
     libraries = [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
     os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, libraries))
     # Tensors pass between PyTriton and its proxy within their messages. Its store of shared memory
-    # is a process of its own, which is asked four times for each request: 2 of 6 ms.
+    # is a process of its own, and four calls to it for each request take 2 ms.
     os.environ["PYTRITON_NO_TENSORSTORE"] = "1"
 
-    from pytriton.triton import Triton, TritonConfig
+    from pytriton.triton import Triton, TritonConfig, TritonSecurityConfig
 
     start_in_own_session()
-    triton = Triton(
+    forwarded = None if token is None else f"(?i)({_TOKEN_HEADER}|{_PYTRITON_HEADER})"
+    return Triton(
         config=TritonConfig(
-            http_address=config.host,
+            http_address=config.triton_host,
             http_port=port,
-            http_header_forward_pattern=None if token is None else f"(?i){_TOKEN_HEADER}",
-            # Ports that no client of ours asks.
-            allow_grpc=False,
-            allow_metrics=False,
+            http_header_forward_pattern=forwarded,
+            grpc_address=config.triton_host,
+            grpc_port=port + 1,
+            grpc_header_forward_pattern=forwarded,
+            metrics_address=config.triton_host,
+            metrics_port=port + 2,
             exit_timeout_secs=config.exit_timeout_secs,
-        )
+        ),
+        # PyTriton hands its access token to Triton on a command line, which every user of the
+        # machine can read. So it is a random one, and ``_answer_request`` compares the server's.
+        security_config=TritonSecurityConfig(restricted_endpoints=list(_CLOSED_FUNCTIONS)),
     )
-    for endpoint in endpoints:
-        _bind(triton, endpoint, token)
-    return triton
 
 
-def _bind(triton: Any, endpoint: Endpoint, token: str | None) -> None:
+def _run(triton: Any, log: TritonLog) -> None:
+    """Run Triton until its models are ready.
+
+    PyTriton would wait two minutes for a Triton that has died, and hold the lock that its own
+    clean-up needs. So it waits in another thread, which is left behind in that case.
+
+    Raises:
+        ServingError: Triton does not become ready.
+    """
+    hand_output_to(triton, log.write)
+    is_over = threading.Event()
+    errors: list[Exception] = []
+    is_ready = False
+
+    def wait_for_models() -> None:
+        nonlocal is_ready
+        try:
+            triton.connect()
+            is_ready = True
+        except Exception as error:
+            errors.append(error)
+        is_over.set()
+
+    def note_exit() -> bool:
+        is_over.set()
+        return is_ready
+
+    call_at_exit(triton, note_exit)
+    with _large_thread_stacks():
+        start_process(triton)
+    threading.Thread(target=wait_for_models, name="triton-start", daemon=True).start()
+    is_over.wait()
+    if not is_ready:
+        atexit.unregister(triton.stop)
+        with contextlib.suppress(Exception):
+            os.killpg(server_pid(triton), 9)
+        shutil.rmtree(workspace_of(triton), ignore_errors=True)
+        reason = f": {errors[0]}" if errors else ""
+        raise ServingError(f"Triton did not start{reason}; {log.ending()}")
+
+
+@contextlib.contextmanager
+def _large_thread_stacks() -> Iterator[None]:
+    """Give threads of programs that are started meanwhile a stack of ``_STACK_BYTES``.
+
+    The C library takes the size from the limit when a program starts. A limit that is unlimited
+    would mean its default of 2 MiB.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    unlimited = resource.RLIM_INFINITY
+    size = _STACK_BYTES if soft == unlimited else max(soft, _STACK_BYTES)
+    size = size if hard == unlimited else min(size, hard)
+    resource.setrlimit(resource.RLIMIT_STACK, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
+
+
+# Endpoints as models of Triton.
+
+
+def _bind(
+    triton: Any, endpoint: Endpoint, token: str | None, loop: asyncio.AbstractEventLoop
+) -> None:
     from pytriton.model_config import ModelConfig, Tensor
 
-    is_batched = endpoint.max_rows > 0
-    bind_unbatched(
+    async def infer(requests: list[Any]) -> list[Tensors]:
+        answers = [_answer_request(endpoint, request, token, loop) for request in requests]
+        return await asyncio.gather(*answers)
+
+    bind_with_errors(
         triton,
         model_name=endpoint.name,
-        infer_func=_infer_function(endpoint, token),
+        infer_func=infer,
         inputs=[Tensor(**vars(spec)) for spec in endpoint.inputs],
         outputs=[Tensor(**vars(spec)) for spec in endpoint.outputs],
-        # Without Triton's batcher, which ends a batch where the set of inputs changes, waits half a
-        # second where it misses a wake-up, and gives a batch to one who answers all of it at once.
-        config=ModelConfig(batching=is_batched, max_batch_size=endpoint.max_rows, batcher=None),
+        # Without Triton's batcher each call has one request: the front's batcher gathers rows.
+        config=ModelConfig(
+            batching=endpoint.max_rows > 0, max_batch_size=endpoint.max_rows, batcher=None
+        ),
     )
 
 
-def _infer_function(endpoint: Endpoint, token: str | None) -> Callable[[list[Any]], Any]:
-    async def answer(request: Any) -> Tensors:
-        try:
-            if token is not None and not has_token(_sent_tokens(request), token):
-                raise RequestError(NO_TOKEN, FailureKind.unauthorized)
-            return await endpoint.answer(dict(request.items()))
-        except Exception as error:
-            # The others of the batch have answers of their own, which PyTriton would not give them.
-            return _encode_failure(failure_of(error))
-
-    async def infer(requests: list[Any]) -> list[Tensors]:
-        return await asyncio.gather(*map(answer, requests))
-
-    return infer
-
-
-def _sent_tokens(request: Any) -> list[bytes]:
-    """Authorization headers of a request, which Triton adds to its parameters as they were sent."""
-    parameters = request.parameters or {}
-    return [
-        str(value).encode() for name, value in parameters.items() if name.lower() == _TOKEN_HEADER
-    ]
+async def _answer_request(
+    endpoint: Endpoint, request: Any, token: str | None, loop: asyncio.AbstractEventLoop
+) -> Tensors:
+    """Have the endpoint answer in ``loop``; a failure becomes the output ``error``."""
+    try:
+        if token is not None and not _sends_token(request, token):
+            raise RequestError(NO_TOKEN, FailureKind.unauthorized)
+        answer: Coroutine[Any, Any, Tensors] = endpoint.answer(dict(request.items()))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer, loop))
+    except Exception as error:
+        failure = failure_of(error)
+        text = f"{failure.kind.triton_code} {failure.message}"
+        return {"error": np.array([text.encode()], dtype=np.object_)}
 
 
-def _encode_failure(failure: RequestError) -> Tensors:
-    """Encode a failure as ``CODE message``, of which ``triton_proxy.py`` makes Triton's error."""
-    text = f"{failure.kind.triton_code} {failure.message}"
-    return {"error": np.array([text.encode()], dtype=np.object_)}
+def _sends_token(request: Any, token: str) -> bool:
+    """Check the headers that Triton has added to the request's parameters, as they were sent."""
+    headers = [(name.lower(), str(value)) for name, value in (request.parameters or {}).items()]
+    sent = [value.encode() for name, value in headers if name == _TOKEN_HEADER]
+    sent += [b"Bearer " + value.encode() for name, value in headers if name == _PYTRITON_HEADER]
+    return has_token(sent, token)
 
 
-# Triton's processes, log and port on this machine.
+# Triton's processes and log on this machine.
 
 # Names as the kernel has them, in 15 letters.
 _TRITON_PROCESSES = {
     "tritonserver": "Triton's server",
     "triton_python_backend_stub"[:15]: "Triton's Python stub",
 }
-# It waits for the end of its input, which this process holds open, and where it is told nothing,
-# that has died. PyTriton's helpers notice it a moment later, and may make shared memory until then.
+# The guard waits for the end of its input, which this process holds open. If it reads no word, this
+# process has died. PyTriton's helpers notice it a moment later, and may make shared memory until
+# then.
 _GUARD = """
 trap "" INT TERM HUP QUIT
 read -r word
@@ -351,11 +374,10 @@ rm -rf -- "$1" /dev/shm/pytrtion"$2"-*
 """
 # Of Triton's log, shown with an error.
 _SHOWN_LINES, _KEPT_CHARACTERS = 20, 8000
-_ANY_PORT = range(20_000, 32_000)
 
 
 def triton_processes(root: int) -> dict[int, str]:
-    """Triton's processes among the descendants of ``root``: pid -> name."""
+    """Find Triton's processes among the descendants of ``root``: pid -> name."""
     parents, names = {}, {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -377,11 +399,20 @@ def _descends(pid: int, root: int, parents: Mapping[int, int]) -> bool:
     return pid == root
 
 
+def is_running(pid: int) -> bool:
+    """Tell whether ``pid`` is a process that has not ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
 class Guard:
     """Ends Triton, whose processes are those of session ``server``, when this process ends.
 
-    However that ends: Triton runs in a session of its own, and would keep clients waiting and leave
-    its files behind.
+    However that happens: Triton runs in a session of its own, and would keep clients waiting and
+    leave its files behind.
     """
 
     def __init__(self, server: int, workspace: Path) -> None:
@@ -395,15 +426,15 @@ class Guard:
         )
 
     def dismiss(self) -> None:
-        """Triton has ended."""
+        """Remove what is left of Triton, which has ended."""
         self._process.communicate(b"ended\n")
 
 
 class TritonLog:
     """Triton's output: a file, and its last lines in memory.
 
-    ``path`` is appended to; None is a file in the system's temporary folder that is gone when this
-    process is.
+    ``path`` is appended to; None is a file in the system's temporary folder that is removed when
+    this process ends.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -430,73 +461,16 @@ class TritonLog:
             self._file.write(text)
 
     def ending(self) -> str:
-        """Its last lines under a heading, for an error."""
+        """Return its last lines under a heading, for an error."""
         lines = [line for line in "".join(self._last).splitlines() if line.strip()]
         if not lines:
             return "Triton's log is empty"
-        kept = f" ({self.path})" if self._folder is None else ""
-        return "\n  ".join([f"the end of Triton's log{kept}:", *lines[-_SHOWN_LINES:]])
+        path = f" ({self.path})" if self._folder is None else ""
+        return "\n  ".join([f"the end of Triton's log{path}:", *lines[-_SHOWN_LINES:]])
 
     def close(self) -> None:
-        """Nothing more is written; a temporary one is removed."""
+        """Write nothing more; a temporary file is removed."""
         with contextlib.suppress(OSError):
             self._file.close()
         if self._folder is not None:
             remove_temporary(self._folder)
-
-
-def is_running(pid: int) -> bool:
-    """Tell whether ``pid`` is a process that has not ended."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
-
-
-def free_port(host: str, port: int) -> int:
-    """``port``, or any free one for 0; Triton itself would wait two minutes for a taken one.
-
-    Raises:
-        ServingError: it is taken, or ``host`` is no address of this machine.
-    """
-    if port != 0:
-        reason = _why_taken(host, port)
-        if reason is not None:
-            raise ServingError(f"server.port: {host}:{port} is not free: {reason}")
-        return port
-    # Not one that the kernel hands out to connections: it could be gone before Triton has it.
-    for candidate in random.SystemRandom().sample(_ANY_PORT, 100):
-        if _why_taken(host, candidate) is None:
-            return candidate
-    raise ServingError(f"server.host: {host}: no free port was found for server.port 0")
-
-
-def _why_taken(host: str, port: int) -> OSError | None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error
-    return None
-
-
-# The ready file.
-
-
-@contextmanager
-def ready_file(path: str | None, url: str) -> Iterator[None]:
-    """While the server answers, ``path`` holds its URL."""
-    if path is None:
-        yield
-        return
-    target = Path(path)
-    # Renamed once it is whole: who waits for the file reads it as soon as it is there.
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    partial.write_text(url + "\n")
-    partial.replace(target)
-    try:
-        yield
-    finally:
-        target.unlink(missing_ok=True)

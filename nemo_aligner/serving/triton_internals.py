@@ -8,34 +8,52 @@ from typing import Any
 
 from nemo_aligner.utils.errors import ServingError
 
-# Parts of PyTriton's own model.py that triton_proxy.py builds on.
-_KNOWN = (b"\ndef _wrap_response(", b"\nclass BatchResponsesHandler", b"def push(self, requests_id")
+# The function in PyTriton's model.py that ``_ERRORS`` replaces; its callers look it up by name.
+_REPLACED = (
+    b"\ndef _wrap_response(response: Response, requested_outputs_names, model_outputs_dict):"
+)
+# PyTriton answers an exception by a 500 that has tracebacks of both processes. Triton's own error,
+# with its code and one line, is a response like any other.
+_ERRORS = b'''
+
+_wrap_tensors = _wrap_response
 
 
-def bind_unbatched(triton: Any, **binding: Any) -> None:
-    """``triton.bind`` of a model whose requests are handed on as they come, and fail one by one.
+def _wrap_response(response, requested_names, outputs):
+    """Tensors, or the error ``CODE message`` that stands in their place."""
+    if response.data is None or "error" not in response.data:
+        return _wrap_tensors(response, requested_names, outputs)
+    code, message = bytes(response.data["error"].reshape(-1)[0]).decode().split(" ", 1)
+    error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
+    return pb_utils.InferenceResponse(output_tensors=[], error=error)
+'''
 
-    PyTriton offers neither, and gives the model that it makes of a binding to nobody.
+
+def bind_with_errors(triton: Any, **binding: Any) -> None:
+    """``triton.bind`` of a model whose answer may be the one tensor ``error``, ``CODE message``.
+
+    PyTriton gives the object that it makes of a binding to nobody.
 
     Raises:
-        ServingError: this PyTriton's proxy is another than is extended here.
+        ServingError: this PyTriton is not the version that is extended here.
     """
-    before = list(triton._model_manager.models)
+    earlier = list(triton._model_manager.models)
     triton.bind(**binding)
     for model in triton._model_manager.models:
-        if model not in before:
-            model.get_proxy_model_files = _with_our_proxy(model.get_proxy_model_files)
+        if model not in earlier:
+            model.get_proxy_model_files = _with_errors(model.get_proxy_model_files)
 
 
-def _with_our_proxy(plain: Callable[[], dict[str, bytes]]) -> Callable[[], dict[str, bytes]]:
+def _with_errors(plain: Callable[[], dict[str, bytes]]) -> Callable[[], dict[str, bytes]]:
     def get_proxy_model_files() -> dict[str, bytes]:
         files = plain()
-        name = next(name for name in files if name.endswith("/model.py"))
-        theirs = files.pop(name)
-        if not all(part in theirs for part in _KNOWN):
-            raise ServingError(f"nvidia-pytriton: its {name} is not that of version 0.7")
-        ours = Path(__file__).with_name("triton_proxy.py").read_bytes()
-        return {**files, name.replace("/model.py", "/pytriton_model.py"): theirs, name: ours}
+        (name,) = (name for name in files if name.endswith("/model.py"))
+        if _REPLACED not in files[name]:
+            raise ServingError(
+                f"nvidia-pytriton: its {name} is not that of version 0.7. Run pip install "
+                "nvidia-pytriton==0.7.0, or set server.triton_port=null."
+            )
+        return {**files, name: files[name] + _ERRORS}
 
     return get_proxy_model_files
 
@@ -65,22 +83,30 @@ def hand_output_to(triton: Any, write: Callable[[str], None]) -> None:
     triton._initialize_server = initialize
 
 
+def start_process(triton: Any) -> None:
+    """Start Triton's process, without waiting for it: the first half of ``triton.run``."""
+    triton._run_server()
+
+
 def server_pid(triton: Any) -> int:
-    """The process of a running Triton, which is also its session."""
+    """Return the process of a running Triton, which is also its session."""
     return triton._triton_server._tritonserver_running_cmd.pid
 
 
-def call_at_exit(triton: Any, callback: Callable[[], None]) -> None:
-    """Have ``callback`` called where Triton's process ends by itself, before PyTriton cleans up."""
+def call_at_exit(triton: Any, cleans_up: Callable[[], bool]) -> None:
+    """Have a function called when Triton's process ends by itself.
+
+    It returns whether PyTriton shall clean up then.
+    """
     plain = triton._on_tritonserver_exit
 
-    def ended(*given: Any) -> None:
-        callback()
-        plain(*given)
+    def handle_exit(*status: Any) -> None:
+        if cleans_up():
+            plain(*status)
 
-    triton._on_tritonserver_exit = ended
+    triton._on_tritonserver_exit = handle_exit
 
 
 def workspace_of(triton: Any) -> Path:
-    """The folder of Triton's model store, which PyTriton removes at a stop, but not if killed."""
+    """Return the folder of Triton's model store, which PyTriton removes at a stop alone."""
     return Path(triton._workspace.path)

@@ -75,7 +75,8 @@ _IMPORTED = "nemo_aligner"
 _ALWAYS_SHOWN = ("torch", "megatron-core", "transformers", "omegaconf", "numpy")
 # Extras for users, and what each is for.
 _EXTRAS = {
-    "serving": "the reward server and its client",
+    "serving": "the HTTP front of the servers and the gateway",
+    "triton": "NVIDIA Triton next to the HTTP front",
     "gguf": "converting .gguf files",
     "zarr": "reading NeMo's older checkpoints, whose weights are zarr",
     "wandb": "logging to Weights & Biases",
@@ -96,8 +97,9 @@ def packages() -> Iterator[Finding]:
     if not ours:
         yield from _by_name_alone()
     yield from _imports()
+    always = {requirement.name for requirement in ours.get("", [])}
     for extra, purpose in _EXTRAS.items():
-        yield _optional(extra, purpose, ours.get(extra, []))
+        yield _optional(extra, purpose, ours.get(extra, []), always)
     if importlib.util.find_spec("pytriton") is not None:
         yield _triton_binary()
 
@@ -203,13 +205,19 @@ def _required(requirement: Any) -> Finding:
     return Finding(requirement.name, version)
 
 
-def _optional(extra: str, purpose: str, requirements: list[Any]) -> Finding:
-    """One extra: installed as asked for, not there, or there and unfit."""
+def _optional(extra: str, purpose: str, requirements: list[Any], always: set[str]) -> Finding:
+    """Check an extra: installed as it should be, not installed, or installed and unfit.
+
+    ``always`` names what is installed without any extra, too: it does not show that the extra is.
+    """
     findings = [_required(requirement) for requirement in requirements]
     value = ", ".join(f"{each.name} {each.value}" for each in findings) or "unknown"
     if all(each.verdict is Verdict.ok for each in findings) and findings:
         return Finding(f"[{extra}]", value)
-    unfit = any(each.verdict is Verdict.missing and version_of(each.name) for each in findings)
+    is_used = any(version_of(each.name) for each in findings if each.name not in always)
+    unfit = is_used and any(
+        each.verdict is Verdict.missing and version_of(each.name) for each in findings
+    )
     advice = f"for {purpose}: {install_command(extra)}"
     return Finding(f"[{extra}]", value, Verdict.missing if unfit else Verdict.note, advice)
 

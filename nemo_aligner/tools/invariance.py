@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,6 +33,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
 from nemo_aligner.config.common import Precision, RecordKind
 from nemo_aligner.config.model import BATCH_INVARIANT_ROWS, Recompute
 from nemo_aligner.contract.contract import NoTemplateError, OverlongError, ScoringContract
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.data.demo import build_demo_pairs
 from nemo_aligner.data.packing import pack_sequences
 from nemo_aligner.data.readers import ReaderConfig, parse_file
@@ -469,7 +471,7 @@ def _alone(
 ) -> np.ndarray:
     layout = initialize_layout(**sizes.given)
     scorer = load_scorer(checkpoint, layout, precision=precision, micro_batch_tokens=2**30)
-    rewards = score_alone(scorer.score, texts)
+    rewards = score_alone(partial(score_all, scorer), texts)
     destroy_layout()
     return rewards
 
@@ -481,23 +483,21 @@ def _scored(
     make_batch_invariant(model.model, BATCH_INVARIANT_ROWS)
     small = model.contract.seq_length
 
-    def scorer(budget: int, cached: int = 0) -> RewardScorer:
+    def scoring(budget: int, cached: int = 0) -> Score:
         given = (model.model, model.contract, model.tokenizer, layout, budget)
-        return RewardScorer(*given, prefix_cache_tokens=cached)
+        return partial(score_all, RewardScorer(*given, prefix_cache_tokens=cached))
 
-    plain = scorer(small)
-    orders = (np.random.RandomState(seed).permutation(len(texts)) for seed in (1, 2))
+    plain = scoring(small)
     found = {
-        "alone": score_alone(plain.score, texts),
-        "all together": scorer(max(8192, 4 * small)).score(texts),
-        **{
-            f"small packs, order {number}": score_calls(plain.score, texts, [order])
-            for number, order in enumerate(orders, start=1)
-        },
+        "alone": score_alone(plain, texts),
+        "all together": scoring(max(8192, 4 * small))(texts),
     }
-    cached = scorer(small, cached=4 * small)
-    cached.score(texts[::-1])
-    return {**found, "from a prefix cache": cached.score(texts)}
+    for number in (1, 2):
+        order = np.random.RandomState(number).permutation(len(texts))
+        found[f"small packs, order {number}"] = score_calls(plain, texts, [order])
+    cached = scoring(small, cached=4 * small)
+    cached(texts[::-1])
+    return {**found, "from a prefix cache": cached(texts)}
 
 
 def _trained_on(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_aligner.batch.packed import LabelColumns, PackedBatch
+from nemo_aligner.checkpoint.nemo.fingerprint import check_expected_fingerprint, read_fingerprint
 from nemo_aligner.checkpoint.nemo.reward_model import (
     PretrainedModel,
     load_pretrained,
@@ -261,6 +262,9 @@ def open_critic(
         raise CheckpointError(f"{path}: it has no scoring contract; {_WANTED}")
     check_plain_reading(contract, path, "a critic")
     check_expected(contract, config.expect_contract, "expect_contract")
+    check_expected_fingerprint(
+        read_fingerprint(path), config.expect_fingerprint, "expect_fingerprint", path
+    )
     contract = contract.with_dtype(config.trainer.precision)
     if config.model.micro_batch_tokens < contract.seq_length:
         raise ConfigError(

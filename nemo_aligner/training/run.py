@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.nemo.archive import no_such_archive
+from nemo_aligner.checkpoint.nemo.fingerprint import read_fingerprint
 from nemo_aligner.checkpoint.nemo.reward_model import PretrainedModel, save_reward_model
 from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
 from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME
@@ -284,6 +285,7 @@ def export(
         save_reward_model(path, learner.model, config, pretrained.tokenizer, contract)
     say(f"wrote {path}\n  with {what}")
     say(f"scoring contract: {contract.hash}")
+    say(f"model fingerprint: {read_fingerprint(path)}")
     tested: dict[str, float] = {}
     if learner.data.test:
         tested = learner.measure(learner.data.test, Counter("test", "records").show)

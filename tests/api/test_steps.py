@@ -22,6 +22,7 @@ from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import ConfigError, DataError, SettingsError
 from tests import tiny
 from tests.data.files import write
+from tests.scorers import score_tokens
 
 QUESTION = {"role": "user", "content": "why"}
 TEXTS = [
@@ -140,10 +141,10 @@ def test_rule_of_the_contract_makes_one_reward_of_a_text_everywhere(tmp_path: Pa
             assert in_process.tobytes() == rewards.tobytes()
             ids = scorer.encode(TEXTS[0]).token_ids
             if how == "last":
-                assert scorer.score_tokens([ids]).tobytes() == rewards[:1].tobytes()
+                assert score_tokens(scorer, [ids]).tobytes() == rewards[:1].tobytes()
             else:
                 with pytest.raises(DataError, match=f"is the {how} over its steps"):
-                    scorer.score_tokens([ids])
+                    score_tokens(scorer, [ids])
     assert len(hashes) == len(paths)
 
 

@@ -87,8 +87,6 @@ KILLED = "it was ended by SIGKILL, as the kernel does where memory is short\nout
 def test_benchmark_is_measured_where_its_peer_dies(
     folder: Path, dying_python: Path, script: str, peer: str, arguments: tuple[str, ...]
 ) -> None:
-    if script == "serving":
-        pytest.importorskip("pytriton")
     python = f"--{peer}-python={dying_python}"
     shown, content = report(f"benchmarks/{script}.py", folder, python, *arguments)
     speeds: dict[bool, list[float | None]] = {True: [], False: []}
@@ -136,7 +134,6 @@ def test_memory_of_a_run_is_told_step_by_step(folder: Path) -> None:
 
 
 def test_serving_gives_the_rewards_of_its_peer(folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("pytriton")
     python = tmp_path / "python"
     fake = tiny.ROOT / "tests/benchmarks/fake_vllm.py"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {fake} "$@"\n')
@@ -155,7 +152,6 @@ def test_serving_gives_the_rewards_of_its_peer(folder: Path, tmp_path: Path) -> 
 
 
 def test_what_the_server_itself_costs(folder: Path) -> None:
-    pytest.importorskip("pytriton")
     # A model of its own, which the other tests must not find in their folder.
     few = (f"--work={folder / 'tiny'}", "--tiny-requests=40", "--soak=40")
     _, content = report("benchmarks/serving.py", folder, "--tiny", *few)

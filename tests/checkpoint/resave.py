@@ -1,10 +1,13 @@
 """``resave.py ARCHIVE FOLDER``: load an archive at TP=2 and at PP=2, and save it from there.
 
+It prints the sums of the weights that it saves.
+
 The second rank has no C compiler.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -31,7 +34,9 @@ def main(archive: str, folder: str) -> None:
             loaded = load_pretrained(archive, layout, num_attributes=1, precision=Precision.fp32)
             with torch.no_grad():
                 print(f"kernels are used: {kernels.take(torch.zeros(4, 16))}")
-            save_weights(loaded.model.sharded_state_dict(prefix="model."), Path(folder, name))
+            weights = loaded.model.sharded_state_dict(prefix="model.")
+            sums = save_weights(weights, Path(folder, name))
+            print(f"sums: {json.dumps(sums, sort_keys=True)}")
             try:
                 load_pretrained("missing.nemo", layout, num_attributes=1, precision=Precision.fp32)
             except CheckpointError as error:

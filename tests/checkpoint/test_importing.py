@@ -21,6 +21,7 @@ from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.checkpoint.decoder_tensors import attribute_names
 from nemo_aligner.checkpoint.importing import import_checkpoint as import_nemo
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests import tiny
@@ -149,7 +150,7 @@ def test_import_of_a_nemo_aligner_reward_model_scores_as_it_did(
         )
         import_nemo(archive, tmp_path / f"{case}.nemo", template="tokenizer")
         scorer = load_scorer(tmp_path / f"{case}.nemo", layout, micro_batch_tokens=256)
-        got = torch.from_numpy(scorer.score(texts))
+        got = torch.from_numpy(score_all(scorer, texts))
         names = {1: ("reward",), 3: ("attribute_1", "attribute_2", "attribute_3")}
         assert scorer.contract.attributes == names[got.shape[1]], case
 

@@ -18,6 +18,7 @@ from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
 from nemo_aligner.cli.checkpoint import merge_parser, run_merge
 from nemo_aligner.config.common import Precision
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
@@ -75,7 +76,7 @@ def stored(path: Path) -> dict[str, Tensor]:
 
 
 def score(path: Path, layout: ParallelLayout) -> Any:
-    return load_scorer(path, layout).score(TEXTS)
+    return score_all(load_scorer(path, layout), TEXTS)
 
 
 def test_merge_sums_weights_and_offsets(

@@ -129,7 +129,7 @@ def test_interruption_has_its_exit_code(capsys: Captured) -> None:
 
 def test_error_of_a_missing_module_comes_with_its_command(capsys: Captured) -> None:
     for name, brings in (
-        ("pytriton.client", f"install it: pip install -e '{ROOT}[serving]'"),
+        ("pytriton.client", f"install it: pip install -e '{ROOT}[triton]'"),
         ("omegaconf", "activate the environment"),
     ):
         assert run_verb(failing(ModuleNotFoundError("no", name=name)), options_of()) == 1

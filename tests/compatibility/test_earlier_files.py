@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.engine.scorer import load_scorer
 from tests import tiny
@@ -111,7 +112,7 @@ def check_rewards(archive: Path, expected: dict[str, Any], layout: ParallelLayou
     scorer = load_scorer(str(archive), layout, micro_batch_tokens=4096)
     assert scorer.contract.hash == expected["contract"]
     assert list(scorer.attributes) == expected["attributes"]
-    rewards = scorer.score(EXPECTED["texts"])
+    rewards = score_all(scorer, EXPECTED["texts"])
     np.testing.assert_allclose(rewards, expected["rewards"], rtol=0, atol=TOLERANCE)
 
 

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from nemo_aligner.cli.main import main
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import initialize_layout
 from nemo_aligner.serving.engine.scorer import load_scorer
@@ -21,7 +22,7 @@ from nemo_aligner.serving.engine.scorer import load_scorer
 def score(archive: str, texts: list[str]) -> list[list[float]]:
     with launch():
         scorer = load_scorer(archive, initialize_layout(), micro_batch_tokens=4096)
-        return scorer.score(texts).tolist()
+        return score_all(scorer, texts).tolist()
 
 
 if __name__ == "__main__":

@@ -475,4 +475,3 @@ def test_contract_says_what_its_rewards_are_numbers_of() -> None:
     }
     for scale, contracts_of_scale in scales.items():
         assert {each.reward_scale for each in contracts_of_scale} == {scale}
-

@@ -30,6 +30,7 @@ from nemo_aligner.utils.errors import DataError
 from tests.contracts import Contracts
 from tests.data.files import pair_with_call
 from tests.fuzzing import Faults, damaged, fuzz_settings
+from tests.scorers import source_of
 
 RECORDS, ITEMS, IN_A_BATCH = 10_000, 2_000, 20
 ANSWER = {"role": "assistant", "content": "b"}
@@ -146,7 +147,7 @@ def test_damaged_item_of_any_benchmark_is_scored_or_refused(tmp_path: Path) -> N
         for name, records in batch:
             path = write_json(tmp_path / "items.jsonl", records)
             with faults.noting((name, records)):
-                result = run_task(TASKS[name], path, score, score_steps=score_steps)
+                result = run_task(TASKS[name], path, source_of(score, score_steps))
                 result.render({}).encode()
             with faults.noting(("score", records)):
                 list(labelled_texts(path))

@@ -168,6 +168,6 @@ def test_model_of_trl_is_evaluated_on_the_token_ids_that_it_learned_from(tmp_pat
     contracts = Contracts(load_tokenizer(tmp_path / "hf"))
     ids = read_ids(tmp_path, contracts, RAW, format="trl")
     model = load_hf_reward_model(str(tmp_path / "hf"), Precision.fp32, batch_tokens=512)
-    wanted = model.score_token_lists([tokens for pair in ids for tokens in pair]).reshape(-1, 2)
+    wanted = model._score([tokens for pair in ids for tokens in pair]).reshape(-1, 2)
     found = [[row["rewards"][side] for side in PAIR_COLUMNS] for row in files.rows_of(rewards)]
     np.testing.assert_allclose(found, wanted, atol=1e-6)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from nemo_aligner.config.common import RecordKind
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.engine.scorer import load_scorer
@@ -288,4 +289,4 @@ def archive(folder: Path) -> Path:
 def score(path: Path, inputs: Path, layout: ParallelLayout) -> np.ndarray:
     """The rewards ``[37, attributes]`` of the chosen replies of the pairs, in one process."""
     texts = [tiny.chat(row["prompt"], row["chosen"]) for row in rows_of(inputs / "pairs.jsonl")]
-    return load_scorer(path, layout).score(texts)
+    return score_all(load_scorer(path, layout), texts)

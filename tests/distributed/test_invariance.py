@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests import tiny
 from tests.distributed.layouts import archive
 
@@ -32,7 +30,6 @@ def check(
 def test_check_of_every_layout_batch_and_the_server(
     plain: Path, inputs: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("pytriton")
     shown, rows = check(plain, inputs, tmp_path, "--pairs=5", "--processes=2")
     assert "the same everywhere" in shown
     assert max(row["difference"] for row in rows) < 1e-5

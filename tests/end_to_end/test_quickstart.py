@@ -22,7 +22,6 @@ PROCESSES = "--processes="
 @pytest.fixture
 def home() -> Iterator[Path]:
     """Of the server: a short path, as its sockets have at most 108 letters."""
-    pytest.importorskip("pytriton")
     with tempfile.TemporaryDirectory(prefix="triton") as folder:
         yield Path(folder)
 

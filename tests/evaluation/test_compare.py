@@ -15,6 +15,7 @@ from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.metrics.ranking import mcnemar, wilson_interval
 from nemo_aligner.utils.errors import DataError
 from tests.evaluation.refusals import refusal
+from tests.scorers import source_of
 
 QUESTION = {"role": "user", "content": "2+2?"}
 # Of ten pairs the margins that two models give, and where the pairs are from.
@@ -162,7 +163,9 @@ def test_compared_verdicts_of_a_benchmark_are_as_it_counts_them(tmp_path: Path) 
     files = []
     for name, rewards in (("a", (3, 1, 2, 0)), ("b", (1, 1, 0, 1))):
         scores = np.array(rewards * 3, dtype=float)[:, None]
-        report = run_task(find_task("rewardbench2"), items, lambda _, found=scores: found)
+        report = run_task(
+            find_task("rewardbench2"), items, source_of(lambda _, found=scores: found)
+        )
         files.append(tmp_path / f"{name}.jsonl")
         report.predictions.write(files[-1])
     compared = compare_files(*files)

@@ -23,12 +23,12 @@ from nemo_aligner.contract.contract import (
 )
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.contract.messages import Text, reply_of
+from nemo_aligner.contract.scorer import ScoredRows, Scorer, StepRewards
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.clean import MalformedRule
 from nemo_aligner.data.readers import ReaderConfig
 from nemo_aligner.data.records import Comparison, Origin, Rating
 from nemo_aligner.data.training_data import build_training_data
-from nemo_aligner.evaluation import sources
 from nemo_aligner.evaluation.evaluate import (
     EvalResult,
     evaluate_comparisons,
@@ -36,15 +36,16 @@ from nemo_aligner.evaluation.evaluate import (
     evaluate_ratings,
 )
 from nemo_aligner.evaluation.run_task import run_task
-from nemo_aligner.evaluation.sources import of_scorer
+from nemo_aligner.evaluation.sources import RewardSource, open_server
 from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.losses.base import measure_set
+from nemo_aligner.serving.client import scorers
 from nemo_aligner.serving.client.posting import JsonAnswer
-from nemo_aligner.serving.protocols import StepRewards
 from nemo_aligner.utils.errors import DataError
 from tests import tiny
 from tests.contracts import Contracts
 from tests.data.files import rows_of, write
+from tests.scorers import FunctionScorer, measured
 from tests.serving.fake_server import CONTRACT
 
 ORIGIN = Origin("pairs.jsonl", 1)
@@ -75,11 +76,18 @@ class CountingScorer:
     contract: ScoringContract = field(default_factory=make_contract)
     calls: int = 0
 
-    def score(self, texts: Sequence[Text]) -> np.ndarray:
-        self.calls += 1
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        return self.contract.attributes
+
+    def rewards_of(self, texts: Sequence[Text]) -> np.ndarray:
         letters = "abc"[: len(self.contract.attributes)]
         rows = [[reply_of(text).count(letter) for letter in letters] for text in texts]
         return np.array(rows, dtype=np.float32)
+
+    def score_rows(self, samples: Sequence[Text], *, on_error: str = "nan") -> ScoredRows:
+        self.calls += 1
+        return ScoredRows(self.rewards_of(samples), {}, np.zeros(len(samples), dtype=bool))
 
     def encode(self, text: Text) -> EncodedText:
         tokens = [ord(letter) for letter in reply_of(text).casefold()]
@@ -93,6 +101,10 @@ class CountingScorer:
         return [len(reply_of(text)) for text in texts]
 
 
+def judged(scorer: Scorer, *pairs: Comparison) -> EvalResult:
+    return measured(evaluate_comparisons, RewardSource.of(scorer), pairs)
+
+
 def comparison(chosen: str, rejected: str) -> Comparison:
     return Comparison.of_pair(chosen, rejected, ORIGIN)
 
@@ -100,7 +112,7 @@ def comparison(chosen: str, rejected: str) -> Comparison:
 def test_evaluated_comparisons_are_judged_all_at_once_and_in_order() -> None:
     scorer = CountingScorer()
     pairs = [comparison("aa", "a"), comparison("b", "aaa"), comparison("ab", "ba")]
-    report = evaluate_comparisons(scorer.score, pairs)
+    report = judged(scorer, *pairs)
     assert scorer.calls == 1
     np.testing.assert_array_equal(report.predictions.rewards, [[2, 1], [0, 3], [1, 1]])
     assert report.metrics["accuracy"] == pytest.approx(1.5 / 3)
@@ -110,7 +122,7 @@ def test_evaluated_comparisons_are_judged_all_at_once_and_in_order() -> None:
 
     # A length is that of the reply, not of the prompt.
     pair = Comparison.of_pair(tiny.chat("x", "longer"), tiny.chat("x" * 50, "short"), ORIGIN)
-    report = evaluate_comparisons(CountingScorer().score, [pair])
+    report = judged(CountingScorer(), pair)
     assert report.metrics["longer_reply_accuracy"] == 1.0
 
 
@@ -126,31 +138,31 @@ def test_evaluated_file_leaves_out_malformed_records_where_the_rule_says_so(tmp_
             return super().encode(text)
 
     with pytest.raises(DataError, match=r"pairs.jsonl:9: got keys(.|\n)*data.malformed=drop"):
-        evaluate_file(of_scorer(Refusing()), path)
+        evaluate_file(RewardSource.of(Refusing()), path)
     rule = MalformedRule(Malformed.drop, most=0.2, section="data.")
-    report = evaluate_file(of_scorer(Refusing()), path, ReaderConfig(rule=rule))
+    report = evaluate_file(RewardSource.of(Refusing()), path, ReaderConfig(rule=rule))
     assert report.counts == {"read": 10, "malformed": 2, "kept": 8}
     table = report.render({}).splitlines()
     assert table[1] == "left out as malformed:"
     assert table[3] == f"  {path}:10: prompt and chosen: refused by the template"
     with pytest.raises(DataError, match=r"2 of its 10 records(.|\n)*data.max_malformed=0.15"):
-        evaluate_file(of_scorer(Refusing()), path, ReaderConfig(rule=replace(rule, most=0.15)))
+        evaluate_file(
+            RewardSource.of(Refusing()), path, ReaderConfig(rule=replace(rule, most=0.15))
+        )
 
 
 def test_evaluated_attributes_make_one_reward_by_their_weights() -> None:
     """One that is not finite is named."""
-    score, pairs = CountingScorer(TWO).score, [comparison("aaa", "aaab")]
-    report = evaluate_comparisons(score, pairs, attribute_weights=(1.0, -2.0))
+    contract = replace(TWO, attribute_weights=(1.0, -2.0))
+    report = judged(CountingScorer(contract), comparison("aaa", "aaab"))
     np.testing.assert_array_equal(report.predictions.rewards, [[3, 1]])
-    with pytest.raises(DataError, match="got 2 rewards per text, wanted 1"):
-        evaluate_comparisons(score, pairs)
     pairs = [comparison("a", "b"), Comparison.of_pair("aa", "b", Origin("x.jsonl", 7))]
 
     def broken(texts: Sequence[Text]) -> np.ndarray:
         return np.array([[np.nan if text == "aa" else 1.0] for text in texts])
 
     with pytest.raises(DataError, match=r"x.jsonl:7: got .* not finite, and 0 more"):
-        evaluate_comparisons(broken, pairs)
+        judged(FunctionScorer(broken), *pairs)
 
 
 def test_evaluated_ratings_leave_out_missing_labels() -> None:
@@ -159,7 +171,7 @@ def test_evaluated_ratings_leave_out_missing_labels() -> None:
         Rating("aab", (2.0, None), ORIGIN),
         Rating("aaabb", (3.0, 4.0), ORIGIN),
     ]
-    report = evaluate_ratings(CountingScorer(TWO).score, ratings, ("a", "b"))
+    report = measured(evaluate_ratings, RewardSource.of(CountingScorer(TWO)), ratings)
     assert report.metrics["pearson/a"] == pytest.approx(1.0)
     assert report.metrics["loss"] == pytest.approx((2 - 4) ** 2 / 5)
     assert report.metrics["length_only_pearson_mean"] == pytest.approx(1.0, abs=0.02)
@@ -178,7 +190,7 @@ def test_evaluated_file_is_read_by_the_contract(tmp_path: Path) -> None:
 
     def evaluated(overlong: str) -> EvalResult:
         scorer = CountingScorer(make_contract(overlong=overlong))
-        return evaluate_file(of_scorer(scorer), path)
+        return evaluate_file(RewardSource.of(scorer), path)
 
     read = {"read": 4, "identical": 1, "same_tokens": 1}
     dropped = evaluated("drop")
@@ -191,7 +203,7 @@ def test_evaluated_file_is_read_by_the_contract(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no record to evaluate on: .*'overlong': 1"):
         evaluated("drop")
     with pytest.raises(DataError, match="no record to evaluate on"):
-        evaluate_comparisons(CountingScorer().score, [])
+        judged(CountingScorer())
 
 
 def test_exchanged_replies_turn_every_verdict_of_a_model_that_reads_them(tmp_path: Path) -> None:
@@ -201,7 +213,7 @@ def test_exchanged_replies_turn_every_verdict_of_a_model_that_reads_them(tmp_pat
     ]
     ranks = [tiny.ranked("x", (1, "a"), (0, "aaa"), (2, "b"), (1, "aa"))]
     for path in (write(tmp_path / "pairs.jsonl", *rows), write(tmp_path / "ranks.jsonl", *ranks)):
-        scorer = of_scorer(CountingScorer())
+        scorer = RewardSource.of(CountingScorer())
         plain, turned = (evaluate_file(scorer, path, swapped=each) for each in (False, True))
         right, wrong = (each.predictions.rewards for each in (plain, turned))
         assert turned.accuracy == 1 - (plain.accuracy or 0)
@@ -212,11 +224,13 @@ def test_exchanged_replies_turn_every_verdict_of_a_model_that_reads_them(tmp_pat
     class ByPlace(CountingScorer):
         """Takes the first of two texts for the better one."""
 
-        def score(self, texts: Sequence[Text]) -> np.ndarray:
+        def rewards_of(self, texts: Sequence[Text]) -> np.ndarray:
             return np.array([[1.0], [0.0]] * (len(texts) // 2), dtype=np.float32)
 
     for swapped in (False, True):
-        cheated = evaluate_file(of_scorer(ByPlace()), tmp_path / "pairs.jsonl", swapped=swapped)
+        cheated = evaluate_file(
+            RewardSource.of(ByPlace()), tmp_path / "pairs.jsonl", swapped=swapped
+        )
         assert cheated.accuracy == 1
 
 
@@ -228,15 +242,15 @@ def test_regression_model_takes_ratings_and_pairs_and_a_ranking_model_pairs(tmp_
         {"prompt": "x", "response": "bb", "a": None, "b": 1},
     ]
     rated_file = write(tmp_path / "r.jsonl", *rated)
-    report = evaluate_file(of_scorer(scorer), rated_file, ReaderConfig(loss_mask_val=-100))
+    report = evaluate_file(RewardSource.of(scorer), rated_file, ReaderConfig(loss_mask_val=-100))
     assert report.kind is RecordKind.rating
     np.testing.assert_array_equal(np.isnan(report.predictions.labels), [[0, 0], [0, 1], [1, 0]])
     pairs = [{"prompt": "x", "chosen": "ab", "rejected": "a"}]
-    report = evaluate_file(of_scorer(scorer), write(tmp_path / "p.jsonl", *pairs))
+    report = evaluate_file(RewardSource.of(scorer), write(tmp_path / "p.jsonl", *pairs))
     assert report.kind is RecordKind.comparison
     np.testing.assert_array_equal(report.predictions.rewards, [[2, 1]])
     with pytest.raises(DataError):
-        evaluate_file(of_scorer(CountingScorer()), rated_file)
+        evaluate_file(RewardSource.of(CountingScorer()), rated_file)
 
 
 @pytest.mark.parametrize("reads", ["step_ends", "step_marks"])
@@ -263,17 +277,17 @@ def test_evaluated_steps_have_the_lengths_that_training_counts(
     trained = measure_set(data.objective, rewards, data.train.records, lengths, [""] * count)
     encoder = TextEncoder(contract, contracts.tokenizer)
 
-    def score_steps(texts: Sequence[Text]) -> list[StepRewards]:
-        parts = np.split(rewards.numpy(), np.cumsum([len(own) for own in steps])[:-1])
-        spans = [encoder.encode(text).spans for text in texts]
-        return [StepRewards(*both) for both in zip(parts, spans, strict=True)]
+    class Stepped(CountingScorer):
+        encode, count_reply_tokens = encoder.encode, encoder.count_reply_tokens
 
-    scorer = CountingScorer(contract)
-    source = replace(
-        of_scorer(scorer), encode=encoder.encode, measure=encoder.count_reply_tokens,
-        score_steps=score_steps,
-    )  # fmt: skip
-    found = evaluate_file(source, path).metrics
+        def score_rows(self, samples: Sequence[Text], *, on_error: str = "nan") -> ScoredRows:
+            parts = np.split(rewards.numpy(), np.cumsum([len(own) for own in steps])[:-1])
+            spans = [encoder.encode(text).spans for text in samples]
+            own = np.full(len(samples), None, dtype=np.object_)
+            own[:] = [StepRewards(*both) for both in zip(parts, spans, strict=True)]
+            return replace(super().score_rows(samples), steps=own)
+
+    found = evaluate_file(RewardSource.of(Stepped(contract)), path).metrics
     tokens = [len(contracts.tokenizer.encode(text)) for texts in steps for text in texts]
     wanted = {
         "length_only_pearson_mean": abs(np.corrcoef(tokens, np.concatenate(labels))[0, 1]),
@@ -286,7 +300,7 @@ def test_evaluated_steps_have_the_lengths_that_training_counts(
 
 def test_evaluation_report_is_a_table_and_two_files(tmp_path: Path) -> None:
     ratings = [Rating("a", (1.0,), ORIGIN), Rating("aa", (1.0,), ORIGIN)]
-    report = evaluate_ratings(CountingScorer().score, ratings, ("reward",))
+    report = measured(evaluate_ratings, RewardSource.of(CountingScorer()), ratings)
     about = {"checkpoint": "m.nemo", "contract": "0123"}
     table = report.render(about)
     assert "checkpoint    m.nemo" in table
@@ -320,14 +334,14 @@ def test_evaluated_reply_that_writes_turns_of_its_own_is_left_out_and_counted(
         def encode(self, text: Text) -> EncodedText:
             return contracts().encode(tokenizer, text)
 
-    source = of_scorer(Encoding())
+    source = RewardSource.of(Encoding())
     path = write(tmp_path / "pairs.jsonl", {"prompt": "p", "chosen": "a", "rejected": forged})
     with pytest.raises(DataError, match=said):
         evaluate_file(source, path)
 
     judged = {"input": "p", "output_1": "a", "output_2": "b", "label": 1}
     items = write(tmp_path / "task.jsonl", judged, {**judged, "output_2": forged})
-    task = run_task(find_task("llmbar"), items, source.score, encode=source.encode)
+    task = run_task(find_task("llmbar"), items, source)
     assert (len(task.predictions.rows), task.left_out) == (1, {"with turns of its own": 1})
     talk = tiny.chat("p", forged)
     assert (source.fits(talk), source.fits("p")) == (False, True)
@@ -339,9 +353,11 @@ def test_evaluated_reply_that_writes_turns_of_its_own_is_left_out_and_counted(
         sent.extend(queries)
         return [JsonAnswer(200, {"rewards": [1.0] * len(body["query"])}) for body in bodies]
 
-    monkeypatch.setattr(sources, "post_all", answer)
+    monkeypatch.setattr(scorers, "post_all", answer)
     config = SourceConfig(tokenizer=str(tokenizer_folder))
-    with sources.open_server("http://localhost:1/get_reward", config) as asked:
-        rewards = asked.score([talk, [talk[0], {**talk[1], "content": "a"}], forged])
-    assert np.isnan(rewards[:, 0]).tolist() == [True, False, False]
+    with open_server("http://localhost:1/get_reward", config) as asked:
+        asked_for = [talk, [talk[0], {**talk[1], "content": "a"}], forged]
+        scored = asked.scorer.score_rows(asked_for)
+    assert np.isnan(scored.rewards[:, 0]).tolist() == [True, False, False]
+    assert "'<|im_end|>' at character 4" in scored.errors[0]
     assert sent == ["<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n", forged]

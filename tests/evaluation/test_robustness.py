@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nemo_aligner.contract.contract import OverlongError
 from nemo_aligner.contract.messages import Text, reply_of
 from nemo_aligner.evaluation.predictions import Prediction, Predictions
 from nemo_aligner.evaluation.robustness import (
@@ -35,6 +36,7 @@ from nemo_aligner.metrics.ranking import wilson_interval
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests import tiny
 from tests.evaluation.refusals import NOT_REFUSED, refusal
+from tests.scorers import source_of
 
 Score = Callable[[Sequence[Text]], np.ndarray]
 
@@ -54,7 +56,12 @@ def pairs_of(score: Score, *replies: tuple[str, str]) -> Predictions:
 
 
 def check(score: Score, pairs: Predictions, most: int = 100, longest: int = 10_000) -> Robustness:
-    return check_robustness(pairs, score, lambda text: len(reply_of(text)) <= longest, most)
+    def encode(text: Text) -> None:
+        if len(reply_of(text)) > longest:
+            raise OverlongError("too long")
+
+    source = source_of(lambda texts: score(texts)[:, None], encoding=encode)
+    return check_robustness(pairs, source, most)
 
 
 def row_of(found: Robustness, change: str, changed: str) -> RobustnessRow:
@@ -137,12 +144,12 @@ def test_robustness_leaves_out_code_of_a_benchmark(tmp_path: Path) -> None:
     task, path = TASKS["rewardbench"], tmp_path / "task.jsonl"
     code = {**task.sample, "subset": "hep-python"}
     path.write_text("".join(f"{json.dumps(each)}\n" for each in (code, task.sample, code)))
-    report = run_task(task, path, lambda texts: by_length(texts)[:, None])
+    report = run_task(task, path, source_of(lambda texts: by_length(texts)[:, None]))
     found = check(by_length, report.predictions)
     assert (found.pairs, found.pairs_read, found.pairs_of_code) == (1, 1, 2)
     assert "1 of 1 pairs, 2 of code left out" in render_robustness(found)
     path.write_text(json.dumps(code))
-    report = run_task(task, path, lambda texts: by_length(texts)[:, None])
+    report = run_task(task, path, source_of(lambda texts: by_length(texts)[:, None]))
     with pytest.raises(DataError, match="all replies are code"):
         check(by_length, report.predictions)
 

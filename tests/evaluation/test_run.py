@@ -66,6 +66,8 @@ def test_evaluation_gives_the_bits_of_the_last_validation(
     other = [f"expect_contract={content['contract']}", "precision=bf16"]
     with pytest.raises(ConfigError, match=f"wanted {content['contract']}"):
         evaluate(load_config(EvaluateConfig, [*settings, *other]))
+    with pytest.raises(ConfigError, match=r"expect_fingerprint: got .*, wanted 0000"):
+        evaluate(load_config(EvaluateConfig, [*settings, f"expect_fingerprint={'0' * 32}"]))
     more = (f"report={page}", "model.tensor_model_parallel_size=2")
     script = "examples/evaluate_reward_model.py"
     done = tiny.run_script(script, *settings, *more, processes=2)

@@ -23,7 +23,6 @@ GAIN = 50_000
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    pytest.importorskip("pytriton")
     with running(tmp_path_factory.mktemp("server"), FAKE, *QUICK) as started:
         yield started
 
@@ -81,7 +80,6 @@ def test_grpo_raises_the_reward(prepared: list[str], server: Server, trl_python:
 def test_ppo_raises_the_reward_with_its_critic_on_a_server(
     prepared: list[str], tmp_path: Path
 ) -> None:
-    pytest.importorskip("pytriton")
     settings = [
         f"pretrained_checkpoint.restore_from_path={tiny.write_reward_nemo(tmp_path / 'rm.nemo')}",
         f"exp_manager.explicit_log_dir={tmp_path / 'critic'}",

@@ -41,7 +41,8 @@ from nemo_aligner.models.reward_model import (
 )
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer
-from nemo_aligner.serving.critic import TRAIN, VALUES, CriticServable
+from nemo_aligner.serving.critic import TRAIN, VALUES, CriticBackend
+from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.training.cost import Plan, even_packs
 from nemo_aligner.training.critic import CriticLearner, open_critic
@@ -157,13 +158,13 @@ def score(watch: Watch, archive: str, precision: str, cached_tokens: int) -> Fou
 def critic(watch: Watch, settings: list[str]) -> Found:
     """A critic's values, steps and values again; its optimizer is away before and after."""
     config = load_config(ServeCriticConfig, settings)
-    probes = [np.arange(3, 3 + length) for length in (1, 17, 9)]
+    probes = [Row(np.arange(3, 3 + length)) for length in (1, 17, 9)]
     rollout = make_rollout(0)
     arrays = (rollout.tokens, rollout.returns, rollout.prev_values, rollout.mask)
     allocated = []
     with launch(), Streams() as streams:
         run = open_critic(config, initialize_layout())
-        operations = CriticServable(run, config).operations
+        operations = CriticBackend(run, config).operations
         for name, given in ((VALUES, [probes]), (TRAIN, arrays), (VALUES, [probes])):
             operations[name](*given)
             allocated.append(watch.allocated())

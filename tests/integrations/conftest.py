@@ -15,9 +15,8 @@ import pytest
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from tests import tiny
 from tests.once import Once
-from tests.serving.servers import FAKE, QUICK, running
+from tests.serving.servers import FAKE, QUICK, SERVE, running
 
-SERVE = "examples/serve_reward_model.py"
 START_SECS = 120
 
 
@@ -45,7 +44,6 @@ def scorer(reward_model: Path, layout: Any) -> RewardScorer:
 
 @pytest.fixture(scope="session")
 def server(reward_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    pytest.importorskip("pytriton")
     settings = [f"rm_model_file={reward_model}", "server.port=0"]
     with running(tmp_path_factory.mktemp("server"), SERVE, *settings) as started:
         yield started.url
@@ -61,7 +59,6 @@ def gateway(server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 @pytest.fixture(scope="session")
 def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of one whose rewards are sums of characters."""
-    pytest.importorskip("pytriton")
     with running(tmp_path_factory.mktemp("fake"), FAKE, *QUICK) as started:
         yield started.url
 

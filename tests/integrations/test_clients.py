@@ -13,11 +13,13 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from tests import tiny
 from tests.environments import kept_environment, make_environment, package, vllm_python
 from tests.integrations.clients import openrlhf_client, verl_client
 from tests.integrations.clients.stand_ins import StandIns
+from tests.scorers import score_tokens
 
 CLIENTS = Path(__file__).parent / "clients"
 RECORDED = Path(__file__).parent / "recorded" / "vllm_classify.json"
@@ -66,7 +68,7 @@ def test_openrlhf_s_executor(
     pairs = [(chat[0]["content"], " " + chat[1]["content"]) for chat in CHATS]
     found = openrlhf_client.ask(folder, f"{gateway}/get_reward", policy, pairs, modules)
     assert [each["query"] for each in found] == ["".join(pair) for pair in pairs]
-    rewards = scorer.score([each["query"] for each in found])
+    rewards = score_all(scorer, [each["query"] for each in found])
     # One reply at a time: each answer is a list of one reward.
     sums = rewards.sum(axis=1, keepdims=True)
     np.testing.assert_allclose([each["reward"] for each in found], sums, **CLOSE)
@@ -82,7 +84,9 @@ def test_verl_s_reward_loop(
     found = verl_client.ask(folder, urlsplit(gateway).netloc, policy, CHATS, modules)
     # It writes the reward model's template itself, and takes the BOS off that vLLM would add.
     assert found[2]["text"] == "user\nwhy<|im_end|>\n<|im_start|>assistant\nno<|im_end|>\n"
-    last = scorer.score([each["text"] for each in found])[:, -1]  # of several it takes the last
+    last = score_all(scorer, [each["text"] for each in found])[
+        :, -1
+    ]  # of several it takes the last
     np.testing.assert_allclose([each["reward_score"] for each in found], last, **CLOSE)
 
 
@@ -93,7 +97,7 @@ def test_a_step_of_trl_s_grpo_trainer(
     texts, rewards = step["texts"], step["rewards"]
     assert len(texts) == 4
     assert all(text[-1]["role"] == "assistant" for text in texts)
-    np.testing.assert_allclose(rewards, scorer.score(texts)[:, 0], **CLOSE)
+    np.testing.assert_allclose(rewards, score_all(scorer, texts)[:, 0], **CLOSE)
     assert np.std(rewards) > 1e-3
     assert step["log"]["rewards/helpful/mean"] == pytest.approx(np.mean(rewards), abs=1e-5)
     assert step["log"]["rewards/helpful/refused"] == 0
@@ -111,13 +115,13 @@ CASES: list[dict[str, Any]] = [
 
 def rewards_of(case: dict[str, Any], scorer: RewardScorer) -> np.ndarray:
     if "messages" in case:
-        return scorer.score([case["messages"]])
+        return score_all(scorer, [case["messages"]])
     given = case["input"]
     if isinstance(given, str):
-        return scorer.score([given])
+        return score_all(scorer, [given])
     if isinstance(given[0], int):
-        return scorer.score_tokens([given])
-    return scorer.score(given) if isinstance(given[0], str) else scorer.score_tokens(given)
+        return score_tokens(scorer, [given])
+    return score_all(scorer, given) if isinstance(given[0], str) else score_tokens(scorer, given)
 
 
 def test_vllm_s_objects_of_classify(gateway: str, scorer: RewardScorer) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.integrations.nemo_gym import drop_in
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from nemo_aligner.utils.errors import ConfigError
@@ -76,7 +77,6 @@ def servers_that_clip() -> list[int]:
 def test_gym_gets_shaped_rewards_of_a_model_that_it_serves(
     python: Path, folder: Path, reward_model: Path, scorer: RewardScorer
 ) -> None:
-    pytest.importorskip("pytriton")
     pytest.importorskip("uvicorn")
     replies = ["thank you", "the bird sings in the tree"]
     options = {
@@ -93,7 +93,7 @@ def test_gym_gets_shaped_rewards_of_a_model_that_it_serves(
     assert answers[0]["responses_create_params"]["input"][0]["content"] == QUESTION
     user = {"role": "user", "content": QUESTION}
     texts = [[user, {"role": "assistant", "content": reply}] for reply in replies]
-    wanted = scorer.score(texts)[:, 0].clip(1.4, 1.6)
+    wanted = score_all(scorer, texts)[:, 0].clip(1.4, 1.6)
     np.testing.assert_allclose([answer["reward"] for answer in answers], wanted, atol=1e-5)
     assert (enough["reward"], enough["raw_reward"]) == (1.0, answers[0]["reward"])
     assert (refused["failure_kind"], refused["mask_sample"]) == (REFUSED, True)

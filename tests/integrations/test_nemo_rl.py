@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Conversation, messages_of
 from nemo_aligner.contract.messages import said as said_by
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.integrations import nemo_rl
 from nemo_aligner.integrations.in_process import InProcessScorer
 from nemo_aligner.integrations.nemo_rl import EnvironmentReturn, RewardModelEnvironment
@@ -40,8 +40,8 @@ class Sums:
 
     closed = 0
 
-    def contract(self) -> ScoringContract:
-        return CONTRACT
+    contract = CONTRACT
+    attributes = CONTRACT.attributes
 
     def score_rows(self, texts: Any) -> ScoredRows:
         self.asked = texts
@@ -240,7 +240,7 @@ class TestInProcess:
         weights = local._rewarder._weights
         assert (weights is not None and not weights.is_on_device) == cpu_offload
         with local._rewarder._weights_here():
-            wanted = local._rewarder._scorer.score(bare)[:, 1]
+            wanted = score_all(local._rewarder._scorer, bare)[:, 1]
         assert step.rewards[:2].tolist() == wanted.tolist()
         assert step.rewards[2] == 0.0
         local.shutdown()
@@ -257,7 +257,7 @@ class TestInProcess:
     ) -> None:
         scorer = load_scorer(reward_model, layout)
         made = np.array([[1.0, 2.0], [np.nan, 2.0]], dtype=np.float32)
-        monkeypatch.setattr(scorer, "score_outputs", lambda token_lists: made)
+        monkeypatch.setattr(scorer, "compute", lambda rows: np.split(made, len(rows)))
         config = {"attribute": "helpfulness", "refused_reward": 0.0}
         given = RewardModelEnvironment(config, InProcessScorer(scorer))
         with pytest.raises(ServingError, match="row 2: the model's reward is not a finite number"):

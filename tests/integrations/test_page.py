@@ -1,4 +1,4 @@
-"""What docs/rl_trainers.md shows, run against a server and its gateway."""
+"""What docs/rl_trainers.md shows, run against a server and a gateway in front of it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import yaml
 
 from nemo_aligner.config.evaluation import RewardEnvironmentConfig
 from nemo_aligner.config.load import load_values
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.integrations import nemo_rl
 from nemo_aligner.integrations.nemo_gym import drop_in
 from nemo_aligner.serving.engine.scorer import RewardScorer
@@ -27,7 +28,7 @@ from tests.launching import ROOT
 from tests.serving.test_page import curls
 
 PAGE = ROOT / "docs" / "rl_trainers.md"
-SERVER, GATEWAY = "http://127.0.0.1:5555", "http://127.0.0.1:8000"
+SERVER = "http://127.0.0.1:5555"
 TEXT = "What is red? A rose."
 CHAT = [{"role": "user", "content": "What is red?"}, {"role": "assistant", "content": "A rose."}]
 CLOSE = {"rtol": 0, "atol": 1e-5}
@@ -45,7 +46,7 @@ def test_the_reward_function_of_trl(
     exec(python_block("reward_function(", server), names)
     exec(python_block("reward(prompts=prompts", server), names)
     reward, refused = capsys.readouterr().out.strip("[]\n").split(", ")
-    np.testing.assert_allclose(float(reward), scorer.score([CHAT]).sum(), **CLOSE)
+    np.testing.assert_allclose(float(reward), score_all(scorer, [CHAT]).sum(), **CLOSE)
     assert refused == "nan"
 
 
@@ -55,7 +56,7 @@ def test_the_environment_of_nemo_rl(
     names: dict[str, Any] = {}
     exec(python_block("RewardModelEnvironment(", server), names)
     step = names["step"]
-    np.testing.assert_allclose(step.rewards, scorer.score([CHAT]).sum(axis=1), **CLOSE)
+    np.testing.assert_allclose(step.rewards, score_all(scorer, [CHAT]).sum(axis=1), **CLOSE)
     assert capsys.readouterr().out.endswith("tensor([True]) ['A rose.']\n")
 
 
@@ -97,7 +98,7 @@ def test_the_reward_function_of_verl(
     exec(python_block("compute_score", server), vars(module))
     asked = {"extra_info": {"prompt": CHAT[:1], "num_turns": 1}}
     work = module.compute_score("chat", solution_str="A rose.", ground_truth="", **asked)
-    np.testing.assert_allclose(asyncio.run(work), scorer.score([CHAT])[0, 0], **CLOSE)
+    np.testing.assert_allclose(asyncio.run(work), score_all(scorer, [CHAT])[0, 0], **CLOSE)
     module.client.close()
 
 
@@ -106,16 +107,20 @@ def curl(words: list[str], url: str) -> Any:
     program, address, option, header, data, body = words
     assert (program, option, data) == ("curl", "-H", "-d")
     name, value = header.split(": ")
-    request = urllib.request.Request(address.replace(GATEWAY, url), body.encode(), {name: value})
+    request = urllib.request.Request(address.replace(SERVER, url), body.encode(), {name: value})
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 
 
-def test_every_curl_gets_a_reward(gateway: str, scorer: RewardScorer) -> None:
-    verify, get_reward, remote_rm, classify = (curl(words, gateway) for words in curls(PAGE))
-    np.testing.assert_allclose(verify["reward"], scorer.score([CHAT]).sum(), **CLOSE)
+@pytest.mark.parametrize("target", ["server", "gateway"])
+def test_every_curl_gets_a_reward(
+    target: str, scorer: RewardScorer, request: pytest.FixtureRequest
+) -> None:
+    url = request.getfixturevalue(target)
+    verify, get_reward, remote_rm, classify = (curl(words, url) for words in curls(PAGE))
+    np.testing.assert_allclose(verify["reward"], score_all(scorer, [CHAT]).sum(), **CLOSE)
     assert remote_rm == verify["reward"]
-    rewards = scorer.score([TEXT])
+    rewards = score_all(scorer, [TEXT])
     np.testing.assert_allclose(get_reward["rewards"], rewards.sum(axis=1), **CLOSE)
     np.testing.assert_allclose(classify["data"][0]["probs"], rewards[0], **CLOSE)
 

@@ -21,6 +21,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
 )
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import LORA_TARGETS, HeadConfig
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.models.reward_model import RewardHead, build_reward_model
 from nemo_aligner.models.shape import (
     HeadShape,
@@ -101,9 +102,12 @@ def test_head_is_kept_in_an_archive_and_a_reward_has_the_same_bits_alone(
     archive: Path, layout: Any
 ) -> None:
     scorer = load_scorer(archive, layout)
-    together = scorer.score(TEXTS)
-    assert together.tobytes() == np.concatenate([scorer.score([text]) for text in TEXTS]).tobytes()
-    plain = load_scorer(archive.with_name("linear.nemo"), layout).score(TEXTS)
+    together = score_all(scorer, TEXTS)
+    assert (
+        together.tobytes()
+        == np.concatenate([score_all(scorer, [text]) for text in TEXTS]).tobytes()
+    )
+    plain = score_all(load_scorer(archive.with_name("linear.nemo"), layout), TEXTS)
     assert float(np.abs(together - plain).min()) > 1e-3
     again = load_pretrained(archive, layout, num_attributes=2, precision=Precision.fp32)
     assert not again.head_is_new

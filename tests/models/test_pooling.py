@@ -19,6 +19,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
 from nemo_aligner.config.common import Precision
 from nemo_aligner.contract.from_settings import check_plain_reading
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.contract.turns import make_reply_marker, reply_start
 from nemo_aligner.models.readout import mean_of_replies
 from nemo_aligner.models.step import find_reply_rows, infer_values
@@ -94,7 +95,7 @@ def test_mean_of_the_reply_is_what_the_head_gives_for_its_tokens(
     )
     marker = scorer.contract.reply_marker
     assert marker is not None
-    for text, rewards in zip(TEXTS, scorer.score(TEXTS), strict=True):
+    for text, rewards in zip(TEXTS, score_all(scorer, TEXTS), strict=True):
         ids = scorer.encode(text).token_ids
         (values,) = infer_values(critic.model, [PackedBatch.pack([ids])], layout) or ()
         wanted = values[reply_start(ids, marker) :].mean(0).numpy()
@@ -106,22 +107,22 @@ def test_mean_of_the_reply_has_the_same_bits_in_any_company_and_from_a_cache(
     archive: Path, layout: Any
 ) -> None:
     scorer = load_scorer(archive, layout)
-    alone = np.concatenate([scorer.score([text]) for text in TEXTS])
-    assert scorer.score(TEXTS).tobytes() == alone.tobytes()
+    alone = np.concatenate([score_all(scorer, [text]) for text in TEXTS])
+    assert score_all(scorer, TEXTS).tobytes() == alone.tobytes()
     order = np.random.RandomState(1).permutation(len(TEXTS))
-    shuffled = scorer.score([TEXTS[index] for index in order])
+    shuffled = score_all(scorer, [TEXTS[index] for index in order])
     assert shuffled[np.argsort(order)].tobytes() == alone.tobytes()
     cached = load_scorer(archive, layout, prefix_cache_tokens=4096)
     for _ in range(2):
-        assert cached.score(TEXTS).tobytes() == alone.tobytes()
+        assert score_all(cached, TEXTS).tobytes() == alone.tobytes()
     # The question is kept, and no more: of the text without a reply nothing.
     ids = cached.encode(CHATS[0]).token_ids
     assert cached.counts.cached > 0
     assert cached.counts.cached % 16 == 0
     before = cached.counts.cached
-    cached.score([TEXTS[5]])
+    score_all(cached, [TEXTS[5]])
     assert cached.counts.cached == before
-    cached.score([CHATS[0]])
+    score_all(cached, [CHATS[0]])
     kept = cached.counts.cached - before
     assert 0 < kept <= len(ids) - len(cached.encode("the cat sings").token_ids)
 
@@ -137,7 +138,9 @@ def test_mean_of_the_reply_is_refused_by_what_reads_the_last_token(
 def test_mean_of_the_reply_is_the_same_in_packs_of_any_size(archive: Path, layout: Any) -> None:
     loaded = load_reward_model(archive, layout)
     found = [
-        RewardScorer(loaded.model, loaded.contract, loaded.tokenizer, layout, budget).score(CHATS)
+        score_all(
+            RewardScorer(loaded.model, loaded.contract, loaded.tokenizer, layout, budget), CHATS
+        )
         for budget in (loaded.contract.seq_length, 8192)
     ]
     np.testing.assert_allclose(found[0], found[1], atol=1e-6)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nemo_aligner.contract.scorer import score_all
 from tests import tiny
 from tests.once import Once
 
@@ -46,7 +47,7 @@ def rewards(folder: Path) -> np.ndarray:
 
     with launch():
         scorer = load_scorer(folder / "rm.nemo", initialize_layout())
-        found = scorer.score(CHATS)[:, 0]
+        found = score_all(scorer, CHATS)[:, 0]
         destroy_layout()
     assert np.ptp(found) > 0.1
     return found

@@ -27,6 +27,7 @@ from nemo_aligner.evaluation.tasks import find_task
 from tests import tiny
 from tests.data.files import published, rows_of, write
 from tests.once import Once
+from tests.scorers import source_of
 
 LLMBAR = {
     "Natural": "llmbar-natural",
@@ -103,7 +104,7 @@ Score = Callable[[Sequence[Text]], np.ndarray]
 
 def ours_of(score: Score, folder: Path, part: Part) -> TaskResult:
     path = write(folder / f"{part.task}.jsonl", *part.published)
-    report = run_task(find_task(part.task), path, score)
+    report = run_task(find_task(part.task), path, source_of(score))
     assert len(report.predictions.rows) == len(part.published)
     return report
 

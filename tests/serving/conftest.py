@@ -22,8 +22,7 @@ MAX_ROWS = 16  # of a request to the model's server
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A real Triton in front of a fake scorer."""
-    pytest.importorskip("pytriton")
+    """A real server around a fake scorer."""
     folder = tmp_path_factory.mktemp("server")
     with running(folder, FAKE, *QUICK, "max_batch_size=32") as started:
         yield started
@@ -44,8 +43,7 @@ def archive(once: Once) -> Path:
 
 @pytest.fixture(scope="session")
 def model_server(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A real Triton in front of that model."""
-    pytest.importorskip("pytriton")
+    """A real server of that model."""
     settings = [
         f"rm_model_file={archive}",
         "server.port=0",

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +21,8 @@ import torch.distributed as dist
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.contract.contract import EncodedText, ScoringContract
 from nemo_aligner.distributed.launch import launch
+from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import TokenCounts
-from nemo_aligner.serving.reward import RewardModelServable
-from nemo_aligner.serving.triton import serve
 from nemo_aligner.utils.errors import DataError
 from nemo_aligner.utils.processes import report
 
@@ -51,8 +51,12 @@ def total(text: str) -> float:
     return float(sum(map(ord, text)))
 
 
+FINGERPRINT = "feed" * 8
+
+
 class FakeScorer:
     contract = CONTRACT
+    fingerprint = FINGERPRINT
     counts = TokenCounts()
     tokens_per_call = 256
     prefix_cache_bytes = 0
@@ -81,7 +85,11 @@ class FakeScorer:
     def reset_cache(self) -> None:
         print("FORGET", flush=True)
 
-    def score_token_lists(self, token_lists: list[list[int]]) -> np.ndarray:
+    def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, None]:
+        return outputs, None
+
+    def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        token_lists = [row.ids.tolist() for row in rows]
         tokens = sum(len(ids) for ids in token_lists)
         # In one piece: another thread's flush between its parts let the other rank's line in.
         print(f"BATCH {len(token_lists)} {tokens}\n", end="", flush=True)
@@ -99,19 +107,24 @@ class FakeScorer:
         if self._world_size > 1:
             dist.all_reduce(rewards)
         rewards[[ids[0] == 701 for ids in token_lists]] = torch.nan
-        return np.stack([rewards.numpy(), -rewards.numpy()], axis=1).astype(np.float32)
+        columns = np.stack([rewards.numpy(), -rewards.numpy()], axis=1).astype(np.float32)
+        return np.split(columns, len(rows))
 
 
 def main(arguments: Sequence[str]) -> int:
+    # Only here: tests import this file for its contract.
+    from nemo_aligner.serving.reward import RewardBackend
+    from nemo_aligner.serving.server import ServerSocket, serve
+
     kinds = {field.name: field.type for field in fields(ServerConfig)}
     config = ServerConfig(port=0)
     for argument in arguments:
         key, value = argument.split("=", 1)
-        kind = {"int": int, "float": float}.get(str(kinds[key]), str)
+        kind = {"int": int, "float": float}.get(str(kinds[key]).removesuffix(" | None"), str)
         setattr(config, key, kind(value))
-    with launch() as run:
-        scorer = FakeScorer(run.rank, run.world_size)
-        return serve([RewardModelServable(scorer, config)], config)
+    with launch() as run, ServerSocket(config) as port:
+        scorer: Any = FakeScorer(run.rank, run.world_size)
+        return serve([RewardBackend(scorer, config)], config, port)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,22 @@ from unittest.mock import AsyncMock
 
 import numpy as np
 
+from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import messages_of
 from nemo_aligner.serving.client import RefusedError, ScoredRows
-from tests.serving.fake_server import CONTRACT, total
+from nemo_aligner.serving.endpoints import reward_endpoints
+from nemo_aligner.serving.front.app import Front
+from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.upstream import UpstreamService
+from tests.serving.fake_server import CONTRACT, FINGERPRINT, total
+
+
+def gateway_front(client: Any, token: str | None = None, **settings: Any) -> Front:
+    """The front of a gateway with this client, as ``nemo-aligner gateway`` makes it."""
+    config = GatewayConfig(**settings)
+    service = UpstreamService(client, config)
+    return Front(service, reward_endpoints(service, 16, kserve.OPTIONAL_NAMES), config, token)
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,7 @@ class FakeClient:
 
     def __init__(self, contract: ScoringContract | None = CONTRACT, columns: int = 2) -> None:
         self.contract, self.columns = contract, columns
+        self.fingerprint = None if contract is None else FINGERPRINT
         self.failure: Exception | None = None
         self.asked: list[Any] = []
         self.gate: asyncio.Event | None = None
@@ -103,8 +116,9 @@ class FakeClient:
         rewards = rewards.reshape(len(rows), self.columns)
         rewards[[*errors]] = np.nan
         exceeded = np.array([value > 5000 for value in sums], dtype=bool)
-        published = self.contract.hash if self.contract is not None else None
-        return ScoredRows(rewards, errors, exceeded, published if len(errors) < len(rows) else None)
+        if self.contract is None or len(errors) == len(rows):
+            return ScoredRows(rewards, errors, exceeded)
+        return ScoredRows(rewards, errors, exceeded, self.contract.hash, self.fingerprint)
 
     async def contract_async(self) -> ScoringContract:
         if self.failure is not None:

@@ -26,7 +26,7 @@ from tests.once import TURNS
 
 START_SECS = 120
 FAKE = "tests/serving/fake_server.py"
-SERVE = "examples/serve_reward_model.py"
+SERVE = "serve"  # the verb
 QUICK = ("heartbeat_secs=0.5", "exit_timeout_secs=10")
 
 
@@ -102,19 +102,22 @@ def running(
     torchrun: bool = False,
     current: Path = ROOT,
     variables: Mapping[str, str] = MappingProxyType({}),
+    python: str = sys.executable,
 ) -> Iterator[Server]:
     """Start ``script`` with a ready file, and make sure that it is gone afterwards.
 
     By ``torchrun`` it is the one process that ``ranks`` of the server has. ``folder`` is for what
-    it writes, ``current`` is its current one, ``variables`` are added to its environment.
+    it writes, ``current`` is its current one, ``variables`` are added to its environment, and
+    ``python`` runs it.
     """
     turn = TURNS.one() if ranks > 1 else contextlib.nullcontext()
     section = "gateway." if arguments[:1] == ("gateway",) else "server."
-    command = [str(ROOT / script), *arguments, f"{'' if script == FAKE else section}ready_file="]
+    program = ["-m", "nemo_aligner", SERVE] if script == SERVE else [str(ROOT / script)]
+    command = [*program, *arguments, f"{'' if script == FAKE else section}ready_file="]
     if torchrun:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command[:0], ranks = launcher, 1
-    with turn, _running(folder, command, ranks, current, variables) as server:
+    with turn, _running(folder, [python, *command], ranks, current, variables) as server:
         yield server
 
 
@@ -122,7 +125,7 @@ def running(
 def gateway(folder: Path, *settings: str) -> Iterator[Server]:
     """A gateway in a process of its own, at any free port, that is gone afterwards."""
     command = ["-m", "nemo_aligner", "gateway", "gateway.port=0", *settings, "gateway.ready_file="]
-    with _running(folder, command, 1, ROOT, {}) as started:
+    with _running(folder, [sys.executable, *command], 1, ROOT, {}) as started:
         yield started
 
 
@@ -130,7 +133,7 @@ def gateway(folder: Path, *settings: str) -> Iterator[Server]:
 def _running(
     folder: Path, command: list[str], ranks: int, current: Path, added: Mapping[str, str]
 ) -> Iterator[Server]:
-    """Python with ``command``, whose last word is to be followed by the ready file."""
+    """Run ``command``, whose last word is to be followed by the ready file."""
     ready, log, mark = folder / "ready", folder / "log", uuid.uuid4().hex
     # Short paths: sockets have at most 108 letters.
     home, temporary = (Path(tempfile.mkdtemp(prefix=name)) for name in ("triton", "served"))
@@ -149,7 +152,7 @@ def _running(
     with log.open("wb") as output:
         for rank in range(ranks):
             of_rank = {} if ranks == 1 else rank_environment(rank, ranks, port)
-            words = [sys.executable, *command[:-1], f"{command[-1]}{ready}"]
+            words = [*command[:-1], f"{command[-1]}{ready}"]
             how: Any = {"stdout": output, "stderr": output, "cwd": current}
             server.ranks.append(subprocess.Popen(words, env={**environment, **of_rank}, **how))
     try:

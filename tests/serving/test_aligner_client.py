@@ -18,6 +18,7 @@ import pytest
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from tests import tiny
 from tests.once import Once
+from tests.scorers import score_tokens
 from tests.serving.servers import Server
 
 REQUIREMENT = "nemo-aligner==0.7.0"
@@ -90,6 +91,6 @@ def test_aligner_client_gets_the_rewards_of_the_scorer(
     *found, refused = run_client(once, tmp_path, model_server, batches=batches)
     for batch, answer in zip(good, found, strict=True):
         assert answer["dtype"] == "torch.float32"
-        wanted = scorer.score_tokens(batch.token_lists)
+        wanted = score_tokens(scorer, batch.token_lists)
         np.testing.assert_allclose(answer["rewards"], wanted, **CLOSE)
     assert f"row 1: got {seq_length + 1} tokens, wanted 1 to {seq_length}" in refused["error"]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.serving.engine.batcher import Batcher, Meter
+from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.utils.errors import ServingError
 
 WAIT_S = 30
@@ -23,13 +24,13 @@ class Model:
 
     def __init__(self) -> None:
         self.calls: list[list[list[int]]] = []
-        self._answers: list[Future[np.ndarray]] = []
+        self._answers: list[Future[list[np.ndarray]]] = []
         self._came = threading.Condition()
 
-    def __call__(self, token_lists: Sequence[np.ndarray]) -> Future[np.ndarray]:
-        answer: Future[np.ndarray] = Future()
+    def __call__(self, rows: Sequence[Row]) -> Future[list[np.ndarray]]:
+        answer: Future[list[np.ndarray]] = Future()
         with self._came:
-            self.calls.append([list(ids) for ids in token_lists])
+            self.calls.append([row.ids.tolist() for row in rows])
             self._answers.append(answer)
             self._came.notify_all()
         return answer
@@ -38,6 +39,11 @@ class Model:
         with self._came:
             assert self._came.wait_for(lambda: len(self.calls) >= count, WAIT_S), self.calls
 
+    def begin(self, number: int) -> None:
+        """Compute call ``number`` from now on, so that nobody can cancel it."""
+        self.wait_for_calls(number + 1)
+        assert self._answers[number].set_running_or_notify_cancel()
+
     def finish(self, number: int) -> None:
         """Answer call ``number``; a token 666 in it fails it."""
         self.wait_for_calls(number + 1)
@@ -45,8 +51,7 @@ class Model:
         if any(666 in ids for ids in token_lists):
             self._answers[number].set_exception(ServingError("666"))
         else:
-            rewards = np.array([[sum(ids)] for ids in token_lists], dtype=np.float32)
-            self._answers[number].set_result(rewards)
+            self._answers[number].set_result([np.array([sum(ids)]) for ids in token_lists])
 
 
 @pytest.fixture
@@ -54,16 +59,21 @@ def model() -> Model:
     return Model()
 
 
-def rewards(future: Future[np.ndarray]) -> list[float]:
-    return future.result(WAIT_S)[:, 0].tolist()
+def rows_of(token_lists: Sequence[Sequence[int]]) -> list[Row]:
+    return [*map(Row.of, token_lists)]
+
+
+def rewards(future: Future[list[np.ndarray]]) -> list[float]:
+    return [float(array[0]) for array in future.result(WAIT_S)]
 
 
 def test_what_calls_took_and_rows_waited_is_counted(model):
     meter = Meter()
     batcher = Batcher(model, tokens_per_call=2, meter=meter)
-    first = batcher.submit([[1, 2]])
+    first = batcher.submit(rows_of([[1, 2]]))
     model.wait_for_calls(1)
-    second = batcher.submit([[3], [4]])  # made ready beside the first, and begins as that ends
+    # Made ready beside the first, and begins as that ends.
+    second = batcher.submit(rows_of([[3], [4]]))
     model.wait_for_calls(2)
     time.sleep(0.05)
     for call, future in enumerate((first, second)):
@@ -97,11 +107,11 @@ def test_calls_are_made_of_what_waits_and_every_request_has_its_own_rewards():
     for name, (tokens_per_call, first, later, wanted) in CALLS.items():
         model = Model()
         batcher = Batcher(model, tokens_per_call)
-        answers = [batcher.submit(first)]
+        answers = [batcher.submit(rows_of(first))]
         model.wait_for_calls(1)
-        answers += [batcher.submit(rows) for rows in later[:1]]
+        answers += [batcher.submit(rows_of(rows)) for rows in later[:1]]
         time.sleep(0.02)  # for a call that must not begin yet
-        answers += [batcher.submit(rows) for rows in later[1:]]
+        answers += [batcher.submit(rows_of(rows)) for rows in later[1:]]
         for call in range(len(wanted)):
             model.finish(call)
         found = [rewards(answer) for answer in answers]
@@ -112,9 +122,9 @@ def test_calls_are_made_of_what_waits_and_every_request_has_its_own_rewards():
 
 def test_a_full_call_is_ready_before_the_running_one_ends_and_a_third_is_not(model):
     batcher = Batcher(model, tokens_per_call=4)
-    answers = [batcher.submit([[1, 1]])]
+    answers = [batcher.submit(rows_of([[1, 1]]))]
     model.wait_for_calls(1)
-    answers += [batcher.submit([[n, n]]) for n in range(2, 8)]
+    answers += [batcher.submit(rows_of([[n, n]])) for n in range(2, 8)]
     model.wait_for_calls(2)
     assert model.calls[1] == [[2, 2], [3, 3]]
     assert batcher.waiting_rows == 4
@@ -126,10 +136,9 @@ def test_a_full_call_is_ready_before_the_running_one_ends_and_a_third_is_not(mod
 
 def test_who_makes_a_call_fail_fails_alone(model):
     batcher = Batcher(model, tokens_per_call=100)
-    blocker = batcher.submit([[0]])
+    blocker = batcher.submit(rows_of([[0]]))
     model.wait_for_calls(1)
-    assert not blocker.cancel()  # who waits no longer for it harms nobody
-    good, bad, other = (batcher.submit(rows) for rows in ([[1], [2]], [[3], [666]], [[4]]))
+    good, bad, other = (batcher.submit(rows_of(rows)) for rows in ([[1], [2]], [[3], [666]], [[4]]))
     for call in range(5):
         model.finish(call)
     assert rewards(blocker) == [0]
@@ -143,8 +152,8 @@ def test_who_makes_a_call_fail_fails_alone(model):
 
 def test_the_rest_of_a_request_that_failed_is_not_scored(model):
     batcher = Batcher(model, tokens_per_call=1)
-    bad = batcher.submit([[666], [1], [2], [3]])
-    good = batcher.submit([[5]])
+    bad = batcher.submit(rows_of([[666], [1], [2], [3]]))
+    good = batcher.submit(rows_of([[5]]))
     model.finish(0)
     with pytest.raises(ServingError, match="666"):
         bad.result(WAIT_S)
@@ -159,18 +168,18 @@ def test_the_rest_of_a_request_that_failed_is_not_scored(model):
 
 
 def test_a_model_that_refuses_to_begin_is_an_error_of_its_call():
-    def broken(token_lists: Sequence[np.ndarray]) -> Any:
+    def broken(rows: Sequence[Row]) -> Any:
         raise RuntimeError("no thread")
 
     batcher = Batcher(broken, tokens_per_call=100)
     with pytest.raises(RuntimeError, match="no thread"):
-        batcher.submit([[1]]).result(WAIT_S)
+        batcher.submit(rows_of([[1]])).result(WAIT_S)
     batcher.close()
 
 
 def test_a_close_scores_what_waits_and_refuses_what_comes(model):
     batcher = Batcher(model, tokens_per_call=1)
-    answers = [batcher.submit([[n]]) for n in range(3)]
+    answers = [batcher.submit(rows_of([[n]])) for n in range(3)]
     closing = threading.Thread(target=batcher.close)
     closing.start()
     for call in range(3):
@@ -179,20 +188,55 @@ def test_a_close_scores_what_waits_and_refuses_what_comes(model):
     assert not closing.is_alive()
     assert [rewards(each) for each in answers] == [[0], [1], [2]]
     with pytest.raises(ServingError, match="stopping"):
-        batcher.submit([[1]])
+        batcher.submit(rows_of([[1]]))
 
 
-def test_many_threads_get_their_own_rewards():
-    """A model in a thread of its own, and askers of every size."""
+def test_rows_that_nobody_waits_for_do_not_delay_a_live_request(model):
+    batcher = Batcher(model, tokens_per_call=2)
+    gone = batcher.submit(rows_of([[n] for n in range(64)]))
+    model.begin(0)
+    model.wait_for_calls(2)
+    live = batcher.submit(rows_of([[100]]))
+    assert batcher.waiting_rows == 61
+    assert gone.cancel()
+    # Neither the rows that wait are computed, nor those of the call that stood ready.
+    assert batcher.waiting_rows <= 1
+    model.finish(0)
+    model.finish(2)
+    assert rewards(live) == [100]
+    assert model.calls == [[[0], [1]], [[2], [3]], [[100]]]
+    assert not live.cancel()
+    batcher.close()
+
+
+def test_request_that_is_cancelled_while_its_call_runs_is_not_tried_again(model):
+    batcher = Batcher(model, tokens_per_call=100)
+    blocker = batcher.submit(rows_of([[0]]))
+    model.wait_for_calls(1)
+    bad, gone, live = (batcher.submit(rows_of([[n]])) for n in (666, 1, 2))
+    model.finish(0)
+    model.begin(1)
+    assert gone.cancel()
+    for call in (1, 2, 3):
+        model.finish(call)
+    assert (rewards(blocker), rewards(live)) == ([0], [2])
+    with pytest.raises(ServingError, match="666"):
+        bad.result(WAIT_S)
+    assert model.calls[1:] == [[[666], [1], [2]], [[666]], [[2]]]
+    batcher.close()
+
+
+def test_many_threads_get_their_own_rewards_while_others_cancel():
+    """A model in a thread of its own, and requests of every size."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(8) as askers:
 
-        def score(token_lists: Sequence[np.ndarray]) -> np.ndarray:
-            assert sum(map(len, token_lists)) <= 50 or len(token_lists) == 1
-            return np.array([[sum(ids)] for ids in token_lists], dtype=np.float32)
+        def compute(rows: Sequence[Row]) -> list[np.ndarray]:
+            assert sum(len(row.ids) for row in rows) <= 50 or len(rows) == 1
+            return [np.array([row.ids.sum()]) for row in rows]
 
-        batcher = Batcher(lambda lists: thread.submit(score, lists), tokens_per_call=50)
+        batcher = Batcher(lambda rows: thread.submit(compute, rows), tokens_per_call=50)
 
         def ask(seed: int) -> bool:
             draw = random.Random(seed)
@@ -200,7 +244,13 @@ def test_many_threads_get_their_own_rewards():
             lists = [
                 [9 * seed + row] + [1] * draw.randint(0, 29) for row in range(draw.randint(1, 9))
             ]
-            return rewards(batcher.submit(lists)) == [sum(ids) for ids in lists]
+            answer = batcher.submit(rows_of(lists))
+            if seed % 3 == 0:
+                time.sleep(draw.random() / 500)
+                if answer.cancel():
+                    return True
+            return rewards(answer) == [sum(ids) for ids in lists]
 
         assert all(askers.map(ask, range(500)))
         batcher.close()
+        assert batcher.waiting_rows == 0

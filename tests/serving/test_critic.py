@@ -18,11 +18,11 @@ from nemo_aligner.utils.errors import ServingError
 from tests import tiny
 from tests.docs.pages import blocks
 from tests.once import Once
-from tests.serving.servers import Server, running
+from tests.serving.servers import SERVE, Server, running
 from tests.serving.test_aligner_client import run_client
 from tests.training.critic_steps import ROWS, SETTINGS, WIDTH, make_rollout
 
-SERVE, SERVE_CRITIC = "examples/serve_reward_model.py", "examples/serve_ppo_critic.py"
+SERVE_CRITIC = "examples/serve_ppo_critic.py"
 ROLLOUT, NEXT = make_rollout(11), make_rollout(12)
 LENGTHS = [WIDTH - row for row in range(ROWS)]
 TEXTS = [row[:length].tolist() for row, length in zip(ROLLOUT.tokens, LENGTHS, strict=True)]
@@ -30,7 +30,6 @@ TEXTS = [row[:length].tolist() for row, length in zip(ROLLOUT.tokens, LENGTHS, s
 
 @pytest.fixture(scope="module")
 def model(once: Once) -> Path:
-    pytest.importorskip("pytriton")
 
     def build(folder: Path) -> None:
         tiny.write_hf_reward_model(folder / "hf", max_position_embeddings=64)

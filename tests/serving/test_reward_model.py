@@ -12,16 +12,19 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_aligner.checkpoint.nemo.fingerprint import fingerprint_of_ensemble, read_fingerprint
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
-from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.config.serving import ServeConfig
 from nemo_aligner.contract.readout import Readout
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.integrations.in_process import InProcessScorer
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
-from nemo_aligner.serving.run import served
+from nemo_aligner.serving.run import run_server, served
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
 from tests import tiny
-from tests.serving.gateway_calls import call
+from tests.scorers import score_tokens
+from tests.serving.gateway_calls import call, gateway_front
 from tests.serving.servers import SERVE, Server, running
 
 CLOSE = {"rtol": 0, "atol": 1e-5}
@@ -46,7 +49,7 @@ TEXTS = make_texts()
 @pytest.fixture(scope="module")
 def rewards(scorer: RewardScorer) -> np.ndarray:
     """``[N, 2]`` of TEXTS by the scorer in this process."""
-    return scorer.score(TEXTS)
+    return score_all(scorer, TEXTS)
 
 
 def test_scorer_takes_texts_or_their_tokens_and_adds_label_means(
@@ -55,16 +58,16 @@ def test_scorer_takes_texts_or_their_tokens_and_adds_label_means(
     assert rewards.dtype == np.float32
     assert len(np.unique(rewards[:, 0])) == len(TEXTS)
     token_lists = [scorer.encode(text).token_ids for text in TEXTS]
-    np.testing.assert_allclose(scorer.score_tokens(token_lists), rewards, **CLOSE)
+    np.testing.assert_allclose(score_tokens(scorer, token_lists), rewards, **CLOSE)
     contract = scorer.contract.with_label_means([0.0, 0.0])
     plain = RewardScorer(scorer.model, contract, scorer._tokenizer, scorer._layout, 128)
-    difference = rewards[:3] - plain.score(TEXTS[:3])
+    difference = rewards[:3] - score_all(plain, TEXTS[:3])
     np.testing.assert_allclose(difference, [[1.5, 2.5]] * 3, rtol=0, atol=1e-6)
 
 
 def test_scorer_refuses_what_cannot_be_scored(scorer: RewardScorer, archive: Path) -> None:
     with pytest.raises(DataError, match=r"text 1: .*empty"):
-        scorer.score(["fine", ""])
+        score_all(scorer, ["fine", ""])
     wrong = {
         "got 0 tokens, wanted 1 to 64": [],
         "got 65 tokens, wanted 1 to 64": [5] * 65,
@@ -73,8 +76,8 @@ def test_scorer_refuses_what_cannot_be_scored(scorer: RewardScorer, archive: Pat
     }
     for message, token_ids in wrong.items():
         with pytest.raises(DataError, match=message):
-            scorer.score_tokens([token_ids])
-    assert scorer.score([]).shape == (0, 2)
+            score_tokens(scorer, [token_ids])
+    assert score_all(scorer, []).shape == (0, 2)
     with pytest.raises(ConfigError, match="micro_batch_tokens: got 63, wanted"):
         load_scorer(archive, scorer._layout, micro_batch_tokens=63)
 
@@ -91,7 +94,7 @@ def check_by_client(server: Server, rewards: np.ndarray) -> None:
 
 @pytest.mark.smoke
 def test_server_gives_its_client_the_rewards_of_the_scorer(
-    model_server: Server, rewards: np.ndarray
+    model_server: Server, rewards: np.ndarray, archive: Path
 ) -> None:
     """Over HTTP the same number as in process: with few texts, alone and in company.
 
@@ -100,8 +103,7 @@ def test_server_gives_its_client_the_rewards_of_the_scorer(
     """
     check_by_client(model_server, rewards)
     check_score_example(model_server, rewards)
-    # Triton answers other paths by itself, with Not Found.
-    assert "/v1/rewards and the protocols of trainers are the gateway's" in model_server.output()
+    check_fingerprint(model_server, archive)
 
 
 def test_server_of_two_ranks_gives_the_rewards_of_the_scorer(
@@ -111,13 +113,23 @@ def test_server_of_two_ranks_gives_the_rewards_of_the_scorer(
 
     What a layout could change in a reward is compared in process by tests/serving/engine.
     """
-    pytest.importorskip("pytriton")
     settings = [f"rm_model_file={archive}", "server.port=0", "model.micro_batch_tokens=128"]
     settings += ["model.tensor_model_parallel_size=2", "model.sequence_parallel=true"]
     with running(tmp_path, SERVE, *settings, ranks=2) as server:
         check_by_client(server, rewards)
         assert server.stop() == [0, 0], server.output()[-3000:]
         server.assert_nothing_is_left()
+
+
+def check_fingerprint(server: Server, archive: Path) -> None:
+    """The archive's fingerprint is published, sent with rewards, and printed at the start."""
+    fingerprint = read_fingerprint(archive)
+    with RewardClient(server.url, expect_fingerprint=fingerprint) as client:
+        assert client.score_rows(TEXTS[:2]).model_fingerprint == fingerprint
+        assert client.fingerprint == fingerprint
+    lines = server.output().splitlines()
+    (contract,) = (row for row, line in enumerate(lines) if "Scoring contract " in line)
+    assert f"Model fingerprint {fingerprint}" in lines[contract + 1]
 
 
 def check_score_example(server: Server, rewards: np.ndarray) -> None:
@@ -140,11 +152,23 @@ def test_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     assert "Serving" not in said
 
 
+def test_servers_with_another_model_than_the_expected_one_do_not_start(
+    archive: Path, tmp_path: Path
+) -> None:
+    """Before they load it; a server of several models has the fingerprint of all."""
+    both = fingerprint_of_ensemble([read_fingerprint(archive)] * 2)
+    config = ServeConfig(rm_model_file=str(archive), expect_fingerprint="0" * 32)
+    with pytest.raises(ConfigError, match=f"got a model with .* {read_fingerprint(archive)} "):
+        run_server(config)
+    config.ensemble.files = [str(archive)]
+    with pytest.raises(ConfigError, match=rf"{both} \({archive}, {archive}\), wanted 0000"):
+        run_server(config)
+
+
 def test_gateway_gives_the_bits_of_the_server_by_every_protocol(
     model_server: Server, rewards: np.ndarray
 ) -> None:
     pytest.importorskip("fastapi")
-    from nemo_aligner.serving.http import build_app
 
     raw = TEXTS[0]
     chat = next(text for text in TEXTS if not isinstance(text, str))
@@ -163,7 +187,7 @@ def test_gateway_gives_the_bits_of_the_server_by_every_protocol(
         return answer.json
 
     with RewardClient(url) as client:
-        app = build_app(client, GatewayConfig(), None)
+        app = gateway_front(client)
         rollout = {"responses_create_params": {"input": asked}, "response": {"output": [
             {"role": "assistant", "content": said}
         ]}}  # fmt: skip
@@ -225,17 +249,16 @@ def _refusals(
     row: dict[str, Any],
 ) -> dict[str, str]:
     """What each door says of a conversation, or of a row of a file."""
-    from nemo_aligner.serving.http import build_app
 
     said: dict[str, str] = {}
     with pytest.raises(DataError) as in_process:
-        scorer.score([chat])
+        score_all(scorer, [chat])
     said["in process"] = str(in_process.value)
     with RewardClient(model_server.url) as client:
         with pytest.raises(ServingError) as refused:
             client.score([chat])
         said["server"] = str(refused.value)
-        app = build_app(client, GatewayConfig(), None)
+        app = gateway_front(client)
         for path, body in (
             ("/v1/rewards", {"conversations": [chat]}),
             ("/classify", {"messages": chat}),
@@ -264,7 +287,6 @@ def test_shaped_reward_has_its_parts_and_a_client_of_the_plain_model_is_refused(
     scorer: RewardScorer, archive: Path, tmp_path: Path
 ) -> None:
     """What they are made of stands beside them, and the contract says how."""
-    pytest.importorskip("pytriton")
     other = tmp_path / "other.nemo"  # the same model with a head of its own
     made = load_reward_model(archive, scorer._layout)
     torch.nn.init.normal_(made.model.rm_head.weight, std=0.05)
@@ -292,7 +314,7 @@ def test_shaped_reward_has_its_parts_and_a_client_of_the_plain_model_is_refused(
         ):
             plain.score(texts)
     second = load_scorer(other, scorer._layout, micro_batch_tokens=128)
-    raw = np.stack([scorer.score(texts), second.score(texts)], axis=1).astype(float)
+    raw = np.stack([score_all(scorer, texts), score_all(second, texts)], axis=1).astype(float)
     merged = raw @ [1.0, -0.5]
     beyond = np.clip(np.array(scorer.count_reply_tokens(texts)) - free, 0, None)
     wanted = merged.mean(1) - 2 * merged.std(1) - penalty * beyond
@@ -314,9 +336,7 @@ def test_uncertainty_over_http_is_that_in_process_and_can_be_taken_off(
     scorer: RewardScorer, archive: Path, tmp_path: Path
 ) -> None:
     """Of a head with two bins for one attribute, read by the same rule everywhere."""
-    pytest.importorskip("pytriton")
     pytest.importorskip("fastapi")
-    from nemo_aligner.serving.http import build_app
 
     texts = [*TEXTS[:2], next(text for text in TEXTS if not isinstance(text, str))]
     loaded = load_reward_model(archive, scorer._layout)
@@ -330,7 +350,8 @@ def test_uncertainty_over_http_is_that_in_process_and_can_be_taken_off(
     binned = tmp_path / "binned.nemo"
     save_reward_model(binned, loaded.model, loaded.config, loaded.tokenizer, contract)
     own = load_scorer(binned, scorer._layout, micro_batch_tokens=128)
-    rewards, spreads = own.score_and_spread(texts)
+    direct = own.score_rows(texts)
+    rewards, spreads = direct.rewards, direct.spread
     assert spreads is not None
     assert len(np.unique(spreads)) == len(texts)
     in_process = InProcessScorer(own).score_rows([*texts, ""])
@@ -340,7 +361,7 @@ def test_uncertainty_over_http_is_that_in_process_and_can_be_taken_off(
         RewardClient(server.url) as client,
     ):
         served = client.score_rows([*texts, ""])
-        app = build_app(client, GatewayConfig(), None)
+        app = gateway_front(client)
         answer = call(app, "/v1/rewards", {"texts": texts[:2], "outputs": True}).json
     for name, found in (("in process", in_process), ("over HTTP", served)):
         assert found.spread is not None, name

@@ -15,20 +15,21 @@ from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_re
 from nemo_aligner.config.serving import (
     Combine,
     EnsembleConfig,
-    GatewayConfig,
     ServerConfig,
     ShapingConfig,
 )
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.contract.steps import StepSpan
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.client import RewardClient
+from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import RewardEnsemble, load_scorer
 from nemo_aligner.serving.engine.shaping import RewardShaper
 from nemo_aligner.serving.protocols import StepRewards, kserve
-from nemo_aligner.serving.reward import RewardModelServable, mark_reads, unmark_reads
+from nemo_aligner.serving.reward import RewardBackend
 from nemo_aligner.utils.errors import ConfigError, ServingError
 from tests.heads import OneRank
-from tests.serving.gateway_calls import FakeClient, call
+from tests.serving.gateway_calls import FakeClient, call, gateway_front
 from tests.serving.servers import SERVE, running
 
 QUESTION = {"role": "user", "content": "why"}
@@ -46,26 +47,33 @@ def stepped(
     return rewritten(archive, path, layout, scored_position="turns")
 
 
-def test_marked_ids_are_found_again() -> None:
-    ids, reads = unmark_reads(mark_reads([0, 7, 3, 0], [0, 2, 3]))
-    assert (ids.tolist(), reads) == ([0, 7, 3, 0], [0, 2, 3])
-    ids, reads = unmark_reads([5, 6])  # of a client that sends ids
-    assert (ids.tolist(), reads) == ([5, 6], [1])
+def test_rewards_of_steps_are_the_same_after_json() -> None:
     values = np.array([[0.1, -3e-42], [1 / 3, 1e30]], dtype=np.float32)
-    found = StepRewards.from_json(StepRewards(values, (StepSpan(1, 0, 3),)).to_json())
-    assert found.rewards.tobytes() == values.tobytes()
-    assert found.spans == (StepSpan(1, 0, 3),)
+    decoded = StepRewards.from_json(StepRewards(values, (StepSpan(1, 0, 3),)).to_json())
+    assert decoded.rewards.tobytes() == values.tobytes()
+    assert decoded.spans == (StepSpan(1, 0, 3),)
+
+
+def test_row_is_read_at_its_positions_or_at_its_last_id(
+    stepped: Path, layout: ParallelLayout
+) -> None:
+    scorer = load_scorer(stepped, layout, micro_batch_tokens=512)
+    ids = scorer.encode(CHAT).token_ids
+    rows = [Row.of(ids, [3, len(ids) - 1]), Row.of(ids), Row.of(ids[:4])]
+    both, last, first = scorer.compute(rows)
+    np.testing.assert_array_equal(both, np.concatenate([first, last]))
+    twice = RewardEnsemble([scorer, scorer]).compute(rows)
+    assert [array.shape for array in twice] == [(2, 4), (1, 4), (1, 4)]
+    np.testing.assert_array_equal(twice[0], np.concatenate([both, both], axis=1))
 
 
 def test_rewards_of_turns_have_the_same_bits_by_every_door(
     stepped: Path, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    pytest.importorskip("pytriton")
     pytest.importorskip("fastapi")
-    from nemo_aligner.serving.http import build_app
 
     scorer = load_scorer(stepped, layout, micro_batch_tokens=512)
-    wanted = scorer.score_steps(TEXTS)
+    wanted = scorer.score_rows(TEXTS).steps
     assert [len(each.rewards) for each in wanted] == [2, 1, 1]
     ids = scorer.encode(CHAT).token_ids
     settings = [
@@ -88,7 +96,7 @@ def test_rewards_of_turns_have_the_same_bits_by_every_door(
             last = np.stack([own.rewards[-1] for own in wanted])
             assert scored.rewards[:3].tobytes() == last.tobytes()
         assert client.score_tokens([ids]).tobytes() == last[:1].tobytes()
-        app = build_app(client, GatewayConfig(), None)
+        app = gateway_front(client)
         rows = call(app, "/v1/rewards", {"conversations": [CHAT, "no"], "steps": True}).json
         assert rows["steps"][1] is None
         both = [np.float32(step.pop("rewards")) for step in rows["steps"][0]]
@@ -119,7 +127,7 @@ def test_steps_are_shaped_one_by_one_and_those_of_an_ensemble_combined(
     models = [load_scorer(path, layout, micro_batch_tokens=512) for path in (stepped, second)]
     weights = {"helpfulness": 2.0, "verbosity": -1.0}
     chats = [CHAT, CHAT[:2]]
-    raw = [np.concatenate([each.rewards for each in own.score_steps(chats)]) for own in models]
+    raw = [np.concatenate([each.rewards for each in own.score_rows(chats).steps]) for own in models]
     merged = np.stack([own.astype(np.float64) @ [2.0, -1.0] for own in raw])
     lower = merged.mean(axis=0) - 0.5 * merged.std(axis=0)
     wanted = lower.clip(lower.min() + 0.01).astype(np.float32)
@@ -131,10 +139,10 @@ def test_steps_are_shaped_one_by_one_and_those_of_an_ensemble_combined(
             EnsembleConfig(files=["second"], combine=Combine.lower_bound, k=0.5),
             [model.contract for model in models],
         )
-        servable = RewardModelServable(RewardEnsemble(models), ServerConfig(), shaper)
-        started = servable.start(OneRank(servable))
+        backend = RewardBackend(RewardEnsemble(models), ServerConfig(), shaper)
+        started = backend.start(OneRank(backend))
         rows = asyncio.run(asked(started, chats))
-        started.close()
+        started.stop()
         assert ("steps" in rows) == has_steps
         if has_steps:
             found = [StepRewards.from_json(row.decode()).rewards for row in rows["steps"][:, 0]]
@@ -162,7 +170,7 @@ def test_text_is_served_the_reward_that_the_contract_makes_of_its_steps(
     merged = rewritten(stepped, tmp_path / "merged.nemo", layout, aggregate=how)
     scorer = load_scorer(merged, layout, micro_batch_tokens=512, prefix_cache_tokens=4096)
     chats = [CHAT, CHAT[:2], [*CHAT, QUESTION, ANSWER]]
-    raw, steps = scorer.score(chats), scorer.score_steps(chats)
+    raw, steps = score_all(scorer, chats), scorer.score_rows(chats).steps
     assert not np.array_equal(raw, np.stack([text.rewards[-1] for text in steps]))
     weights = {"helpfulness": 2.0, "verbosity": -1.0}
     shaped = (raw.astype(np.float64) @ [2.0, -1.0]).astype(np.float32)
@@ -177,8 +185,8 @@ def test_text_is_served_the_reward_that_the_contract_makes_of_its_steps(
         shaper = None
         if rules is not None:
             shaper = RewardShaper(rules, EnsembleConfig(), [scorer.contract])
-        servable = RewardModelServable(scorer, ServerConfig(), shaper)
-        started = servable.start(OneRank(servable))
+        backend = RewardBackend(scorer, ServerConfig(), shaper)
+        started = backend.start(OneRank(backend))
         for _ in range(2):  # and from its cache
             rows = asyncio.run(asked(started, chats))
             np.testing.assert_allclose(rows["rewards"], expected, rtol=2e-6, atol=1e-6)
@@ -195,8 +203,8 @@ def test_text_is_served_the_reward_that_the_contract_makes_of_its_steps(
         with pytest.raises(
             ServingError, match=f"row 0: got token ids, .* the {how} over its steps"
         ):
-            asyncio.run(started.endpoints[0].answer(kserve.encode_tokens([[5, 6]])))
-        started.close()
+            asyncio.run(started.endpoints[1].answer(kserve.encode_tokens([[5, 6]])))
+        started.stop()
 
 
 def rewritten(path: Path, other: Path, layout: ParallelLayout, **fields: Any) -> Path:
@@ -210,15 +218,14 @@ def rewritten(path: Path, other: Path, layout: ParallelLayout, **fields: Any) ->
 async def asked(model: Any, texts: list[Any]) -> dict[str, np.ndarray]:
     """The server's answer to texts, without its sockets."""
     given = [[json.dumps(text).encode()] for text in texts]
-    answer = await model.endpoints[0].answer({"conversations": np.array(given, dtype=object)})
+    answer = await model.endpoints[1].answer({"conversations": np.array(given, dtype=object)})
     return dict(answer)
 
 
 def test_model_with_one_reward_of_a_text_says_that_it_has_no_steps(archive: Path) -> None:
     pytest.importorskip("fastapi")
-    from nemo_aligner.serving.http import build_app
 
-    app = build_app(FakeClient(), GatewayConfig(), None)  # type: ignore[arg-type]
+    app = gateway_front(FakeClient())
     for path, body in {
         "/v1/rewards": {"texts": ["ab"], "steps": True},
         "/pooling": {"input": "ab", "task": "token_classify"},

@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from nemo_aligner.contract.scorer import score_all
 from tests import tiny
 from tests.serving.conftest import MAX_ROWS
 from tests.serving.fake_server import SEQ_LENGTH, total
@@ -29,7 +30,6 @@ from tests.serving.servers import (
     tokens_request,
 )
 
-pytest.importorskip("pytriton")
 pytest.importorskip("fastapi")
 
 REQUESTS = 1_000
@@ -50,7 +50,7 @@ MALFORMED = [
     request(column("conversations", ["{"]), status=400, found="conversations, row 0: not JSON"),
     request(*tokens_request([[10**6]]), status=400, found="row 0: got token id 1000000"),
     request(column("sentences", ["a"] * (MAX_ROWS + 1)), status=400, found=str(MAX_ROWS)),
-    request(json_request("tokens", "FP32", [[1.0]]), status=400, found="data-type"),
+    request(json_request("tokens", "FP32", [[1.0]]), status=400, found="datatype"),
 ]
 
 
@@ -70,9 +70,9 @@ class Traffic:
         ]
         self._tokens = [scorer.encode(text).token_ids for text in self._texts]
         self._large = [tiny.sentence(rng, 20, 40) * (LARGE // 100) for _ in range(4)]
-        self._rewards = scorer.score(self._texts)
-        self._of_dialogues = scorer.score(self._dialogues)
-        self._of_large = scorer.score(self._large)
+        self._rewards = score_all(scorer, self._texts)
+        self._of_dialogues = score_all(scorer, self._dialogues)
+        self._of_large = score_all(scorer, self._large)
 
     def good(self) -> Request:
         rows = [self._rng.randrange(200) for _ in range(self._rng.randint(1, 8))]
@@ -158,7 +158,7 @@ BAD = [
     asked("/v1/rewards", {"tokens": [[666]]}, "token 666", 500),
     asked("/get_reward", {"query": ["a", ""]}, "row 1: the text is empty", 400),
     asked("/classify", {"input": [[-1]]}, "row 0: got token id -1", 400),
-    asked("/pooling", {"input": "a" * MAX_BYTES}, "more than", 413),
+    asked("/pooling", {"input": "a" * MAX_BYTES}, "the limit is", 413),
     asked("/score", {"text_1": "a"}, "wanted queries", 400),
     asked("/verify", rollout("", ""), (0.0, True)),
     *(

@@ -67,11 +67,11 @@ def versions(changes: dict[str, str | None]) -> Callable[[str], str]:
 def test_doctor_gives_the_command_that_mends_a_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    changes = {"numpy": "2.1.0", "jinja2": None, "nvidia-pytriton": "0.6.0", "gguf": None}
+    changes = {"numpy": "1.25.2", "jinja2": None, "uvicorn": "0.20.0", "gguf": None}
     monkeypatch.setattr(importlib.metadata, "version", versions(changes))
     found = list(doctor.packages())
     assert named("numpy", found).verdict is Verdict.missing
-    assert named("numpy", found).advice == "wanted <2: pip install 'numpy<2'"
+    assert named("numpy", found).advice == "wanted >=1.26: pip install 'numpy>=1.26'"
     assert named("jinja2", found).advice == "pip install 'jinja2'"
     assert named("[serving]", found).verdict is Verdict.missing
     assert f"pip install -e '{tiny.ROOT}[serving]'" in named("[serving]", found).advice
@@ -87,6 +87,26 @@ def test_doctor_gives_the_command_that_mends_a_version(
         monkeypatch.setattr(importlib.metadata, name, nothing)
     ours = named("nemo_aligner", doctor.packages())
     assert (ours.verdict, "pip install -e " in ours.advice) == (Verdict.note, True)
+
+
+@pytest.mark.parametrize(
+    ("pytriton", "numpy", "verdict"),
+    [
+        ("0.7.0", "1.26.4", Verdict.ok),
+        ("0.7.0", "2.1.0", Verdict.missing),
+        ("0.6.0", "1.26.4", Verdict.missing),
+        (None, "2.1.0", Verdict.note),
+    ],
+)
+def test_doctor_finds_numpy_2_wrong_where_triton_is_installed(
+    monkeypatch: pytest.MonkeyPatch, pytriton: str | None, numpy: str, verdict: Verdict
+) -> None:
+    changes = {"numpy": numpy, "nvidia-pytriton": pytriton}
+    monkeypatch.setattr(importlib.metadata, "version", versions(changes))
+    found = list(doctor.packages())
+    assert named("numpy", found).verdict is Verdict.ok
+    assert named("[serving]", found).verdict is Verdict.ok
+    assert named("[triton]", found).verdict is verdict
 
 
 def test_doctor_misses_a_triton_that_may_not_run(

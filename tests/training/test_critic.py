@@ -189,5 +189,7 @@ def test_critic_of_another_run_or_of_no_reward_model_is_refused(opened: Any, bas
         open_again("exp_manager.resume_if_exists=false")
     with pytest.raises(ConfigError, match=r"model\.micro_batch_tokens: got 31, wanted at least"):
         open_again("model.micro_batch_tokens=31")
+    with pytest.raises(ConfigError, match=r"expect_fingerprint: got .*, wanted 0000"):
+        open_again(f"expect_fingerprint={'0' * 32}")
     with pytest.raises(CheckpointError, match="no scoring contract"):
         open_again(archive=base)

@@ -52,6 +52,7 @@ from nemo_aligner.contract.messages import (
     reply_of,
 )
 from nemo_aligner.contract.readout import Readout
+from nemo_aligner.contract.scorer import OnError, RowValues, ScoredRows, score_encodable
 from nemo_aligner.contract.template_check import TemplateReading, freeze_date
 from nemo_aligner.contract.templates import names_in
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
@@ -178,16 +179,19 @@ class HfRewardModel:
         replies = [reply_of(read_text(text)) for text in texts]
         return [len(self.tokenizer(one, add_special_tokens=False).input_ids) for one in replies]
 
-    def score(self, texts: Sequence[Text]) -> np.ndarray:
-        """Score texts: ``[N, A]`` float32, with the mean labels that our exports name added.
+    def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
+        """Score samples, with the mean labels that our exports name added; see ``Scorer``.
 
         Raises:
-            DataError: as ``encode``; the message has the text's number.
+            DataError: with ``on_error="raise"``, as ``encode``; the message has the text's number.
         """
-        return self.score_token_lists([self._encode_numbered(*each) for each in enumerate(texts)])
+        return score_encodable(samples, self.encode, self._measure, on_error=on_error)
 
-    def score_token_lists(self, token_lists: Sequence[list[int]]) -> np.ndarray:
-        """``score`` for the token ids of texts that ``encode`` accepted."""
+    def _measure(self, samples: Sequence[EncodedText]) -> RowValues:
+        return RowValues(self._score([sample.token_ids for sample in samples]))
+
+    def _score(self, token_lists: Sequence[list[int]]) -> np.ndarray:
+        """Rewards ``[N, A]`` float32 of token ids."""
         total = len(token_lists)
         rewards = np.zeros((total, self.model.config.num_labels), dtype=np.float32)
         done = 0
@@ -200,12 +204,6 @@ class HfRewardModel:
             rewards = self._readout.rewards(rewards)
         means = getattr(self.model.config, "label_means", None) or {}
         return rewards + np.array([means.get(name, 0) for name in self.attributes], np.float32)
-
-    def _encode_numbered(self, number: int, text: Text) -> list[int]:
-        try:
-            return self.encode(text).token_ids
-        except DataError as error:
-            raise DataError(f"text {number}: {error}") from error
 
     def _batches(self, token_lists: Sequence[list[int]]) -> Iterator[list[int]]:
         """Yield rows of similar length, the longest first, so that little is padded."""

@@ -28,6 +28,7 @@ import yaml
 from nemo_aligner.checkpoint.nemo.folder import (
     CONFIG_NAME,
     CONTRACT_NAME,
+    FINGERPRINT_NAME,
     TOKENIZER_NAME,
     WEIGHTS_NAME,
     NemoFolder,
@@ -36,7 +37,7 @@ from nemo_aligner.checkpoint.nemo.folder import (
 )
 from nemo_aligner.checkpoint.safe_load import MAX_TEXT_BYTES, read_json
 from nemo_aligner.distributed.collectives import barrier, gather_objects
-from nemo_aligner.utils.errors import CheckpointError, ConfigError
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, short
 from nemo_aligner.utils.processes import make_temporary, remove_temporary
 from nemo_aligner.utils.writing import explaining_full_disk, write_problem
 
@@ -292,6 +293,37 @@ def _max_bytes(path: Path) -> int:
     return int(setting)
 
 
+def read_members(path: Path, first: str, *others: str) -> dict[str, str]:
+    """Read small text members of an archive by name, without unpacking it.
+
+    It stops at ``first``, which need not be there; the headers behind it are not read.
+
+    Raises:
+        CheckpointError: it is no archive, is damaged, or one of the members is too large.
+    """
+    texts = {}
+    try:
+        with _opened(path) as archive:
+            for count, member in enumerate(archive):
+                name = _checked_name(member, path).as_posix()
+                if count > _MAX_MEMBERS:
+                    raise CheckpointError(f"{path}: more than {_MAX_MEMBERS} members")
+                if name not in (first, *others) or member.isdir():
+                    continue
+                if member.size > MAX_TEXT_BYTES:
+                    raise CheckpointError(
+                        f"{path}: {name}: got {member.size} bytes, wanted at most {MAX_TEXT_BYTES}"
+                    )
+                content = archive.extractfile(member)
+                assert content is not None, "a regular file has content"
+                texts[name] = content.read().decode()
+                if name == first:
+                    break
+    except _UNREADABLE as error:
+        raise CheckpointError(f"{path}: cannot be read: {short(error)}") from error
+    return texts
+
+
 def _extract(
     archive: tarfile.TarFile, root: Path, path: Path, wanted: Callable[[PurePosixPath], bool]
 ) -> dict[str, str]:
@@ -384,6 +416,7 @@ def write_nemo(
     weights: Path,
     tokenizer: Path,
     contract: dict[str, Any] | None = None,
+    fingerprint: str | None = None,
 ) -> None:
     """Write an archive that appears whole or not at all; one process calls it.
 
@@ -393,6 +426,7 @@ def write_nemo(
     Args:
         weights: folder of a distributed checkpoint.
         tokenizer: folder of a tokenizer.
+        fingerprint: of the weights, see ``build_fingerprint``.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -405,6 +439,8 @@ def write_nemo(
                 archive.add_text(CONFIG_NAME, yaml.safe_dump(config, sort_keys=False))
                 if contract is not None:
                     archive.add_text(CONTRACT_NAME, json.dumps(contract, indent=2, allow_nan=False))
+                if fingerprint is not None:  # before the weights: a reader stops there
+                    archive.add_text(FINGERPRINT_NAME, json.dumps({"fingerprint": fingerprint}))
                 archive.add(tokenizer, f"./{TOKENIZER_NAME}", filter=_anonymous)
                 archive.add(weights, f"./{WEIGHTS_NAME}", filter=_anonymous)
                 # Last, because a tar is written in one pass.

@@ -33,6 +33,7 @@ CONFIG_NAME = "model_config.yaml"
 WEIGHTS_NAME = "model_weights"
 TOKENIZER_NAME = "tokenizer"
 CONTRACT_NAME = "scoring_contract.json"
+FINGERPRINT_NAME = "model_fingerprint.json"
 _LEGACY_WEIGHTS = ("model_weights.ckpt", "mp_rank_*", "tp_rank_*")
 # NeMo's defaults for missing keys; this package writes all of them.
 _NEMO_DEFAULTS = {

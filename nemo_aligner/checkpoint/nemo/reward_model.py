@@ -18,6 +18,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     PREFIX,
 )
 from nemo_aligner.checkpoint.nemo.archive import open_nemo, write_nemo
+from nemo_aligner.checkpoint.nemo.fingerprint import build_fingerprint, fingerprint_of
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.nemo.load_weights import (
     head_names,
@@ -72,12 +73,17 @@ class PretrainedModel:
 
 @dataclass(frozen=True)
 class LoadedRewardModel:
-    """A finished reward model with all that gives its scores their meaning."""
+    """A finished reward model with all that gives its scores their meaning.
+
+    ``fingerprint`` says which weights these are, see ``fingerprint.py``; None in an archive without
+    checksums.
+    """
 
     model: GPTRewardModel
     contract: ScoringContract
     tokenizer: Tokenizer
     config: dict[str, Any]
+    fingerprint: str | None = None
 
 
 def read_text_rules(path: str | Path) -> tuple[Tokenizer, ScoringContract | None]:
@@ -219,7 +225,13 @@ def reward_model_without_weights(
         reply_marker=contract.reply_marker,
     )
     decide_together()
-    return LoadedRewardModel(model.eval(), contract.with_dtype(precision), tokenizer, folder.config)
+    return LoadedRewardModel(
+        model.eval(),
+        contract.with_dtype(precision),
+        tokenizer,
+        folder.config,
+        fingerprint_of(folder),
+    )
 
 
 def save_reward_model(
@@ -250,11 +262,12 @@ def save_reward_model(
         of_head = PREFIX + HEAD_PREFIX
         weights = {key: each for key, each in weights.items() if not key.startswith(of_head)}
     arrived = copy_tensors(weights, []) if copied else None
-    save_weights(weights, staging / "weights", arrived)
+    sums = save_weights(weights, staging / "weights", arrived)
 
     def write() -> None:
         rules = None if contract is None else contract.to_dict()
-        write_nemo(path, dict(config), staging / "weights", staging / "tokenizer", rules)
+        parts = staging / "weights", staging / "tokenizer"
+        write_nemo(path, dict(config), *parts, rules, build_fingerprint(sums, config))
         shutil.rmtree(staging)
 
     with explaining_full_disk(path):

@@ -46,6 +46,7 @@ from nemo_aligner.checkpoint.weights.store import (
     without_objects,
     write_common,
 )
+from nemo_aligner.checkpoint.weights.sums import WeightSums, add_shard, merge_sums
 from nemo_aligner.distributed.collectives import gather_objects, on_main
 from nemo_aligner.models.shape import is_of_adapter
 from nemo_aligner.utils.errors import CheckpointError
@@ -150,9 +151,20 @@ def _torch_tensors(sharded_state_dict: ShardedStateDict) -> dict[str, Any]:
 
 def save_weights(
     sharded_state_dict: ShardedStateDict, folder: Path, arrived: Wait | None = None
-) -> None:
-    """Save and wait until all is written; see ``PendingSave``."""
-    PendingSave(sharded_state_dict, folder, arrived).finish()
+) -> WeightSums:
+    """Save and wait until all is written; see ``PendingSave``. Returns the sums on every rank."""
+    return _save_and_sum(sharded_state_dict, folder, InPlaceSavePlanner(**PLANNING), arrived)
+
+
+def _save_and_sum(
+    sharded_state_dict: ShardedStateDict,
+    folder: Path,
+    planner: SummingPlanner,
+    arrived: Wait | None = None,
+) -> WeightSums:
+    planner.sums = {}
+    PendingSave(sharded_state_dict, folder, arrived, planner).finish()
+    return merge_sums(gather_objects(planner.sums))
 
 
 def copy_tensors(sharded_state_dict: ShardedStateDict, host: list[Tensor]) -> Wait:
@@ -211,7 +223,24 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
 # Zero-copy saves.
 
 
-class InPlaceSavePlanner(MCoreSavePlanner):
+class SummingPlanner(MCoreSavePlanner):
+    """megatron-core's planner, which adds each shard to ``sums`` on its way to the writer.
+
+    A training run's checkpoints, where ``sums`` is None, need none.
+    """
+
+    sums: WeightSums | None = None
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
+        data = super().resolve_data(write_item)
+        if self.sums is not None and isinstance(data, Tensor):
+            assert write_item.tensor_data is not None, write_item.index
+            chunk = write_item.tensor_data.chunk
+            add_shard(self.sums, write_item.index.fqn, data.view(chunk.sizes), chunk.offsets)
+        return data
+
+
+class InPlaceSavePlanner(SummingPlanner):
     """megatron-core's planner, handing the writer tensors that it need not clone.
 
     torch's ``FileSystemWriter`` clones every tensor that is part of a larger storage, and holds all
@@ -278,7 +307,7 @@ def dtype_of_matrices(tensors: Iterable[LazyTensor]) -> torch.dtype:
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
-class _ReadingPlanner(MCoreSavePlanner):
+class _ReadingPlanner(SummingPlanner):
     """Planner of meta tensors, each of which is read when it is written."""
 
     def __init__(self, tensors: Mapping[tuple[str, tuple[int, ...]], LazyTensor]) -> None:
@@ -300,11 +329,11 @@ def save_lazy(
     tensors: Mapping[str, LazyTensor],
     layers: Mapping[str, Sequence[LazyTensor]],
     folder: Path,
-) -> None:
+) -> WeightSums:
     """Write ``tensors``, and ``layers`` stacked under one key each, reading one after the other.
 
     One process calls it, with torch.distributed initialised. torch's writer keeps the last tensor
-    of every key, so that peak memory is ``tensors`` and two layers.
+    of every key, so that peak memory is ``tensors`` and two layers. Returns the sums.
     """
     request: dict[str, Any] = {}
     unread = {}
@@ -318,7 +347,7 @@ def save_lazy(
                 key, tensor.outline(), (0, number, len(stack)), prepend_axis_num=1
             )
             unread[key, (number, *(0,) * len(tensor.shape))] = tensor
-    PendingSave(request, folder, planner=_ReadingPlanner(unread)).finish()
+    return _save_and_sum(request, folder, _ReadingPlanner(unread))
 
 
 # A training run's weights: the whole model, or with LoRA only what is trained.

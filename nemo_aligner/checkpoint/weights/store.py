@@ -367,9 +367,7 @@ def _shards(
         raise ValueError(f"its shards do not make up its shape {size}")
 
 
-def _check_file(
-    path: Path, shards: list[tuple[Any, int, str]], start: int, to_read: range
-) -> None:
+def _check_file(path: Path, shards: list[tuple[Any, int, str]], start: int, to_read: range) -> None:
     """Check the places of a file's shards, and the contents of those that begin in ``to_read``.
 
     Args:

@@ -20,12 +20,13 @@ from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client.server import (
     ContractCheck,
     OtherContractError,
+    OtherModelError,
     RemoteServer,
     new_session,
 )
 from nemo_aligner.serving.failures import FailureKind, UnavailableError
 from nemo_aligner.serving.protocols import ScoredRows, kserve
-from nemo_aligner.serving.protocols.kserve import Tensors
+from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.utils.errors import ServingError
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,11 @@ class ServerPool:
         self._session = new_session(token)
         # A lone server without an expected contract needs no request for it: its first reward has
         # the hash, and binds the client to it.
-        reads_contract = contract_check.is_bound or len(urls) > 1
+        reads_contract = (
+            contract_check.is_bound
+            or contract_check.fingerprints.expected is not None
+            or len(urls) > 1
+        )
         self._servers = [
             RemoteServer(self._session, url, model_name, contract_check, reads_contract)
             for url in urls
@@ -124,7 +129,9 @@ class ServerPool:
         def read(outputs: Tensors, server: str) -> ScoredRows:
             scored = _decoded(outputs, rows, server)
             columns = scored.rewards.shape[1]
-            self._contract_check.check_reward(server, scored.contract_hash, columns)
+            self._contract_check.check_reward(
+                server, scored.contract_hash, columns, scored.model_fingerprint
+            )
             return scored
 
         return await self.ask_for(inputs, rows, read)
@@ -154,9 +161,11 @@ class ServerPool:
         """
 
         async def ask(server: RemoteServer) -> ScoringContract:
-            contract = await server.contract()
+            contract, fingerprint = await server.contract()
             if self._contract_check.is_bound:
-                self._contract_check.check_published(server.name, contract)
+                self._contract_check.check_published(server.name, contract, fingerprint)
+            else:
+                self._contract_check.check_fingerprint(server.name, fingerprint)
             return contract
 
         return await self._ask(ask, 1)
@@ -294,8 +303,14 @@ class ServerPool:
         """Error if servers disagree, while no reward says which of them is right."""
         if self._contract_check.is_bound:
             return None
-        faults = [server.fault for server in self._servers]
-        return next((fault for fault in faults if isinstance(fault, OtherContractError)), None)
+        # A server with another model than the expected one is wrong by itself.
+        faults = [
+            server.fault
+            for server in self._servers
+            if isinstance(server.fault, OtherContractError)
+            and not isinstance(server.fault, OtherModelError)
+        ]
+        return next(iter(faults), None)
 
     def _start_due_handshakes(self, now: float, search: _Search) -> None:
         """Begin handshakes with servers whose pause is over, or that a decision depends on.

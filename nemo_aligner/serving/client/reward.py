@@ -13,26 +13,26 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text, check_texts
 from nemo_aligner.contract.sample_frame import SampleFrame
+from nemo_aligner.contract.scorer import OnError, ScoredRows, check_on_error, place_rows
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client.calls import ServerClient, check_token, checked_urls
 from nemo_aligner.serving.client.pool import ServerPool, TooManyRowsError
 from nemo_aligner.serving.client.server import ContractCheck
 from nemo_aligner.serving.failures import RefusedError
-from nemo_aligner.serving.protocols import ScoredRows, kserve, place_rows
-from nemo_aligner.serving.protocols.kserve import Tensors
+from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.serving.tokens import hide_password
-from nemo_aligner.utils.errors import ConfigError, DataError, shown
+from nemo_aligner.utils.errors import DataError, shown
 
 logger = logging.getLogger(__name__)
 
-OnError = Literal["raise", "nan"]
 Split = Callable[[int], "list[PartialRequest]"]
 
 
@@ -46,7 +46,8 @@ class RewardClient(ServerClient[ServerPool]):
     tried again. Safe to use from several threads.
 
     All rewards of a client are by one scoring contract: ``expect`` (a contract, or its hash), else
-    the first that it meets. A server that scores by another one is left out until it is right.
+    the first that it meets. A server that scores by another one is left out until it is right; with
+    ``expect_fingerprint`` also one whose model has other weights.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class RewardClient(ServerClient[ServerPool]):
         model_name: str = kserve.MODEL_NAME,
         *,
         expect: ScoringContract | str | None = None,
+        expect_fingerprint: str | None = None,
         timeout_s: float = 600.0,
         wait_s: float = 0.0,
         retry_s: float = 5.0,
@@ -68,6 +70,7 @@ class RewardClient(ServerClient[ServerPool]):
             url: ``http://host:port``
             model_name: what it is called on the servers
             expect: see above
+            expect_fingerprint: of the only model whose rewards are accepted
             timeout_s: for one call with all that it takes
             wait_s: for a server that is not up yet
             retry_s: for a server that has answered before and is gone, or has no room
@@ -78,12 +81,12 @@ class RewardClient(ServerClient[ServerPool]):
                 then closes the client, and the other methods are not for it
 
         Raises:
-            ConfigError: ``expect`` is neither a contract nor a hash, a URL is none, or the token
-                is not one word.
+            ConfigError: ``expect`` is neither a contract nor a hash, ``expect_fingerprint`` is no
+                fingerprint, a URL is none, or the token is not one word.
         """
         check_token(token)
         urls = checked_urls([url] if isinstance(url, str) else url)
-        self._contract_check = ContractCheck(expect)
+        self._contract_check = ContractCheck(expect, expect_fingerprint)
         connect = partial(
             ServerPool,
             *(urls, model_name, self._contract_check, wait_s, retry_s, max_connections, token),
@@ -99,6 +102,14 @@ class RewardClient(ServerClient[ServerPool]):
         """
         return self._wait(self._submit(ServerPool.ask_contract))
 
+    @property
+    def fingerprint(self) -> str | None:
+        """Model fingerprint of the server that was heard last; None before, and if it tells none.
+
+        ``contract()`` asks a server.
+        """
+        return self._contract_check.fingerprints.latest
+
     def score(self, texts: Sequence[Text], *, on_error: OnError = "raise") -> np.ndarray:
         """Rewards ``[N, A]`` float32 of N texts.
 
@@ -111,13 +122,13 @@ class RewardClient(ServerClient[ServerPool]):
         """
         return self._wait(self.score_future(texts, on_error=on_error))
 
-    def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
+    def score_rows(self, texts: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
         """Rewards, NaN for the texts that the server refuses, and why it does.
 
         Raises:
-            ServingError: as above, but for a refused text.
+            ServingError: as ``score``.
         """
-        return self._wait(self._submit(self._collect, *_of_texts(texts), "nan"))
+        return self._wait(self._submit(self._collect, *_of_texts(texts), on_error))
 
     def score_tokens(
         self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "raise"
@@ -290,12 +301,6 @@ _OPTIONAL = [spec.name for spec in kserve.OPTIONAL_OUTPUTS]
 _UNSENDABLE = (TypeError, ValueError, RecursionError)
 
 
-def check_on_error(on_error: str) -> None:
-    """Raise ConfigError for any other way."""
-    if on_error not in ("raise", "nan"):
-        raise ConfigError(f"on_error: got {on_error!r:.80}, wanted 'raise' or 'nan'")
-
-
 class RowCollector:
     """Gathers the rewards of one call; ``on_error`` says what becomes of rows that are refused."""
 
@@ -308,6 +313,7 @@ class RowCollector:
         self._errors: dict[int, str] = {}
         self._exceeded: set[int] = set()
         self._contract_hash: str | None = None
+        self._fingerprints: set[str | None] = set()
 
     async def collect(self, total: int, split: Split, columns: int | None) -> ScoredRows:
         """The rewards of ``total`` rows; ``split`` makes requests of at most so many rows.
@@ -331,6 +337,8 @@ class RowCollector:
             dict(sorted(self._errors.items())),
             np.array([row in self._exceeded for row in range(total)], dtype=bool),
             self._contract_hash,
+            # Rows of several models have no fingerprint in common.
+            self._fingerprints.pop() if len(self._fingerprints) == 1 else None,
             **{name: self._gathered(name, total) for name in _OPTIONAL},
         )
 
@@ -384,6 +392,7 @@ class RowCollector:
             row for row, cut in zip(part.rows, scored.exceeded, strict=True) if cut
         )
         self._contract_hash = scored.contract_hash
+        self._fingerprints.add(scored.model_fingerprint)
 
     def _without(self, part: PartialRequest, place: int, refusal: RefusedError) -> PartialRequest:
         row = part.rows[place]  # the caller's number; the server's is the place in the request

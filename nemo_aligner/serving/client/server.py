@@ -29,6 +29,7 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import describe_differences
 from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
+from nemo_aligner.serving.client.fingerprint import FingerprintCheck
 from nemo_aligner.serving.failures import (
     NO_TOKEN,
     FailureKind,
@@ -37,8 +38,8 @@ from nemo_aligner.serving.failures import (
     UnavailableError,
     retry_after,
 )
-from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.kserve import Tensors
+from nemo_aligner.serving.protocols import kserve, kserve_body
+from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.serving.tokens import hide_password
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, ServingError, short
 
@@ -56,7 +57,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _FOREIGN_STATUSES = (401, 403, 404)
 _FOREIGN = (
     "this is no KServe server, or it asks for a token "
-    "(vLLM and a gateway have clients of their own: docs/gateway.md)"
+    "(servers of other protocols have other clients: docs/protocols.md)"
 )
 # Triton answers it with a 500, before the model's server sees the request.
 _UNPARSED = re.compile(r"^(failed to parse the request JSON|Unable to parse ')")
@@ -151,8 +152,8 @@ class RemoteServer:
                     raise UnavailableError(error.message) from error
                 raise
 
-    async def contract(self) -> ScoringContract:
-        """The contract that it publishes.
+    async def contract(self) -> tuple[ScoringContract, str | None]:
+        """The contract that it publishes, and its model's fingerprint, None if it tells none.
 
         Raises:
             ServingError: it publishes none that can be read.
@@ -253,10 +254,10 @@ class RemoteServer:
         asked = {"dummy_var": np.zeros(1, dtype=np.int64)}
         return await self._infer(kserve.CONTRACT_MODEL_NAME, asked, timeout_s)
 
-    async def _contract(self, timeout_s: float) -> ScoringContract:
+    async def _contract(self, timeout_s: float) -> tuple[ScoringContract, str | None]:
         outputs = await self._publication(timeout_s)
         try:
-            return kserve.decode_contract(outputs)
+            return kserve.decode_contract(outputs), kserve.decode_fingerprint(outputs)
         except (CheckpointError, KeyError, ValueError, IndexError) as error:
             raise ServingError(f"{self.url}: {error}") from error
 
@@ -297,25 +298,25 @@ class RemoteServer:
         if not self._reads_contract and not self._contract_check.is_bound:
             return
         try:
-            published = await self._published(timeout_s)
+            contract, fingerprint = await self._published(timeout_s)
         except ServingError as error:
             if self._reads_contract or isinstance(error, UnavailableError):
                 raise
             # A newer version's contract cannot be read here, but its rewards come with its hash.
             return
-        self._contract_check.check_published(self.name, published)
+        self._contract_check.check_published(self.name, contract, fingerprint)
 
-    async def _published(self, timeout_s: float) -> ScoringContract | None:
+    async def _published(self, timeout_s: float) -> tuple[ScoringContract | None, str | None]:
         try:
             return await self._contract(timeout_s)
         except RefusedError as error:
             if _is_unauthorized(error):
                 raise
             # A server of NeMo-Aligner has none; one of ours may still be loading that endpoint.
-            if self._contract_check.wants_contract:
-                text = f"got the scoring contract (none), wanted one: {error.message}"
-                raise UnavailableError(text) from error
-            return None
+            missing = self._contract_check.missing
+            if missing is not None:
+                raise UnavailableError(f"{missing}: {error.message}") from error
+            return None, None
 
     def _refuse(self, error: ServingError) -> None:
         """Leave it out for a fault that waiting does not mend; the log has each fault once."""
@@ -340,11 +341,11 @@ class RemoteServer:
             self._contract_check.withdraw(self.name)
 
     async def _infer(self, model_name: str, inputs: Tensors, timeout_s: float | None) -> Tensors:
-        body, headers = kserve.encode_body(inputs)
+        body, headers = kserve_body.encode_body(inputs)
         path = f"models/{quote(model_name)}/infer"
         answer, said = await self._ask("POST", path, timeout_s, body, headers)
         try:
-            return kserve.decode_body(answer, said)
+            return kserve_body.decode_body(answer, said)
         except ServingError as error:
             raise ServingError(f"{self.name}: {error}") from error
 
@@ -450,6 +451,10 @@ class OtherContractError(ServingError):
         self.text = text
 
 
+class OtherModelError(OtherContractError):
+    """A server scores by the wanted contract, but with other weights."""
+
+
 @dataclass(frozen=True)
 class _Known:
     """The hash of a contract, None for a server that has none; and whose it is."""
@@ -460,14 +465,21 @@ class _Known:
 
 
 class ContractCheck:
-    """Compares what each server scores by; also knows how many columns its rewards have."""
+    """Compares what each server scores by; also knows how many columns its rewards have.
 
-    def __init__(self, expect: ScoringContract | str | None) -> None:
-        """Raise ConfigError if ``expect`` is neither a contract nor a hash."""
+    Attributes:
+        fingerprints: compares the servers' models.
+    """
+
+    def __init__(
+        self, expect: ScoringContract | str | None, expect_fingerprint: str | None = None
+    ) -> None:
+        """Raise ConfigError if ``expect`` is neither a contract nor a hash, or see there."""
         if isinstance(expect, str) and not _HASH.fullmatch(expect):
             raise ConfigError(
                 f"expect: got {expect!r:.80}, wanted a ScoringContract or its whole hash"
             )
+        self.fingerprints = FingerprintCheck(expect_fingerprint)
         self.columns: int | None = None
         self._wanted: _Known | None = None
         self._published: dict[str, _Known] = {}
@@ -483,18 +495,36 @@ class ContractCheck:
         return self._wanted is not None
 
     @property
-    def wants_contract(self) -> bool:
-        """True if a server without a contract is a wrong one."""
-        return self._wanted is not None and self._wanted.hash is not None
+    def missing(self) -> str | None:
+        """Why a server that publishes nothing is a wrong one; None if it is not."""
+        if self._wanted is not None and self._wanted.hash is not None:
+            return "got the scoring contract (none), wanted one"
+        expected = self.fingerprints.expected
+        return expected and f"got the model fingerprint (none), wanted {expected}"
 
-    def check_published(self, server: str, contract: ScoringContract | None) -> None:
-        """Check the contract that a server publishes; None if it publishes none.
+    def check_fingerprint(self, server: str, fingerprint: str | None) -> None:
+        """Check the fingerprint of a server's model.
 
         Raises:
-            OtherContractError: it is not the wanted one, or not that of another server.
+            OtherModelError: it is not the expected one.
+        """
+        fault = self.fingerprints.find_fault(server, fingerprint)
+        if fault is not None:
+            raise OtherModelError(server, fault)
+
+    def check_published(
+        self, server: str, contract: ScoringContract | None, fingerprint: str | None = None
+    ) -> None:
+        """Check what a server publishes: its contract and its model's fingerprint, None without.
+
+        Raises:
+            OtherContractError: one is not the wanted one, or the contract not that of another
+                server.
         """
         mine = _Known(contract.hash if contract is not None else None, contract, server)
         self.withdraw(server)
+        # First: with a wrong model a server's contract is no reason to doubt the others.
+        self.check_fingerprint(server, fingerprint)
         # Before any reward nobody knows which server is right: each is compared with all others.
         for other in [self._wanted] if self._wanted is not None else self._published.values():
             _compare(server, mine, other)
@@ -502,12 +532,15 @@ class ContractCheck:
         if contract is not None:
             self.columns = len(contract.attributes)
 
-    def check_reward(self, server: str, contract_hash: str | None, columns: int) -> None:
+    def check_reward(
+        self, server: str, contract_hash: str | None, columns: int, fingerprint: str | None = None
+    ) -> None:
         """Check the contract of a reward of ``columns`` attributes; the first one binds the others.
 
         Raises:
-            OtherContractError: it is another contract.
+            OtherContractError: it is another contract, or the reward comes from another model.
         """
+        self.check_fingerprint(server, fingerprint)
         # If the server has published this contract, an error can say in what it differs.
         known = self._published.get(server)
         is_published = known is not None and known.hash == contract_hash

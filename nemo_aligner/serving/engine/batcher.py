@@ -1,4 +1,4 @@
-"""Continuous batching: what waits is scored as soon as the model is free, oldest first."""
+"""Continuous batching: what waits is computed as soon as the model is free, oldest first."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from threading import Condition, Lock, Thread
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from nemo_aligner.data.packing import take_oldest
+from nemo_aligner.data.packing import packed_tokens, take_oldest
+from nemo_aligner.serving.engine.pace import ModelPace
+from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.utils.errors import ServingError
 
 logger = logging.getLogger(__name__)
 
-Execute = Callable[[list[np.ndarray]], "Future[Any]"]
-"""Starts scoring N sequences of token ids: the future of ``[N, A]``; calls run one after another.
-"""
-Join = Callable[[list[np.ndarray]], np.ndarray]
-"""Combines the results of a request's rows into its answer."""
+T = TypeVar("T")
+Execute = Callable[[list[Row]], "Future[list[np.ndarray]]"]
+"""Starts computing N rows: the future of N arrays; calls run one after another."""
 
 # One runs, and the next is ready to follow it.
 _MOST_CALLS = 2
@@ -36,25 +36,51 @@ _GATHER = 0.05
 
 
 class _Request:
-    def __init__(self, token_lists: Sequence[Sequence[int]]) -> None:
-        self.sequences = [np.asarray(token_ids, dtype=np.int64) for token_ids in token_lists]
-        self.rewards: dict[int, np.ndarray] = {}
-        self.answer: Future[np.ndarray] = Future()
-        self.answer.set_running_or_notify_cancel()  # nobody can cancel it any more
+    """Rows that were submitted together, and how far they are."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+        self.results: list[Any] = [None] * len(rows)
+        self.num_missing = len(rows)
+        self.num_taken = 0  # rows that calls have taken: the first ones
+        self.is_over = False  # has its answer or error, or nobody waits for it
+        self.answer: Future[list[np.ndarray]] = Future()
         self.came = time.monotonic()
 
 
-_Row = tuple[_Request, int]
+class _QueuedRow(NamedTuple):
+    request: _Request
+    number: int
+
+    @property
+    def row(self) -> Row:
+        return self.request.rows[self.number]
+
+
+class _Call:
+    """A call of the model that runs, or is ready to follow the one that does."""
+
+    def __init__(self, rows: list[_QueuedRow], outputs: Future[list[np.ndarray]]) -> None:
+        self.rows, self.outputs = rows, outputs
+        self.begun = time.monotonic()
+
+    def cancel_if_unneeded(self) -> None:
+        """Cancel it if nobody waits for any of its rows; in vain if it runs."""
+        if all(request.is_over for request, _ in self.rows):
+            self.outputs.cancel()
 
 
 class Batcher:
-    """A queue of texts to score, of all requests, in front of a model that scores many at once.
+    """A queue of rows to compute, of all requests, in front of a model that computes many at once.
 
     A call of the model takes the oldest rows up to ``tokens_per_call`` tokens, common prefixes
-    counted once. A request's rows may fall into several calls, and a call may have rows of many
-    requests. While one call runs, a full one is prepared. One that is not full waits for more rows
-    until the model is free, and a moment longer if many rows have just been answered: their senders
-    come back one by one, and the first would get a call of its own while all others wait for it.
+    counted once, and no more than it is expected to compute in ``max_call_secs``. A request's rows
+    may fall into several calls, and a call may have rows of many requests. While one call runs, a
+    full one is prepared. One that is not full waits for more rows until the model is free, and a
+    moment longer if many rows have just been answered: their senders come back one by one, and the
+    first would get a call of its own while all others wait for it.
+
+    A request whose future is cancelled leaves the queue. What the model computes already goes on.
     """
 
     def __init__(
@@ -62,16 +88,18 @@ class Batcher:
         execute: Execute,
         tokens_per_call: int,
         meter: Meter | None = None,
-        join: Join = np.stack,
+        max_call_secs: float = 0.0,
     ) -> None:
+        """``max_call_secs`` 0: calls are limited by their tokens alone."""
         self._execute = execute
         self._meter = meter or Meter()
-        self._join = join
         self._tokens_per_call = tokens_per_call
-        self._waiting: deque[_Row] = deque()
-        self._waiting_tokens = 0
-        self._again: deque[list[_Row]] = deque()
-        self._running = 0
+        self._pace = ModelPace(max_call_secs)
+        # In the order of their arrival, as far as they have rows that no call has taken.
+        self._waiting: dict[_Request, None] = {}
+        self._waiting_rows = self._waiting_tokens = 0
+        self._retries: deque[list[_QueuedRow]] = deque()
+        self._calls: list[_Call] = []
         self._last_rows = self._last_end = self._last_seconds = 0.0
         self._is_closing = False
         self._changed = Condition()
@@ -81,10 +109,10 @@ class Batcher:
     @property
     def waiting_rows(self) -> int:
         """Number of rows that no call has taken yet."""
-        return len(self._waiting)
+        return self._waiting_rows
 
-    def submit(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
-        """The future of the rewards ``[N, A]`` of N token lists, at least one.
+    def submit(self, rows: Sequence[Row]) -> Future[list[np.ndarray]]:
+        """The future of the arrays of some rows, at least one; it can be cancelled.
 
         Its error is the model's; of a call that fails, every request is tried again alone, so that
         it fails by itself only.
@@ -92,21 +120,43 @@ class Batcher:
         Raises:
             ServingError: the server is stopping.
         """
-        request = _Request(token_lists)
+        request = _Request(rows)
         with self._changed:
             if self._is_closing:
                 raise ServingError("the server is stopping")
-            self._waiting.extend((request, row) for row in range(len(token_lists)))
-            self._waiting_tokens += sum(map(len, token_lists))
+            self._waiting[request] = None
+            self._waiting_rows += len(rows)
+            self._waiting_tokens += sum(len(row.ids) for row in rows)
             self._changed.notify()
+        request.answer.add_done_callback(partial(self._drop, request))
         return request.answer
 
     def close(self) -> None:
-        """Score what waits, and end."""
+        """Compute what waits, and end."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
         self._thread.join()
+
+    def _drop(self, request: _Request, answer: Future[list[np.ndarray]]) -> None:
+        """Take a cancelled request out of the queue, and out of the call that does not run yet."""
+        if not answer.cancelled():
+            return
+        with self._changed:
+            self._end_request(request)
+            calls = list(self._calls)
+            self._changed.notify()
+        for call in calls:
+            call.cancel_if_unneeded()
+
+    def _end_request(self, request: _Request) -> None:
+        """Have a request over, with the lock held; its rows wait no longer."""
+        request.is_over = True
+        if request in self._waiting:
+            del self._waiting[request]
+            rows = request.rows[request.num_taken :]
+            self._waiting_rows -= len(rows)
+            self._waiting_tokens -= sum(len(row.ids) for row in rows)
 
     def _run(self) -> None:
         while True:
@@ -115,104 +165,141 @@ class Batcher:
                 if self._is_idle():
                     return
                 self._gather()
-            self._start(self._again.popleft() if self._again else self._take())
+            self._start(self._retries.popleft() if self._retries else self._take())
 
     def _has_work(self) -> bool:
         if self._is_idle():
             return self._is_closing
-        if self._again or self._waiting:
-            return self._running == 0 or (self._running < _MOST_CALLS and self._is_full())
+        if self._retries or self._waiting:
+            running = len(self._calls)
+            return running == 0 or (running < _MOST_CALLS and self._is_full())
         return False
 
     def _gather(self) -> None:
         """Wait for as many rows as the last call had, a twentieth of its time at most."""
-        if self._running == 0 and not self._again:
-            rest = self._last_end + _GATHER * self._last_seconds - time.monotonic()
-            self._changed.wait_for(self._has_come_back, max(0.0, rest))
+        if not self._calls and not self._retries:
+            left = self._last_end + _GATHER * self._last_seconds - time.monotonic()
+            self._changed.wait_for(self._has_come_back, max(0.0, left))
 
     def _has_come_back(self) -> bool:
-        return self._is_full() or self._is_closing or len(self._waiting) >= self._last_rows
+        return self._is_full() or self._is_closing or self._waiting_rows >= self._last_rows
 
     def _is_full(self) -> bool:
-        return self._waiting_tokens >= self._tokens_per_call
+        return self._waiting_tokens >= self._budget
 
     def _is_idle(self) -> bool:
-        return not (self._waiting or self._again or self._running)
+        return not (self._waiting or self._retries or self._calls)
 
-    def _take(self) -> list[_Row]:
-        """The oldest rows that fit into one call; only this thread takes any away."""
-        oldest, tokens = [], 0
-        with self._changed:
-            rows = list(self._waiting)
-        # Only the first few calls' worth is looked at: the queue may have millions of tokens.
-        for row in rows:
-            oldest.append(row)
-            tokens += len(_sequence(row))
-            if tokens >= _LOOK_AHEAD * self._tokens_per_call:
-                break
-        count = take_oldest([_sequence(row) for row in oldest], self._tokens_per_call)
-        with self._changed:
-            taken = [self._waiting.popleft() for _ in range(count)]
-            self._waiting_tokens -= sum(len(_sequence(row)) for row in taken)
-        # One that has failed meanwhile needs no more rewards.
-        return [row for row in taken if not row[0].answer.done()]
+    @property
+    def _budget(self) -> int:
+        """Tokens of the next call."""
+        return self._pace.limit(self._tokens_per_call)
 
-    def _start(self, call: list[_Row]) -> None:
-        if not call:
+    def _take(self) -> list[_QueuedRow]:
+        """The oldest rows that fit into one call; only this thread takes any."""
+        with self._changed:
+            budget = self._budget
+            oldest = list(self._oldest_rows(_LOOK_AHEAD * budget))
+        count = take_oldest([queued.row.ids for queued in oldest], budget)
+        with self._changed:
+            # Requests may have been cancelled, or have failed, meanwhile.
+            taken = [queued for queued in oldest[:count] if not queued.request.is_over]
+            for request, number in taken:
+                request.num_taken += 1
+                self._waiting_rows -= 1
+                self._waiting_tokens -= len(request.rows[number].ids)
+                if request.num_taken == len(request.rows):
+                    del self._waiting[request]
+        return taken
+
+    def _oldest_rows(self, most_tokens: int) -> Iterator[_QueuedRow]:
+        """The first few calls' worth of rows: the queue may have millions of tokens."""
+        tokens = 0
+        for request in self._waiting:
+            for number in range(request.num_taken, len(request.rows)):
+                yield _QueuedRow(request, number)
+                tokens += len(request.rows[number].ids)
+                if tokens >= most_tokens:
+                    return
+
+    def _start(self, rows: list[_QueuedRow]) -> None:
+        rows = [queued for queued in rows if not queued.request.is_over]
+        if not rows:
             return
-        with self._changed:
-            self._running += 1
         try:
-            scored = self._execute([_sequence(row) for row in call])
+            outputs = self._execute([queued.row for queued in rows])
         except Exception as error:
-            scored = Future()
-            scored.set_exception(error)
-        begun = time.monotonic()
-        scored.add_done_callback(lambda done: self._finish(call, begun, done))
-
-    def _finish(self, call: list[_Row], begun: float, scored: Future[np.ndarray]) -> None:
-        error = scored.exception()
-        requests = list(dict.fromkeys(request for request, _ in call))
+            outputs = Future()
+            outputs.set_exception(error)
+        call = _Call(rows, outputs)
         with self._changed:
-            self._running -= 1
-            # One that was made ready beside another begins when that has ended.
-            started = max(begun, self._last_end)
-            self._last_rows, self._last_end = len(call), time.monotonic()
-            self._last_seconds = self._last_end - begun
-            queued = sum(started - request.came for request, _ in call)
-            self._meter.called(queued, self._last_end - started)
-            # One bad request must not fail those that happened to be in its call.
-            if error is not None and len(requests) > 1:
-                logger.error("a call of %d requests failed: %s", len(requests), error)
-                self._again.extend([row for row in call if row[0] is each] for each in requests)
-                requests = []
+            self._calls.append(call)
+        outputs.add_done_callback(lambda _: self._finish(call))
+        call.cancel_if_unneeded()  # if its requests were cancelled just now
+
+    def _finish(self, call: _Call) -> None:
+        """Hand out what a call has computed, in whatever thread has ended it."""
+        with self._changed:
+            self._calls.remove(call)
             self._changed.notify()
+            if call.outputs.cancelled():
+                return
+            seconds = self._measure(call)
+        if self._pace.notes(seconds):
+            self._pace.note(packed_tokens([queued.row.ids for queued in call.rows]), seconds)
+        error = call.outputs.exception()
         if error is None:
-            self._hand_out(call, scored.result())
+            self._hand_out(call, call.outputs.result())
         else:
-            for request in requests:
-                _fail(request, error)
+            self._fail(call, error)
 
-    def _hand_out(self, call: Sequence[_Row], rewards: Any) -> None:
-        for (request, number), reward in zip(call, rewards, strict=True):
-            request.rewards[number] = reward
-            count = len(request.sequences)
-            if len(request.rewards) == count and not request.answer.done():
-                whole = self._join([request.rewards[row] for row in range(count)])
-                request.answer.set_result(whole)
+    def _measure(self, call: _Call) -> float:
+        """Take account of a call that has ended; the seconds that the model took."""
+        # One that was made ready beside another begins when that has ended.
+        started = max(call.begun, self._last_end)
+        self._last_rows, self._last_end = len(call.rows), time.monotonic()
+        self._last_seconds = self._last_end - call.begun
+        queued = sum(started - request.came for request, _ in call.rows)
+        seconds = self._last_end - started
+        self._meter.called(queued, seconds)
+        return seconds
 
+    def _hand_out(self, call: _Call, results: Sequence[np.ndarray]) -> None:
+        complete = []
+        with self._changed:
+            for (request, number), result in zip(call.rows, results, strict=True):
+                request.results[number] = result
+                request.num_missing -= 1
+                if request.num_missing == 0 and not request.is_over:
+                    request.is_over = True
+                    complete.append(request)
+        for request in complete:
+            # False if it has been cancelled since; afterwards it cannot be.
+            if request.answer.set_running_or_notify_cancel():
+                request.answer.set_result(request.results)
 
-def _sequence(row: _Row) -> np.ndarray:
-    request, number = row
-    return request.sequences[number]
-
-
-def _fail(request: _Request, error: BaseException) -> None:
-    if not request.answer.done():
-        request.answer.set_exception(error)
+    def _fail(self, call: _Call, error: BaseException) -> None:
+        failed = []
+        with self._changed:
+            requests = list(dict.fromkeys(request for request, _ in call.rows))
+            # One bad request must not fail those that happened to be in its call.
+            if len(requests) > 1:
+                logger.error("a call of %d requests failed: %s", len(requests), error)
+                for request in requests:
+                    self._retries.append([row for row in call.rows if row.request is request])
+                self._changed.notify()
+            elif not requests[0].is_over:
+                self._end_request(requests[0])
+                failed = requests
+        for request in failed:
+            if request.answer.set_running_or_notify_cancel():
+                request.answer.set_exception(error)
 
 
 # Counts of requests and calls.
+
+# A server that never reports its load must not keep a number for every request.
+_MOST_SECONDS = 10_000
 
 
 @dataclass
@@ -220,7 +307,9 @@ class _Counts:
     """Counts since the last line."""
 
     begun: float
-    seconds: list[float]  # of every answered request, from its arrival to its answer
+    # Of the last answered requests, from their arrival to their answer.
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_SECONDS))
+    requests: int = 0
     rows: int = 0
     tokens: int = 0
     refused: int = 0
@@ -244,13 +333,14 @@ class Meter:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._counts = _Counts(time.monotonic(), [])
+        self._counts = _Counts(time.monotonic())
         self._totals = _Totals()
 
     def answered(self, seconds: float, rows: int, tokens: int) -> None:
         """A request has its rewards, ``seconds`` after it came."""
         with self._lock:
             self._counts.seconds.append(seconds)
+            self._counts.requests += 1
             self._counts.rows += rows
             self._counts.tokens += tokens
             self._totals.requests += 1
@@ -284,12 +374,12 @@ class Meter:
         """Summarize what happened since the last line, and reset; None if nothing did."""
         now = time.monotonic()
         with self._lock:
-            counts, self._counts = self._counts, _Counts(now, [])
-        if not counts.seconds and not counts.refused:
+            counts, self._counts = self._counts, _Counts(now)
+        if not counts.requests and not counts.refused:
             return None
         passed = now - counts.begun
         parts = [
-            f"{len(counts.seconds) / passed:.3g} requests/s",
+            f"{counts.requests / passed:.3g} requests/s",
             f"{counts.rows / passed:.3g} rows/s",
             f"{counts.tokens / passed:,.0f} tokens/s",
             f"{waiting_rows} in the queue",
@@ -333,33 +423,40 @@ class BackpressureLimit:
                 FailureKind.busy,
                 seconds,
             )
-        # These rows and those before them are done when the block ends, which gives the rate.
         ahead, begun = self.rows_in_flight, time.monotonic()
         self.rows_in_flight += rows
         try:
             yield
+            # These rows and those before them are done, which gives the rate. Rows that were
+            # refused or withdrawn do not.
+            self._rows_per_second = (ahead + rows) / max(time.monotonic() - begun, 1e-3)
         finally:
             self.rows_in_flight -= rows
-            self._rows_per_second = (ahead + rows) / max(time.monotonic() - begun, 1e-3)
 
 
 # Shared and exclusive use of the model.
 
-T = TypeVar("T")
 Begin = Callable[[], "Future[Any]"]
 """Starts some work; it has ended when the future is done."""
+
+
+class _Work(NamedTuple):
+    begin: Begin
+    answer: Future[Any]
+    is_exclusive: bool
 
 
 class ReadWriteLock:
     """Runs work in the order of its arrival: shared work side by side, exclusive work alone.
 
     So a request for values that the model has half answered is finished before the model learns,
-    and later requests wait until it has. Safe from any thread.
+    and later requests wait until it has. Work whose answer is cancelled is not begun; shared work
+    that has begun is cancelled, exclusive work goes on. Safe from any thread.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._waiting: deque[tuple[bool, Begin, Future[Any]]] = deque()
+        self._waiting: dict[Future[Any], _Work] = {}
         self._running = 0
         self._runs_exclusive = False
 
@@ -367,50 +464,67 @@ class ReadWriteLock:
     def is_exclusive(self) -> bool:
         """True if exclusive work runs, or waits."""
         with self._lock:
-            return self._runs_exclusive or any(exclusive for exclusive, _, _ in self._waiting)
+            return self._runs_exclusive or any(work.is_exclusive for work in self._waiting.values())
 
     def submit(self, begin: Callable[[], Future[T]], *, exclusive: bool) -> Future[T]:
         """Call ``begin`` once it may run; the future of its result."""
         answer: Future[T] = Future()
-        answer.set_running_or_notify_cancel()  # nobody can cancel it any more
         with self._lock:
-            self._waiting.append((exclusive, begin, answer))
+            self._waiting[answer] = _Work(begin, answer, exclusive)
+        answer.add_done_callback(self._drop)
         self._begin_what_may()
         return answer
 
-    def _begin_what_may(self) -> None:
-        while (taken := self._next()) is not None:
-            begin, answer = taken
-            try:
-                work = begin()
-            except Exception as error:
-                self._release()
-                answer.set_exception(error)
-            else:
-                work.add_done_callback(partial(self._end, answer))
-
-    def _next(self) -> tuple[Begin, Future[Any]] | None:
+    def _drop(self, answer: Future[Any]) -> None:
+        """Forget work that is cancelled before it has begun; what is behind it may begin."""
         with self._lock:
-            if not self._waiting:
-                return None
-            exclusive, begin, answer = self._waiting[0]
-            if self._running and (exclusive or self._runs_exclusive):
-                return None
-            self._waiting.popleft()
-            self._running += 1
-            self._runs_exclusive = exclusive
-            return begin, answer
+            is_dropped = self._waiting.pop(answer, None) is not None
+        if is_dropped:
+            self._begin_what_may()
 
-    def _end(self, answer: Future[Any], work: Future[Any]) -> None:
+    def _begin_what_may(self) -> None:
+        while (work := self._next()) is not None:
+            # From here on exclusive work cannot be cancelled.
+            if work.is_exclusive and not work.answer.set_running_or_notify_cancel():
+                self._release()
+                continue
+            try:
+                result = work.begin()
+            except Exception as error:
+                result = Future()
+                result.set_exception(error)
+            if not work.is_exclusive:
+                work.answer.add_done_callback(partial(_pass_cancellation, result))
+            result.add_done_callback(partial(self._end, work))
+
+    def _next(self) -> _Work | None:
+        with self._lock:
+            work = next(iter(self._waiting.values()), None)
+            if work is None or (self._running and (work.is_exclusive or self._runs_exclusive)):
+                return None
+            del self._waiting[work.answer]
+            self._running += 1
+            self._runs_exclusive = work.is_exclusive
+            return work
+
+    def _end(self, work: _Work, result: Future[Any]) -> None:
         self._release()
         self._begin_what_may()
-        error = work.exception()
+        # Shared work may have been cancelled, and its answer with it.
+        if not work.is_exclusive and not work.answer.set_running_or_notify_cancel():
+            return
+        error = result.exception()
         if error is None:
-            answer.set_result(work.result())
+            work.answer.set_result(result.result())
         else:
-            answer.set_exception(error)
+            work.answer.set_exception(error)
 
     def _release(self) -> None:
         with self._lock:
             self._running -= 1
             self._runs_exclusive = False
+
+
+def _pass_cancellation(result: Future[Any], answer: Future[Any]) -> None:
+    if answer.cancelled():
+        result.cancel()

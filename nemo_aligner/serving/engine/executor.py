@@ -12,8 +12,8 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -89,10 +89,10 @@ class ModelRanks:
 
         ``arguments`` are arrays, numbers, or lists of them, and must not change afterwards. The
         future fails with a ServingError if the operation failed (the next one may succeed), or with
-        a RanksLostError, without waiting for a model that may never return.
+        a RanksLostError, without waiting for a model that may never return. It can be cancelled
+        until the operation begins.
         """
         answer: Future[Any] = Future()
-        answer.set_running_or_notify_cancel()  # the workers run it whether it is waited for or not
         with self._lock:
             if self.failure is not None:
                 answer.set_exception(RanksLostError(self.failure))
@@ -153,21 +153,28 @@ class ModelRanks:
                 self.failure = why
             left, self._open = self._open, set()
         for answer in left:
-            answer.set_exception(RanksLostError(self.failure))
+            with suppress(InvalidStateError):  # it was cancelled
+                answer.set_exception(RanksLostError(self.failure))
 
     def _compute(self, answer: Future[Any], call: _Call) -> None:
-        found: Any = None
+        with self._lock:
+            if answer not in self._open:
+                return  # a rank was lost, and it has its error
+            if not answer.set_running_or_notify_cancel():
+                self._open.remove(answer)
+                return
+        result: Any = None
         error: Exception | None = None
         try:
-            found = self._call_all(call)
+            result = self._call_all(call)
         except Exception as caught:
             error = caught
         with self._lock:
             if answer not in self._open:
-                return  # a rank was lost, and it has its error
+                return
             self._open.remove(answer)
         if error is None:
-            answer.set_result(found)
+            answer.set_result(result)
         else:
             answer.set_exception(error)
 

@@ -6,13 +6,14 @@ scored in process or over HTTP, alone or among others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
 
+from nemo_aligner.checkpoint.nemo.fingerprint import fingerprint_of_ensemble
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import BATCH_INVARIANT_ROWS
@@ -20,7 +21,14 @@ from nemo_aligner.contract.contract import EncodedText, ScoringContract, TextEnc
 from nemo_aligner.contract.from_settings import describe_differences
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.sample_frame import SampleFrame
-from nemo_aligner.contract.steps import STEPPED, aggregate_texts
+from nemo_aligner.contract.scorer import (
+    OnError,
+    RowValues,
+    ScoredRows,
+    StepRewards,
+    score_encodable,
+)
+from nemo_aligner.contract.steps import aggregate_texts
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.data.packing import SequenceReads, pack_sequences
@@ -34,9 +42,9 @@ from nemo_aligner.models.reward_model import (
 )
 from nemo_aligner.models.step import count_parts, gather_rewards, infer_in_parts
 from nemo_aligner.serving.engine.prefix_cache import CallPlan, PrefixCache
-from nemo_aligner.serving.protocols import ScoredRows, StepRewards, place_rows
+from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.utils.console import Watch, unwatched
-from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
+from nemo_aligner.utils.errors import ConfigError, ServingError
 
 # Tokens of a text whose attention takes every way: see models/attention/cpu_inference.py.
 _BEYOND_A_SPAN = 600
@@ -64,7 +72,7 @@ class TokenCounts:
 class RewardScorer:
     """Scores N texts as ``[N, A]`` float32, one column per attribute of the contract.
 
-    The ``score`` methods are collective: every rank calls them with the same arguments and gets all
+    Methods that score are collective: every rank calls them with the same arguments and gets all
     rewards. The packs are shared out over the data parallel ranks.
 
     With a prefix cache the keys and values of ``prefix_cache_tokens`` tokens are kept on each data
@@ -81,6 +89,7 @@ class RewardScorer:
         micro_batch_tokens: int,
         watch: Watch = unwatched,
         prefix_cache_tokens: int = 0,
+        fingerprint: str | None = None,
     ) -> None:
         """Raise ConfigError if a text of the contract's ``seq_length`` exceeds the budget."""
         # A text is never divided over packs: causal attention needs all of it in one.
@@ -97,6 +106,7 @@ class RewardScorer:
         self._num_outputs = contract.num_outputs
         self._encoder = TextEncoder(contract, tokenizer)
         self.contract = contract
+        self.fingerprint = fingerprint
         self.counts = TokenCounts()
         marker = contract.reply_marker
         self._cache = PrefixCache(
@@ -153,61 +163,9 @@ class RewardScorer:
         """Empty the prefix cache: keys and values of a failed call may be missing."""
         self._cache.reset_cache()
 
-    def score(self, texts: Sequence[Text]) -> np.ndarray:
-        """Rewards of raw texts and conversations.
-
-        Raises:
-            DataError: the contract refuses a text; the message has its number.
-        """
-        return self._score_encoded([self._encode_numbered(i, t) for i, t in enumerate(texts)])
-
-    def score_steps(self, texts: Sequence[Text]) -> list[StepRewards]:
-        """Rewards of every turn or step of each text, in one pass over it.
-
-        Raises:
-            DataError: the contract refuses a text, whose number the message has, or has no steps.
-        """
-        check_has_steps(self.contract)
-        encoded = [self._encode_numbered(i, text) for i, text in enumerate(texts)]
-        rewards, bounds = self._score_reads(encoded)
-        return [
-            StepRewards(of_text, text.spans)
-            for of_text, text in zip(np.split(rewards, bounds[1:-1]), encoded, strict=True)
-        ]
-
-    def _score_encoded(self, texts: Sequence[EncodedText]) -> np.ndarray:
-        """Rewards ``[N, A]`` of texts, by the contract's rule for those of turns or steps."""
-        if self.contract.aggregate is None:
-            return self.score_token_lists([text.token_ids for text in texts])
-        rewards, bounds = self._score_reads(texts)
-        return aggregate_texts(rewards, bounds, self.contract.aggregation)
-
-    def _score_reads(self, texts: Sequence[EncodedText]) -> tuple[np.ndarray, list[int]]:
-        """Rewards ``[S, A]`` of all turns or steps of N texts, and their N + 1 bounds."""
-        reads = [text.reads or () for text in texts]
-        outputs = self.score_step_outputs([text.token_ids for text in texts], reads)
-        return self.contract.rewards_of(outputs), [*accumulate(map(len, reads), initial=0)]
-
-    def score_step_outputs(
-        self,
-        token_lists: Sequence[Sequence[int] | np.ndarray],
-        reads: Sequence[Sequence[int]],
-    ) -> np.ndarray:
-        """``[S, A * K]`` float32 outputs of the head at all ``reads``, places in each token list.
-
-        The last place of each is that of its last token.
-        """
-        return self._score_outputs(token_lists, reads)
-
-    def score_tokens(self, token_lists: Sequence[Sequence[int]]) -> np.ndarray:
-        """Rewards of token ids as they stand.
-
-        Raises:
-            DataError: a sequence is empty, too long, or has an id outside the vocabulary.
-        """
-        for token_ids in token_lists:
-            self.check_tokens(token_ids)
-        return self.score_token_lists([list(token_ids) for token_ids in token_lists])
+    def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
+        """Score samples, and all their steps in the same pass; see ``Scorer`` of the contract."""
+        return _score_rows(self, samples, on_error)
 
     def encode(self, text: Text) -> EncodedText:
         """The token ids of one text; DataError where the contract refuses it."""
@@ -221,33 +179,21 @@ class RewardScorer:
         """Refuse, with a DataError, ids that the model would fail on or misread."""
         self._encoder.check_tokens(token_ids)
 
-    def score_and_spread(self, texts: Sequence[Text]) -> tuple[np.ndarray, np.ndarray | None]:
-        """``score``, and the rewards' spreads ``[N, A]`` float32, None if the head has none.
+    def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """Compute the outputs of the head at the positions that the rows are read at.
 
-        Raises:
-            DataError: as ``score``.
+        Returns:
+            An array ``[s, A * K]`` float32 for each row, s the number of its ``reads`` or 1;
+            ``read_outputs`` makes rewards of them. For no rows one array without rows.
         """
-        return self._score_and_spread([self._encode_numbered(i, t) for i, t in enumerate(texts)])[
-            :2
-        ]
+        positions = [row.positions for row in rows]
+        outputs = self._compute([row.ids for row in rows], positions)
+        return np.split(outputs, np.cumsum([*map(len, positions)])[:-1])
 
-    def score_rows(self, texts: Sequence[Text]) -> ScoredRows:
-        """Rewards, NaN for each text that the contract refuses, and the reasons; as a client's.
-
-        Raises:
-            ServingError: the model's reward of a text is not a finite number.
-        """
-        return score_encodable(texts, self.encode, self._score_and_spread, self.contract.hash)
-
-    def _score_and_spread(self, texts: Sequence[EncodedText]) -> RowValues:
-        if self.contract.readout is None:
-            return self._score_encoded(texts), None, None
-        outputs = self.score_outputs([text.token_ids for text in texts])
-        return *self.read_outputs(outputs), outputs
-
-    def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+    def score_token_lists(self, token_lists: Sequence[Sequence[int]]) -> np.ndarray:
         """Rewards of token ids that ``check_tokens`` let pass."""
-        return self.contract.rewards_of(self.score_outputs(token_lists))
+        outputs = self.compute([Row.of(token_ids) for token_ids in token_lists])
+        return self.contract.rewards_of(np.concatenate(outputs))
 
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """``[N, A]`` float32 rewards of the head's ``outputs``, and their spreads, if any.
@@ -256,20 +202,14 @@ class RewardScorer:
         """
         return self.contract.rewards_of(outputs), self.contract.spreads_of(outputs)
 
-    def score_outputs(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-        """``[N, A * K]`` float32 outputs of the head, for token ids that were checked."""
-        return self._score_outputs(token_lists, None)
-
-    def _score_outputs(
-        self,
-        token_lists: Sequence[Sequence[int] | np.ndarray],
-        reads: Sequence[Sequence[int]] | None,
+    def _compute(
+        self, sequences: Sequence[np.ndarray], positions: Sequence[Sequence[int]]
     ) -> np.ndarray:
-        if not token_lists:
+        if not sequences:
             return np.zeros((0, self._num_outputs), dtype=np.float32)
+        reads = SequenceReads.number(positions) if self.contract.has_steps else None
         try:
-            sequences = [np.array(tokens, dtype=np.int64) for tokens in token_lists]
-            return self._score(sequences, None if reads is None else SequenceReads.number(reads))
+            return self._score(sequences, reads)
         except BaseException:  # Ctrl-C, too: what was planned counts as cached, and may be missing
             self.reset_cache()
             raise
@@ -309,62 +249,6 @@ class RewardScorer:
         mine = packs[self._layout.dp_rank :: self._layout.dp]
         return CallPlan(mine, sum(pack.num_tokens for pack in packs), 0)
 
-    def _encode_numbered(self, number: int, text: Text) -> EncodedText:
-        try:
-            return self.encode(text)
-        except DataError as error:
-            raise DataError(f"text {number}: {error}") from error
-
-
-def check_has_steps(contract: ScoringContract) -> None:
-    """Raise DataError if a model has no reward for each turn or step."""
-    if not contract.has_steps:
-        raise DataError(
-            f"steps: got a model with one reward of a text (model.head.reads is "
-            f"{contract.scored_position}), wanted one that reads {', '.join(STEPPED)}"
-        )
-
-
-RowValues = tuple[np.ndarray, "np.ndarray | None", "np.ndarray | None"]
-"""``[N, A]`` rewards, their spreads, and the ``[N, A * K]`` outputs, the last two if there are."""
-
-
-def score_encodable(
-    texts: Sequence[Text],
-    encode: Callable[[Text], EncodedText],
-    measure: Callable[[Sequence[EncodedText]], RowValues],
-    contract_hash: str | None = None,
-) -> ScoredRows:
-    """Score by ``measure`` the texts that ``encode`` accepts; the others get NaN and the reason.
-
-    Raises:
-        ServingError: the reward of a text is not a finite number.
-    """
-    encoded: dict[int, EncodedText] = {}
-    errors: dict[int, str] = {}
-    for row, text in enumerate(texts):
-        try:
-            encoded[row] = encode(text)
-        except DataError as error:
-            errors[row] = str(error)
-    rows = list(encoded)
-    rewards, spreads, outputs = measure([*encoded.values()])
-    wrong = np.flatnonzero(~np.isfinite(rewards).all(axis=1))
-    if wrong.size:
-        raise ServingError(f"row {rows[wrong[0]]}: the model's reward is not a finite number")
-
-    def at_rows(values: np.ndarray) -> np.ndarray:
-        return place_rows(values.astype(np.float32, copy=False), rows, len(texts))
-
-    return ScoredRows(
-        at_rows(rewards),
-        errors,
-        np.array([row in encoded and encoded[row].truncated for row in range(len(texts))], bool),
-        contract_hash,
-        spread=None if spreads is None else at_rows(spreads),
-        outputs=None if outputs is None else at_rows(outputs),
-    )
-
 
 def load_scorer(
     path: str | Path,
@@ -400,6 +284,7 @@ def load_scorer(
         micro_batch_tokens,
         watch,
         prefix_cache_tokens,
+        loaded.fingerprint,
     )
 
 
@@ -412,7 +297,8 @@ _MAY_DIFFER = ("label_means", "attribute_weights")
 class RewardEnsemble:
     """M models on the same ranks: ``[N, M * A]`` rewards, model after model.
 
-    Its methods are those of ``RewardScorer``, and as collective. ``contract`` is the first model's.
+    Its methods are those of ``RewardScorer``, and as collective. ``contract`` is the first model's,
+    ``fingerprint`` that of all in their order.
     """
 
     def __init__(self, members: Sequence[RewardScorer]) -> None:
@@ -420,6 +306,16 @@ class RewardEnsemble:
         check_alike([member.contract for member in members])
         self._members = list(members)
         self.contract = members[0].contract
+        self.fingerprint = fingerprint_of_ensemble([member.fingerprint for member in members])
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """Names of the columns of the rewards, model after model."""
+        return tuple(
+            f"{name} of model {number}"
+            for number, member in enumerate(self._members)
+            for name in member.attributes
+        )
 
     @property
     def counts(self) -> TokenCounts:
@@ -438,6 +334,10 @@ class RewardEnsemble:
         """Bytes of the prefix caches on this rank."""
         return sum(member.prefix_cache_bytes for member in self._members)
 
+    def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
+        """Score samples, and all their steps in the same pass; see ``Scorer`` of the contract."""
+        return _score_rows(self, samples, on_error)
+
     def encode(self, text: Text) -> EncodedText:
         return self._members[0].encode(text)
 
@@ -447,26 +347,10 @@ class RewardEnsemble:
     def count_reply_tokens(self, texts: Sequence[Text]) -> list[int]:
         return self._members[0].count_reply_tokens(texts)
 
-    def score_token_lists(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-        """``[N, M * A]`` float32 rewards of token ids that ``check_tokens`` let pass."""
-        return np.concatenate(
-            [member.score_token_lists(token_lists) for member in self._members], axis=1
-        )
-
-    def score_outputs(self, token_lists: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-        """``[N, M * A * K]`` float32 outputs of the heads, for token ids that were checked."""
-        return np.concatenate(
-            [member.score_outputs(token_lists) for member in self._members], axis=1
-        )
-
-    def score_step_outputs(
-        self,
-        token_lists: Sequence[Sequence[int] | np.ndarray],
-        reads: Sequence[Sequence[int]],
-    ) -> np.ndarray:
-        """``[S, M * A * K]`` float32 outputs of the heads at all ``reads`` of the token lists."""
-        found = [member.score_step_outputs(token_lists, reads) for member in self._members]
-        return np.concatenate(found, axis=1)
+    def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """``RewardScorer.compute``, with M times the columns: ``[s, M * A * K]`` for each row."""
+        outputs = [member.compute(rows) for member in self._members]
+        return [np.concatenate(columns, axis=1) for columns in zip(*outputs, strict=True)]
 
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """``[N, M * A]`` float32 rewards of ``outputs``, and their spreads, if any."""
@@ -487,6 +371,29 @@ class RewardEnsemble:
 
 Scorer = RewardScorer | RewardEnsemble
 """Of its methods those that score, and ``reset_cache``, are collective over the ranks."""
+
+
+def _score_rows(scorer: Scorer, samples: Sequence[Text], on_error: OnError) -> ScoredRows:
+    contract = scorer.contract
+
+    def measure(encoded: Sequence[EncodedText]) -> RowValues:
+        rows = [Row.of(sample.token_ids, sample.reads) for sample in encoded]
+        outputs = np.concatenate(scorer.compute(rows))
+        rewards, spreads = scorer.read_outputs(outputs)
+        bounds = [*accumulate((len(row.positions) for row in rows), initial=0)]
+        last = np.array(bounds[1:], dtype=np.int64) - 1
+        steps = np.full(len(rows), None, dtype=np.object_)
+        for row, (start, end) in enumerate(pairwise(bounds)):
+            steps[row] = StepRewards(rewards[start:end], encoded[row].spans)
+        return RowValues(
+            aggregate_texts(rewards, bounds, contract.aggregation),
+            None if spreads is None else spreads[last],
+            None if contract.readout is None else outputs[last],
+            steps if contract.has_steps else None,
+        )
+
+    scored = score_encodable(samples, scorer.encode, measure, contract.hash, on_error)
+    return replace(scored, model_fingerprint=scorer.fingerprint)
 
 
 def check_alike(contracts: Sequence[ScoringContract]) -> None:

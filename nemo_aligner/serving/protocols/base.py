@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Generic, NoReturn, TypeVar
 
@@ -19,12 +19,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_aligner.config.describe import suggestion
-from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text, read_text
 from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
+from nemo_aligner.serving.protocols.strict_json import check_keys
 from nemo_aligner.utils.errors import DataError, ServingError, short, shown
 
 _SHOWN_PROBLEMS = 3  # of a body; a union's branches have one each, most of which say the same
@@ -55,6 +56,9 @@ Item = TypeVar("Item")
 # A list of a body. Validation stops at its first bad element: pydantic would make an error for each
 # of millions, which takes seconds in which nothing else is answered.
 Items = Annotated[list[Item], Field(fail_fast=True)]
+# Samples of a request. No setting allows more, as looking at millions of them takes many seconds.
+MOST_ROWS = 2**16
+Rows = Annotated[list[Item], Field(fail_fast=True, max_length=MOST_ROWS)]
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,7 @@ class Route(Generic[T]):
         """The body of a request.
 
         Raises:
-            ServingError: it is no JSON, or has not the form of ``request``.
+            ServingError, RequestError: see ``parse_body``.
         """
         return parse_body(self.request, body)
 
@@ -162,13 +166,15 @@ class Route(Generic[T]):
 class PlainRoute:
     """A URL that a protocol's clients ask beside rewards; ``answer`` to the bytes of a body.
 
-    It raises ServingError where the body is unfit: HTTP 400.
+    It raises ServingError where the body is unfit: HTTP 400. Where it ``is_slow``, answering takes
+    more than a few milliseconds and belongs in a thread, however small the body is.
     """
 
     path: str
     about: str
     answer: Callable[[bytes], HttpAnswer]
     method: str = "POST"
+    is_slow: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,7 +186,7 @@ class ModelRoute:
 
     path: str
     about: str
-    answer: Callable[[ScoringContract | None, GatewayConfig], HttpAnswer]
+    answer: Callable[[ScoringContract | None, FrontConfig], HttpAnswer]
 
 
 def refuse_with_detail(failure: RequestError, body: Any) -> HttpAnswer:
@@ -189,58 +195,125 @@ def refuse_with_detail(failure: RequestError, body: Any) -> HttpAnswer:
 
 
 _GZIP, _UTF16 = b"\x1f\x8b", (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_ENCODINGS = ("", "identity", "gzip", "x-gzip", "deflate")
+# Bytes that are unpacked at once, so that no more than these are held beyond the limit.
+_UNPACKED_AT_ONCE = 2**16
 
 
 def unpack_body(content: bytes, encoding: str, most: int) -> bytes:
-    """A body's JSON: gunzipped by its first bytes, and without a byte order mark.
-
-    ``encoding`` is the header ``Content-Encoding``.
+    """A body's JSON: unpacked (see ``decompress``), and without a byte order mark.
 
     Raises:
         RequestError: it has more bytes than ``most`` once unpacked.
         ServingError: it is packed otherwise, cut off or damaged, or in UTF-16.
     """
-    encoding = encoding.strip().lower()
-    if encoding not in ("", "identity", "gzip", "x-gzip"):
-        raise ServingError(
-            f"Content-Encoding: got {shown(encoding)}, wanted gzip or none; send the JSON as it is"
-        )
-    if content.startswith(_GZIP):
-        content = _gunzip(content, most)
-    elif "gzip" in encoding:
-        raise ServingError("Content-Encoding: got gzip, and a body that is not; leave it out")
+    content = decompress(content, encoding, most)
     if content.startswith(_UTF16):
         raise ServingError("body: got text in UTF-16; wanted JSON in UTF-8")
     return content.removeprefix(codecs.BOM_UTF8)
 
 
-def _gunzip(content: bytes, most: int) -> bytes:
-    unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+def is_packed(content: bytes, encoding: str) -> bool:
+    """Whether a body is packed, so that a small one may take long to unpack."""
+    return encoding.strip().lower() == "deflate" or content.startswith(_GZIP)
+
+
+def decompress(content: bytes, encoding: str, most: int) -> bytes:
+    """A body without gzip, which its first bytes say, or deflate, which only its header can say.
+
+    ``encoding`` is the header ``Content-Encoding``. At no time are more than ``most`` bytes and a
+    buffer held before it is known that they are all; zlib works without the GIL.
+
+    Raises:
+        RequestError: it has more bytes than ``most`` once unpacked.
+        ServingError: it is packed otherwise, cut off or damaged, or has more behind its end.
+    """
+    encoding = encoding.strip().lower()
+    if encoding not in _ENCODINGS:
+        raise ServingError(
+            f"Content-Encoding: got {shown(encoding)}, wanted gzip, deflate or none; send the body "
+            "as it is"
+        )
+    if "gzip" in encoding and not content.startswith(_GZIP):
+        raise ServingError("Content-Encoding: got gzip, and a body that is not; leave it out")
+    return _unpack(content, most) if is_packed(content, encoding) else content
+
+
+def _unpack(content: bytes, most: int) -> bytes:
+    pieces, size = [], 0
+    for piece in _unpacked_pieces(content):
+        size += len(piece)
+        if size > most:
+            raise too_large(most)
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _unpacked_pieces(content: bytes) -> Iterator[bytes]:
+    unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip or zlib, by the first bytes
+    start = 0
     try:
-        unpacked = unpacker.decompress(content, most + 1)
+        while start < len(content) and not unpacker.eof:
+            # In slices: at each call zlib copies what it has not used of its input.
+            packed = content[start : start + _UNPACKED_AT_ONCE]
+            start += len(packed)
+            piece = b""
+            # A full piece without input that is left may have more behind it, too.
+            while packed or len(piece) == _UNPACKED_AT_ONCE:
+                piece = unpacker.decompress(packed, _UNPACKED_AT_ONCE)
+                packed = unpacker.unconsumed_tail
+                yield piece
     except zlib.error as error:
-        raise ServingError(f"body: its gzip data cannot be read: {error}") from error
-    if len(unpacked) > most:
-        raise too_large(most)
-    if not unpacker.eof or unpacker.unused_data:
-        raise ServingError("body: its gzip data is cut off, or has more behind its end")
-    return unpacked
+        raise ServingError(f"body: its packed data cannot be read: {error}") from error
+    if not unpacker.eof or unpacker.unused_data or start < len(content):
+        raise ServingError("body: its packed data is cut off, or has more behind its end")
 
 
 def too_large(most: int) -> RequestError:
     """The failure of a body of more bytes than ``most``."""
     return RequestError(
-        f"got a body of more than {most} bytes (gateway.max_request_bytes); send less at once",
+        f"got a body of more than {most} bytes (max_request_bytes); send less at once",
         FailureKind.too_large,
     )
 
 
 def parse_body(form: type[T], body: bytes) -> T:
-    """Read a body of this form; raise ServingError if it has another, or is no JSON."""
+    """Read a body of this form.
+
+    Raises:
+        ServingError: it has another form, a key twice, or is no JSON.
+        RequestError: it has more than ``MOST_ROWS`` samples.
+    """
+    check_keys(body)
     try:
         return form.model_validate_json(body)
     except ValidationError as error:
+        if any(each["type"] == "too_long" for each in error.errors(include_url=False)):
+            raise RequestError(
+                f"got more than {MOST_ROWS} samples in one request; send less at once",
+                FailureKind.too_large,
+            ) from error
         raise ServingError(_problems_of(error, form)) from error
+
+
+# Names that one protocol or another has for a sample. A route that reads one of them would ignore
+# the others, as names that it does not know.
+_SAMPLE_FIELDS = (
+    *("input", "inputs", "input_ids", "messages", "conversations"),
+    *("text", "texts", "prompt", "query", "queries"),
+)
+
+
+def refuse_other_samples(body: Body, name: str, others: Sequence[str] = _SAMPLE_FIELDS) -> None:
+    """Refuse a body that has samples under ``name`` and under another name, too.
+
+    Raises:
+        ServingError: it names both.
+    """
+    extra = body.model_extra or {}
+    for other in others:
+        if extra.get(other):
+            raise ServingError(f"got {name} and {other}, wanted one of them: both are samples")
 
 
 def as_json(value: Any) -> str:
@@ -303,7 +376,7 @@ def _problems_of(error: ValidationError, request: type[BaseModel]) -> str:
     # Without pydantic's links to its own pages, which nobody follows from an answer.
     problems = error.errors(include_url=False)
     found = [
-        f"{'.'.join(map(str, each['loc'])) or 'body'}: {_problem(each, request)}"
+        f"{'.'.join(map(_key, each['loc'])) or 'body'}: {_problem(each, request)}"
         for each in problems[:_SHOWN_PROBLEMS]
     ]
     more = len(problems) - len(found)
@@ -311,11 +384,19 @@ def _problems_of(error: ValidationError, request: type[BaseModel]) -> str:
     return short("; ".join([*found, *rest]))
 
 
+def _key(part: str | int) -> str:
+    """A part of a place, escaped where a sender's key would break the line."""
+    text = str(part)
+    return text if text.isprintable() else json.dumps(text)
+
+
 def _problem(each: ErrorDetails, request: type[BaseModel]) -> str:
     if each["type"] == "extra_forbidden":
         # Which model a name further inside belongs to is not known here.
         known = request.model_fields if len(each["loc"]) == 1 else ()
-        near = suggestion(str(each["loc"][0]), known)
+        key = str(each["loc"][0])
+        # Comparing a key of megabytes with the known ones takes seconds.
+        near = suggestion(key, known) if len(key) <= _SHOWN_VALUE else None
         meant = f"; did you mean {near}?" if near else ""
         return f"unknown key{meant}" + (f"; known are {', '.join(known)}" if known else "")
     words = _WORDS.get(each["type"])

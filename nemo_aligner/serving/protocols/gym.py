@@ -22,6 +22,8 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,7 @@ from nemo_aligner.serving.protocols.base import (
     Items,
     PlainRoute,
     Route,
+    Rows,
     Served,
     as_json,
     conversation_of,
@@ -100,6 +103,7 @@ class VerifyResponse(Body):
     reward_components: dict[str, float] = Field(default_factory=dict)
     truncated: bool = False
     contract_hash: str | None = None
+    model_fingerprint: str | None = None
     mask_sample: bool = False
     failure_kind: str | None = None
     failure_reason: str | None = None
@@ -184,18 +188,19 @@ _READ_BY_KIND = {"function_call": _call, "function_call_output": _result}
 
 def joined(turns: Messages) -> Messages:
     """With the assistant's messages and calls that follow each other as one."""
-    joined: Messages = []
-    for turn in turns:
-        if not joined or not joined[-1]["role"] == turn["role"] == "assistant":
-            joined.append(turn)
-            continue
+    messages: Messages = []
+    for role, group in groupby(turns, key=itemgetter("role")):
+        run = [*group]
         # The Responses API has text and calls as items of their own, chat templates as one turn.
-        before = joined[-1]
-        contents = [each["content"] for each in (before, turn) if each["content"] is not None]
-        joined[-1] = {"role": "assistant", "content": "".join(contents) if contents else None}
-        calls = [*before.get("tool_calls", ()), *turn.get("tool_calls", ())]
-        joined[-1] |= {"tool_calls": calls} if calls else {}
-    return joined
+        messages += [_as_one(run)] if role == "assistant" and len(run) > 1 else run
+    return messages
+
+
+def _as_one(run: Messages) -> Message:
+    contents = [turn["content"] for turn in run if turn["content"] is not None]
+    calls = [call for turn in run for call in turn.get("tool_calls", ())]
+    message = {"role": "assistant", "content": "".join(contents) if contents else None}
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
@@ -215,6 +220,7 @@ def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str,
         "reward_components": components,
         "truncated": bool(scored.exceeded[0]),
         "contract_hash": scored.contract_hash,
+        "model_fingerprint": scored.model_fingerprint,
         "mask_sample": False,
         "failure_kind": None,
         "failure_reason": None,
@@ -243,6 +249,7 @@ def _unmeasured(kind: str, reason: str, is_masked: bool) -> dict[str, Any]:
         "reward_components": {},
         "truncated": False,
         "contract_hash": None,
+        "model_fingerprint": None,
         "mask_sample": is_masked,
         "failure_kind": kind,
         "failure_reason": reason,
@@ -266,7 +273,7 @@ class CompareRequest(Body):
     conversation_history: Items[dict[str, Any]] = Field(
         min_length=1, examples=[[{"role": "user", "content": "What is red?"}]]
     )
-    response_objs: Items[PolicyResponse] = Field(
+    response_objs: Rows[PolicyResponse] = Field(
         min_length=1,
         examples=[[_EXAMPLE]],
     )
@@ -345,6 +352,9 @@ ROUTES: list[Route[Any]] = [
 
 _TASK = "_ng_task_index"
 _ROLLOUT = "_ng_rollout_index"
+_MOST_NAMES = 1000  # of numbers; a run has dozens
+_MOST_IN_PYTHON = 64
+_LARGEST = sys.float_info.max
 _OWN = "_ng_"  # what begins so is Gym's own, and no measurement
 _SESSION = "resources_session_id"
 # Before the paths of observed rollouts: ROLLOUT_ID_PATTERN of nemo_gym/rollout_correlation.py.
@@ -360,7 +370,7 @@ class SessionRequest(Body):
 class AggregateRequest(Body):
     """All rollouts of a run, without what was asked and said."""
 
-    verify_responses: list[dict[str, Any]]
+    verify_responses: Items[dict[str, Any]]
 
 
 def answer_session(content: bytes) -> HttpAnswer:
@@ -376,14 +386,22 @@ def answer_aggregate(content: bytes) -> HttpAnswer:
     _check_indices(rollouts)
     # A masked rollout has reward 0 as a placeholder, which would lower every mean.
     measured = [each for each in rollouts if not each.get("mask_sample")]
-    by_task: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for each in measured:
-        by_task[each.get(_TASK, 0)].append(each)
+    overall, by_task = _Group(), defaultdict[Any, _Group](_Group)
+    for rollout in measured:
+        numbers = _numbers(rollout)
+        overall.add(numbers)
+        by_task[rollout.get(_TASK, 0)].add(numbers)
+        if len(overall.columns) > _MOST_NAMES:
+            raise ServingError(
+                f"verify_responses: got numbers by more than {_MOST_NAMES} names, wanted fewer: "
+                "statistics are of each name"
+            )
     coverage = _coverage(rollouts, measured, len(by_task))
     groups = [
-        {_TASK: task, **_statistics(own), "num_rollouts": len(own)} for task, own in by_task.items()
+        {_TASK: task, **group.statistics(), "num_rollouts": group.num_rollouts}
+        for task, group in by_task.items()
     ]
-    statistics = _statistics(measured)
+    statistics = overall.statistics()
     repeats = {"num_repeats": len({each.get(_ROLLOUT, 0) for each in rollouts})} if measured else {}
     means = {name: value for name, value in statistics.items() if name.startswith("mean/")}
     return HttpAnswer(
@@ -411,32 +429,69 @@ def _check_indices(rollouts: Sequence[Mapping[str, Any]]) -> None:
                 raise ServingError(f"{place}: got {as_json(index)}, wanted an integer or a text")
 
 
-@np.errstate(over="ignore", invalid="ignore")
-def _statistics(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Statistics of each number in the rollouts, by its name; those that no float holds are out."""
-    columns: dict[str, list[float]] = defaultdict(list)
-    for each in rollouts:
-        for name, value in each.items():
-            if _is_float(value) and name[:4] != _OWN:
-                columns[name].append(float(value))
-    columns.pop("mask_sample", None)
-    statistics: dict[str, float] = {}
-    for name, values in columns.items():
-        spread = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-        statistics |= {
-            f"mean/{name}": float(np.mean(values)),
-            f"max/{name}": max(values),
-            f"min/{name}": min(values),
-            f"median/{name}": float(np.median(values)),
-            f"std/{name}": spread,
+class _Group:
+    """Numbers of the rollouts of one task, or of all, by their names."""
+
+    def __init__(self) -> None:
+        self.num_rollouts = 0
+        self.columns: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, numbers: Mapping[str, float]) -> None:
+        """Add one rollout's numbers."""
+        self.num_rollouts += 1
+        for name, number in numbers.items():
+            self.columns[name].append(number)
+
+    def statistics(self) -> dict[str, float]:
+        """Compute statistics of each name, without those that no float holds."""
+        return {
+            f"{kind}/{name}": value
+            for name, column in self.columns.items()
+            for kind, value in _statistics(column).items()
+            if math.isfinite(value)
         }
-    return {name: value for name, value in statistics.items() if math.isfinite(value)}
 
 
-def _is_float(value: Any) -> bool:
-    """True for a number, or a bool, that a float can hold."""
-    # Not math.isfinite, which fails on an integer of more than 308 digits.
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+def _numbers(rollout: Mapping[str, Any]) -> dict[str, float]:
+    """Numbers, and bools, of a rollout that a float can hold, without Gym's own."""
+    return {
+        name: float(value)
+        for name, value in rollout.items()
+        # Not math.isfinite, which fails on an integer of more than 308 digits.
+        if isinstance(value, (int, float))
+        and -_LARGEST <= value <= _LARGEST
+        and name[:4] != _OWN
+        and name != "mask_sample"
+    }
+
+
+def _statistics(column: list[float]) -> dict[str, float]:
+    if len(column) > _MOST_IN_PYTHON:
+        return _statistics_of_many(column)
+    # A task has a few rollouts: numpy would take twenty times as long.
+    count, ordered = len(column), sorted(column)
+    low, high = ordered[(count - 1) // 2], ordered[count // 2]
+    mean = sum(column) / count
+    squares = [(value - mean) * (value - mean) for value in column]
+    return {
+        "mean": mean,
+        "max": ordered[-1],
+        "min": ordered[0],
+        "median": low if count % 2 else (low + high) / 2,
+        "std": math.sqrt(sum(squares) / (count - 1)) if count > 1 else 0.0,
+    }
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def _statistics_of_many(column: list[float]) -> dict[str, float]:
+    values = np.array(column)
+    return {
+        "mean": float(values.mean()),
+        "max": float(values.max()),
+        "min": float(values.min()),
+        "median": float(np.median(values)),
+        "std": float(values.std(ddof=1)),
+    }
 
 
 def _coverage(
@@ -457,7 +512,9 @@ def _coverage(
 PLAIN_ROUTES = [
     PlainRoute("/seed_session", "NeMo Gym: a rollout begins", answer_session),
     PlainRoute("/close_session", "NeMo Gym: a rollout has ended", answer_session),
-    PlainRoute("/aggregate_metrics", "NeMo Gym: the metrics of a run", answer_aggregate),
+    PlainRoute(
+        "/aggregate_metrics", "NeMo Gym: the metrics of a run", answer_aggregate, is_slow=True
+    ),
     PlainRoute(
         "/reverify_mode", "NeMo Gym: rollouts may be scored again", answer_reverify_mode, "GET"
     ),

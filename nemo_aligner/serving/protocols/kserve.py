@@ -17,7 +17,8 @@ input                 dtype  shape   meaning
 
 The answer has ``rewards`` FP32 [B, A], one column per attribute; ``exceeded`` INT32 [B, 1], 1
 where a text was longer than ``seq_length`` and the contract's ``truncate_left`` rule cut it; and
-``contract_hash`` BYTES [B, 1], which says by what contract it was scored. With any other overlong
+``contract_hash`` and ``model_fingerprint`` BYTES [B, 1], which say by what contract and by what
+weights it was scored, empty where the server does not know. With any other overlong
 rule, and for ``tokens``, which are never altered, too long is an error. A server that shapes its
 rewards also answers with ``raw_rewards`` FP32 [B, M * A], those of each of M models before;
 ``deviation`` FP32 [B, A] where it has several; and ``passed`` INT32 [B, 1] where it has a
@@ -28,11 +29,12 @@ each what message (null in a raw text) and which characters of it it is the rewa
 ``tokens`` it has the last one alone, and no spans.
 
 The model ``contract``, not batched, answers with ``contract`` BYTES [1]: the scoring contract as
-JSON, its hash included; and with ``statistics`` BYTES [1]: what the server has counted since its
-start, a JSON object of numbers (see ``Meter.statistics``); and with ``turn_end`` BYTES [1]: what
-the chat template writes after a reply (see ``TurnEnd``), as JSON, or null; and with
-``sample_frame`` BYTES [1]: what the template writes around a sample (see ``SampleFrame``), as JSON,
-or null. It needs no input; ``dummy_var`` INT64 [1] is for clients that must send one.
+JSON, its hash included; with ``model_fingerprint`` BYTES [1], empty if the model has none; with
+``statistics`` BYTES [1]: what the server has counted since its start, a JSON object of numbers (see
+``Meter.statistics``); with ``turn_end`` BYTES [1]: what the chat template writes after a reply (see
+``TurnEnd``), as JSON, or null; and with ``sample_frame`` BYTES [1]: what the template writes around
+a sample (see ``SampleFrame``), as JSON, or null. It needs no
+input; ``dummy_var`` INT64 [1] is for clients that must send one.
 
 Whether an end-of-sequence token is added is part of what a score means, so the checkpoint's scoring
 contract decides it. ``add_EOS`` cannot change that: for ``sentences`` it must say what the contract
@@ -45,8 +47,7 @@ touched. So is one without the server's bearer token.
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -56,10 +57,10 @@ from nemo_aligner.contract.messages import Conversation, Messages, Text, as_json
 from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, StepRewards, TensorSpec
+from nemo_aligner.serving.protocols.strict_json import read_json
 from nemo_aligner.utils.errors import DataError, ServingError, shown
 
 T = TypeVar("T")
-Tensors = dict[str, np.ndarray]
 
 MODEL_NAME = "reward_model"
 CONTRACT_MODEL_NAME = "contract"
@@ -76,6 +77,7 @@ OUTPUTS = (
     TensorSpec("rewards", np.float32, (-1,)),
     TensorSpec("exceeded", np.int32, (1,)),
     TensorSpec("contract_hash", bytes, (1,)),
+    TensorSpec("model_fingerprint", bytes, (1,)),
 )
 # Only if rewards are shaped, or a head has several outputs for an attribute. Each is the field of
 # ``ScoredRows`` of the same name, which is ``[B]`` where the tensor has one number a row.
@@ -87,9 +89,11 @@ OPTIONAL_OUTPUTS = (
     TensorSpec("outputs", np.float32, (-1,)),
     TensorSpec("steps", bytes, (1,)),
 )
+OPTIONAL_NAMES = tuple(spec.name for spec in OPTIONAL_OUTPUTS)
 CONTRACT_INPUTS = (TensorSpec("dummy_var", np.int64, (1,), optional=True),)
 CONTRACT_OUTPUTS = (
     TensorSpec("contract", bytes, (1,)),
+    TensorSpec("model_fingerprint", bytes, (1,)),
     TensorSpec("statistics", bytes, (1,)),
     TensorSpec("turn_end", bytes, (1,)),
     TensorSpec("sample_frame", bytes, (1,)),
@@ -124,12 +128,12 @@ def encode_tokens(token_lists: Sequence[Sequence[int]]) -> dict[str, np.ndarray]
 
 def encode_rewards(scored: ScoredRows) -> dict[str, np.ndarray]:
     """The outputs of one answered request."""
+    rows = len(scored.rewards)
     outputs = {
         "rewards": np.asarray(scored.rewards, dtype=np.float32),
         "exceeded": np.asarray(scored.exceeded, dtype=np.int32).reshape(-1, 1),
-        "contract_hash": _bytes_column(
-            [(scored.contract_hash or "").encode()] * len(scored.rewards)
-        ),
+        "contract_hash": _bytes_column([(scored.contract_hash or "").encode()] * rows),
+        "model_fingerprint": _bytes_column([(scored.model_fingerprint or "").encode()] * rows),
     }
     for spec in OPTIONAL_OUTPUTS:
         values = getattr(scored, spec.name)
@@ -141,10 +145,9 @@ def encode_rewards(scored: ScoredRows) -> dict[str, np.ndarray]:
 
 
 def decode_rewards(outputs: Mapping[str, np.ndarray]) -> ScoredRows:
-    """Decode an answer; a server of NeMo-Aligner sends no ``contract_hash``, or only rewards."""
+    """Decode an answer; a server of NeMo-Aligner sends ``exceeded`` at most, or only rewards."""
     rewards = np.asarray(outputs["rewards"], dtype=np.float32)
     exceeded = outputs.get("exceeded", np.zeros(len(rewards)))
-    hashes = outputs.get("contract_hash", np.array([b""]))
     optional = {spec.name: outputs.get(spec.name) for spec in OPTIONAL_OUTPUTS}
     for spec in OPTIONAL_OUTPUTS:
         values = optional[spec.name]
@@ -156,9 +159,16 @@ def decode_rewards(outputs: Mapping[str, np.ndarray]) -> ScoredRows:
         rewards,
         {},
         np.asarray(exceeded).reshape(-1).astype(bool),
-        _decode_bytes(hashes.reshape(-1)[0]) or None,
+        _first_text(outputs, "contract_hash"),
+        _first_text(outputs, "model_fingerprint"),
         **optional,
     )
+
+
+def _first_text(outputs: Mapping[str, np.ndarray], name: str) -> str | None:
+    """Text that is the same for all rows; None where a server sends none, or an empty one."""
+    values = outputs.get(name, np.array([b""]))
+    return _decode_bytes(values.reshape(-1)[0]) or None
 
 
 def _decode_steps(values: np.ndarray) -> np.ndarray:
@@ -169,13 +179,17 @@ def _decode_steps(values: np.ndarray) -> np.ndarray:
 
 
 def encode_contract(
-    contract: ScoringContract, turn_end: TurnEnd | None, sample_frame: SampleFrame | None
+    contract: ScoringContract,
+    turn_end: TurnEnd | None,
+    sample_frame: SampleFrame | None,
+    fingerprint: str | None = None,
 ) -> dict[str, np.ndarray]:
-    """Outputs of the ``contract`` model that stay: the contract, and the frame of its template."""
+    """Outputs of the ``contract`` model that stay: how samples become scores, and which model."""
     end = None if turn_end is None else turn_end.to_dict()
     frame = None if sample_frame is None else sample_frame.to_dict()
     return {
         "contract": _json_output(contract.to_dict()),
+        "model_fingerprint": np.array([(fingerprint or "").encode()], dtype=np.object_),
         "turn_end": _json_output(end),
         "sample_frame": _json_output(frame),
     }
@@ -188,6 +202,11 @@ def decode_contract(outputs: Mapping[str, np.ndarray]) -> ScoringContract:
         CheckpointError: it is of another version, or was changed.
     """
     return ScoringContract.from_dict(_decode_json(outputs["contract"]))
+
+
+def decode_fingerprint(outputs: Mapping[str, np.ndarray]) -> str | None:
+    """Decode the model's fingerprint; None where the server tells none."""
+    return _first_text(outputs, "model_fingerprint")
 
 
 def decode_template_part(
@@ -332,11 +351,9 @@ def _decode_tokens(inputs: Mapping[str, np.ndarray]) -> list[list[int]]:
 def _conversation(row: int, text: str) -> Text:
     """Parse a conversation of a row; raise ServingError with the row if it is none."""
     try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise ServingError(f"conversations, row {row}: not JSON ({error})") from None
-    except RecursionError:
-        raise ServingError(f"conversations, row {row}: JSON that is nested too deeply") from None
+        given = read_json(text)
+    except ServingError as error:
+        raise ServingError(f"conversations, row {row}: {error}") from None
     messages = given.get("messages") if isinstance(given, dict) else given
     if not isinstance(messages, list) or not messages:
         raise ServingError(
@@ -347,98 +364,3 @@ def _conversation(row: int, text: str) -> Text:
         return read_text(given)
     except DataError as error:
         raise ServingError(f"row {row}: {error}") from error
-
-
-# Tensors as HTTP bodies: KServe v2 with its extension for binary data. A body is JSON, whose length
-# a header gives, and then the tensors' bytes in its order, little-endian; an item of BYTES has its
-# length before it in 4 bytes. Texts as JSON would be escaped and parsed once more on each side.
-
-HEADER_LENGTH = "Inference-Header-Content-Length"
-_BYTES = "BYTES"
-_TYPES = {
-    "BOOL": np.bool_,
-    "INT8": np.int8,
-    "INT16": np.int16,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "UINT8": np.uint8,
-    "UINT16": np.uint16,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
-    "FP16": np.float16,
-    "FP32": np.float32,
-    "FP64": np.float64,
-}
-_NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
-
-
-def encode_body(inputs: Mapping[str, np.ndarray]) -> tuple[bytes, dict[str, str]]:
-    """Encode a request: its body and headers; arrays of ``bytes`` become BYTES."""
-    listed, pieces = [], []
-    for name, array in inputs.items():
-        datatype = _NAMES.get(array.dtype, _BYTES)
-        raw = _packed(array) if datatype == _BYTES else np.ascontiguousarray(array).tobytes()
-        listed.append(
-            {
-                "name": name,
-                "shape": list(array.shape),
-                "datatype": datatype,
-                "parameters": {"binary_data_size": len(raw)},
-            }
-        )
-        pieces.append(raw)
-    header = json.dumps({"inputs": listed, "parameters": {"binary_data_output": True}}).encode()
-    headers = {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(header))}
-    return b"".join([header, *pieces]), headers
-
-
-def decode_body(body: bytes, headers: Mapping[str, str]) -> Tensors:
-    """Decode the outputs of an answer, whether they are binary or JSON.
-
-    Raises:
-        ServingError: it is no answer of KServe v2.
-    """
-    try:
-        length = int(headers.get(HEADER_LENGTH, len(body)))
-        return dict(_outputs(json.loads(body[:length])["outputs"], body[length:]))
-    except (ValueError, TypeError, KeyError, AttributeError, struct.error, RecursionError) as error:
-        raise ServingError(f"got {shown(body[:80])}, wanted an answer of KServe v2") from error
-
-
-def _outputs(listed: list[dict[str, Any]], binary: bytes) -> Iterator[tuple[str, np.ndarray]]:
-    start = 0
-    for output in listed:
-        shape, datatype = output["shape"], output["datatype"]
-        size = output.get("parameters", {}).get("binary_data_size")
-        if size is None:
-            values = _from_json(output["data"], datatype)
-        else:
-            values = _from_binary(binary[start : start + size], datatype)
-            start += size
-        yield output["name"], values.reshape(shape)
-
-
-def _from_json(data: list[Any], datatype: str) -> np.ndarray:
-    if datatype == _BYTES:
-        return np.array([str(text).encode() for text in data], dtype=np.object_)
-    # JSON has no NaN: a server writes null, if anything.
-    return np.array([np.nan if value is None else value for value in data], _TYPES[datatype])
-
-
-def _from_binary(raw: bytes, datatype: str) -> np.ndarray:
-    if datatype == _BYTES:
-        return np.array(list(_unpacked(raw)), dtype=np.object_)
-    return np.frombuffer(raw, _TYPES[datatype])
-
-
-def _packed(array: np.ndarray) -> bytes:
-    return b"".join(struct.pack("<I", len(item)) + item for item in array.reshape(-1))
-
-
-def _unpacked(raw: bytes) -> Iterator[bytes]:
-    start = 0
-    while start < len(raw):
-        (size,) = struct.unpack_from("<I", raw, start)
-        start += 4
-        yield raw[start : start + size]
-        start += size

@@ -14,13 +14,20 @@ from typing import Any
 from pydantic import Field
 
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
-from nemo_aligner.serving.protocols.base import Body, Items, Route, Served, refuse_with_detail
+from nemo_aligner.serving.protocols.base import (
+    Body,
+    Route,
+    Rows,
+    Served,
+    refuse_other_samples,
+    refuse_with_detail,
+)
 
 
 class GetRewardRequest(Body):
     """Texts to score; what else is sent has no part in a reward."""
 
-    query: Items[str] = Field(min_length=1, examples=[["What is red? A rose."]])
+    query: Rows[str] = Field(min_length=1, examples=[["What is red? A rose."]])
     prompts: list[Any] | None = None
     labels: list[Any] | None = None
 
@@ -34,7 +41,8 @@ class GetRewardResponse(Body):
 
 
 def read(body: GetRewardRequest) -> ScoreRequest:
-    """The queries, as raw texts."""
+    """The queries, as raw texts; raise ServingError for samples of another name, too."""
+    refuse_other_samples(body, "query")
     return ScoreRequest(texts=[*body.query])
 
 

@@ -22,11 +22,12 @@ from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
     Body,
     HttpAnswer,
-    Items,
     Route,
+    Rows,
     Served,
     as_json,
     conversation_of,
+    refuse_other_samples,
     text_of,
 )
 from nemo_aligner.serving.protocols.vllm import check_fixed
@@ -41,7 +42,7 @@ class DocumentsRequest(Body):
     """A query and documents, which are replies to it."""
 
     query: str | dict[str, Any] = Field(examples=["What is red?"])
-    documents: Items[str | dict[str, Any]] = Field(min_length=1, examples=[["A rose.", "The sky."]])
+    documents: Rows[str | dict[str, Any]] = Field(min_length=1, examples=[["A rose.", "The sky."]])
     model: str | None = None
     top_n: int | None = Field(None, ge=0, description="the best ones alone; 0 or null: all")
     return_documents: bool | None = None
@@ -68,6 +69,7 @@ class DocumentsResponse(Body):
 def read(body: DocumentsRequest) -> ScoreRequest:
     """Read pairs of the query and each document; raise ServingError for what is no text."""
     check_fixed(body, special_tokens=True)
+    refuse_other_samples(body, "documents")
     rank_fields = (body.model_extra or {}).get("rank_fields")
     if rank_fields not in _RANK_FIELDS:
         raise ServingError(

@@ -5,7 +5,8 @@ objects with ``messages``, ``tools`` and ``documents``, which get the model's ch
 ``tokens`` (token ids, scored as they stand). ``rewards`` has a row for each, with a number for each
 of ``attributes``, or null where it cannot be scored, and ``errors`` says why. ``scale`` says what
 the numbers are: ``probability``, ``log_odds`` or ``score``. ``truncated`` says which texts were cut
-to the model's length. With ``outputs: true`` a model with several outputs for
+to the model's length. ``contract_hash`` and ``model_fingerprint`` say by what contract and weights
+the rows were scored. With ``outputs: true`` a model with several outputs for
 each attribute adds ``spread``, how uncertain each reward is, and its ``outputs``. With
 ``steps: true`` a model with a reward for each turn or step adds ``steps``: of each row all of them,
 each with the ``message`` (null in a raw text) and the characters ``start`` to ``end`` of it.
@@ -26,6 +27,7 @@ from nemo_aligner.serving.protocols.base import (
     HttpAnswer,
     Items,
     Route,
+    Rows,
     Served,
     read_conversation,
 )
@@ -62,9 +64,9 @@ RewardConversation = Annotated[
 class RewardsRequest(Body, extra="forbid"):
     """Exactly one of the three."""
 
-    texts: Items[str] | None = Field(None, min_length=1, examples=[["What is red? A rose."]])
-    conversations: Items[RewardConversation] | None = Field(None, min_length=1)
-    tokens: Items[Items[int]] | None = Field(None, min_length=1)
+    texts: Rows[str] | None = Field(None, min_length=1, examples=[["What is red? A rose."]])
+    conversations: Rows[RewardConversation] | None = Field(None, min_length=1)
+    tokens: Rows[Items[int]] | None = Field(None, min_length=1)
     outputs: bool = Field(False, description="also answer spread and outputs, if there are any")
     steps: bool = Field(False, description="also answer the rewards of turns or steps")
 
@@ -92,6 +94,7 @@ class RewardsResponse(Body):
     attributes: list[str]
     scale: str | None
     contract_hash: str | None
+    model_fingerprint: str | None
     truncated: list[bool]
     errors: list[RowError]
     raw_rewards: list[list[float] | None] | None = None
@@ -138,6 +141,7 @@ def answer(body: RewardsRequest, scored: ScoredRows, served: Served) -> dict[str
         "attributes": list(served.attributes),
         "scale": served.scale,
         "contract_hash": scored.contract_hash,
+        "model_fingerprint": scored.model_fingerprint,
         "truncated": scored.exceeded.tolist(),
         "errors": [{"row": row, "message": why} for row, why in scored.errors.items()],
         **{name: _rows(values) for name, values in shaped.items() if values is not None},

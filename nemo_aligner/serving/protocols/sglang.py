@@ -17,7 +17,16 @@ from pydantic import Field, RootModel
 
 from nemo_aligner.serving.failures import RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
-from nemo_aligner.serving.protocols.base import Body, HttpAnswer, Items, Route, Served, as_json
+from nemo_aligner.serving.protocols.base import (
+    Body,
+    HttpAnswer,
+    Items,
+    Route,
+    Rows,
+    Served,
+    as_json,
+    refuse_other_samples,
+)
 from nemo_aligner.utils.errors import ServingError
 
 # Fields that would score another input, or with another model, and ask for more than a reward.
@@ -41,9 +50,9 @@ _NOT_HERE = (
 class SglangRequest(Body):
     """``text`` or ``input_ids``, one or several."""
 
-    text: str | Items[str] | None = Field(None, examples=[["What is red? A rose."]])
-    input_ids: Items[int] | Items[Items[int]] | None = None
-    rid: str | list[str] | None = None
+    text: str | Rows[str] | None = Field(None, examples=[["What is red? A rose."]])
+    input_ids: Items[int] | Rows[Items[int]] | None = None
+    rid: str | Items[str] | None = None
 
 
 class SglangRow(Body):
@@ -64,8 +73,10 @@ def read(body: SglangRequest) -> ScoreRequest:
         if value not in (None, False, []):
             raise ServingError(f"{name}: got {as_json(value)}, wanted null: rewards are of texts")
     if (body.text is None) == (body.input_ids is None):
-        raise ServingError("wanted one of text and input_ids")
+        amount = "neither" if body.text is None else "both"
+        raise ServingError(f"got {amount} of text and input_ids, wanted one of them")
     name = "input_ids" if body.text is None else "text"
+    refuse_other_samples(body, name)
     rows = _rows(body)
     if not rows:
         raise ServingError(f"{name}: got none, wanted at least 1")

@@ -25,6 +25,7 @@ from nemo_aligner.serving.protocols.base import (
     Route,
     Served,
     conversation_of,
+    refuse_other_samples,
 )
 from nemo_aligner.utils.errors import ServingError
 
@@ -42,7 +43,8 @@ class RemoteRmResponse(RootModel[float]):
 
 
 def read(body: RemoteRmRequest) -> ScoreRequest:
-    """Read one sample; raise ServingError where its prompt is no conversation."""
+    """Read one sample; raise ServingError where its prompt is none, or there is another."""
+    refuse_other_samples(body, "prompt")
     if isinstance(body.prompt, str):
         return ScoreRequest(texts=[body.prompt + body.response])
     if not body.prompt:

@@ -24,7 +24,7 @@ from pydantic import Field, RootModel
 
 import nemo_aligner
 from nemo_aligner.config.common import Overlong
-from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.readout import PROBABILITY, sigmoid
@@ -36,7 +36,9 @@ from nemo_aligner.serving.protocols.base import (
     Items,
     ModelRoute,
     Route,
+    Rows,
     Served,
+    refuse_other_samples,
 )
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.utils.errors import ServingError
@@ -47,7 +49,7 @@ Direction = Literal["left", "right", "Left", "Right"]
 class PredictRequest(Body):
     """A text, a pair, or a list of lists of one or two texts."""
 
-    inputs: str | Items[str] | Items[Items[str]] = Field(examples=["What is red? A rose."])
+    inputs: str | Rows[str] | Rows[Items[str]] = Field(examples=["What is red? A rose."])
     truncate: bool | None = None
     truncation_direction: Direction = "Right"
     raw_scores: bool = True
@@ -68,7 +70,7 @@ class RerankRequest(Body):
     """What the user says, and replies to it."""
 
     query: str = Field(examples=["What is red?"])
-    texts: Items[str] = Field(min_length=1, examples=[["A rose.", "The sky."]])
+    texts: Rows[str] = Field(min_length=1, examples=[["A rose.", "The sky."]])
     return_text: bool = False
     truncate: bool | None = None
     truncation_direction: Direction = "Right"
@@ -90,6 +92,7 @@ class RerankResponse(RootModel[list[Rank]]):
 def read_predict(body: PredictRequest) -> ScoreRequest:
     """Read texts and pairs; raise ServingError for none, for three, or for another score."""
     _check_options(body)
+    refuse_other_samples(body, "inputs")
     given: Any = body.inputs
     rows = given if _is_batch(body) else [[given] if isinstance(given, str) else given]
     if not rows:
@@ -116,6 +119,7 @@ def _conversation(query: str, reply: str) -> Text:
 def read_rerank(body: RerankRequest) -> ScoreRequest:
     """Read a query with each of its texts; raise ServingError for another score."""
     _check_options(body)
+    refuse_other_samples(body, "texts")
     return ScoreRequest(texts=[_conversation(body.query, text) for text in body.texts])
 
 
@@ -210,7 +214,7 @@ ROUTES: list[Route[Any]] = [
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def describe_model(contract: ScoringContract | None, config: GatewayConfig) -> HttpAnswer:
+def describe_model(contract: ScoringContract | None, config: FrontConfig) -> HttpAnswer:
     """TEI's ``/info``; the numbers of a batch are the gateway's, as no batch is made here."""
     attributes = ("reward",) if contract is None else contract.attributes
     labels = {str(column): name for column, name in enumerate(attributes)}

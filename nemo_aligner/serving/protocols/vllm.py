@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, WithJsonSchema
 
-from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.serving.failures import RequestError
@@ -35,9 +35,11 @@ from nemo_aligner.serving.protocols.base import (
     Items,
     ModelRoute,
     Route,
+    Rows,
     Served,
     as_json,
     conversation_of,
+    refuse_other_samples,
 )
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.utils.errors import ServingError
@@ -93,7 +95,7 @@ class PoolingRequest(Body):
     """``input`` or ``messages``."""
 
     model: str | None = None
-    input: str | Items[str] | Items[int] | Items[Items[int]] | None = Field(
+    input: str | Rows[str] | Items[int] | Rows[Items[int]] | None = Field(
         None, examples=[["What is red? A rose."]]
     )
     messages: Items[dict[str, Any]] | None = None
@@ -106,10 +108,10 @@ class PairsRequest(Body):
     """``queries`` and ``documents``, or one of vLLM's other names for the two."""
 
     model: str | None = None
-    queries: str | dict[str, Any] | Items[str | dict[str, Any]] | None = Field(
+    queries: str | dict[str, Any] | Rows[str | dict[str, Any]] | None = Field(
         None, examples=["What is red?"]
     )
-    documents: str | dict[str, Any] | Items[str | dict[str, Any]] | None = Field(
+    documents: str | dict[str, Any] | Rows[str | dict[str, Any]] | None = Field(
         None, examples=[["A rose.", "The sky."]]
     )
     tools: JsonObjects = None
@@ -142,7 +144,9 @@ class PoolingResponse(Body):
 def read_input(body: PoolingRequest) -> ScoreRequest:
     """Read a request; raise ServingError for one without texts, or for another score."""
     if (body.input is None) == (body.messages is None):
-        raise ServingError("wanted one of input and messages")
+        amount = "neither" if body.input is None else "both"
+        raise ServingError(f"got {amount} of input and messages, wanted one of them")
+    refuse_other_samples(body, "messages" if body.input is None else "input")
     # vLLM's default for special tokens: off for messages, whose template writes them, on for texts.
     if body.messages is not None:
         check_fixed(body, special_tokens=False)
@@ -169,13 +173,16 @@ def _token_lists(given: Any) -> list[list[int]] | None:
 
 
 def read_pairs(body: PairsRequest) -> ScoreRequest:
-    """Read pairs; raise ServingError without a pair of names, or if their lengths do not match."""
+    """Read pairs; raise ServingError for other names than a pair, or lengths that do not match."""
     check_fixed(body, special_tokens=True)
     fields = dict(body)
     names = [each for each in _PAIRS if all(fields.get(name) is not None for name in each)]
-    if len(names) != 1:
+    present = {name for each in _PAIRS for name in each if fields.get(name) is not None}
+    if len(names) != 1 or present != {*names[0]}:
+        got = ", ".join(sorted(present)) or "none of them"
         wanted = ", or ".join(" with ".join(each) for each in _PAIRS)
-        raise ServingError(f"got {', '.join(body.model_fields_set) or 'nothing'}, wanted {wanted}")
+        raise ServingError(f"got {got}, wanted {wanted}")
+    refuse_other_samples(body, names[0][0])
     first, second = ([*_sides(fields[name], name)] for name in names[0])
     if not first or not second or (len(first) > 1 and len(first) != len(second)):
         raise ServingError(
@@ -337,7 +344,7 @@ ROUTES: list[Route[Any]] = [
 ]
 
 
-def list_models(contract: ScoringContract | None, config: GatewayConfig) -> HttpAnswer:
+def list_models(contract: ScoringContract | None, config: FrontConfig) -> HttpAnswer:
     """OpenAI's list, of one model."""
     model: dict[str, Any] = {
         "id": MODEL_NAME,

@@ -17,6 +17,7 @@ from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.contract.contract import NoTemplateError, OverlongError
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.evaluation.sources import load_source
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import AlignerError, CheckpointError, DataError
@@ -56,20 +57,20 @@ def test_a_batch_gives_what_a_text_alone_gives(folder: Path, batch_tokens: int) 
         ids = torch.tensor([model.encode(text).token_ids])
         with torch.no_grad():
             alone.append(model.model(input_ids=ids).logits[0].tolist())
-    np.testing.assert_allclose(model.score(TEXTS), alone, atol=1e-5)
+    np.testing.assert_allclose(score_all(model, TEXTS), alone, atol=1e-5)
     assert model.attributes == ("reward",)
 
 
 def test_names_means_and_a_missing_pad_token_are_read(tmp_path: Path) -> None:
     tiny.write_hf_reward_model(tmp_path, labels=2)
-    plain = load(tmp_path).score(TEXTS)
+    plain = score_all(load(tmp_path), TEXTS)
     path = tmp_path / "config.json"
     changes = {"id2label": {0: "good", 1: "long"}, "label_means": {"good": 1, "long": 2}}
     config = {**json.loads(path.read_text()), **changes, "pad_token_id": None}
     path.write_text(json.dumps(config))
     model = load(tmp_path)
     assert model.attributes == ("good", "long")
-    np.testing.assert_allclose(model.score(TEXTS), plain + np.array([1, 2]), atol=1e-5)
+    np.testing.assert_allclose(score_all(model, TEXTS), plain + np.array([1, 2]), atol=1e-5)
 
 
 def test_contract_of_an_export_is_followed(
@@ -81,9 +82,9 @@ def test_contract_of_an_export_is_followed(
     assert model.contract == scorer.contract
     assert model.encode(TEXTS[2]) == scorer.encode(TEXTS[2])
     assert model.encode(TEXTS[2]).truncated
-    np.testing.assert_allclose(model.score(TEXTS), scorer.score(TEXTS), atol=1e-4)
+    np.testing.assert_allclose(score_all(model, TEXTS), score_all(scorer, TEXTS), atol=1e-4)
     source = load_source(EvaluateConfig(hf_model=str(exported_folder / "hf")), layout)
-    assert source.attribute_weights == scorer.contract.attribute_weights
+    assert source.weights == scorer.contract.attribute_weights
     assert source.about_contract == scorer.contract.hash
 
 

@@ -37,6 +37,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, read_text
 from nemo_aligner.checkpoint.weights import load_weights
 from nemo_aligner.checkpoint.weights.save import _ReadingPlanner
 from nemo_aligner.config.common import Precision
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError
 from tests import tiny
@@ -215,7 +216,7 @@ def test_conversion_has_the_rewards_of_transformers(case: str, layout: Any, tmp_
     with torch.no_grad():
         wanted = model(batch.input_ids, attention_mask=batch.attention_mask).logits.numpy()
     assert wanted.std() > 0.1
-    got = scorer.score([*texts, conversation])
+    got = score_all(scorer, [*texts, conversation])
     np.testing.assert_allclose(got, wanted, atol=1e-4, rtol=1e-5)
 
 
@@ -336,7 +337,7 @@ def test_conversion_of_a_folder_that_was_saved_twice_reads_what_transformers_rea
         assert (f"note: read {whole.name}, as transformers does, and not" in str(summary)) == (
             not settings
         )
-        got = load_scorer(tmp_path / f"{name}.nemo", layout).score(["the cat sings"])
+        got = score_all(load_scorer(tmp_path / f"{name}.nemo", layout), ["the cat sings"])
         np.testing.assert_allclose(got, wanted, atol=1e-4)
     check_refused(
         changed_reward,

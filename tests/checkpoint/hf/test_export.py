@@ -23,6 +23,7 @@ from nemo_aligner.checkpoint.hf.export import ShardWriter, write_tokenizer
 from nemo_aligner.checkpoint.nemo.archive import open_nemo, write_nemo
 from nemo_aligner.checkpoint.weights.save import LazyTensor, save_lazy
 from nemo_aligner.checkpoint.weights.store import TensorStore
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.contract.tokenizer import load_tokenizer
 from nemo_aligner.serving.engine.scorer import load_scorer
@@ -166,7 +167,7 @@ def test_export_card_has_a_program_that_gives_the_rewards(
     monkeypatch.chdir(tmp_path)
     variables: dict[str, Any] = {}
     exec(program.partition("```")[0], variables)
-    wanted = load_scorer(three, layout).score([variables["conversation"]])
+    wanted = score_all(load_scorer(three, layout), [variables["conversation"]])
     np.testing.assert_allclose(variables["rewards"].numpy(), wanted, atol=1e-4, rtol=0)
     assert np.abs(variables["logits"].numpy() - wanted).max() > 1
 
@@ -276,7 +277,7 @@ def test_export_merged_gives_the_weighted_sum(three: Path, layout: Any, tmp_path
     convert(tmp_path / "out", tmp_path / "merged.nemo")
     texts = ["the cat sleeps", "a dog"]
     parts, merged = (
-        load_scorer(path, layout).score(texts) for path in (three, tmp_path / "merged.nemo")
+        score_all(load_scorer(path, layout), texts) for path in (three, tmp_path / "merged.nemo")
     )
     np.testing.assert_allclose(merged, parts @ np.array(WEIGHTS)[:, None], atol=1e-4, rtol=0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -128,7 +129,7 @@ def ours(folder: Path, tensors: Tensors, tokenizer: Path) -> Path:
 def test_ranks_get_what_was_written_and_save_it_as_it_was(
     write: Writer, theirs: Theirs, tensors: Tensors, layout: Any, tmp_path: Path
 ) -> None:
-    """At TP=2 and at PP=2, from layers stacked and apart."""
+    """At TP=2 and at PP=2, from layers stacked and apart; the sums are those of one process."""
     if write is zarr_folder:
         pytest.importorskip("zarr")
     source = theirs(write)
@@ -138,6 +139,10 @@ def test_ranks_get_what_was_written_and_save_it_as_it_was(
     assert done.stdout.count("kernels are used: False") == 2 * len(LAYOUTS)
     told = "kernels.c is not used, so scoring is slower on this CPU: rank 1: found no C compiler"
     assert done.stderr.count(told) == 1
+    request = load(source, layout).model.sharded_state_dict(prefix="model.")
+    alone = json.dumps(save_weights(request, tmp_path / "alone"), sort_keys=True)
+    sums = [line for line in done.stdout.splitlines() if "sums: " in line]
+    assert [line.partition("sums: ")[2] for line in sums] == [alone] * 2 * len(LAYOUTS)
     for name in LAYOUTS:
         got = dist_checkpointing.load_plain_tensors(str(tmp_path / name))
         found = {key.removeprefix("model."): tensor for key, tensor in got.items()}

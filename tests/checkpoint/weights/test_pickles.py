@@ -18,6 +18,7 @@ from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
 from nemo_aligner.checkpoint.safe_load import bounded_torch_load, read_metadata
 from nemo_aligner.checkpoint.weights import open_weights
 from nemo_aligner.checkpoint.weights.store import read_common
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.utils.errors import CheckpointError
 from tests import tiny
 from tests.checkpoint.loading import Bomb
@@ -148,7 +149,7 @@ def test_pickles_of_plain_data_and_tensors_are_read(saved: Path, tmp_path: Path)
     torch.save(load_file(weights), tmp_path / "pytorch_model.bin")
     weights.unlink()
     model = load_hf_reward_model(str(tmp_path), None, 8192)
-    assert model.score(["a cat"]).shape == (1, 1)
+    assert score_all(model, ["a cat"]).shape == (1, 1)
 
 
 @pytest.mark.parametrize(

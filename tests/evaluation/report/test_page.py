@@ -28,6 +28,7 @@ from tests.contracts import Contracts
 from tests.data.files import write
 from tests.evaluation.refusals import refusal
 from tests.evaluation.report.folders import EVIL, SECTIONS, pair_rows, write_run
+from tests.scorers import measured, source_of
 
 LIMIT = 3_000_000
 VOID = {"meta", "link", "br", "img", "wbr"}
@@ -212,7 +213,7 @@ def test_page_shows_robustness_where_it_was_checked(run: Path, tmp_path: Path) -
     said = [{"role": "assistant", "content": "Yes."}]
     pair = Prediction.of_pair("x:1", "", (said, said), np.array([2.0, 1.0]))
     pairs = Predictions([pair] * 3)
-    found = check_robustness(pairs, lambda texts: np.full(len(texts), 1.5), lambda text: True, 2)
+    found = check_robustness(pairs, source_of(lambda texts: np.full((len(texts), 1), 1.5)), 2)
     folder, evaluated = write_run(tmp_path / "robust"), tmp_path / "evaluated.json"
     content = {"metrics": {}, "data": "x.jsonl", "robustness": robustness_json(found)}
     for path in (folder / "robustness.json", evaluated):
@@ -357,10 +358,10 @@ def test_page_of_evaluations_of_pairs_ratings_and_benchmarks(
     for name in ("llmbar", "best_of_n"):
         task, path = find_task(name), tmp_path / f"{name}.jsonl"
         path.write_text(3 * (json.dumps(task.sample) + "\n"))
-        tasks.append(run_task(task, path, by_length))
+        tasks.append(run_task(task, path, source_of(by_length)))
     results = {
-        "pairs": evaluate_comparisons(by_length, pairs),
-        "r": evaluate_ratings(by_length, ratings, ["helpful"]),
+        "pairs": measured(evaluate_comparisons, source_of(by_length), pairs),
+        "r": measured(evaluate_ratings, source_of(by_length, attributes=("helpful",)), ratings),
         **{each.task: each for each in tasks},
     }
     of_pairs, rated, llmbar, best = (

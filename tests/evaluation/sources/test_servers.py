@@ -76,7 +76,7 @@ def by_length(body: dict[str, Any]) -> tuple[int, Any]:
 
 def ask(url: str, texts: list[Any], **settings: Any) -> np.ndarray:
     with open_server(url, SourceConfig(**settings)) as source:
-        return source.score(texts)
+        return source.scorer.score_rows(texts).rewards
 
 
 def test_asked_server_refuses_one_text_and_rewards_the_others(server: Told) -> None:

@@ -17,9 +17,10 @@ from nemo_aligner.utils.errors import AlignerError, ConfigError, ServingError
 from tests import tiny
 from tests.checkpoint.hf.exporting import export
 from tests.evaluation.refusals import refusal
-from tests.serving.servers import gateway, running
+from tests.serving.servers import SERVE, gateway, running
 
 ATTRIBUTES = ("helpfulness", "verbosity")
+NO_MODEL = f"expect_fingerprint={'0' * 32}"
 WEIGHTS = "source.attribute_weights={helpfulness: 1, verbosity: 1}"
 
 
@@ -49,11 +50,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def sources(folder: Path) -> Iterator[dict[str, list[str]]]:
     """Settings of every source but the archive."""
-    pytest.importorskip("pytriton")
     pytest.importorskip("fastapi")
     for name in ("server", "gateway"):
         (folder / name).mkdir()
-    serve = ("examples/serve_reward_model.py", f"rm_model_file={folder / 'rm.nemo'}")
+    serve = (SERVE, f"rm_model_file={folder / 'rm.nemo'}")
     with (
         running(folder / "server", *serve, "server.port=0", "model.micro_batch_tokens=256") as ours,
         gateway(folder / "gateway", f"backends=[{ours.url}]") as others,
@@ -125,6 +125,9 @@ def test_source_that_settings_do_not_fit_is_refused(
         ("export", "source.attribute_weights={a: 1}", ConfigError, "wanted the model's: helpf"),
         ("vllm", "expect_contract=ab", ConfigError, "says no scoring contract"),
         ("ours", "expect_contract=ab", ConfigError, "wanted ab"),
+        ("vllm", NO_MODEL, ConfigError, "tells no model fingerprint"),
+        ("export", NO_MODEL, ConfigError, "tells no model fingerprint"),
+        ("ours", NO_MODEL, ServingError, "wanted 0000"),
         ("ours", "precision=bf16", AlignerError, "precision: got 'bf16', wanted null"),
         ("ours", WEIGHTS, ConfigError, "no use for it"),
         ("export", "source.timeout_s=1", ConfigError, "no use for it"),

@@ -26,6 +26,7 @@ from nemo_aligner.serving.protocols import StepRewards
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.data.files import published
 from tests.evaluation.refusals import refusal
+from tests.scorers import source_of
 
 
 def write(path: Path, records: Sequence[dict[str, Any]]) -> Path:
@@ -56,7 +57,9 @@ def test_every_task_reads_and_scores_its_sample(tmp_path: Path) -> None:
     for name in TASKS:
         task = find_task(name)
         path = write(tmp_path / "sample.jsonl", [task.sample])
-        report = run_task(task, path, by_length, score_steps=by_last_letter)
+        report = run_task(
+            task, path, source_of(by_length, by_last_letter if task.reads_steps else None)
+        )
         (judged,) = report.predictions.rows
         of_steps = len(judged.item.texts[0][-1]["content"]) if task.reads_steps else None
         assert (of_steps or len(judged.item.texts)) == len(judged.rewards) >= 2, name
@@ -69,7 +72,9 @@ def test_every_task_reads_and_scores_its_sample(tmp_path: Path) -> None:
         verdict = json.loads(line)
         assert sum(map(len, verdict["rewards"].values())) == len(judged.rewards), name
         write(path, [task.sample, {"text": "x"}])
-        assert "sample.jsonl:2: missing key" in refusal(DataError, run_task, task, path, by_length)
+        assert "sample.jsonl:2: missing key" in refusal(
+            DataError, run_task, task, path, source_of(by_length)
+        )
 
 
 def test_task_that_is_not_there_is_named() -> None:
@@ -107,7 +112,7 @@ def test_value_that_is_none_of_the_benchmarks_is_named(tmp_path: Path) -> None:
     wrong = {}
     for name, key, value, message in NO_VALUES:
         path = write(tmp_path / "other.jsonl", [{**find_task(name).sample, key: value}])
-        said = refusal(DataError, run_task, find_task(name), path, by_length)
+        said = refusal(DataError, run_task, find_task(name), path, source_of(by_length))
         if not (f"other.jsonl:1: {key}: " in said and message in said):
             wrong[name, key, str(value)] = said
     assert not wrong, wrong
@@ -116,7 +121,7 @@ def test_value_that_is_none_of_the_benchmarks_is_named(tmp_path: Path) -> None:
 def test_hhh_query_has_its_turns(tmp_path: Path) -> None:
     query = "Hi.\n\nAssistant:  Hello?\n\nHuman: 2+2?"
     path = write(tmp_path / "b.jsonl", [{**find_task("hhh").sample, "input": query}])
-    (judged,) = run_task(find_task("hhh"), path, by_number).predictions.rows
+    (judged,) = run_task(find_task("hhh"), path, source_of(by_number)).predictions.rows
     turns = [("user", "Hi."), ("assistant", "Hello?"), ("user", "2+2?")]
     texts = [
         [{"role": role, "content": text} for role, text in (*turns, ("assistant", reply))]
@@ -133,7 +138,7 @@ def pair(subset: str, margin: float) -> dict[str, Any]:
 def test_rewardbench_of_a_part_has_no_overall(tmp_path: Path) -> None:
     """How subsets add up: the published figures below."""
     path = write(tmp_path / "b.jsonl", [pair("hep-cpp", 1), pair("math-prm", -1)])
-    report = run_task(TASKS["rewardbench"], path, by_number)
+    report = run_task(TASKS["rewardbench"], path, source_of(by_number))
     found = report.metrics
     assert "RewardBench" not in found
     assert (report.accuracy, report.interval) == (None, None)
@@ -209,7 +214,9 @@ def test_rewardbench_2_counts_the_best_of_four_and_shares_ties(tmp_path: Path) -
         four("Math", (1, 3, 2, 0)),
         four("Math", (3, 3, 3, 0)),
     ]
-    report = run_task(TASKS["rewardbench2"], write(tmp_path / "b.jsonl", records), by_number)
+    report = run_task(
+        TASKS["rewardbench2"], write(tmp_path / "b.jsonl", records), source_of(by_number)
+    )
     assert [each.right for each in report.predictions.rows] == [1, 0, pytest.approx(1 / 3)]
     assert report.metrics == {"Math": pytest.approx(4 / 9)}
 
@@ -226,7 +233,7 @@ def test_rewardbench_2_ties_follow_the_published_rule(tmp_path: Path) -> None:
     ]
     others = [four(name, (1, 0)) for name in SUBSETS[:-1]]
     path = write(tmp_path / "b.jsonl", [*records, *others])
-    found = run_task(TASKS["rewardbench2"], path, by_number).metrics
+    found = run_task(TASKS["rewardbench2"], path, source_of(by_number)).metrics
     # Tied and ref: 1 and 2 are right; the margin beats the spread in 1 alone, with ref's, too.
     ratios = [min(4, 3) / 1, min(1, 1) / 6, min(-1, -1) / 4]
     tanh = sum(math.tanh(ratio - 1) for ratio in ratios) / 3
@@ -238,11 +245,13 @@ def test_rewardbench_2_ties_follow_the_published_rule(tmp_path: Path) -> None:
 def test_rm_bench_file_of_one_domain_has_it_in_its_name(tmp_path: Path) -> None:
     task = TASKS["rm_bench"]
     record = {key: value for key, value in task.sample.items() if key != "domain"}
-    report = run_task(task, write(tmp_path / "safety-refuse_filtered.json", [record]), by_length)
+    report = run_task(
+        task, write(tmp_path / "safety-refuse_filtered.json", [record]), source_of(by_length)
+    )
     assert {"safety-refuse", "safety-refuse, hard", "safety"} <= report.metrics.keys()
     path = write(tmp_path / "other_filtered.json", [record])
     assert "other_filtered.json:1: missing key 'domain'" in refusal(
-        DataError, run_task, task, path, by_length
+        DataError, run_task, task, path, source_of(by_length)
     )
 
 
@@ -303,7 +312,9 @@ def test_ppe_counts_its_pairs_and_the_best_of_k(tmp_path: Path) -> None:
         ppe(1, {31}, [[31, 0], [0, 31]], category="law"),
         ppe(2, {0, 1}, [[0, 31], [1, 2], [30, 1], [1, 3]], category="math"),
     ]
-    report = run_task(TASKS["ppe_correctness"], write(tmp_path / "p.jsonl", records), by_number)
+    report = run_task(
+        TASKS["ppe_correctness"], write(tmp_path / "p.jsonl", records), source_of(by_number)
+    )
     found = report.metrics
     assert (found["law"], found["math"], found["pairs"]) == (1, 0, 2 / 6)
     assert [row.count for row in report.rows if row.name in ("law", "pairs")] == [2, 6]
@@ -341,7 +352,9 @@ def test_best_of_n_rows_have_intervals_over_prompts(tmp_path: Path) -> None:
         {"prompt": "?", "responses": ["3", "2", "1", "0"], "scores": [first, 1, 1, 1]}
         for first in (5, 1)
     ]
-    report = run_task(TASKS["best_of_n"], write(tmp_path / "b.jsonl", records), by_number)
+    report = run_task(
+        TASKS["best_of_n"], write(tmp_path / "b.jsonl", records), source_of(by_number)
+    )
     found = report.metrics
     # Of six pairs of the rewards 3, 2, 1, 0 three have the 3 as their best, two the 2, one the 1.
     rewards = [found.pop(f"best of {n}, its reward") for n in (1, 2, 4)]
@@ -369,7 +382,9 @@ def test_texts_too_long_and_ties_of_people_are_left_out(tmp_path: Path) -> None:
         {**task.sample, "response 1": "four"},
         {**task.sample, "label": 2},
     ]
-    report = run_task(task, write(tmp_path / "b.jsonl", records), by_length, encode=encode)
+    report = run_task(
+        task, write(tmp_path / "b.jsonl", records), source_of(by_length, encoding=encode)
+    )
     assert report.left_out == {"too long": 1, "without a verdict": 1}
     assert "1 scored, 1 too long: left out, 1 without a verdict: left out" in report.render({})
 
@@ -386,7 +401,7 @@ REAL = (
 
 def test_real_files_are_read_whole() -> None:
     for name, file, count, left_out in REAL:
-        report = run_task(find_task(name), published(f"eval/{file}"), by_length)
+        report = run_task(find_task(name), published(f"eval/{file}"), source_of(by_length))
         found = len(report.predictions.rows), sum(report.left_out.values())
         assert found == (count, left_out), file
         assert 0 < report.rows[-1].value < 1, file
@@ -408,7 +423,7 @@ def test_processbench_is_the_mean_over_sets_of_a_harmonic_mean(tmp_path: Path) -
         record("olympiadbench-1", -1, 6),
     ]
     path = write(tmp_path / "all.jsonl", rows)
-    report = run_task(task, path, by_length, score_steps=by_last_letter, threshold=5.0)
+    report = run_task(task, path, source_of(by_length, by_last_letter), threshold=5.0)
     found = {row.name: row.value for row in report.rows}
     assert found["gsm8k, with an error"] == 0.5
     assert found["gsm8k, without"] == 1.0
@@ -418,15 +433,15 @@ def test_processbench_is_the_mean_over_sets_of_a_harmonic_mean(tmp_path: Path) -
     # A file of one set says by its name which it is.
     one = [{**row, "id": "7"} for row in rows[:3]]
     path = write(tmp_path / "gsm8k.jsonl", one)
-    report = run_task(task, path, by_length, score_steps=by_last_letter, threshold=5.0)
+    report = run_task(task, path, source_of(by_length, by_last_letter), threshold=5.0)
     assert report.metrics["gsm8k, F1"] == figures[0]
     assert report.accuracy is None
-    assert "wanted a model in this process that has a" in refusal(
-        ConfigError, run_task, task, path, by_length
+    assert "wanted a model that has a reward for each" in refusal(
+        ConfigError, run_task, task, path, source_of(by_length)
     )
     for change, said in (({"label": 3}, "label: got 3, wanted the"), ({"steps": []}, "steps: got")):
         write(path, [{**rows[0], **change}])
-        assert said in refusal(DataError, run_task, task, path, by_length)
+        assert said in refusal(DataError, run_task, task, path, source_of(by_length))
 
 
 def test_processbench_threshold_is_the_best_of_a_heldout_file(tmp_path: Path) -> None:
@@ -442,21 +457,29 @@ def test_processbench_threshold_is_the_best_of_a_heldout_file(tmp_path: Path) ->
     held, other = write(tmp_path / "held.jsonl", rows[:40]), write(tmp_path / "b.jsonl", rows[30:])
 
     def figure(threshold: float) -> float:
-        found = run_task(task, held, by_length, score_steps=by_last_letter, threshold=threshold)
+        found = run_task(task, held, source_of(by_length, by_last_letter), threshold=threshold)
         return float(np.mean([found.metrics[f"{name}, F1"] for name in ("gsm8k", "math")]))
 
-    chosen = choose_threshold(task, held, by_last_letter)
+    chosen = choose_threshold(
+        task, held, source_of(by_length, by_last_letter if task.reads_steps else None)
+    )
     best = max(figure(number / 2) for number in range(-1, 20))
     assert chosen.figure == pytest.approx(best)
     assert figure(chosen.value) == pytest.approx(best)
-    measured = run_task(task, other, by_length, score_steps=by_last_letter, threshold=chosen.value)
+    measured = run_task(task, other, source_of(by_length, by_last_letter), threshold=chosen.value)
     said = f"{chosen.value:g}, the best of held ({best:.4f} there, 40 items, 10 of them measured"
     assert chosen.about("held", measured).startswith(said)
     write(held, [{**rows[0], "label": -1}])
-    assert "of both kinds" in refusal(DataError, choose_threshold, task, held, by_last_letter)
+    assert "of both kinds" in refusal(
+        DataError, choose_threshold, task, held, source_of(by_length, by_last_letter)
+    )
     path = write(tmp_path / "c.jsonl", CHANGED)
     assert "prmbench has no rule to choose by" in refusal(
-        ConfigError, choose_threshold, find_task("prmbench"), path, by_last_letter
+        ConfigError,
+        choose_threshold,
+        find_task("prmbench"),
+        path,
+        source_of(by_length, by_last_letter),
     )
 
 
@@ -488,7 +511,7 @@ def test_prmbench_is_over_all_steps(tmp_path: Path) -> None:
     def measured(*records: dict[str, Any]) -> TaskResult:
         path = write(tmp_path / "all.jsonl", records)
         task = find_task("prmbench")
-        return run_task(task, path, by_length, score_steps=by_last_letter, threshold=5.0)
+        return run_task(task, path, source_of(by_length, by_last_letter), threshold=5.0)
 
     def f1(hits: int, false: int, missed: int) -> float:
         return 2 * hits / (2 * hits + false + missed)
@@ -530,6 +553,6 @@ def test_solution_without_a_reward_of_each_step_is_counted(tmp_path: Path) -> No
         return [StepRewards(first.rewards[1:]), *others]
 
     path = write(tmp_path / "all.jsonl", CHANGED)
-    report = run_task(find_task("prmbench"), path, by_length, encode=encode, score_steps=cut)
+    report = run_task(find_task("prmbench"), path, source_of(by_length, cut, encoding=encode))
     why = {"with a blank step, or the separator in one": 1, "without a reward of each step": 1}
     assert report.counts == {"kept": 4, **why}

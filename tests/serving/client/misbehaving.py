@@ -67,6 +67,7 @@ class Misbehaving:
         self.answer = answer
         self.asked: list[list[str]] = []
         self.limit, self.contract, self.is_old, self.port = 32, CONTRACT, False, 0
+        self.fingerprint: str | None = None  # as of a server before there were any
         self.not_ready: Answer | None = None
         self.most_at_once = self._at_once = 0
         self._lock = threading.Lock()
@@ -128,7 +129,10 @@ class Misbehaving:
             if self.is_old:
                 return 404, {"error": "Request for unknown model: 'contract' is not found"}
             text = json.dumps(self.contract.to_dict())
-            return 200, {"outputs": [output("contract", "BYTES", [1], [text])]}
+            outputs = [output("contract", "BYTES", [1], [text])]
+            if self.fingerprint is not None:
+                outputs.append(output("model_fingerprint", "BYTES", [1], [self.fingerprint]))
+            return 200, {"outputs": outputs}
         texts = sentences(body, int(headers["Inference-Header-Content-Length"]))
         with self._lock:
             self.asked.append(texts)
@@ -146,6 +150,9 @@ class Misbehaving:
         if not self.is_old:
             hashes = [self.contract.hash] * len(texts)
             outputs.append(output("contract_hash", "BYTES", [len(texts), 1], hashes))
+        if self.fingerprint is not None:
+            column = [self.fingerprint] * len(texts)
+            outputs.append(output("model_fingerprint", "BYTES", [len(texts), 1], column))
         return {"outputs": outputs}
 
 

@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.tools import invariance
+from tests.scorers import score_tokens
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -109,12 +111,12 @@ def calls(count: int, seed: int) -> Iterator[list[int]]:
 
 def count_changed(scorers: list[RewardScorer], texts: list[list[int]], orders: int) -> int:
     """Rewards in ``orders`` random orders and packings that are not those of the text alone."""
-    alone = invariance.score_alone(scorers[0].score_tokens, texts)
+    alone = invariance.score_alone(partial(score_tokens, scorers[0]), texts)
     assert np.ptp(alone) > 1e-3
     changed = 0
     for seed in range(orders):
         scorer = scorers[seed % len(scorers)]
-        got = invariance.score_calls(scorer.score_tokens, texts, calls(len(texts), seed))
+        got = invariance.score_calls(partial(score_tokens, scorer), texts, calls(len(texts), seed))
         changed += invariance.count_changed(got, alone)
     return changed
 
@@ -150,7 +152,8 @@ def alone(case: Case, layout: ParallelLayout) -> dict[str, list[list[float]]]:
     """By precision, the rewards of the texts of ``case``, each by itself."""
     return {
         precision.value: invariance.score_alone(
-            scorers_of(case, layout, precision, BATCH_INVARIANT_ROWS)[0].score_tokens, case.texts
+            partial(score_tokens, scorers_of(case, layout, precision, BATCH_INVARIANT_ROWS)[0]),
+            case.texts,
         ).tolist()
         for precision in PRECISIONS
     }

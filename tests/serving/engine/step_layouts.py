@@ -24,6 +24,7 @@ from nemo_aligner.config.model import (
     ScoredPosition,
 )
 from nemo_aligner.contract.from_settings import build_contract
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.data.dataset import StepReads, TokenizedDataset
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.token_index import TokenSequences
@@ -84,14 +85,14 @@ def compare(archive: Path, layout: ParallelLayout) -> dict[str, Any]:
     """Rewards of all turns, and in what company they have other bits."""
     plain, cached, small, whole = scorers(archive, layout, 4096, 64)
     texts = dialogues()
-    rewards = [each.rewards for each in plain.score_steps(texts)]
+    rewards = [each.rewards for each in plain.score_rows(texts).steps]
 
     def same(other: list[np.ndarray]) -> bool:
         return all(np.array_equal(a, b) for a, b in zip(rewards, other, strict=True))
 
-    alone = [plain.score_steps([text])[0].rewards for text in texts]
+    alone = [plain.score_rows([text]).steps[0].rewards for text in texts]
     cut = [
-        whole.score([text[: 2 * turn + 2] for turn in range(TURNS)]).astype(np.float32)
+        score_all(whole, [text[: 2 * turn + 2] for turn in range(TURNS)]).astype(np.float32)
         for text in texts
     ]
     grown: dict[str, list[np.ndarray]] = {"large": [], "small": []}
@@ -100,19 +101,21 @@ def compare(archive: Path, layout: ParallelLayout) -> dict[str, Any]:
         for turn in range(TURNS):
             ask = [text[: 2 * turn + 2]]
             last = {"large": cached, "small": small}
-            found = {name: each.score_steps(ask)[0].rewards for name, each in last.items()}
+            found = {name: each.score_rows(ask).steps[0].rewards for name, each in last.items()}
         for name, own in found.items():
             grown[name].append(own)
         counts.append(cached.counts.computed)
     again = cached.counts.computed
-    together = [each.rewards for each in cached.score_steps(texts)]
+    together = [each.rewards for each in cached.score_rows(texts).steps]
     return {
         "rewards": [own.tolist() for own in rewards],
         "alone": same(alone),
         "cut": same(cut),
         "grown": {name: same(own) for name, own in grown.items()},
         "together": same(together),
-        "last": bool(np.array_equal(plain.score(texts), np.stack([own[-1] for own in rewards]))),
+        "last": bool(
+            np.array_equal(score_all(plain, texts), np.stack([own[-1] for own in rewards]))
+        ),
         "computed": counts,
         "computed_again": cached.counts.computed - again,
         "tokens": [len(plain.encode(text).token_ids) for text in texts],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from nemo_aligner.models.attention.segments import PackedSegments, Scores
 from nemo_aligner.tools.invariance import score_alone, score_calls
 from tests import families, tiny
 from tests.once import Once
+from tests.scorers import score_tokens
 from tests.serving.engine.company import (
     BUDGET,
     LONGEST,
@@ -34,7 +36,7 @@ from tests.serving.engine.company import (
     scorers_of,
     write_cases,
 )
-from tests.serving.servers import running
+from tests.serving.servers import SERVE, running
 
 NOTHING = {"fp32": 0, "bf16": 0}
 
@@ -151,16 +153,15 @@ def test_rewards_of_a_mixture_have_the_same_bits_in_any_company_at_any_layout(
 def test_rewards_have_the_same_bits_in_any_company_over_http(
     short: Case, layout: ParallelLayout, tmp_path: Path
 ) -> None:
-    pytest.importorskip("pytriton")
     from nemo_aligner.serving.client.reward import RewardClient
 
     texts = draw_texts(80, LONGEST, 90, seed=1)
     scorer = scorers_of(short, layout, Precision.bf16, rows=256)[0]
-    alone = score_alone(scorer.score_tokens, texts)
+    alone = score_alone(partial(score_tokens, scorer), texts)
     settings = (f"rm_model_file={short.archive}", "precision=bf16", "server.port=0")
     more = (f"model.micro_batch_tokens={BUDGET}", "server.prefix_cache_tokens=512")
     with (
-        running(tmp_path, "examples/serve_reward_model.py", *settings, *more) as server,
+        running(tmp_path, SERVE, *settings, *more) as server,
         RewardClient(server.url, timeout_s=60, wait_s=60) as client,
     ):
         for seed in range(6):

@@ -11,7 +11,6 @@ import pytest
 
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.engine.prefix_cache import BlockManager, as_key
-from nemo_aligner.utils.errors import DataError
 from tests import tiny
 from tests.serving.engine import step_layouts
 
@@ -72,9 +71,3 @@ def test_outputs_go_with_their_blocks() -> None:
     assert manager.find(key, [3]) == ()
     manager.clear()
     assert manager.find(key) == ()
-
-
-def test_model_without_steps_has_no_rewards_of_them(base: Path, layout: ParallelLayout) -> None:
-    *_, whole = step_layouts.scorers(base, layout)
-    with pytest.raises(DataError, match=r"one reward of a text \(model.head.reads is last_token\)"):
-        whole.score_steps(step_layouts.dialogues())

@@ -20,7 +20,7 @@ def parsed(route: Any, body: Any) -> Any:
 def scored(*rewards: list[float], errors: dict[int, str] | None = None) -> ScoredRows:
     """Rows of rewards, none of which was cut."""
     values = np.array(rewards, dtype=np.float32)
-    return ScoredRows(values, errors or {}, np.zeros(len(rewards), bool), "cafe")
+    return ScoredRows(values, errors or {}, np.zeros(len(rewards), bool), "cafe", "f00d")
 
 
 def not_refused(read: Callable[..., Any], cases: Iterable[tuple[Any, ...]]) -> list[Any]:

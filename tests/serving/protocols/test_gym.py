@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ pytest.importorskip("pydantic")
 from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols.base import Served
-from nemo_aligner.serving.protocols.gym import ROUTES
+from nemo_aligner.serving.protocols.gym import ROUTES, answer_aggregate
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.protocols.bodies import not_refused, parsed, scored
 
@@ -132,6 +133,7 @@ def test_gym_rollout_comes_back_with_its_reward() -> None:
     assert (answer["reward"], answer["raw_reward"]) == (1.5, 1.5)
     assert answer["reward_components"] == {"reward": 1.5}
     assert (answer["truncated"], answer["contract_hash"]) == (False, "cafe")
+    assert answer["model_fingerprint"] == "f00d"
     failed = [answer[name] for name in ("mask_sample", "failure_kind", "failure_reason")]
     assert failed == [False, None, None]
     GYM.response.model_validate(answer)
@@ -241,3 +243,42 @@ def test_compare_refuses_a_principle_and_a_reply_without_text() -> None:
     assert not not_refused(lambda body: COMPARE.read(parsed(COMPARE, body)), wrong)
     refused = COMPARE.refuse(RequestError("row 1: why", FailureKind.bad_request), None)
     assert (refused.status, refused.content) == (400, {"detail": "row 1: why"})
+
+
+def aggregated(rollouts: list[dict[str, Any]]) -> dict[str, Any]:
+    return answer_aggregate(json.dumps({"verify_responses": rollouts}).encode()).content
+
+
+@pytest.mark.parametrize("count", [1, 2, 64, 65, 1000])
+def test_statistics_of_a_task_are_numpys_however_many_rollouts_it_has(count: int) -> None:
+    values = np.random.default_rng(count).normal(3.0, 2.0, count)
+    found = aggregated([{"_ng_task_index": 7, "reward": value} for value in values])
+    (group,) = found["group_level_metrics"]
+    assert group == {
+        "_ng_task_index": 7,
+        "mean/reward": pytest.approx(values.mean(), rel=1e-12),
+        "max/reward": values.max(),
+        "min/reward": values.min(),
+        "median/reward": pytest.approx(np.median(values), rel=1e-12),
+        "std/reward": pytest.approx(values.std(ddof=1) if count > 1 else 0.0, rel=1e-12),
+        "num_rollouts": count,
+    }
+
+
+def test_statistics_that_no_float_holds_are_left_out() -> None:
+    huge, beyond = 1.7e308, 10**400
+    for count in (2, 100):
+        found = aggregated([{"a": huge, "b": beyond, "c": True, "_ng_d": 1}] * count)
+        assert found["agent_metrics"] == {
+            **{f"{kind}/a": huge for kind in ("max", "min")},
+            **{f"{kind}/c": 1.0 for kind in ("mean", "max", "min", "median")},
+            "std/c": 0.0,
+            "num_repeats": 1,
+        }
+
+
+def test_numbers_by_endless_names_are_refused() -> None:
+    thousand = [{f"name {row % 1000}": 1.0} for row in range(2000)]
+    assert len(aggregated(thousand)["key_metrics"]) == 1000
+    with pytest.raises(ServingError, match="verify_responses: got numbers by more than 1000 names"):
+        aggregated([*thousand, {"another": 1.0}])

@@ -26,15 +26,20 @@ def test_kserve_requests_come_back_as_they_were_sent() -> None:
 
 
 def test_kserve_reply_comes_back_as_it_was_sent() -> None:
-    reply = ScoredRows(np.array([[1.5, 2.0], [3.0, 4.0]]), {}, np.array([True, False]))
+    rewards, exceeded = np.array([[1.5, 2.0], [3.0, 4.0]]), np.array([True, False])
+    reply = ScoredRows(rewards, {}, exceeded, "cafe", "f00d")
     outputs = kserve.encode_rewards(reply)
     assert outputs["rewards"].dtype == np.float32
     assert outputs["exceeded"].tolist() == [[1], [0]]
     back = kserve.decode_rewards(outputs)
     np.testing.assert_array_equal(back.rewards, reply.rewards)
     assert back.exceeded.tolist() == [True, False]
+    assert (back.contract_hash, back.model_fingerprint) == ("cafe", "f00d")
+    silent = kserve.decode_rewards(kserve.encode_rewards(ScoredRows(rewards, {}, exceeded)))
+    assert (silent.contract_hash, silent.model_fingerprint) == (None, None)
     old = kserve.decode_rewards({"rewards": np.ones((2, 1), np.float32)})
     assert old.exceeded.tolist() == [False, False]
+    assert old.model_fingerprint is None
 
 
 TOKENS = np.zeros((2, 4), np.int64)

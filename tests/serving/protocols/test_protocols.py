@@ -13,10 +13,11 @@ pytest.importorskip("pydantic")
 from pydantic import ValidationError
 
 from nemo_aligner.serving.failures import FailureKind, RequestError
-from nemo_aligner.serving.http import ROUTES
-from nemo_aligner.serving.protocols import ScoredRows, openrlhf, slime
-from nemo_aligner.serving.protocols.base import Served, text_of
+from nemo_aligner.serving.front.app import ROUTES
+from nemo_aligner.serving.protocols import ScoredRows, kserve, openrlhf, slime
+from nemo_aligner.serving.protocols.base import MOST_ROWS, Served, text_of
 from nemo_aligner.serving.protocols.rewards import ROUTES as REWARDS_ROUTES
+from nemo_aligner.serving.protocols.strict_json import MOST_KEYS, MOST_LEVELS, read_json
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.protocols.bodies import not_refused, parsed, scored
 
@@ -115,6 +116,7 @@ NO_REWARDS: list[tuple[Any, str]] = [
     ({"tokens": [[True]]}, "tokens.0.0: got true, wanted an integer"),
     ({"text": ["a"]}, r"text: unknown key; did you mean texts\?; known are texts, "),
     ({"seed": 1}, "seed: unknown key; known are texts, "),
+    ({"a\nb": 1}, r'^"a\\nb": unknown key; known are texts, '),
     ({"texts": "a" * 99}, "a{50}[.]{3}, wanted a list"),
     ([], r"body: got \[\], wanted an object"),
     ({"texts": [1, 2, 3, 4, 5]}, "texts.0: got 1, wanted a text$"),
@@ -151,9 +153,56 @@ def test_rewards_of_a_conversation_that_cannot_be_read_are_an_error_of_its_row()
     assert not [pair for pair in zip(found, wanted, strict=True) if not pair[0].startswith(pair[1])]
 
 
+DUPLICATES: list[tuple[bytes, str]] = [
+    (b'{"texts": ["a"], "texts": ["b"]}', 'got the key "texts" twice in one object; send it once'),
+    # The same key in other letters, and inside of a message.
+    (b'{"a": 1, "\\u0061": 2}', 'got the key "a" twice'),
+    (
+        b'{"conversations": [[{"role": "user", "content": "a", "name": 1, "content": "b"}]]}',
+        'got the key "content" twice in one object next to "role", "name"',
+    ),
+    (b'{"\\ud800": 1, "\\ud800": 2}', r'got the key "\\ud800" twice'),
+    (b'{"a": {"": 1, "": 2}}', 'got the key "" twice'),
+]
+
+
+def test_keys_that_come_twice_are_refused_by_name() -> None:
+    assert not not_refused(REWARDS.parse, DUPLICATES)
+    twice = b'[{"role": "user", "content": "a", "content": "b"}]'
+    conversation = {"conversations": np.array([[twice]], np.object_)}
+    named = 'conversations, row 0: got the key "content" twice in one object next to "role"'
+    assert not not_refused(kserve.decode_request, [(conversation, named)])
+    # In different objects a key may come as often as there are objects.
+    assert OPENRLHF.parse(b'{"query": ["a"], "b": {"c": 1}, "d": {"c": 1}}').query == ["a"]
+
+
+def _nested(levels: int) -> bytes:
+    return b'{"query": ["a"], "b": ' + b"[" * (levels - 1) + b"]" * (levels - 1) + b"}"
+
+
+def _keys(count: int) -> bytes:
+    return json.dumps({"query": ["a"], **{str(key): key for key in range(count - 1)}}).encode()
+
+
+def test_json_is_read_as_deep_and_wide_as_is_documented_and_no_further() -> None:
+    assert OPENRLHF.parse(_nested(MOST_LEVELS)).query == ["a"]
+    assert OPENRLHF.parse(_keys(MOST_KEYS)).query == ["a"]
+    beyond = [
+        (_nested(MOST_LEVELS + 2), "Invalid JSON: recursion limit exceeded"),
+        (_keys(MOST_KEYS + 1), "got an object of 10001 keys, wanted at most 10000"),
+        (b'{"query": ["a"], "b": ' + b"1" * 5000 + b"}", "Invalid JSON: number out of range"),
+    ]
+    assert not not_refused(OPENRLHF.parse, beyond)
+    # The reader of KServe's rows has the same limits.
+    assert read_json(_nested(MOST_LEVELS).decode())["query"] == ["a"]
+    beyond[0] = (_nested(MOST_LEVELS + 1), "nested too deeply, wanted at most 200 levels")
+    beyond[2] = (beyond[2][0], r"not JSON \(Exceeds the limit")
+    assert not not_refused(lambda body: read_json(body.decode()), beyond)
+
+
 def test_rewards_have_their_rows_or_their_errors() -> None:
     rewards = np.array([[0.1, -2.0], [np.nan, np.nan]], dtype=np.float32)
-    scored = ScoredRows(rewards, {1: "the text is empty"}, np.array([True, False]), "cafe")
+    scored = ScoredRows(rewards, {1: "the text is empty"}, np.array([True, False]), "cafe", "f00d")
     shaped = replace(
         scored,
         raw_rewards=np.array([[2.0, 3.0], [np.nan, np.nan]]),
@@ -167,6 +216,7 @@ def test_rewards_have_their_rows_or_their_errors() -> None:
         "attributes": ["helpfulness", "verbosity"],
         "scale": None,
         "contract_hash": "cafe",
+        "model_fingerprint": "f00d",
         "truncated": [True, False],
         "errors": [{"row": 1, "message": "the text is empty"}],
     }
@@ -182,6 +232,81 @@ def test_rewards_have_their_rows_or_their_errors() -> None:
     assert of_outputs == {**answer, "spread": [[0.5, 1.0], None], "outputs": [[1.0] * 6] * 2}
     for each in (answer, of_shaped, of_outputs):
         REWARDS.response.model_validate(each)
+
+
+def _pairs(*names: str) -> dict[str, Any]:
+    return {"text_1": "a", "text_2": "b", **dict.fromkeys(names, "c")}
+
+
+# Bodies with samples by two names, of which one would be ignored.
+BOTH: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/rewards", {"texts": ["a"], "conversations": [TURNS]}, "got texts and conversations"),
+    ("/v1/rewards", {"texts": ["a"], "input": "b"}, "input: unknown key"),
+    ("/get_reward", {"query": ["a"], "texts": ["b"]}, "got query and texts, wanted one of them"),
+    ("/remote_rm", {"prompt": "a", "response": "b", "messages": TURNS}, "got prompt and messages"),
+    ("/classify", {"input": "a", "messages": TURNS}, "got both of input and messages"),
+    ("/classify", {"input": "a", "prompt": "b"}, "got input and prompt"),
+    ("/classify sglang", {"text": "a", "input": "b"}, "got text and input"),
+    ("/classify sglang", {"input_ids": [1], "messages": TURNS}, "got input_ids and messages"),
+    ("/pooling", {"messages": TURNS, "text": "b"}, "got messages and text"),
+    ("/pooling", {"input": [1, 2], "input_ids": [1]}, "got input and input_ids"),
+    ("/score", _pairs("queries", "documents"), "got documents, queries, text_1, text_2, wanted"),
+    ("/score", _pairs("data_1"), "got data_1, text_1, text_2, wanted"),
+    ("/v1/score", _pairs("input"), "got text_1 and input"),
+    ("/predict", {"inputs": "a", "texts": ["b"]}, "got inputs and texts"),
+    ("/rerank", {"query": "a", "texts": ["b"], "messages": TURNS}, "got texts and messages"),
+    (
+        "/rerank documents",
+        {"query": "a", "documents": ["b"], "texts": ["c"]},
+        "documents and texts",
+    ),
+    ("/v2/rerank", {"query": "a", "documents": ["b"], "texts": ["c"]}, "documents and texts"),
+]
+
+
+def test_samples_by_two_names_are_refused_by_both_of_them() -> None:
+    routes = {route.path: route for route in reversed(ROUTES)}
+    marked = {"/classify": "/classify sglang", "/rerank": "/rerank documents"}
+    routes |= {marked[route.path]: route for route in ROUTES if route.marks}
+
+    def read(path: str, body: Any) -> Any:
+        return routes[path].read(parsed(routes[path], body))
+
+    assert not not_refused(read, BOTH)
+    # Names without a value are none.
+    empty = {"input": "a", "messages": None, "prompt": "", "text": None}
+    assert read("/pooling", empty).texts == ["a"]
+    assert read("/score", {**_pairs(), "queries": None, "data_1": None}).num_rows == 1
+
+
+TOO_MANY: list[tuple[str, str, Any]] = [
+    ("/v1/rewards", "texts", "a"),
+    ("/v1/rewards", "conversations", 5),
+    ("/v1/rewards", "tokens", [1]),
+    ("/get_reward", "query", "a"),
+    ("/classify", "input", [1]),
+    ("/score", "documents", "a"),
+    ("/predict", "inputs", ["a"]),
+    ("/rerank", "texts", "a"),
+    ("/v1/rerank", "documents", "a"),
+    ("/compare", "response_objs", {"output": []}),
+]
+
+
+def test_samples_beyond_every_limit_are_refused_before_each_is_looked_at() -> None:
+    for path, field, sample in TOO_MANY:
+        route = next(route for route in ROUTES if route.path == path)
+        required = {"queries": "a", "query": "a", "conversation_history": TURNS[:1]}
+        rest = {} if path == "/v1/rewards" else required
+        body = {**rest, field: [sample] * MOST_ROWS}
+        assert len(getattr(parsed(route, body), field)) == MOST_ROWS
+        body[field].append(sample)
+        with pytest.raises(RequestError, match="got more than 65536 samples") as caught:
+            parsed(route, body)
+        assert caught.value.kind is FailureKind.too_large
+    # A text's token ids are no samples.
+    classify = next(route for route in ROUTES if route.path == "/classify")
+    assert classify.read(parsed(classify, {"input": [1] * (MOST_ROWS + 1)})).num_rows == 1
 
 
 def test_openrlhf_queries_are_raw_texts_and_the_rest_has_no_part_in_it() -> None:

@@ -91,8 +91,8 @@ def test_vllm_pair_is_a_prompt_and_its_reply() -> None:
 TOOLS = [{"role": "assistant", "content": "", "tool_calls": [{}]}]
 IMAGE = [{"content": [{"type": "image_url"}]}]
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (CLASSIFY, {}, "wanted one of input and messages"),
-    (CLASSIFY, {"input": "a", "messages": []}, "wanted one of input and messages"),
+    (CLASSIFY, {}, "got neither of input and messages, wanted one of them"),
+    (CLASSIFY, {"input": "a", "messages": []}, "got both of input and messages, wanted"),
     (CLASSIFY, {"input": []}, "input: got nothing"),
     (CLASSIFY, {"input": ["a", 1]}, "input.*: "),
     (CLASSIFY, {"messages": []}, "messages: got an empty conversation"),
@@ -243,8 +243,8 @@ def test_sglang_has_an_object_for_one_input_and_a_list_for_a_list() -> None:
 
 def test_sglang_refuses_what_is_no_text_and_more_than_a_reward() -> None:
     wrong: list[tuple[Any, dict[str, Any], str]] = [
-        (SGLANG, {"text": "a", "input_ids": [1]}, "wanted one of text and input_ids"),
-        (SGLANG, {"input_ids": None}, "wanted one of text and input_ids"),
+        (SGLANG, {"text": "a", "input_ids": [1]}, "got both of text and input_ids, wanted"),
+        (SGLANG, {"input_ids": None}, "got neither of text and input_ids, wanted one"),
         (SGLANG, {"text": []}, "text: got none, wanted at least 1"),
         (SGLANG, {"input_ids": []}, "input_ids: got none, wanted at least 1"),
         (SGLANG, {"text": [["a", "b"]]}, "text.*wanted a text"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import replace
@@ -21,7 +22,6 @@ from nemo_aligner.serving.engine.executor import RanksLostError
 from nemo_aligner.serving.failures import FailureKind
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.run import _check_reads_alike, run_critic_server
-from nemo_aligner.serving.service import in_order
 from nemo_aligner.training.critic import ValueStep
 from nemo_aligner.utils.errors import ConfigError, ServingError
 from tests.serving.fake_server import CONTRACT
@@ -58,11 +58,15 @@ class Ranks:
             assert self._came.wait_for(lambda: len(self.calls) >= count, WAIT_S), self.calls
         return [operation for operation, _ in self.calls]
 
+    def begin(self, number: int) -> None:
+        """Work on call ``number`` from now on, so that nobody can cancel it."""
+        assert self._answers[number].set_running_or_notify_cancel()
+
     def finish(self, number: int, found: Any = None) -> None:
         """Values of a token are the number of the call, and eighths for its position."""
         operation, arguments = self.calls[number]
         if operation == VALUES:
-            found = [number + np.arange(len(ids)) / 8 for ids in arguments[0]]
+            found = [number + np.arange(len(row.ids)) / 8 for row in arguments[0]]
         if isinstance(found, Exception):
             self._answers[number].set_exception(found)
         else:
@@ -182,6 +186,46 @@ def test_critic_says_why_a_training_fails_and_begins_the_next_one() -> None:
         assert second.result(WAIT_S)["loss_mean"].size == 1
 
 
+def test_values_that_nobody_waits_for_are_not_computed_and_training_goes_on() -> None:
+    asked = Asked(tokens_per_call=2)
+    train = asked.ask("critic_train", ROLLOUT)
+    asked.ranks.wait_for(1)
+    asked.ranks.begin(0)
+    gone = asked.infer(*[1] * 64)
+    save = asked.ask("critic_save", {})
+    live = asked.infer(2)
+    lock = asked.service._lock
+    wait_until(lambda: len(lock._waiting) == 3)
+    for cancelled in (gone, save, train):
+        assert cancelled.cancel()
+    wait_until(lambda: len(lock._waiting) == 1)
+    # What has begun is not given up, and values wait for its end.
+    assert lock.is_exclusive
+    asked.ranks.finish(0, STEPS)
+    assert asked.ranks.wait_for(2) == [TRAIN, VALUES]
+    asked.ranks.finish(1)
+    assert values(live) == [[1.0, 1.125]]
+    gone = asked.infer(*[1] * 64)
+    asked.ranks.wait_for(4)
+    asked.ranks.begin(2)
+    save = asked.ask("critic_save", {})
+    wait_until(lambda: lock.is_exclusive)
+    assert gone.cancel()
+    # Values that were cancelled let go of the critic, though a call of theirs still runs.
+    assert asked.ranks.wait_for(5)[2:] == [VALUES, VALUES, SAVE]
+    asked.ranks.finish(2)
+    asked.ranks.finish(4, "critic.nemo")
+    assert save.result(WAIT_S)["status"].tolist() == [0]
+    asked.service.stop()
+
+
+def wait_until(is_done: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not is_done():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
 def test_turn_that_cannot_begin_ends_and_the_next_comes() -> None:
     lock, first, last = ReadWriteLock(), Future[str](), Future[str]()
 
@@ -202,20 +246,19 @@ def test_turn_that_cannot_begin_ends_and_the_next_comes() -> None:
     assert not lock.is_exclusive
 
 
-def test_critic_offers_its_contract_first_and_says_at_its_end_what_was_never_saved(
+def test_critic_offers_its_contract_and_says_at_its_end_what_was_never_saved(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked = Asked()
-    first, *others = in_order([asked.service])
-    assert first.name == "contract"
-    assert [each.name for each in others] == ["critic_infer", "critic_train", "critic_save"]
-    assert others[1].max_rows == 0
+    names = ["critic_infer", "critic_train", "critic_save", "contract"]
+    assert [*asked.endpoints] == names
+    assert asked.endpoints["critic_train"].max_rows == 0
     run: Any = asked.service._run
     said = []
     for step, saved in [(0, 0), (1, 0), (2, 2), (5, 2)]:
         run.learner.step = step
         asked.service._saved_step = saved
-        asked.service.close()
+        asked.service.stop()
         said.append(capsys.readouterr().out.strip())
     assert said == [
         "",

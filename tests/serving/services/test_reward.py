@@ -1,4 +1,4 @@
-"""A batch of requests, without a server: each gets its own answer."""
+"""Requests to the reward model's service, without a server: each gets its own answer."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from nemo_aligner.config.serving import ServerConfig
-from nemo_aligner.serving.engine.batcher import Meter
-from nemo_aligner.serving.failures import FailureKind
-from nemo_aligner.serving.protocols import ScoredRows, kserve
-from nemo_aligner.serving.reward import RewardService
+from nemo_aligner.contract.contract import EncodedText
+from nemo_aligner.serving.engine.rows import Row
+from nemo_aligner.serving.failures import FailureKind, RequestError
+from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, kserve
+from nemo_aligner.serving.reward import RewardBackend
 from nemo_aligner.utils.errors import CheckpointError, DataError, ServingError
 from tests.serving.fake_server import CONTRACT, SEQ_LENGTH, FakeScorer
 from tests.serving.services.answers import Failure, answered
@@ -23,43 +25,50 @@ GOOD = kserve.encode_sentences(["ab", "c"])
 
 
 class Immediate:
-    """A batcher that scores every request alone, at once."""
+    """Ranks that compute every call at once, in this process."""
 
-    def __init__(self, score: Callable[[list[list[int]]], np.ndarray]) -> None:
-        self._score = score
-        self.calls: list[int] = []
+    def __init__(self, compute: Callable[[list[Row]], list[np.ndarray]]) -> None:
+        self._compute = compute
+        self.rows: list[Row] = []
 
-    def submit(self, token_lists: list[list[int]]) -> Future[np.ndarray]:
-        self.calls.append(len(token_lists))
-        answer: Future[np.ndarray] = Future()
+    def execute(self, operation: str, rows: list[Row]) -> None:
+        """The first call, which shows that the model can run."""
+
+    def submit(self, operation: str, rows: list[Row]) -> Future[list[np.ndarray]]:
+        self.rows += rows
+        answer: Future[list[np.ndarray]] = Future()
         try:
-            answer.set_result(self._score(token_lists))
+            answer.set_result(self._compute(rows))
         except Exception as error:
             answer.set_exception(error)
         return answer
 
 
 class Service:
-    """A service of a scorer without a model, and what it asks its batcher for."""
+    """A service of a scorer without a model, and what it has its ranks compute."""
 
     def __init__(
         self,
         scorer: FakeScorer | None = None,
-        score: Callable[[list[list[int]]], np.ndarray] | None = None,
-        **settings: int,
+        compute: Callable[[list[Row]], list[np.ndarray]] | None = None,
+        **settings: Any,
     ) -> None:
-        scorer = scorer or FakeScorer(0, 1)
-        self.batcher = Immediate(score or scorer.score_token_lists)
-        self.meter = Meter()
-        config = ServerConfig(**settings)
-        self.service = RewardService(scorer, self.batcher.submit, config, self.meter)
+        fake: Any = scorer or FakeScorer(0, 1)
+        self.ranks: Any = Immediate(compute or fake.compute)
+        self.service = RewardBackend(fake, ServerConfig(**settings)).start(self.ranks)
 
-    def ask(self, *requests: dict[str, np.ndarray]) -> list[ScoredRows | Failure]:
-        async def everyone() -> list[ScoredRows | Failure]:
-            answers = (answered(self.service.answer(each)) for each in requests)
-            return await asyncio.gather(*answers)
+    def ask(
+        self, *requests: dict[str, np.ndarray] | ScoreRequest, sets_rows_aside: bool = False
+    ) -> list[ScoredRows | Failure]:
+        async def answer_all() -> list[ScoredRows | Failure]:
+            decoded = [
+                request if isinstance(request, ScoreRequest) else kserve.decode_request(request)
+                for request in requests
+            ]
+            answers = [self.service.answer(request, sets_rows_aside) for request in decoded]
+            return await asyncio.gather(*map(answered, answers))
 
-        return asyncio.run(everyone())
+        return asyncio.run(answer_all())
 
 
 @pytest.fixture
@@ -87,34 +96,112 @@ def test_service_gives_every_request_its_own_answer(service: Service) -> None:
         kserve.encode_tokens([[1, 2, 3], [4]]),
         kserve.encode_tokens([[1] * (SEQ_LENGTH + 1)]),
         kserve.encode_sentences(["explode"]),
-        {},
         kserve.encode_tokens([[666]]),
         kserve.encode_tokens([[3, 0], [3, 1], [3, 2]]),
     )
-    assert sorted(service.batcher.calls) == [1, 2, 2, 3]
     assert rewards(answers[0]) == [195, 99]
     assert answers[1] == bad("row 1: the text is empty")
     assert rewards(answers[2]) == [6, 4]
     assert answers[3] == bad("row 0: got 65 tokens, wanted at most 64")
     assert answers[4] == internal("internal error: KeyError: 'a bug in the tokenizer'")
-    assert isinstance(answers[5], Failure)
-    assert answers[5].kind is FailureKind.bad_request
-    assert answers[6] == internal("the model failed: token 666 cannot be scored")
-    whole = answers[7]
+    assert answers[5] == internal("the model failed: token 666 cannot be scored")
+    whole = answers[6]
     assert isinstance(whole, ScoredRows)
     assert whole.rewards.tolist() == [[3, -3], [4, -4], [5, -5]]
     assert (whole.exceeded.dtype, whole.exceeded.tolist()) == (bool, [False] * 3)
     assert whole.contract_hash == CONTRACT.hash
 
 
-def test_service_refuses_a_request_of_more_bytes_than_may_be_before_it_is_read() -> None:
-    service = Service(max_request_bytes=10)
-    (answer,) = service.ask(kserve.encode_sentences(["12345", "678901"]))
-    assert answer == Failure(
-        "got a request of 11 bytes, wanted at most 10 (server.max_request_bytes)",
-        FailureKind.too_large,
+def test_service_sets_rows_aside_and_scores_the_others(service: Service) -> None:
+    texts: list[Any] = ["ab", "", "x" * 100, "", "c"]
+    refused = {1: "not a text", 4: "nor this"}
+    scored, none = service.ask(
+        ScoreRequest(texts=texts, refused=refused),
+        ScoreRequest(texts=["", ""], refused={0: "not a text"}),
+        sets_rows_aside=True,
     )
+    assert rewards(scored)[::3] == [195, SEQ_LENGTH * ord("x"), 99]
+    assert isinstance(scored, ScoredRows)
+    empty = "the text is empty"
+    # Samples are numbered in the whole request, among those that were refused before.
+    assert scored.errors == {1: "not a text", 2: empty, 4: "nor this", 5: empty}
+    assert np.isnan(scored.rewards[[*scored.errors]]).all()
+    assert scored.exceeded.tolist() == [False] * 3 + [True] + [False] * 3
+    assert isinstance(none, ScoredRows)
+    assert (none.rewards.shape, none.contract_hash) == ((3, 2), CONTRACT.hash)
+    assert np.isnan(none.rewards).all()
+    assert none.errors == {0: "not a text", 1: empty, 2: empty}
+
+
+def test_service_names_the_row_in_the_whole_request(service: Service) -> None:
+    request = ScoreRequest(texts=["a", ""], refused={0: "not a text"})
+    with pytest.raises(RequestError, match=r"^row 2: the text is empty$") as refusal:
+        asyncio.run(service.service.answer(request, sets_rows_aside=False))
+    assert (refusal.value.row, refusal.value.kind) == (2, FailureKind.bad_request)
+    flags = ScoreRequest(token_lists=[[1], [1]], add_eos=[False, True], refused={0: "no ids"})
+    (answer,) = service.ask(flags)
+    assert isinstance(answer, Failure)
+    assert answer.message.startswith("add_EOS, row 2: got True, wanted False")
+
+
+def test_service_refuses_a_request_of_too_many_tokens_or_rows() -> None:
+    service = Service(max_request_tokens=5, max_queue_rows=3)
+    large = FailureKind.too_large
+    answers = service.ask(
+        kserve.encode_tokens([[1, 2], [3, 4], [5, 6]]),
+        kserve.encode_sentences(["123", "456"]),
+        kserve.encode_tokens([[1]] * 4),
+    )
+    tokens = "wanted at most 5 (server.max_request_tokens). Send fewer rows at once"
+    assert answers == [
+        Failure(f"got a request of 6 tokens or more, {tokens}", large),
+        Failure(f"got a request of 6 tokens or more, {tokens}", large),
+        Failure(
+            "got 4 rows in a request, wanted at most 3 (server.max_queue_rows). Send fewer at once",
+            large,
+        ),
+    ]
+    assert service.ranks.rows == []
     assert rewards(service.ask(kserve.encode_sentences(["12345"]))[0]) == [255]
+
+
+def test_sample_that_never_ends_is_refused_and_others_are_answered_meanwhile() -> None:
+    class Hanging(FakeScorer):
+        def encode(self, text: Any) -> EncodedText:
+            while text[0]["content"] == "hang" if isinstance(text, list) else False:
+                pass
+            return super().encode(text)
+
+    service = Service(Hanging(0, 1), encode_timeout_secs=0.6)
+    hang, chat = ([{"role": "user", "content": content}] for content in ("hang", "ab"))
+
+    async def answer_all() -> tuple[list[float], list[ScoredRows | Failure]]:
+        hanging = [
+            asyncio.ensure_future(answered(service.service.answer(request, sets_rows_aside)))
+            for request, sets_rows_aside in (
+                (ScoreRequest(texts=[chat, hang, chat]), False),
+                (ScoreRequest(texts=[chat, hang, chat]), True),
+                (ScoreRequest(texts=[hang] * 5), True),
+            )
+        ]
+        await asyncio.sleep(0.05)
+        live = await service.service.answer(ScoreRequest(texts=["ab", chat]), False)
+        assert not hanging[-1].done()
+        return rewards(live), await asyncio.gather(*hanging)
+
+    live, (refused, aside, attack) = asyncio.run(answer_all())
+    assert live == [195, 195]
+    slow = (
+        "it took more than 0.6 s to tokenize (server.encode_timeout_secs). If the sample is not "
+        "very long, the model's chat template does not end on it"
+    )
+    assert refused == bad(f"row 1: {slow}")
+    assert isinstance(aside, ScoredRows)
+    assert isinstance(attack, ScoredRows)
+    assert (rewards(aside)[::2], aside.errors) == ([195, 195], {1: slow})
+    untried = "not tried, as 3 samples before it took too long"
+    assert [*attack.errors.values()] == [slow] * 3 + [untried] * 2
+    service.service.stop()
 
 
 def test_service_whose_queue_is_full_says_when_to_come_again() -> None:
@@ -126,19 +213,19 @@ def test_service_whose_queue_is_full_says_when_to_come_again() -> None:
     assert isinstance(answers[2], Failure)
     assert (answers[2].kind, answers[2].message) == (FailureKind.busy, wanted)
     assert rewards(service.ask(GOOD)[0]) == [195, 99]
-    # More rows than may wait are scored where nothing waits.
-    assert rewards(Service(max_queue_rows=1).ask(GOOD)[0]) == [195, 99]
 
 
 def test_service_counts_what_was_answered_and_refused(service: Service) -> None:
-    assert service.meter.take_line(0) is None
-    service.ask(GOOD, {}, kserve.encode_tokens([[1, 2, 3]]))
-    line = service.meter.take_line(7)
+    assert service.service.report() is None
+    service.ask(GOOD, kserve.encode_sentences([""]), kserve.encode_tokens([[1, 2, 3]]))
+    line = service.service.report()
     assert line is not None
-    assert "7 in the queue" in line
-    assert "1 refused" in line
-    assert "p50" in line
-    assert service.meter.take_line(0) is None
+    for part in ("0 in the queue", "1 refused", "p50"):
+        assert part in line
+    assert service.service.report() is None
+    counts = asyncio.run(service.service.statistics())["local"]
+    names = ("requests", "rows", "tokens", "refused_requests", "tokens_per_call", "waiting_rows")
+    assert [counts[name] for name in names] == [2, 3, 6, 1, 256, 0]
 
 
 def test_service_reports_a_cut_text(service: Service) -> None:
@@ -169,22 +256,20 @@ def test_service_wants_add_eos_to_agree_with_the_contract(service: Service) -> N
 def test_service_wants_every_attribute_of_every_row_to_be_a_number() -> None:
     for value in (np.nan, np.inf, -np.inf):
 
-        def execute(token_lists: list[list[int]], value: float = value) -> np.ndarray:
-            found = np.ones((len(token_lists), 2), dtype=np.float32)
-            found[[ids[0] == 5 for ids in token_lists], 1] = value
-            return found
+        def compute(rows: list[Row], value: float = value) -> list[np.ndarray]:
+            return [np.array([[1, value if row.ids[0] == 5 else 1]]) for row in rows]
 
-        service = Service(score=execute)
+        service = Service(compute=compute)
         answers = service.ask(kserve.encode_tokens([[1], [5], [2], [5]]), GOOD)
         assert answers[0] == internal("row 1: the model's reward is not a finite number")
         assert rewards(answers[1]) == [1, 1]
 
 
 def test_service_bounds_what_a_model_says_of_its_failure_to_one_line() -> None:
-    def execute(token_lists: list[list[int]]) -> np.ndarray:
+    def compute(rows: list[Row]) -> list[np.ndarray]:
         raise RuntimeError("out of\n  memory\t" + "x" * 1000)
 
-    service = Service(score=execute)
+    service = Service(compute=compute)
     (answer,) = service.ask(GOOD)
     begin = "out of memory "
     assert answer == internal(f"the model failed: {begin}{'x' * (500 - len(begin))}")
@@ -195,7 +280,7 @@ def test_service_names_the_row_that_its_scorer_refuses_for_whatever_reason(
 ) -> None:
     (answer,) = service.ask(kserve.encode_tokens([[1], [2], [3, -1]]))
     assert answer == bad("row 2: got token id -1, wanted 0 or more")
-    assert service.batcher.calls == []
+    assert service.ranks.rows == []
     for kind in (ServingError, CheckpointError, DataError):
 
         class Refusing(FakeScorer):

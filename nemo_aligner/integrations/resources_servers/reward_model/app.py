@@ -136,6 +136,7 @@ class RewardModelVerifyResponse(BaseVerifyResponse):
     reward_components: dict[str, float] = Field(default_factory=dict)
     truncated: bool = False
     contract_hash: str | None = None
+    model_fingerprint: str | None = None
 
 
 class RewardModelResourcesServer(SimpleResourcesServer):
@@ -219,6 +220,7 @@ class RewardModelResourcesServer(SimpleResourcesServer):
             reward_components=components,
             truncated=answer["truncated"],
             contract_hash=answer["contract_hash"],
+            model_fingerprint=answer.get("model_fingerprint"),
         )
 
 

@@ -24,6 +24,7 @@ from nemo_aligner.checkpoint.hf.families.base import (
 from nemo_aligner.checkpoint.hf.families.gemma import GEMMA2
 from nemo_aligner.checkpoint.hf.families.qwen import QWEN2
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError
@@ -328,7 +329,7 @@ def test_family_without_a_class_in_transformers_has_a_card_whose_program_scores(
     monkeypatch.chdir(tmp_path)
     variables: dict[str, Any] = {}
     exec(program.partition("```")[0], variables)
-    wanted = load_scorer(tmp_path / "rm.nemo", layout).score([variables["conversation"]])
+    wanted = score_all(load_scorer(tmp_path / "rm.nemo", layout), [variables["conversation"]])
     np.testing.assert_allclose(variables["rewards"].numpy(), wanted, atol=1e-5, rtol=0)
     # And it is a reward model again.
     back = convert(tmp_path / "out", tmp_path / "back.nemo")

@@ -121,8 +121,9 @@ def test_folder_that_transformers_saved_of_a_gguf_is_taken(tmp_path: Path) -> No
     tiny.write_hf_checkpoint(tmp_path / "hf")
     wanted = convert(tmp_path / "hf", tmp_path / "wanted.nemo")
     edit(tmp_path / "hf", quantization_config={"quant_method": "gguf", "modules": []})
-    assert content(convert(tmp_path / "hf", tmp_path / "got.nemo").output)[0] == (
-        content(wanted.output)[0]
+    assert (
+        content(convert(tmp_path / "hf", tmp_path / "got.nemo").output)[0]
+        == (content(wanted.output)[0])
     )
 
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the gateway and its backends."""
+"""Prometheus metrics: the requests of an HTTP front, and the servers whose model it uses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 
 from nemo_aligner.serving.protocols import ScoredRows
-from nemo_aligner.serving.upstream import UpstreamService
+from nemo_aligner.serving.scoring import ScoringService
 
 # Upper bounds of latencies, from those of a short text on a GPU to those behind a full queue.
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
-_GATEWAY, _SERVER = "nemo_aligner_gateway", "nemo_aligner_server"
+_HTTP, _SERVER = "nemo_aligner_http", "nemo_aligner_server"
 # Counters that a backend publishes (``RewardModel.statistics``), with their help texts.
 COUNTED = {
     "requests": "requests answered with rewards",
@@ -36,39 +36,39 @@ COUNTED = {
 Statistics = Mapping[str, Mapping[str, float] | None]
 
 
-class GatewayMetrics:
-    """Counts what the gateway answers; for one event loop."""
+class FrontMetrics:
+    """Counts what the front answers; for one event loop."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # a line more of each, of which Prometheus makes nothing
         self._registry = CollectorRegistry()
         self._requests = Counter(
-            f"{_GATEWAY}_requests",
+            f"{_HTTP}_requests",
             "requests answered",
             ["route", "status"],
             registry=self._registry,
         )
         self._seconds = Histogram(
-            f"{_GATEWAY}_request_seconds",
+            f"{_HTTP}_request_seconds",
             "from the request's head to its answer",
             ["route"],
             buckets=_SECONDS,
             registry=self._registry,
         )
         self._rows = Counter(
-            f"{_GATEWAY}_rows",
+            f"{_HTTP}_rows",
             "texts: scored, refused; cut, completed and foreign_template ones are among these",
             ["route", "outcome"],
             registry=self._registry,
         )
 
-    def answered(self, path: str, status: int, seconds: float) -> None:
-        """A request to a route has its answer."""
+    def count_request(self, path: str, status: int, seconds: float) -> None:
+        """Count a request to a route, answered after ``seconds``."""
         self._requests.labels(path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
 
-    def scored(self, path: str, scored: ScoredRows) -> None:
-        """Rows of a request that was scored."""
+    def count_scored(self, path: str, scored: ScoredRows) -> None:
+        """Count the rows of a request that was scored."""
         rows = len(scored.rewards)
         self._rows.labels(path, "scored").inc(rows - len(scored.errors))
         self._rows.labels(path, "refused").inc(len(scored.errors))
@@ -79,10 +79,10 @@ class GatewayMetrics:
         if rows:
             self._rows.labels(path, outcome).inc(rows)
 
-    def render(self, upstream: UpstreamService, statistics: Statistics) -> tuple[bytes, str]:
+    def render(self, scoring: ScoringService, statistics: Statistics) -> tuple[bytes, str]:
         """The text for Prometheus, with what the backends have just said; and its content type."""
         now = CollectorRegistry()
-        now.register(_Snapshot([*_of_service(upstream), *_of_backends(statistics)]))
+        now.register(_Snapshot([*_of_service(scoring), *_of_backends(statistics)]))
         return generate_latest(self._registry) + generate_latest(now), CONTENT_TYPE_LATEST
 
 
@@ -96,11 +96,11 @@ class _Snapshot:
         yield from self._families
 
 
-def _of_service(upstream: UpstreamService) -> Iterator[Metric]:
+def _of_service(scoring: ScoringService) -> Iterator[Metric]:
     yield GaugeMetricFamily(
-        f"{_GATEWAY}_rows_in_flight", "texts not answered yet", value=upstream.rows_in_flight
+        f"{_HTTP}_rows_in_flight", "texts not answered yet", value=scoring.rows_in_flight
     )
-    contract = upstream.contract
+    contract = scoring.contract
     gauges = {
         name: GaugeMetricFamily(f"nemo_aligner_reward_{name}", about, labels=["attribute"])
         for name, about in (
@@ -111,7 +111,7 @@ def _of_service(upstream: UpstreamService) -> Iterator[Metric]:
             ("std_ratio", "standard deviation over the contract's"),
         )
     }
-    for column, drift in enumerate(upstream.recent.drift(contract)):
+    for column, drift in enumerate(scoring.recent.drift(contract)):
         name = str(column) if contract is None else contract.attributes[column]
         for field, value in vars(drift).items():
             if value is not None:

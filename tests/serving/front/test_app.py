@@ -20,12 +20,13 @@ from nemo_aligner.contract.messages import Conversation
 from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving import http
 from nemo_aligner.serving.client import RefusedError, ScoredRows
-from nemo_aligner.serving.http import ROUTES, build_app
+from nemo_aligner.serving.front import app as front_app
+from nemo_aligner.serving.front.app import ROUTES
+from nemo_aligner.serving.upstream import UpstreamService
 from nemo_aligner.utils.errors import ServingError
-from tests.serving.fake_server import CONTRACT, total
-from tests.serving.gateway_calls import FakeClient, call, call_async
+from tests.serving.fake_server import CONTRACT, FINGERPRINT, total
+from tests.serving.gateway_calls import FakeClient, call, call_async, gateway_front
 
 GOOD = {
     "/v1/rewards": {"texts": ["ab"]},
@@ -57,7 +58,7 @@ BEARER = {"Authorization": "Bearer s3cret"}
 
 
 def make(client: FakeClient | None = None, token: str | None = None, **settings: Any) -> Any:
-    return build_app(client or FakeClient(), GatewayConfig(**settings), token)
+    return gateway_front(client or FakeClient(), token, **settings)
 
 
 def message(answer: Any) -> str:
@@ -75,7 +76,9 @@ def test_gateway_answers_at_every_route() -> None:
         assert answer.status == 200, answer.body
         assert answer.headers["content-type"] == "application/json"
         assert (merged if path in MERGED else whole) in answer.body.decode(), path
-    assert call(make(), "/v1/contract").json == json.loads(json.dumps(CONTRACT.to_dict()))
+    contract = json.loads(json.dumps(CONTRACT.to_dict()))
+    published = {**contract, "model_fingerprint": FINGERPRINT}
+    assert call(make(), "/v1/contract").json == published
 
 
 def test_gateway_tells_sglangs_classify_from_vllms_by_the_body() -> None:
@@ -113,8 +116,8 @@ def test_gateway_tells_vllms_rerank_from_teis_by_the_body() -> None:
 def test_gateway_parses_a_body_of_the_first_route_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the event loop, which answers nothing else meanwhile."""
     app = make()
-    parse = Mock(wraps=http.from_json)
-    monkeypatch.setattr(http, "from_json", parse)
+    parse = Mock(wraps=front_app.from_json)
+    monkeypatch.setattr(front_app, "from_json", parse)
     assert call(app, "/classify", GOOD["/classify"]).status == 200
     assert call(app, "/classify", {"text": "ab"}).status == 200
     assert call(app, "/rerank", GOOD["/rerank"]).status == 200
@@ -149,7 +152,7 @@ def test_gateway_says_what_the_model_is_as_openai_and_tei_do() -> None:
     client.failure = KeyError("secret words")
     for path in ("/v1/models", "/info"):
         answer = call(app, path)
-        assert (answer.status, "KeyError; the gateway's log" in message(answer)) == (500, True)
+        assert (answer.status, "KeyError; the server's log" in message(answer)) == (500, True)
         assert call(make(token="s3cret"), path).status == 401
 
 
@@ -158,24 +161,15 @@ def test_gateway_that_cannot_check_its_backends_says_so_and_ends_the_check_with_
 ) -> None:
     client = FakeClient()
     client.aclose = AsyncMock()  # type: ignore[attr-defined]
+    service = UpstreamService(client, GatewayConfig())  # type: ignore[arg-type]
 
-    def live() -> list[str]:
-        """Start the application and end it at once; its messages."""
-        events, messages = iter(("startup", "shutdown")), []
+    async def live() -> None:
+        await service.start()
+        await asyncio.sleep(0)  # as uvicorn waits: the check has its turn
+        await service.close()
 
-        async def receive() -> Any:
-            await asyncio.sleep(0)  # as uvicorn waits: the check has its turn
-            return {"type": f"lifespan.{next(events)}"}
-
-        async def send(sent: Any) -> None:
-            messages.append(sent["type"])
-
-        asyncio.run(make(client)({"type": "lifespan", "state": {}}, receive, send))
-        return messages
-
-    complete = ["lifespan.startup.complete", "lifespan.shutdown.complete"]
     client.probe_async = AsyncMock(side_effect=ServingError("nobody"))  # type: ignore[method-assign]
-    assert live() == complete
+    asyncio.run(live())
     assert "Warning: the backends could not be checked: nobody." in capsys.readouterr().out
 
     started, ended = [], []
@@ -188,7 +182,7 @@ def test_gateway_that_cannot_check_its_backends_says_so_and_ends_the_check_with_
             ended.append(True)
 
     client.probe_async = hang  # type: ignore[method-assign]
-    assert live() == complete
+    asyncio.run(live())
     assert (started, ended, client.aclose.await_count) == ([True], [True], 2)  # type: ignore[attr-defined]
 
 
@@ -208,7 +202,7 @@ def test_gateway_answers_a_body_that_is_too_large_with_a_413() -> None:
         for headers in ({}, {"Content-Length": str(len(big))}):
             answer = call(app, path, big, headers)
             assert answer.status == 413, path
-            assert "more than 100 bytes (gateway.max_request_bytes)" in message(answer)
+            assert "more than 100 bytes (max_request_bytes)" in message(answer)
     assert client.asked == []
 
 
@@ -251,7 +245,7 @@ def test_gateway_without_a_backend_answers_503_and_gym_a_masked_sample() -> None
     client.failure = KeyError("secret words")
     answer = call(app, "/v1/rewards", GOOD["/v1/rewards"])
     assert answer.status == 500
-    assert re.match(r"internal error \w{8}: KeyError; the gateway's log", message(answer))
+    assert re.match(r"internal error \w{8}: KeyError; the server's log", message(answer))
 
 
 def test_gateway_answers_what_its_own_code_raises_with_a_500_in_the_protocols_shape(
@@ -293,10 +287,14 @@ def test_gateway_reads_bodies_with_a_byte_order_mark_or_packed_by_gzip() -> None
     assert (answer.status, "more than 100 bytes" in message(answer)) == (413, True)
     cases: list[tuple[bytes, dict[str, str], str]] = [
         (body, zipped, "Content-Encoding: got gzip, and a body that is not"),
-        (body, {"Content-Encoding": "br"}, "Content-Encoding: got 'br', wanted gzip or none"),
-        (packed[:-9], zipped, "body: its gzip data is cut off"),
+        (
+            body,
+            {"Content-Encoding": "br"},
+            "Content-Encoding: got 'br', wanted gzip, deflate or none",
+        ),
+        (packed[:-9], zipped, "body: its packed data is cut off"),
         (packed + packed, zipped, "or has more behind its end"),
-        (packed[:-8] + bytes(8), zipped, "body: its gzip data cannot be read"),
+        (packed[:-8] + bytes(8), zipped, "body: its packed data cannot be read"),
         (body.decode().encode("utf-16"), {}, "body: got text in UTF-16; wanted JSON in UTF-8"),
     ]
     for content, headers, wanted in cases:
@@ -354,12 +352,12 @@ def test_gateway_shows_prometheus_what_it_and_its_backends_have_counted() -> Non
     values = dict(line.rsplit(" ", 1) for line in shown.splitlines() if not line.startswith("#"))
     prefix, mean = "nemo_aligner_", total("ab")
     wanted = {
-        'gateway_requests_total{route="/v1/rewards",status="200"}': 1,
-        'gateway_requests_total{route="/classify",status="400"}': 1,
-        'gateway_request_seconds_count{route="/v1/rewards"}': 1,
-        'gateway_rows_total{outcome="scored",route="/v1/rewards"}': 2,
-        'gateway_rows_total{outcome="refused",route="/v1/rewards"}': 1,
-        "gateway_rows_in_flight": 0,
+        'http_requests_total{route="/v1/rewards",status="200"}': 1,
+        'http_requests_total{route="/classify",status="400"}': 1,
+        'http_request_seconds_count{route="/v1/rewards"}': 1,
+        'http_rows_total{outcome="scored",route="/v1/rewards"}': 2,
+        'http_rows_total{outcome="refused",route="/v1/rewards"}': 1,
+        "http_rows_in_flight": 0,
         'reward_mean{attribute="sum"}': mean,
         'reward_std{attribute="sum"}': 0,
         'reward_mean_drift{attribute="sum"}': (mean - 100) / 50,
@@ -658,6 +656,7 @@ def test_verify_of_a_failure_has_no_numbers_of_an_earlier_time() -> None:
         "reward_components": {"sum": 0.75},
         "truncated": True,
         "contract_hash": "feed",
+        "model_fingerprint": "f00d",
         "mask_sample": False,
     }
     none = {
@@ -666,6 +665,7 @@ def test_verify_of_a_failure_has_no_numbers_of_an_earlier_time() -> None:
         "reward_components": {},
         "truncated": False,
         "contract_hash": None,
+        "model_fingerprint": None,
     }
     no_reply = {**GOOD["/verify"], **stale, "response": {"output": []}}
     client = FakeClient()

@@ -1,0 +1,207 @@
+"""Scorers on running servers, one for each protocol that an evaluation can query.
+
+``serving/protocols/`` implements the server side of ``/classify`` and ``/get_reward``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from nemo_aligner.contract.messages import Text, as_json
+from nemo_aligner.contract.scorer import OnError, ScoredRows
+from nemo_aligner.contract.template_check import freeze_date
+from nemo_aligner.contract.tokenizer import Tokenizer
+from nemo_aligner.contract.turns import TurnMarkError, write_conversation
+from nemo_aligner.serving.client.posting import JsonAnswer, PostingAddress, post_all
+from nemo_aligner.serving.client.reward import RewardClient
+from nemo_aligner.serving.failures import FailureKind
+from nemo_aligner.utils.console import Counter
+from nemo_aligner.utils.errors import ConfigError, ServingError, short
+
+_log = logging.getLogger(__name__)
+_QUERIES = 16  # samples per request to ``/get_reward``
+
+
+class ServedScorer:
+    """Scores on reward model servers of ours, over KServe; ``close`` closes their client."""
+
+    def __init__(self, client: RewardClient) -> None:
+        """Raise ServingError if no server answers, or it publishes no contract."""
+        self._client = client
+        self.contract = client.contract()
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """Names of the columns of the rewards."""
+        return tuple(self.contract.attributes)
+
+    def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
+        """See ``Scorer``; the client logs why samples were rejected."""
+        scored = self._client.score_rows(samples, on_error=on_error)
+        if len(scored.errors) < len(samples):
+            return scored
+        # A client that was refused every sample never learned the number of attributes.
+        shape = (len(samples), len(self.attributes))
+        return replace(scored, rewards=np.full(shape, np.nan, dtype=np.float32))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+
+@dataclass(frozen=True)
+class VllmScorer:
+    """Scores on vLLM (checked with 0.32), or by our gateway, by ``/classify``.
+
+    ``attributes`` are names for the numbers that it answers, in their order. Each sample is a
+    request, because vLLM rejects a whole request for one bad sample.
+    """
+
+    address: PostingAddress
+    attributes: tuple[str, ...]
+    contract: None = None
+
+    def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
+        """See ``Scorer``; ServingError also for another number of rewards than attributes."""
+        bodies = [_vllm_body(sample) for sample in samples]
+        answers = post_all(self.address, bodies, Counter("scoring", "texts").show)
+        rewards = np.full((len(samples), len(self.attributes)), np.nan, dtype=np.float32)
+        errors = {}
+        for row, answer in enumerate(answers):
+            if _rejects_sample(answer):
+                errors[row] = str(_error(self.address, answer))
+            else:
+                rewards[row] = self._rewards_in(answer)
+        return _scored(rewards, errors, on_error)
+
+    def _rewards_in(self, answer: JsonAnswer) -> list[float]:
+        numbers = _numbers(self.address, answer, lambda body: body["data"][0]["probs"])
+        if len(numbers) != len(self.attributes):
+            raise ServingError(
+                f"{self.address.name}: got {len(numbers)} numbers for a text, wanted "
+                f"{len(self.attributes)} ({', '.join(self.attributes)}); source.attribute_weights "
+                "says their names and weights"
+            )
+        return numbers
+
+
+def _vllm_body(sample: Text) -> dict[str, Any]:
+    if isinstance(sample, str):
+        body: dict[str, Any] = {"input": sample}
+    else:
+        conversation = as_json(sample)
+        body = {"messages": conversation} if isinstance(conversation, list) else conversation
+    # Raw logits: by default vLLM applies a sigmoid or softmax, which is no reward.
+    return {**body, "use_activation": False}
+
+
+@dataclass(frozen=True)
+class QueryScorer:
+    """Scores on OpenRLHF's remote reward model (checked with 0.11), or by our gateway.
+
+    ``/get_reward`` takes strings, which the chat template of the policy's ``tokenizer`` writes.
+    """
+
+    address: PostingAddress
+    attributes: tuple[str, ...]
+    tokenizer: Tokenizer | None = None
+    contract: None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for several attributes."""
+        if len(self.attributes) != 1:
+            raise ConfigError(
+                f"source.attribute_weights: got {len(self.attributes)} names, wanted one or none: "
+                "/get_reward answers one number for a text"
+            )
+
+    def score_rows(self, samples: Sequence[Text], *, on_error: OnError = "nan") -> ScoredRows:
+        """See ``Scorer``.
+
+        Raises:
+            ConfigError: a sample is a conversation, and there is no chat template to write it with.
+            ServingError: the server does not answer, or not with a number for each query.
+        """
+        queries: dict[int, str] = {}
+        errors: dict[int, str] = {}
+        for row, sample in enumerate(samples):
+            try:
+                queries[row] = self._write(sample)
+            except TurnMarkError as error:
+                errors[row] = str(error)
+        rewards = np.full((len(samples), 1), np.nan, dtype=np.float32)
+        self._query(queries, rewards, errors, _QUERIES)
+        return _scored(rewards, errors, on_error)
+
+    def _query(
+        self, queries: Mapping[int, str], rewards: np.ndarray, errors: dict[int, str], size: int
+    ) -> None:
+        """Fill in ``rewards`` and ``errors`` of the rows of ``queries``, ``size`` per request.
+
+        A rejected request is sent again query by query.
+        """
+        chunks = [[*queries][start : start + size] for start in range(0, len(queries), size)]
+        bodies = [{"query": [queries[row] for row in rows]} for rows in chunks]
+        answers = post_all(self.address, bodies, Counter("scoring", "requests").show)
+        again: dict[int, str] = {}
+        for rows, answer in zip(chunks, answers, strict=True):
+            if not _rejects_sample(answer):
+                rewards[rows, 0] = self._rewards_in(answer, len(rows))
+            elif len(rows) > 1:
+                again.update((row, queries[row]) for row in rows)
+            else:
+                errors[rows[0]] = str(_error(self.address, answer))
+        if again:
+            self._query(again, rewards, errors, 1)
+
+    def _write(self, sample: Text) -> str:
+        """Render a sample with the policy's chat template, as OpenRLHF's trainer sends it."""
+        tokenizer = self.tokenizer
+        if isinstance(sample, str):
+            return sample
+        if tokenizer is None or not tokenizer.chat_template:
+            raise ConfigError(
+                "source.tokenizer: got none with a chat template, wanted the folder of the "
+                "policy's tokenizer: /get_reward takes texts, and these are conversations"
+            )
+        template = freeze_date(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+        return write_conversation(template, sample, tokenizer)
+
+    def _rewards_in(self, answer: JsonAnswer, count: int) -> list[float]:
+        rewards = _numbers(self.address, answer, lambda body: body["rewards"])
+        if len(rewards) != count:
+            raise ServingError(f"{self.address.name}: got {len(rewards)} rewards for {count} texts")
+        return rewards
+
+
+def _rejects_sample(answer: JsonAnswer) -> bool:
+    """Tell whether a sample is at fault, and gets no reward; another failure ends the call."""
+    return FailureKind.of_status(answer.status).reaction == "skip"
+
+
+def _scored(rewards: np.ndarray, errors: dict[int, str], on_error: OnError) -> ScoredRows:
+    for row in sorted(errors)[:1]:
+        if on_error == "raise":
+            raise ServingError(f"row {row}: {errors[row]}")
+        reason = f"text {row}: {errors[row]}"
+        _log.warning("%d of %d texts have no reward; %s", len(errors), len(rewards), reason)
+    return ScoredRows(rewards, dict(sorted(errors.items())), np.zeros(len(rewards), dtype=bool))
+
+
+def _numbers(address: PostingAddress, answer: JsonAnswer, read: Any) -> list[float]:
+    """The numbers that ``read`` takes out of the body of a good answer."""
+    if answer.status != 200 or not isinstance(answer.body, Mapping):
+        raise _error(address, answer)
+    try:
+        return [float(number) for number in read(answer.body)]
+    except (LookupError, TypeError, ValueError) as error:
+        raise _error(address, answer) from error
+
+
+def _error(address: PostingAddress, answer: JsonAnswer) -> ServingError:
+    return ServingError(f"{address.name}: status {answer.status}, got {short(answer.body)}")

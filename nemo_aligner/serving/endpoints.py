@@ -1,0 +1,129 @@
+"""Endpoints of KServe v2: names, tensors, and the coroutine that answers a request.
+
+The HTTP front (``front/kserve.py``) and NVIDIA Triton (``triton.py``) answer the same endpoints.
+``reward_endpoints`` makes those of any ``ScoringService``, so that a gateway has them, too; the
+critic's are in ``critic.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.serving.failures import FailureKind, RequestError
+from nemo_aligner.serving.protocols import ScoreRequest, TensorSpec, kserve
+from nemo_aligner.serving.protocols.kserve_body import Tensors
+from nemo_aligner.serving.scoring import ScoringService, TemplateParts
+
+# Bytes of a request that are read or written in the event loop. More take milliseconds, in which no
+# other request would be answered.
+_SHORT_BYTES = 64 * 2**10
+# Rows of an answer that are encoded there.
+_FEW_ROWS = 256
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A model of KServe v2.
+
+    Attributes:
+        name: of the model.
+        inputs: tensors of a request, and ``outputs`` those of its answer.
+        answer: maps a request's tensors to the answer's. Any error is the answer to that request
+            alone (``failure_of``). Any number of requests run at once, all in the event loop of
+            the front.
+        max_rows: most rows of a request. The shapes of ``inputs`` and ``outputs`` then leave out
+            the first dimension, which counts rows. 0 means that they are whole shapes.
+    """
+
+    name: str
+    inputs: Sequence[TensorSpec]
+    outputs: Sequence[TensorSpec]
+    answer: Callable[[Tensors], Coroutine[Any, Any, Tensors]]
+    max_rows: int = 0
+
+
+def reward_endpoints(
+    service: ScoringService, max_rows: int, optional_outputs: Collection[str]
+) -> list[Endpoint]:
+    """The endpoints ``contract`` and ``reward_model`` of a scoring service.
+
+    Args:
+        service: what scores.
+        max_rows: most rows of a request.
+        optional_outputs: names of ``kserve.OPTIONAL_OUTPUTS`` that answers may have.
+    """
+
+    async def score(inputs: Tensors) -> Tensors:
+        request = await decode_request(inputs)
+        scored = await service.answer(request, sets_rows_aside=False)
+        if len(scored.rewards) <= _FEW_ROWS:
+            return kserve.encode_rewards(scored)
+        return await asyncio.to_thread(kserve.encode_rewards, scored)
+
+    async def contract() -> ScoringContract:
+        published = await service.find_contract()
+        if published is None:
+            raise RequestError("no backend publishes a scoring contract", FailureKind.bad_request)
+        return published
+
+    async def statistics() -> Mapping[str, float]:
+        return sum_statistics(await service.statistics())
+
+    outputs = [spec for spec in kserve.OPTIONAL_OUTPUTS if spec.name in optional_outputs]
+    return [
+        contract_endpoint(
+            contract, service.template_parts, statistics, lambda: service.fingerprint
+        ),
+        Endpoint(kserve.MODEL_NAME, kserve.INPUTS, [*kserve.OUTPUTS, *outputs], score, max_rows),
+    ]
+
+
+def contract_endpoint(
+    contract: Callable[[], Awaitable[ScoringContract]],
+    template_parts: Callable[[], Awaitable[TemplateParts]],
+    statistics: Callable[[], Awaitable[Mapping[str, float]]],
+    fingerprint: Callable[[], str | None] = lambda: None,
+) -> Endpoint:
+    """``contract``: how samples of this server become scores, and what it has counted.
+
+    ``fingerprint`` is called once ``contract`` has been awaited, so that both are of one model.
+    """
+
+    async def publish(inputs: Tensors) -> Tensors:
+        parts, rules = await template_parts(), await contract()
+        return {
+            **kserve.encode_contract(rules, parts.turn_end, parts.sample_frame, fingerprint()),
+            **kserve.encode_statistics(await statistics()),
+        }
+
+    return Endpoint(
+        kserve.CONTRACT_MODEL_NAME, kserve.CONTRACT_INPUTS, kserve.CONTRACT_OUTPUTS, publish
+    )
+
+
+async def decode_request(inputs: Tensors) -> ScoreRequest:
+    """``kserve.decode_request``, in another thread where it takes long."""
+    _, num_bytes = kserve.size_of_request(inputs)
+    return await call_by_size(num_bytes, kserve.decode_request, inputs)
+
+
+async def call_by_size(num_bytes: int, work: Callable[..., T], *arguments: Any) -> T:
+    """Call ``work``, in another thread if it has many bytes to read or to write."""
+    if num_bytes <= _SHORT_BYTES:
+        return work(*arguments)
+    return await asyncio.to_thread(work, *arguments)
+
+
+def sum_statistics(servers: Mapping[str, Mapping[str, float] | None]) -> dict[str, float]:
+    """Add up what several servers have counted."""
+    total: dict[str, float] = {}
+    for counts in servers.values():
+        for name, count in (counts or {}).items():
+            total[name] = total.get(name, 0.0) + count
+    return total

@@ -1,0 +1,511 @@
+"""The HTTP front as an ASGI application: every protocol on one port, for any scoring service.
+
+A request passes, in this order: the limits of its connection (``connection.py``, before anything is
+read), the bearer token, and then KServe v2 (``kserve.py``) or FastAPI, which has the routes of all
+other protocols (``serving/protocols/``), health, metrics and the OpenAPI page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import numpy as np
+from fastapi import FastAPI, Request, Response
+from pydantic_core import from_json, to_json
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import nemo_aligner
+from nemo_aligner.config.serving import FrontConfig
+from nemo_aligner.serving.endpoints import Endpoint, call_by_size
+from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
+from nemo_aligner.serving.front import kserve
+from nemo_aligner.serving.front.kserve import KServe, KServeAnswer
+from nemo_aligner.serving.front.metrics import FrontMetrics
+from nemo_aligner.serving.protocols import (
+    ScoredRows,
+    ScoreRequest,
+    gym,
+    openrlhf,
+    rerank,
+    rewards,
+    sglang,
+    slime,
+    tei,
+    vllm,
+)
+from nemo_aligner.serving.protocols.base import (
+    HttpAnswer,
+    ModelRoute,
+    PlainRoute,
+    Route,
+    Served,
+    is_packed,
+    refuse_with_detail,
+    row_headers,
+    too_large,
+    unpack_body,
+)
+from nemo_aligner.serving.protocols.kserve import MODEL_NAME
+from nemo_aligner.serving.scoring import FOREIGN_ADVICE, ScoringService, check_num_rows
+from nemo_aligner.serving.tokens import has_token
+from nemo_aligner.utils.errors import ServingError, one_line
+
+# Every protocol has its line here.
+ROUTES: list[Route[Any]] = [
+    *rewards.ROUTES,
+    *openrlhf.ROUTES,
+    *slime.ROUTES,
+    *vllm.ROUTES,
+    *sglang.ROUTES,
+    *tei.ROUTES,
+    *rerank.ROUTES,
+    *gym.ROUTES,
+]
+PLAIN_ROUTES: list[PlainRoute] = [*gym.PLAIN_ROUTES]
+MODEL_ROUTES: list[ModelRoute] = [*vllm.MODEL_ROUTES, *tei.MODEL_ROUTES]
+
+# Probes of Kubernetes and load balancers send no token.
+_OPEN_PATHS = ("/health", "/ready")
+_SCHEMAS = "#/components/schemas/"
+# For the OpenAPI page; 500 is not on it, as no client should expect one.
+_ERRORS = {
+    FailureKind.bad_request: "A body that cannot be read, or a sample that cannot be scored",
+    FailureKind.unauthorized: "The bearer token is missing or wrong",
+    FailureKind.too_large: "A body of more than max_request_bytes",
+    FailureKind.busy: (
+        "No server scores, or the queue is full; Retry-After says when to come again"
+    ),
+}
+
+
+class Front:
+    """ASGI application that answers for KServe endpoints and a scoring service.
+
+    Attributes:
+        is_ready: whether requests are answered; ``/ready`` and KServe's readiness say so.
+        scoring: what scores; None where KServe's endpoints are all there is.
+        metrics: what it has counted.
+    """
+
+    def __init__(
+        self,
+        scoring: ScoringService | None,
+        endpoints: Sequence[Endpoint],
+        config: FrontConfig,
+        token: str | None,
+    ) -> None:
+        """``scoring`` None: there are KServe's endpoints alone, as of a critic.
+
+        With a ``token`` all but health, readiness and the shapes of tensors needs it.
+        """
+        self.is_ready = True
+        self.scoring = scoring
+        self.metrics = FrontMetrics()
+        self._config, self._token = config, token
+        self._kserve = KServe(endpoints, lambda: self.is_ready)
+        self._routes: dict[str, list[Route[Any]]] = {}
+        for route in ROUTES if scoring is not None else ():
+            self._routes.setdefault(route.path, []).append(route)
+        self._app = self._build_app(scoring)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            return
+        # Before the token is compared: the paths that need none are known without the prefix.
+        path = gym.OF_ROLLOUT.sub("", scope["path"])
+        if path != scope["path"]:
+            scope = {**scope, "path": path, "raw_path": path.encode()}
+        if not self._is_open(scope["method"], path) and not self._has_token(scope):
+            await self._refuse_token(path)(scope, receive, send)
+        elif self._is_kserve(path):
+            await self._answer_kserve(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _answer_kserve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
+        try:
+            body = b""
+            if scope["method"] == "POST":
+                body = await _read_body(receive, headers, self._config)
+        except RequestError as error:
+            answer = kserve.refuse(error)
+        except ServingError as error:
+            answer = kserve.refuse(RequestError(one_line(error), FailureKind.bad_request))
+        else:
+            answer = await self._kserve.answer(scope["method"], scope["path"], headers, body)
+        await _send(answer, send)
+
+    def _is_open(self, method: str, path: str) -> bool:
+        """Whether a request needs no token."""
+        if self._token is None or path in _OPEN_PATHS:
+            return True
+        # Clients of Triton read the names and shapes of tensors before they send anything, and
+        # pytriton's ModelClient sends its headers with requests for inference alone.
+        return method == "GET" and self._is_kserve(path) and not path.endswith("/stats")
+
+    def _is_kserve(self, path: str) -> bool:
+        # Cohere's /v2/rerank has the same beginning.
+        return path.rstrip("/") == "/v2" or (path.startswith("/v2/") and path not in self._routes)
+
+    def _has_token(self, scope: Scope) -> bool:
+        assert self._token is not None
+        sent = [value for name, value in scope["headers"] if name == b"authorization"]
+        return has_token(sent, self._token)
+
+    def _refuse_token(self, path: str) -> ASGIApp:
+        failure = RequestError("the bearer token is missing or wrong", FailureKind.unauthorized)
+        if self._is_kserve(path):
+            answer = kserve.refuse(failure)
+            headers = {**answer.headers, "WWW-Authenticate": "Bearer"}
+            return Response(answer.body, answer.status, headers)
+        if path not in self._routes:
+            return respond(refuse_with_detail(failure, None))
+        refusal = self._routes[path][0].refuse(failure, None)
+        self.metrics.count_request(path, refusal.status, 0.0)
+        return respond(refusal)
+
+    def _build_app(self, scoring: ScoringService | None) -> FastAPI:
+        app = _App(
+            [route for routes in self._routes.values() for route in routes],
+            title="nemo_aligner",
+            version=nemo_aligner.__version__,
+            description="Rewards of a reward model, by several protocols; KServe v2 is at /v2.",
+        )
+        if scoring is None:
+            _add_get_routes(app, [("/health", _answer_health, "200 while the server runs")])
+            return app
+        for path, routes in self._routes.items():
+            about = "; ".join(route.about for route in routes)
+            app.add_api_route(
+                path,
+                _RouteHandler(routes, scoring, self._config, self.metrics).handle,
+                methods=["POST"],
+                summary=about,
+                description=about,  # else the handler's docstring is on the page
+                operation_id=path.strip("/").replace("/", "_"),
+                openapi_extra=_describe_routes(routes),
+            )
+        for plain in PLAIN_ROUTES:
+            _add_plain_route(app, plain, self._config)
+        for model_route in MODEL_ROUTES:
+            _add_model_route(app, model_route, scoring, self._config)
+        self._add_own_routes(app, scoring)
+        return app
+
+    def _add_own_routes(self, app: FastAPI, scoring: ScoringService) -> None:
+        async def ready() -> Response:
+            servers = await scoring.probe() if self.is_ready else {}
+            status = 200 if None in servers.values() else 503
+            states = {
+                url: "ready" if reason is None else one_line(reason)
+                for url, reason in servers.items()
+            }
+            word = "ready" if status == 200 else "no backend answers"
+            return respond(HttpAnswer(status, {"status": word, "backends": states}), 1)
+
+        async def contract() -> Response:
+            # Read anew each time, as a backend may have been replaced since the last reward.
+            rules = (await scoring.read_contract()).to_dict()
+            return respond(HttpAnswer(200, {**rules, "model_fingerprint": scoring.fingerprint}))
+
+        async def scrape() -> Response:
+            text, kind = self.metrics.render(scoring, await scoring.statistics())
+            return Response(text, media_type=kind)
+
+        _add_get_routes(
+            app,
+            [
+                ("/v1/contract", contract, "The scoring contract: what a reward means"),
+                ("/health", _answer_health, "200 while the server runs"),
+                ("/ready", ready, "200 while rewards can be had, else 503"),
+                ("/metrics", scrape, "For Prometheus"),
+            ],
+        )
+
+
+class _App(FastAPI):
+    """FastAPI whose OpenAPI page has the protocols' bodies, which it neither reads nor knows."""
+
+    def __init__(self, protocols: Sequence[Route[Any]], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._bodies = {body for route in protocols for body in (route.request, route.response)}
+
+    def openapi(self) -> dict[str, Any]:
+        """The page, made at the first request for it."""
+        if self.openapi_schema is None:
+            page = super().openapi()
+            schemas = page.setdefault("components", {}).setdefault("schemas", {})
+            for body in self._bodies:
+                schema = body.model_json_schema(ref_template=f"{_SCHEMAS}{{model}}")
+                schemas.update({**schema.pop("$defs", {}), body.__name__: schema})
+        return self.openapi_schema or {}
+
+
+class _RouteHandler:
+    """Handler of a path's routes: body, request, rewards and answer, or a route's own failure."""
+
+    def __init__(
+        self,
+        routes: Sequence[Route[Any]],
+        scoring: ScoringService,
+        config: FrontConfig,
+        metrics: FrontMetrics,
+    ) -> None:
+        self._route, *self._others = routes
+        self._scoring, self._config, self._metrics = scoring, config, metrics
+        self._foreign_paths: set[str] = set()
+
+    async def handle(self, request: Request) -> Response:
+        """Answer by the route's protocol, and count the answer."""
+        begun = time.monotonic()
+        answer, retry_after_s = await self._answer(request)
+        seconds = time.monotonic() - begun
+        self._metrics.count_request(self._route.path, answer.status, seconds)
+        return respond(answer, retry_after_s)
+
+    async def _answer(self, request: Request) -> tuple[HttpAnswer, float | None]:
+        route, body = self._route, None
+        try:
+            content = await _read_body(request.receive, request.headers, self._config)
+            size = len(content)
+            route, body = await call_by_size(size, self._route_of, content)
+            if body is None:
+                body = await call_by_size(size, route.parse, content)
+            scored = await self._score(route, body, size)
+            answer = await call_by_size(size, route.answer, body, scored, self._served(scored))
+            self._metrics.count_scored(route.path, scored)
+            return HttpAnswer(200, answer, row_headers(scored)), None
+        except Exception as error:
+            failure = public_failure(error)
+        return route.refuse(failure, body), failure.retry_after_s
+
+    def _route_of(self, content: bytes) -> tuple[Route[Any], Any]:
+        """The path's first route, unless fields that it does not know mark another one's body.
+
+        Returns:
+            The route, and the body if the first route has read it; None if another one is to.
+
+        Raises:
+            ServingError: the first route cannot read it, and it is no other one's.
+        """
+        try:
+            body = self._route.parse(content)
+        except ServingError:
+            route = self._marked_route(_field_names(content) if self._others else ())
+            if route is self._route:
+                raise
+            return route, None
+        route = self._marked_route((body.model_extra or {}).keys())
+        return route, body if route is self._route else None
+
+    def _marked_route(self, names: Collection[str]) -> Route[Any]:
+        unknown = set(names) - self._route.request.model_fields.keys()
+        marked = (other for other in self._others if unknown & set(other.marks))
+        return next(marked, self._route)
+
+    async def _score(self, route: Route[Any], body: Any, size: int) -> ScoredRows:
+        """Have a body scored.
+
+        Raises:
+            Exception: any failure of it; see ``public_failure``.
+        """
+        request = await call_by_size(size, route.read, body)
+        check_num_rows(request, self._config)
+        if route.completes_turns:
+            request, completed = await self._scoring.complete_turns(request)
+            self._metrics.count_rows(route.path, "completed", completed)
+        foreign = await self._scoring.find_foreign_rows(request)
+        self._metrics.count_rows(route.path, "foreign_template", len(foreign))
+        if foreign:
+            request = self._note_foreign_rows(route, request, foreign)
+        try:
+            scored = await self._scoring.answer(request, route.sets_rows_aside)
+            if not foreign:
+                return scored
+            is_foreign = np.isin(np.arange(len(scored.rewards)), [*foreign])
+            return replace(scored, foreign_template=is_foreign)
+        except RequestError as refusal:
+            if refusal.row is None or route.with_other_reply is None:
+                raise
+            return await self._blame(refusal, route.with_other_reply(body))
+
+    def _note_foreign_rows(
+        self, route: Route[Any], request: ScoreRequest, foreign: Mapping[int, str]
+    ) -> ScoreRequest:
+        """Log rows that are in another chat template, once a route, and reject them if set so.
+
+        Raises:
+            RequestError: they are rejected, and the route sets no rows aside.
+        """
+        row, fault = next(iter(foreign.items()))
+        if route.path not in self._foreign_paths:
+            self._foreign_paths.add(route.path)
+            print(
+                f"Warning: {route.path}: {len(foreign)} of {request.num_rows} texts are not "
+                f"written in the model's chat template; row {row}: {fault}. {FOREIGN_ADVICE}. "
+                "The metrics count the further ones (foreign_template)",
+                flush=True,
+            )
+        if not self._config.reject_foreign_templates:
+            return request
+        if not route.sets_rows_aside:
+            setting = f"{self._config.section}.reject_foreign_templates"
+            text = f"row {row}: {fault} ({setting}). {FOREIGN_ADVICE}"
+            raise RequestError(text, FailureKind.bad_request, row=row)
+        return request.without_rows(foreign)
+
+    async def _blame(self, refusal: RequestError, other: ScoreRequest) -> ScoredRows:
+        """Score another reply: the refusal becomes a row's error, or the prompt's failure."""
+        scored = await self._scoring.answer(other, False, is_probe=True)
+        reason = refusal.message.removeprefix(f"row {refusal.row}: ")
+        # The reward of the other reply says how many attributes there are, and is not used.
+        nothing = np.full_like(scored.rewards, np.nan)
+        return ScoredRows(nothing, {0: reason}, np.zeros(1, dtype=bool))
+
+    def _served(self, scored: ScoredRows) -> Served:
+        contract, threshold = self._scoring.contract, self._config.reward_threshold
+        if contract is not None:
+            weights, scale = contract.attribute_weights, contract.reward_scale
+            return Served(MODEL_NAME, contract.attributes, weights, threshold, scale)
+        # A backend of NeMo-Aligner, which publishes no contract with the names of its attributes.
+        columns = scored.rewards.shape[1]
+        names = ["reward"] if columns == 1 else [f"reward_{column}" for column in range(columns)]
+        return Served(MODEL_NAME, names, None, threshold)
+
+
+def _field_names(content: bytes) -> Collection[str]:
+    """Names of a JSON object's fields; none of another value, or of what is no JSON."""
+    try:
+        value = from_json(content)
+    except ValueError:
+        return ()
+    return value.keys() if isinstance(value, dict) else ()
+
+
+async def _read_body(receive: Receive, headers: Mapping[str, str], config: FrontConfig) -> bytes:
+    """Read the body, unpacked, and no more of it than is allowed.
+
+    Raises:
+        RequestError: it has more bytes than allowed, or its sender leaves before it is whole.
+        ServingError: see ``unpack_body``.
+    """
+    most = config.max_request_bytes
+    # The header spares reading a body that says its size; one in chunks has none.
+    length = headers.get("content-length", "")
+    if length.isdecimal() and int(length) > most:
+        raise too_large(most)
+    parts, size, has_more = [], 0, True
+    while has_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise RequestError("the body is not whole", FailureKind.bad_request)
+        part, has_more = message.get("body", b""), message.get("more_body", False)
+        size += len(part)
+        if size > most:
+            raise too_large(most)
+        parts.append(part)
+    body = b"".join(parts)
+    encoding = headers.get("content-encoding", "")
+    # A small body that is packed may have as many bytes as are allowed.
+    size = most if is_packed(body, encoding) else len(body)
+    return await call_by_size(size, unpack_body, body, encoding, most)
+
+
+async def _send(answer: KServeAnswer, send: Send) -> None:
+    headers = [
+        (b"content-length", str(len(answer.body)).encode()),
+        *((name.lower().encode(), value.encode()) for name, value in answer.headers.items()),
+    ]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": answer.body})
+
+
+def respond(answer: HttpAnswer, retry_after_s: float | None = None) -> Response:
+    """Make a JSON response; a 503 gets ``Retry-After``."""
+    headers = dict(answer.headers)
+    if retry_after_s is not None and answer.status == 503:
+        headers["Retry-After"] = str(retry_after_s)
+    if answer.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    content = to_json(answer.content, inf_nan_mode="constants")
+    return Response(content, answer.status, headers, "application/json")
+
+
+async def _respond_or_refuse(work: Awaitable[Response]) -> Response:
+    """An answer that is no protocol's, or why there is none."""
+    try:
+        return await work
+    except Exception as error:
+        failure = public_failure(error)
+        return respond(refuse_with_detail(failure, None), failure.retry_after_s)
+
+
+async def _answer_health() -> Response:
+    return respond(HttpAnswer(200, {"status": "ok"}))
+
+
+def _add_plain_route(app: FastAPI, route: PlainRoute, config: FrontConfig) -> None:
+    async def answer(request: Request) -> Response:
+        body = await _read_body(request.receive, request.headers, config)
+        if route.is_slow:
+            return respond(await asyncio.to_thread(route.answer, body))
+        return respond(await call_by_size(len(body), route.answer, body))
+
+    async def handle(request: Request) -> Response:
+        return await _respond_or_refuse(answer(request))
+
+    app.add_api_route(
+        route.path, handle, methods=[route.method], summary=route.about, response_model=None
+    )
+
+
+def _add_model_route(
+    app: FastAPI, route: ModelRoute, scoring: ScoringService, config: FrontConfig
+) -> None:
+    async def answer() -> Response:
+        return respond(route.answer(await scoring.find_contract(), config))
+
+    async def handle() -> Response:
+        return await _respond_or_refuse(answer())
+
+    app.add_api_route(route.path, handle, methods=["GET"], summary=route.about, response_model=None)
+
+
+def _add_get_routes(
+    app: FastAPI, routes: Sequence[tuple[str, Callable[[], Awaitable[Response]], str]]
+) -> None:
+    def refusing(work: Callable[[], Awaitable[Response]]) -> Callable[[], Awaitable[Response]]:
+        @wraps(work)  # the OpenAPI page calls it by this name
+        async def handle() -> Response:
+            return await _respond_or_refuse(work())
+
+        return handle
+
+    for path, work, about in routes:
+        app.add_api_route(path, refusing(work), methods=["GET"], summary=about, response_model=None)
+
+
+def _describe_routes(routes: Sequence[Route[Any]]) -> dict[str, Any]:
+    """Body and answers of a path's routes for the OpenAPI page (``_App``)."""
+
+    def content(bodies: Sequence[type]) -> dict[str, Any]:
+        schemas = [{"$ref": f"{_SCHEMAS}{body.__name__}"} for body in bodies]
+        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+        return {"application/json": {"schema": schema}}
+
+    requests = content([route.request for route in routes])
+    answers = content([route.response for route in routes])
+    return {
+        "requestBody": {"required": True, "content": requests},
+        "responses": {
+            "200": {"description": "Scored", "content": answers},
+            **{str(kind.status): {"description": about} for kind, about in _ERRORS.items()},
+        },
+    }

@@ -1,0 +1,405 @@
+"""KServe v2 over HTTP: what pytriton's, tritonclient's and NeMo-Aligner's clients ask.
+
+=====================================  ===========================================================
+``GET /v2``                            name, version and extensions of the server
+``GET /v2/health/live``, ``ready``     200, or 503 until the server is ready
+``GET /v2/models/M``                   names, datatypes and shapes of the tensors of model M
+``GET /v2/models/M/ready``             200, or 503 until the server is ready
+``GET /v2/models/M/config``            Triton's model configuration, which clients read at first
+``GET /v2/models/M/stats``             counts and times of the requests to M, as Triton has them
+``POST /v2/models/M/infer``            tensors in, tensors out
+``POST /v2/repository/index``          the names of all models
+=====================================  ===========================================================
+
+``/versions/1`` may follow the name of a model. Tensors are JSON, or binary by the extension for
+binary data; bodies may be compressed. Triton's other extensions (shared memory, loading models,
+tracing, gRPC) are Triton's alone: ``server.triton_port``. References: KServe's "predict protocol,
+version 2", and ``http_server.cc`` of triton-inference-server/server for what its text leaves open.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from pydantic_core import to_json
+
+import nemo_aligner
+from nemo_aligner.serving.endpoints import Endpoint, call_by_size
+from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
+from nemo_aligner.serving.protocols import TensorSpec
+from nemo_aligner.serving.protocols.kserve_body import (
+    HEADER_LENGTH,
+    Tensors,
+    datatype_of,
+    decode_tensors,
+    pack_tensor,
+)
+from nemo_aligner.serving.protocols.strict_json import read_json
+from nemo_aligner.utils.errors import ServingError, shown
+
+_JSON = "application/json"
+_MODEL = re.compile(r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(?P<rest>/\w+)?")
+_ALL_STATISTICS = "/v2/models/stats"
+_EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
+# Phases of a request in Triton's statistics. Ours are counted as a whole (``success``, ``fail``).
+_PHASES = ("queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
+
+
+@dataclass(frozen=True)
+class KServeAnswer:
+    """Status, body and headers of an answer."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
+
+    @classmethod
+    def of_json(cls, content: Any, status: int = 200) -> KServeAnswer:
+        """An answer of JSON."""
+        return cls(status, to_json(content, inf_nan_mode="constants"), {"Content-Type": _JSON})
+
+
+class _Counts:
+    """Requests to a model: how many, and how many nanoseconds they took."""
+
+    def __init__(self) -> None:
+        self.rows = self.last_ms = 0
+        self.requests = {"success": 0, "fail": 0}
+        self.nanoseconds = {"success": 0, "fail": 0}
+
+    def count(self, outcome: str, rows: int, begun_ns: int) -> None:
+        self.requests[outcome] += 1
+        self.nanoseconds[outcome] += time.monotonic_ns() - begun_ns
+        self.rows += rows
+        self.last_ms = time.time_ns() // 1_000_000
+
+
+class KServe:
+    """Answers the paths below ``/v2`` for some endpoints.
+
+    ``is_ready`` tells whether requests would be answered.
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint], is_ready: Callable[[], bool]) -> None:
+        self._endpoints = {endpoint.name: endpoint for endpoint in endpoints}
+        self._counts = {name: _Counts() for name in self._endpoints}
+        self._is_ready = is_ready
+
+    async def answer(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> KServeAnswer:
+        """Answer a request. ``headers`` have names in lower case; ``body`` is unpacked."""
+        parts = _MODEL.fullmatch(path)
+        if parts is None or path == _ALL_STATISTICS:
+            return self._answer_server(method, path)
+        name, rest = parts["name"], parts["rest"] or ""
+        endpoint = self._endpoints.get(name)
+        if endpoint is None or parts["version"] not in (None, "1"):
+            version = "" if parts["version"] is None else f" version {shown(parts['version'])}"
+            models = ", ".join(self._endpoints)
+            return _error(404, f"unknown model {shown(name)}{version}. Models: {models}")
+        if rest == "/infer" and method == "POST":
+            return await self._infer(endpoint, headers, body)
+        if method != "GET":
+            return _error(405, f"{path}: got {method}, wanted GET, or POST to /infer")
+        if rest == "/ready":
+            return self._readiness()
+        reads: dict[str, Callable[[Endpoint], Any]] = {
+            "": _describe,
+            "/config": _configuration,
+            "/stats": lambda endpoint: {"model_stats": [self._statistics(endpoint.name)]},
+        }
+        if rest not in reads:
+            return _unknown_path(path)
+        return KServeAnswer.of_json(reads[rest](endpoint))
+
+    def _answer_server(self, method: str, path: str) -> KServeAnswer:
+        """Answer a path that names no model."""
+        if path.rstrip("/") == "/v2":
+            version = nemo_aligner.__version__
+            about = {"name": "nemo_aligner", "version": version, "extensions": _EXTENSIONS}
+            return KServeAnswer.of_json(about)
+        if path == "/v2/health/live":
+            return KServeAnswer(200, b"", {})
+        if path == "/v2/health/ready":
+            return self._readiness()
+        if path == _ALL_STATISTICS:
+            return KServeAnswer.of_json({"model_stats": [*map(self._statistics, self._counts)]})
+        if path == "/v2/repository/index" and method == "POST":
+            state = {"version": "1", "state": "READY", "reason": ""}
+            return KServeAnswer.of_json([{"name": name, **state} for name in self._endpoints])
+        return _unknown_path(path)
+
+    def _readiness(self) -> KServeAnswer:
+        return KServeAnswer(200 if self._is_ready() else 503, b"", {})
+
+    async def _infer(
+        self, endpoint: Endpoint, headers: Mapping[str, str], body: bytes
+    ) -> KServeAnswer:
+        begun_ns, counts = time.monotonic_ns(), self._counts[endpoint.name]
+        try:
+            request, inputs = await call_by_size(
+                len(body), _decode_request, endpoint, headers, body
+            )
+            requested = _requested_outputs(endpoint, request)
+            outputs = await endpoint.answer(inputs)
+            answer = await call_by_size(
+                len(body), _encode_answer, endpoint, request, requested, outputs
+            )
+        except Exception as error:
+            counts.count("fail", 0, begun_ns)
+            failure = public_failure(error)
+            return _error(failure.kind.status, failure.message, failure.retry_after_s)
+        counts.count("success", max(map(len, inputs.values()), default=1), begun_ns)
+        return _compressed(answer, headers.get("accept-encoding", ""))
+
+    def _statistics(self, name: str) -> dict[str, Any]:
+        counts = self._counts[name]
+        measured = {
+            outcome: {"count": counts.requests[outcome], "ns": counts.nanoseconds[outcome]}
+            for outcome in counts.requests
+        }
+        return {
+            "name": name,
+            "version": "1",
+            "last_inference": counts.last_ms,
+            "inference_count": counts.rows,
+            "execution_count": counts.requests["success"],
+            "inference_stats": {**measured, **{phase: {"count": 0, "ns": 0} for phase in _PHASES}},
+            "batch_stats": [],
+        }
+
+
+def refuse(failure: RequestError) -> KServeAnswer:
+    """The answer to a request that fails before it is read."""
+    return _error(failure.kind.status, failure.message, failure.retry_after_s)
+
+
+def _error(status: int, message: str, retry_after_s: float | None = None) -> KServeAnswer:
+    answer = KServeAnswer.of_json({"error": message}, status)
+    if retry_after_s is None or status != FailureKind.busy.status:
+        return answer
+    return KServeAnswer(status, answer.body, {**answer.headers, "Retry-After": str(retry_after_s)})
+
+
+def _unknown_path(path: str) -> KServeAnswer:
+    return _error(
+        404, f"{shown(path)}: this server has no such path. Triton's own has (server.triton_port)"
+    )
+
+
+# Descriptions of models.
+
+
+def _describe(endpoint: Endpoint) -> dict[str, Any]:
+    batch = [-1] if endpoint.max_rows else []
+
+    def tensors(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": spec.name,
+                "datatype": datatype_of(spec.dtype),
+                "shape": [*batch, *spec.shape],
+            }
+            for spec in specs
+        ]
+
+    return {
+        "name": endpoint.name,
+        "versions": ["1"],
+        "platform": "nemo_aligner",
+        "inputs": tensors(endpoint.inputs),
+        "outputs": tensors(endpoint.outputs),
+    }
+
+
+def _configuration(endpoint: Endpoint) -> dict[str, Any]:
+    """Triton's ``ModelConfig``, in which BYTES is a STRING, and shapes leave out the rows."""
+
+    def tensors(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": spec.name,
+                "data_type": f"TYPE_{datatype_of(spec.dtype).replace('BYTES', 'STRING')}",
+                "dims": [*spec.shape],
+                **({"optional": True} if spec.optional else {}),
+            }
+            for spec in specs
+        ]
+
+    return {
+        "name": endpoint.name,
+        "platform": "",
+        "backend": "nemo_aligner",
+        "version_policy": {"latest": {"num_versions": 1}},
+        "max_batch_size": endpoint.max_rows,
+        "input": tensors(endpoint.inputs),
+        "output": tensors(endpoint.outputs),
+        "instance_group": [],
+        "parameters": {},
+        "model_transaction_policy": {"decoupled": False},
+    }
+
+
+# Requests and answers.
+
+
+def _decode_request(
+    endpoint: Endpoint, headers: Mapping[str, str], body: bytes
+) -> tuple[dict[str, Any], Tensors]:
+    """Read a body: its JSON, and the tensors that the endpoint takes.
+
+    Raises:
+        ServingError: it is no request of KServe v2, or not one for this endpoint.
+    """
+    header = headers.get(HEADER_LENGTH.lower(), "")
+    length = len(body)
+    if header:
+        if not header.isdecimal() or int(header) > len(body):
+            raise ServingError(
+                f"{HEADER_LENGTH}: got {shown(header)}, wanted the length of the JSON part of a "
+                f"body of {len(body)} bytes"
+            )
+        length = int(header)
+    try:
+        request = read_json(body[:length].decode())
+    except UnicodeDecodeError as error:
+        raise ServingError(f"body: its JSON is not UTF-8 ({error.reason})") from None
+    except ServingError as error:
+        raise ServingError(f"body: {error}") from error
+    if not isinstance(request, dict):
+        raise ServingError("body: wanted a JSON object with inputs")
+    inputs = decode_tensors(request.get("inputs", []), body[length:])
+    _check_inputs(endpoint, inputs)
+    return request, inputs
+
+
+def _check_inputs(endpoint: Endpoint, inputs: Tensors) -> None:
+    """Raise ServingError unless the tensors are those of the endpoint, with as many rows each."""
+    specs = {spec.name: spec for spec in endpoint.inputs}
+    for name, array in inputs.items():
+        spec = specs.get(name)
+        if spec is None:
+            raise ServingError(f"unknown input {shown(name)}. Inputs: {', '.join(specs)}")
+        wanted, got = datatype_of(spec.dtype), datatype_of(array.dtype)
+        if got != wanted:
+            raise ServingError(f"{name}: got the datatype {got}, wanted {wanted}")
+        shape = ([-1] if endpoint.max_rows else []) + list(spec.shape)
+        fits = len(array.shape) == len(shape) and all(
+            size in (-1, length) for size, length in zip(shape, array.shape, strict=True)
+        )
+        if not fits:
+            raise ServingError(f"{name}: got shape {list(array.shape)}, wanted {shape}")
+        if 0 in array.shape:
+            raise ServingError(f"{name}: got shape {list(array.shape)}, wanted no dimension of 0")
+    missing = [name for name, spec in specs.items() if name not in inputs and not spec.optional]
+    if missing:
+        raise ServingError(f"inputs: {', '.join(missing)} is missing")
+    if not endpoint.max_rows:
+        return
+    counts = {name: len(array) for name, array in inputs.items()}
+    if len(set(counts.values())) > 1:
+        raise ServingError(f"inputs: got {counts} rows, wanted the same number for all")
+    rows = max(counts.values(), default=0)
+    if rows > endpoint.max_rows:
+        raise ServingError(
+            f"got {rows} rows, wanted at most {endpoint.max_rows} (max_batch_size). Send fewer at "
+            "once"
+        )
+
+
+def _requested_outputs(endpoint: Endpoint, request: Mapping[str, Any]) -> dict[str, bool] | None:
+    """Whether each requested output shall be binary, by name; None if all are requested.
+
+    Raises:
+        ServingError: an output is unknown, or the list has another form.
+    """
+    listed = request.get("outputs")
+    if not listed:
+        return None
+    names = [spec.name for spec in endpoint.outputs]
+    is_binary = _is_binary_by_default(request)
+    try:
+        requested = {
+            output["name"]: bool(output.get("parameters", {}).get("binary_data", is_binary))
+            for output in listed
+        }
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ServingError("outputs: wanted a list of objects with a name") from error
+    unknown = [name for name in requested if name not in names]
+    if unknown:
+        raise ServingError(f"unknown output {shown(unknown[0])}. Outputs: {', '.join(names)}")
+    return requested
+
+
+def _is_binary_by_default(request: Mapping[str, Any]) -> bool:
+    parameters = request.get("parameters")
+    return isinstance(parameters, dict) and bool(parameters.get("binary_data_output", False))
+
+
+def _encode_answer(
+    endpoint: Endpoint,
+    request: Mapping[str, Any],
+    requested: dict[str, bool] | None,
+    outputs: Tensors,
+) -> KServeAnswer:
+    if requested is None:
+        requested = dict.fromkeys(outputs, _is_binary_by_default(request))
+    listed, pieces = [], []
+    for name, is_binary in requested.items():
+        if name not in outputs:  # optional, and this request has none
+            continue
+        array = outputs[name]
+        tensor: dict[str, Any] = {
+            "name": name,
+            "datatype": datatype_of(array.dtype),
+            "shape": list(array.shape),
+        }
+        if is_binary:
+            piece = pack_tensor(array)
+            pieces.append(piece)
+            tensor["parameters"] = {"binary_data_size": len(piece)}
+        else:
+            tensor["data"] = _json_values(array)
+        listed.append(tensor)
+    content = {"model_name": endpoint.name, "model_version": "1", "outputs": listed}
+    if "id" in request:
+        content["id"] = request["id"]
+    header = KServeAnswer.of_json(content)
+    if not pieces:
+        return header
+    headers = {
+        "Content-Type": "application/octet-stream",
+        HEADER_LENGTH: str(len(header.body)),
+    }
+    return KServeAnswer(200, b"".join([header.body, *pieces]), headers)
+
+
+def _json_values(array: np.ndarray) -> list[Any]:
+    values = array.reshape(-1).tolist()
+    if array.dtype != np.object_:
+        return values
+    return [value.decode("utf-8", errors="replace") for value in values]
+
+
+def _compressed(answer: KServeAnswer, accepts: str) -> KServeAnswer:
+    """Compress an answer for a client that asks for one encoding alone, as tritonclient does.
+
+    Clients that list several accept any; compression would only cost them time.
+    """
+    packers: dict[str, Callable[[bytes], bytes]] = {
+        "gzip": gzip.compress,
+        "deflate": zlib.compress,
+    }
+    pack = packers.get(accepts.strip().lower())
+    if pack is None:
+        return answer
+    encoding = {"Content-Encoding": accepts.strip().lower()}
+    return KServeAnswer(answer.status, pack(answer.body), {**answer.headers, **encoding})

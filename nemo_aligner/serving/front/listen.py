@@ -1,0 +1,204 @@
+"""Sockets and uvicorn: the front listens, answers in the main thread or beside it, and drains."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import uvicorn
+
+from nemo_aligner.config.serving import FrontConfig
+from nemo_aligner.serving.front.app import Front
+from nemo_aligner.serving.front.connection import ConnectionLimits, limited_protocol
+from nemo_aligner.serving.scoring import ScoringService
+from nemo_aligner.utils.errors import ServingError
+
+_BACKLOG = 2048  # connections that the kernel holds until they are accepted; uvicorn's own default
+
+
+def open_socket(config: FrontConfig) -> socket.socket:
+    """Bind the socket of the front; nobody is accepted before it listens.
+
+    A server does so before it loads a model, so that nobody takes the port meanwhile.
+
+    Raises:
+        ServingError: the port is taken, or the host is no address of this machine.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise ServingError(
+            f"{config.section}.port: {config.host}:{config.port} is not free: {error}"
+        ) from error
+    return listener
+
+
+def url_of(listener: socket.socket, config: FrontConfig) -> str:
+    """The URL that clients ask."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    scheme = "http" if config.certificate_file is None else "https"
+    return f"{scheme}://{host}:{listener.getsockname()[1]}"
+
+
+class FrontServer:
+    """uvicorn around a front: in the calling thread by ``run``, in one of its own by ``start``."""
+
+    def __init__(
+        self,
+        front: Front,
+        config: FrontConfig,
+        on_ready: Callable[[], None] = lambda: None,
+        on_drain: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``on_ready`` is called once requests are accepted, ``on_drain`` when they are no more.
+
+        Raises:
+            ServingError: the certificate or its key cannot be used.
+        """
+        try:
+            settings = uvicorn.Config(
+                front,
+                http=limited_protocol(ConnectionLimits.of(config)),
+                ws="none",
+                lifespan="off",
+                backlog=_BACKLOG,
+                log_config=None,
+                access_log=False,
+                ssl_certfile=config.certificate_file,
+                ssl_keyfile=config.key_file,
+                timeout_graceful_shutdown=config.exit_timeout_secs,
+                timeout_keep_alive=config.keep_alive_secs,
+                server_header=False,
+            )
+            settings.load()  # here a certificate that cannot be used ends the start
+        except OSError as error:  # ssl's errors are among them
+            files = f"{config.certificate_file}, {config.key_file}"
+            raise ServingError(
+                f"{config.section}.certificate_file, key_file: {files}: {error}"
+            ) from error
+        self._server = _Server(settings, front.scoring, on_ready, on_drain)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that answers; it exists once requests are accepted."""
+        assert self._server.loop is not None
+        return self._server.loop
+
+    def run(self, listener: socket.socket) -> None:
+        """Answer until SIGTERM or SIGINT, and then what is in flight."""
+        with closing(listener), _ignore_signals_after_drain():
+            self._server.run(sockets=[listener])
+
+    def start(self, listener: socket.socket) -> None:
+        """Answer in another thread, until ``stop``; return once requests are accepted.
+
+        Raises:
+            ServingError: it cannot listen.
+        """
+        self._thread = threading.Thread(
+            target=self._run, args=[listener], name="front", daemon=True
+        )
+        self._thread.start()
+        self._server.has_begun.wait()
+        if self._error is not None:
+            raise ServingError(f"the HTTP front cannot start: {self._error}") from self._error
+
+    def stop(self) -> None:
+        """Refuse new connections, answer what is in flight, and end."""
+        self._server.should_exit = True
+        if self._thread is not None:
+            self._thread.join()
+
+    def failure(self) -> str | None:
+        """Why it does not answer any more; None while it does."""
+        if self._thread is None or self._thread.is_alive():
+            return None
+        return f"the HTTP front ended: {self._error}"
+
+    def _run(self, listener: socket.socket) -> None:
+        try:
+            with closing(listener):
+                self._server.run(sockets=[listener])
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._server.has_begun.set()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which begins and ends what a scoring service runs in its event loop."""
+
+    def __init__(
+        self,
+        settings: uvicorn.Config,
+        scoring: ScoringService | None,
+        on_ready: Callable[[], None],
+        on_drain: Callable[[], None],
+    ) -> None:
+        super().__init__(settings)
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.has_begun = threading.Event()
+        self._scoring = scoring
+        self._on_ready, self._on_drain = on_ready, on_drain
+
+    async def main_loop(self) -> None:
+        """Until it shall stop."""
+        self.loop = asyncio.get_running_loop()
+        if self._scoring is not None:
+            await self._scoring.start()
+        self._on_ready()
+        self.has_begun.set()
+        await super().main_loop()
+        self._on_drain()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer what is in flight, then end the scoring service."""
+        print("Draining: in-flight requests are answered, new ones are refused", flush=True)
+        await super().shutdown(sockets)
+        if self._scoring is not None:
+            await self._scoring.close()
+
+
+@contextmanager
+def _ignore_signals_after_drain() -> Iterator[None]:
+    """Ignore the signal that uvicorn raises again once it has drained; the exit code is 0."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+class ReadyFile:
+    """A file that holds the URL of a server while it answers; None is no file."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = None if path is None else Path(path)
+
+    def write(self, url: str) -> None:
+        """The server answers."""
+        if self._path is None:
+            return
+        # Renamed once it is whole: who waits for the file reads it as soon as it is there.
+        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        partial.write_text(url + "\n")
+        partial.replace(self._path)
+
+    def remove(self) -> None:
+        """The server does not answer any more."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)

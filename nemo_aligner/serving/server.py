@@ -1,0 +1,243 @@
+"""A server from start to end: ranks, HTTP front, Triton beside it, watch and drain.
+
+On rank 0 the main thread computes, the HTTP front answers in a thread of its own, and a third one
+(``_Leader``) starts both, watches them and ends them. The other ranks compute what rank 0 tells.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import Thread
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from nemo_aligner.config.serving import ServerConfig
+from nemo_aligner.serving.endpoints import Endpoint
+from nemo_aligner.serving.engine.executor import ModelRanks
+from nemo_aligner.serving.front.app import Front
+from nemo_aligner.serving.front.listen import FrontServer, ReadyFile, open_socket, url_of
+from nemo_aligner.serving.scoring import ScoringService
+from nemo_aligner.serving.service import Backend, Service
+from nemo_aligner.serving.tokens import find_token, warn_of_open_server
+from nemo_aligner.serving.triton import TritonDoor, check_triton
+from nemo_aligner.utils.errors import AlignerError, ConfigError, ServingError
+
+_WATCH_SECS = 0.2  # a dead rank or Triton is noticed this late at most
+_LAST_WORDS_SECS = 1.0  # for the requests at hand to get their error, when the server has to die
+
+
+class ServerSocket:
+    """The port of a server, taken before its model is loaded; on rank 0 alone.
+
+    Use it as a context, so that the port is free again if the server does not start.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Collective: fail on all ranks where rank 0 cannot serve.
+
+        Raises:
+            ServingError: the port is taken, the host is no address of rank 0's machine, the token
+                cannot be read there, or Triton cannot be started.
+        """
+        self.listener: socket.socket | None = None
+        problems: list[str | None] = [None]
+        if _is_leader():
+            try:
+                _read_token(config)
+                check_triton(config)
+                self.listener = open_socket(config)
+            except (ConfigError, ServingError) as error:
+                problems = [str(error)]
+        if dist.is_initialized():
+            dist.broadcast_object_list(problems, src=0)
+        if problems[0] is not None:
+            raise ServingError(problems[0])
+
+    def __enter__(self) -> ServerSocket:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        if self.listener is not None:
+            self.listener.close()
+
+
+def _is_leader() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _read_token(config: ServerConfig) -> str | None:
+    return find_token(config.token_file, config.token_variable, f"{config.section}.token")
+
+
+def serve(backends: Sequence[Backend], config: ServerConfig, port: ServerSocket) -> int:
+    """Answer requests to all of ``backends`` until SIGTERM or SIGINT; every rank calls it.
+
+    Returns:
+        The exit code, 0 after a drained stop. A server that cannot go on (a rank or Triton died)
+        answers what it holds with an error and ends the process with 1.
+
+    Raises:
+        ServingError: it cannot start, on rank 0; the others are released.
+    """
+    ranks = ModelRanks(
+        {name: call for backend in backends for name, call in backend.operations.items()},
+        lambda: _reset_caches(backends),
+        config.heartbeat_secs,
+        config.worker_timeout_secs,
+    )
+    if ranks.rank != 0:
+        # The launcher signals every rank; rank 0 drains first, and the others compute for it.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        ranks.run_worker()
+        ranks.stop()
+        return 0
+    assert port.listener is not None
+    leader = _Leader(backends, ranks, config, port.listener)
+    # An error at the start, such as a model that cannot run, must not leave workers waiting.
+    try:
+        ranks.run_leader(leader.run)
+    except AlignerError:
+        if ranks.failure is None:  # the others have nothing to say to it
+            ranks.stop()
+        raise
+    ranks.stop()
+    print("Stopped", flush=True)
+    return 0
+
+
+def _reset_caches(backends: Iterable[Backend]) -> None:
+    for backend in backends:
+        backend.reset_cache()
+
+
+class _Leader:
+    """Starts, watches and ends all that rank 0 runs beside the model."""
+
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        ranks: ModelRanks,
+        config: ServerConfig,
+        listener: socket.socket,
+    ) -> None:
+        """In the main thread, as signals are handled there."""
+        self._backends, self._ranks, self._config = backends, ranks, config
+        self._listener = listener
+        self._signals: list[int] = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda received, _: self._signals.append(received))
+        self._reported = time.monotonic()
+
+    def run(self) -> None:
+        """Serve until a signal; leave the process with exit code 1 if a part of it dies."""
+        services = [backend.start(self._ranks) for backend in self._backends]
+        endpoints = [endpoint for service in services for endpoint in service.endpoints]
+        scoring = next((service.scoring for service in services if service.scoring), None)
+        token = _read_token(self._config)
+        front = Front(scoring, endpoints, self._config, token)
+        server = FrontServer(front, self._config)
+        url, ready = url_of(self._listener, self._config), ReadyFile(self._config.ready_file)
+        server.start(self._listener)
+        door = self._open_triton(endpoints, token, server)
+        ready.write(url)
+        try:
+            self._print_start(url, services, endpoints, scoring, token, door)
+            parts = [server.failure, *([door.failure] if door is not None else [])]
+            self._watch(lambda: bool(self._signals), services, parts)
+        finally:
+            ready.remove()
+        front.is_ready = False
+        self._drain(server, door, services)
+
+    def _open_triton(
+        self, endpoints: Sequence[Endpoint], token: str | None, server: FrontServer
+    ) -> TritonDoor | None:
+        if self._config.triton_port is None:
+            return None
+        return TritonDoor.start(endpoints, self._config, token, server.loop)
+
+    def _print_start(
+        self,
+        url: str,
+        services: Sequence[Service],
+        endpoints: Sequence[Endpoint],
+        scoring: ScoringService | None,
+        token: str | None,
+        door: TritonDoor | None,
+    ) -> None:
+        names = ", ".join(endpoint.name for endpoint in endpoints)
+        print(f"Serving {names} at {url} (pid {os.getpid()})", flush=True)
+        if scoring is not None:
+            print(f"All protocols are at this URL; {url}/docs lists them", flush=True)
+        warn_of_open_server(self._config.host, token, f"{self._config.section}.token")
+        lines = [line for service in services for line in service.startup_log]
+        for line in [*lines, *(door.startup_log if door is not None else [])]:
+            print(line, flush=True)
+
+    def _drain(
+        self, server: FrontServer, door: TritonDoor | None, services: Sequence[Service]
+    ) -> None:
+        # Triton first: the event loop of the front answers its requests.
+        stops = [*([door.stop] if door is not None else []), server.stop]
+        with _in_background(*stops) as is_over:
+            # Where a rank dies its launcher stops the others: what is in flight has no answer then.
+            self._watch(is_over, services, [])
+        if door is not None:
+            door.close()
+        self._report(services)
+        for service in services:
+            service.stop()
+
+    def _watch(
+        self,
+        is_over: Callable[[], bool],
+        services: Sequence[Service],
+        failures: Sequence[Callable[[], str | None]],
+    ) -> None:
+        """Wait, and print the load; or leave with exit code 1, and the reason."""
+        while not is_over():
+            reasons = [self._ranks.failure, *(failure() for failure in failures)]
+            for reason in filter(None, reasons):
+                _die(reason)
+            elapsed = time.monotonic() - self._reported
+            if self._config.report_every_secs and elapsed >= self._config.report_every_secs:
+                self._report(services)
+            time.sleep(_WATCH_SECS)
+        if self._ranks.failure is not None:
+            _die(self._ranks.failure)
+
+    def _report(self, services: Sequence[Service]) -> None:
+        """Print the load since the last report, of each service that has had work."""
+        self._reported = time.monotonic()
+        for line in [service.report() for service in services]:
+            if line is not None and self._config.report_every_secs:
+                print(line, flush=True)
+
+
+@contextmanager
+def _in_background(*works: Callable[[], None]) -> Iterator[Callable[[], bool]]:
+    """Call one after the other in a thread; yields a function that tells whether all have ended."""
+
+    def call_all() -> None:
+        for work in works:
+            work()
+
+    thread = Thread(target=call_all, name="drain", daemon=True)
+    thread.start()
+    yield lambda: not thread.is_alive()
+
+
+def _die(failure: str) -> NoReturn:
+    """Exit at once with code 1; the other ranks notice and do the same."""
+    with suppress(OSError):
+        print(f"The server cannot go on: {failure}", file=sys.stderr, flush=True)
+    time.sleep(_LAST_WORDS_SECS)
+    os._exit(1)

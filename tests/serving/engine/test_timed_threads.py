@@ -1,0 +1,111 @@
+"""A step that does not end neither holds its thread, nor keeps others waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nemo_aligner.contract.templates import render
+from nemo_aligner.serving.engine.timed_threads import RunStep, TimedThreads, TooSlowError
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+def alive() -> int:
+    return sum(thread.name == "timed" for thread in threading.enumerate())
+
+
+def wait_until(is_done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not is_done():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def loop_forever() -> None:
+    while True:
+        try:
+            for _ in range(1000):
+                pass
+        except Exception:  # as a template's code may
+            continue
+
+
+def job(*steps: Callable[[], Any]) -> Callable[[RunStep], list[Any]]:
+    """Work of these steps: their results, or what is said of those that were too slow."""
+
+    def work(run_step: RunStep) -> list[Any]:
+        results = []
+        for step in steps:
+            try:
+                results.append(run_step(step))
+            except TooSlowError as error:
+                results.append((str(error), error.step))
+        return results
+
+    return work
+
+
+def test_endless_steps_end_and_the_next_ones_of_their_jobs_are_done() -> None:
+    async def scenario() -> None:
+        threads = TimedThreads(2, "timed", 0.6, "too slow")
+
+        def render_endless() -> str:
+            return render(ENDLESS, MESSAGES, "", "")
+
+        hanging = [
+            asyncio.ensure_future(threads.run(job(step, lambda: "next")))
+            for step in (loop_forever, render_endless, loop_forever)
+        ]
+        await asyncio.sleep(0.1)
+        # While both threads are held, others take their place.
+        begun = time.monotonic()
+        assert await threads.run(job(lambda: 7)) == [7]
+        assert time.monotonic() - begun < 20
+        for answer in hanging:
+            assert await answer == [("too slow", 0), "next"]
+        for number in range(100):
+            assert await threads.run(job(lambda n=number: n)) == [number]
+        threads.close()
+
+    asyncio.run(scenario())
+    wait_until(lambda: alive() == 0)
+
+
+def test_steps_that_code_in_c_holds_are_answered_and_the_job_of_a_caller_that_left_ends() -> None:
+    release, has_ended = threading.Event(), threading.Event()
+
+    async def scenario() -> None:
+        threads = TimedThreads(1, "timed", 0.3, "too slow")
+        with pytest.raises(TooSlowError) as refused:
+            await threads.run(job(lambda: 1, release.wait))
+        assert refused.value.step == 1
+        done: list[Any] = []
+
+        def work(run_step: RunStep) -> None:
+            try:
+                run_step(loop_forever)
+            finally:
+                has_ended.set()
+
+        leaving = asyncio.ensure_future(threads.run(work))
+        unwanted = asyncio.ensure_future(threads.run(lambda run_step: done.append(1)))
+        await asyncio.sleep(0.1)
+        unwanted.cancel()
+        leaving.cancel()
+        await asyncio.gather(leaving, unwanted, return_exceptions=True)
+        with pytest.raises(ValueError, match="a fault"):
+            await threads.run(lambda run_step: run_step(int, "a fault"))
+        assert await asyncio.to_thread(has_ended.wait, 30)
+        assert done == []
+        release.set()
+        threads.close()
+
+    asyncio.run(scenario())
+    wait_until(lambda: alive() == 0)

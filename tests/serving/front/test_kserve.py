@@ -1,0 +1,256 @@
+"""KServe v2 by the clients of others: tritonclient, and pytriton's as NeMo-Aligner uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+import tritonclient.http.aio as triton_aio
+from tritonclient.utils import InferenceServerException
+
+import nemo_aligner
+from nemo_aligner.config.serving import GatewayConfig
+from nemo_aligner.serving.front.listen import FrontServer, open_socket, url_of
+from nemo_aligner.serving.protocols import kserve_body
+from tests.environments import package
+from tests.serving.fake_server import CONTRACT, total
+from tests.serving.gateway_calls import FakeClient, gateway_front
+
+MAX_ROWS = 16  # gateway_front's
+TEXTS = ["ab", "", "Grüße \N{SNOWMAN}"]
+
+
+@contextmanager
+def fronted(token: str | None = None, **settings: Any) -> Iterator[str]:
+    """The address (host:port) of a front of this process, in a thread."""
+    config = GatewayConfig(port=0, **settings)
+    client = FakeClient()
+    client.aclose = lambda: asyncio.sleep(0)  # type: ignore[attr-defined]
+    front = gateway_front(client, token, port=0, **settings)
+    server = FrontServer(front, config)
+    listener = open_socket(config)
+    url = url_of(listener, config)
+    server.start(listener)
+    try:
+        yield url.removeprefix("http://")
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with fronted() as address:
+        yield address
+
+
+def column(values: list[Any], dtype: Any = np.object_) -> np.ndarray:
+    return np.array([[value] for value in values], dtype=dtype)
+
+
+def triton_input(name: str, array: np.ndarray, is_binary: bool = True) -> Any:
+    made = triton.InferInput(name, list(array.shape), kserve_body.datatype_of(array.dtype))
+    made.set_data_from_numpy(array, binary_data=is_binary)
+    return made
+
+
+def good_inputs(is_binary: bool = True) -> list[Any]:
+    """Two texts: as bytes, or as text in JSON."""
+    texts = ["ab", TEXTS[2]]
+    values = [text.encode() for text in texts] if is_binary else texts
+    return [triton_input("sentences", column(values), is_binary)]
+
+
+EXPECTED = np.array([[total(text), -total(text)] for text in ("ab", TEXTS[2])], np.float32)
+
+
+def test_tritonclient_reads_what_the_server_is(address: str) -> None:
+    with triton.InferenceServerClient(address) as client:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        about = client.get_server_metadata()
+        assert about["version"] == nemo_aligner.__version__
+        assert "binary_tensor_data" in about["extensions"]
+        for model in ("reward_model", "contract"):
+            for version in ("", "1"):
+                assert client.is_model_ready(model, version)
+                assert client.get_model_metadata(model, version)["name"] == model
+        assert not client.is_model_ready("other")
+        assert not client.is_model_ready("reward_model", "2")
+        described = client.get_model_metadata("reward_model")
+        tensors = {tensor["name"]: tensor for tensor in described["inputs"]}
+        assert tensors["tokens"] == {"name": "tokens", "datatype": "INT64", "shape": [-1, -1]}
+        assert described["outputs"][0]["name"] == "rewards"
+        config = client.get_model_config("reward_model")
+        assert config["max_batch_size"] == MAX_ROWS
+        assert {"name": "sentences", "data_type": "TYPE_STRING", "dims": [1], "optional": True} in (
+            config["input"]
+        )
+        names = [model["name"] for model in client.get_model_repository_index()]
+        assert names == ["contract", "reward_model"]
+        with pytest.raises(InferenceServerException, match="unknown model 'other'"):
+            client.get_model_metadata("other")
+        with pytest.raises(InferenceServerException, match=r"server\.triton_port"):
+            client.get_system_shared_memory_status()
+
+
+def test_tritonclient_counts_requests(address: str) -> None:
+    with triton.InferenceServerClient(address) as client:
+
+        def counts() -> tuple[int, int, int]:
+            (statistics,) = client.get_inference_statistics("reward_model")["model_stats"]
+            phases = statistics["inference_stats"]
+            fails, successes = phases["fail"]["count"], phases["success"]["count"]
+            return successes, fails, statistics["inference_count"]
+
+        successes, fails, rows = counts()
+        client.infer("reward_model", good_inputs())
+        with pytest.raises(InferenceServerException):
+            client.infer("reward_model", [triton_input("sentences", column([b""]))])
+        assert counts() == (successes + 1, fails + 1, rows + 2)
+        assert len(client.get_inference_statistics()["model_stats"]) == 2
+
+
+@pytest.mark.parametrize("packing", [None, "gzip", "deflate"])
+@pytest.mark.parametrize("is_binary", [True, False])
+def test_tritonclient_gets_the_same_rewards_by_every_form(
+    address: str, is_binary: bool, packing: str | None
+) -> None:
+    outputs = [
+        triton.InferRequestedOutput(name, binary_data=is_binary)
+        for name in ("rewards", "contract_hash")
+    ]
+    with triton.InferenceServerClient(address) as client:
+        for requested in (None, outputs):
+            answer = client.infer(
+                "reward_model",
+                good_inputs(is_binary),
+                model_version="1",
+                outputs=requested,
+                request_id="seven",
+                request_compression_algorithm=packing,
+                response_compression_algorithm=packing,
+            )
+            assert answer.as_numpy("rewards").tobytes() == EXPECTED.tobytes()
+            hashes = answer.as_numpy("contract_hash").reshape(-1).tolist()
+            assert {bytes(value) if is_binary else value for value in hashes} <= {
+                CONTRACT.hash.encode(),
+                CONTRACT.hash,
+            }
+            assert answer.get_response()["id"] == "seven"
+            assert (answer.as_numpy("exceeded") is None) == (requested is not None)
+
+
+def test_tritonclient_asks_at_once_by_threads_and_by_asyncio(address: str) -> None:
+    with triton.InferenceServerClient(address, concurrency=8) as client:
+        waiting = [client.async_infer("reward_model", good_inputs()) for _ in range(32)]
+        for future in waiting:
+            assert future.get_result().as_numpy("rewards").tobytes() == EXPECTED.tobytes()
+
+    async def score() -> None:
+        async with triton_aio.InferenceServerClient(address) as client:
+            assert await client.is_model_ready("reward_model")
+            requests = [client.infer("reward_model", good_inputs()) for _ in range(32)]
+            for answer in await asyncio.gather(*requests):
+                assert answer.as_numpy("rewards").tobytes() == EXPECTED.tobytes()
+
+    asyncio.run(score())
+
+
+def test_pytritons_clients_work_as_nemo_aligner_uses_them(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(package("nvidia-pytriton==0.7.0")))
+    from pytriton.client import FuturesModelClient, ModelClient
+    from pytriton.client.exceptions import PyTritonClientInferenceServerError
+
+    url, seconds = f"http://{address}", {"init_timeout_s": 60, "inference_timeout_s": 60}
+    sentences = np.char.encode(np.array([["ab"], [TEXTS[2]]]), "utf-8")
+    tokens = np.zeros((2, 48), dtype=np.int64)
+    tokens[0, :3], tokens[1, :40] = 5, 2
+    lengths = np.array([[3], [40]], dtype=np.int64)
+    with FuturesModelClient(url, "reward_model", **seconds) as futures:
+        answer = futures.infer_batch(sentences=sentences).result()
+        assert answer["rewards"].tobytes() == EXPECTED.tobytes()
+        answer = futures.infer_batch(tokens=tokens, sequence_lengths=lengths).result()
+        assert answer["rewards"].dtype == np.float32
+        assert answer["rewards"][:, 0].tolist() == [15, 80]
+    with ModelClient(url, "reward_model", **seconds) as client:
+        assert client.model_config.max_batch_size == MAX_ROWS
+        assert client.infer_batch(sentences)["rewards"].tobytes() == EXPECTED.tobytes()
+        with pytest.raises(PyTritonClientInferenceServerError, match="sequence_lengths, row 0"):
+            client.infer_batch(tokens=tokens, sequence_lengths=lengths + 100)
+    with ModelClient(url, "contract", **seconds) as client:
+        contract = client.infer_sample(np.zeros(1, dtype=np.int64))["contract"][0]
+        assert json.loads(contract) == json.loads(json.dumps(CONTRACT.to_dict()))
+
+
+def post(url: str, body: bytes, **headers: str) -> tuple[int, Any]:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(url, body, named)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_bad_request_is_one_line_that_says_what_was_wanted(address: str) -> None:
+    url = f"http://{address}/v2/models/reward_model/infer"
+    shape = {"shape": [1, 1], "datatype": "BYTES"}
+    good = {"name": "sentences", **shape, "data": ["ab"]}
+    hidden = {"name": "rewards", "parameters": 5}
+    cases: list[tuple[Any, str]] = [
+        (b"{", "body: not JSON"),
+        ([], "body: wanted a JSON object with inputs"),
+        ({"inputs": 5}, "wanted a list of tensors"),
+        ({"inputs": [{**good, "name": "other"}]}, "unknown input 'other'. Inputs: sentences, "),
+        ({"inputs": [{**good, "datatype": "FP32", "data": [1.0]}]}, "got the datatype FP32"),
+        ({"inputs": [{**good, "shape": [1, 2], "data": ["a", "b"]}]}, "wanted [-1, 1]"),
+        ({"inputs": [{**good, "shape": [0, 1], "data": []}]}, "wanted no dimension of 0"),
+        ({"inputs": [{**good, "shape": [17, 1], "data": ["a"] * 17}]}, "wanted at most 16"),
+        ({"inputs": [good], "outputs": [{"name": "other"}]}, "unknown output 'other'"),
+        ({"inputs": [good], "outputs": [hidden]}, "outputs: wanted a list of objects"),
+        ({"inputs": [{**good, "data": [""]}]}, "row 0: the text is empty"),
+        (
+            {"inputs": [good, {**good, "name": "add_EOS", "shape": [2, 1], "datatype": "BOOL",
+                               "data": [True, True]}]},
+            "wanted the same number for all",
+        ),
+    ]  # fmt: skip
+    for body, message in cases:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        status, answer = post(url, content)
+        assert (status, message in answer["error"]) == (400, True), answer
+    content = json.dumps({"inputs": [good]}).encode()
+    for length in ("-1", "99999", "many"):
+        status, answer = post(url, content, Inference_Header_Content_Length=length)
+        assert (status, "Inference-Header-Content-Length" in answer["error"]) == (400, True)
+    assert post(url, content)[1]["outputs"][0]["data"] == [total("ab"), -total("ab")]
+    assert post(url.replace("reward_model", "other"), content)[0] == 404
+    assert post(url.replace("/infer", "/ready"), content)[0] == 405
+    assert post(url.replace("/v2/models/reward_model", "/v2/nowhere"), content)[0] == 404
+
+
+def test_token_is_needed_for_all_but_health_and_a_large_body_is_refused() -> None:
+    with fronted("s3cret", max_request_bytes=1000) as address:
+        headers = {"Authorization": "Bearer s3cret"}
+        with triton.InferenceServerClient(address) as client:
+            assert client.is_server_live()
+            assert client.is_server_ready()
+            with pytest.raises(InferenceServerException, match="bearer token is missing") as error:
+                client.infer("reward_model", good_inputs())
+            assert error.value.status() == "401"
+            answer = client.infer("reward_model", good_inputs(), headers=headers)
+            assert answer.as_numpy("rewards").tobytes() == EXPECTED.tobytes()
+            large = [triton_input("sentences", column([b"a" * 2000]))]
+            with pytest.raises(InferenceServerException, match="the limit is 1000") as error:
+                client.infer("reward_model", large, headers=headers)
+            assert error.value.status() == "413"
