@@ -1,7 +1,7 @@
 # GPU image: PyTorch, TransformerEngine and Apex from NVIDIA's base image; megatron-core and the rest
 # from pyproject.toml.
 #   docker build -t nemo_aligner .
-#   docker run --gpus all --shm-size=1g -it nemo_aligner
+#   docker run --gpus all --shm-size=1g -it nemo_aligner    NCCL needs shared memory for several GPUs
 # It runs as the user 10001, not as root: what it shall write into a folder of the host, that user
 # has to be let (or --user "$(id -u):$(id -g)" --env HOME=/tmp, to write as who starts it).
 #
@@ -38,11 +38,15 @@ else f'TransformerEngine is {found}, wanted ${TRANSFORMER_ENGINE}')"
 WORKDIR /workspace/nemo_aligner
 COPY . .
 
+# The server needs no Triton. For gRPC or perf_analyzer (server.triton_port):
+# --build-arg EXTRAS=serving,gguf,triton, which installs a numpy below 2.
+ARG EXTRAS=serving,gguf
+
 # The image's torch fits its CUDA and its TransformerEngine: nothing may replace it.
 RUN python -c "from importlib.metadata import version; print('torch==' + version('torch'))" \
         > /tmp/constraints.txt && \
     echo "megatron-core==${MEGATRON_CORE}" >> /tmp/constraints.txt && \
-    PIP_CONSTRAINT=/tmp/constraints.txt pip install --no-cache-dir -e ".[serving,gguf]" && \
+    PIP_CONSTRAINT=/tmp/constraints.txt pip install --no-cache-dir -e ".[${EXTRAS}]" && \
     rm /tmp/constraints.txt
 
 # Nothing here needs root. By its number, which is all that Kubernetes compares.
@@ -51,5 +55,5 @@ RUN groupadd --gid 10001 aligner && \
     chown aligner:aligner /workspace/nemo_aligner
 USER 10001:10001
 
-# The reward server, and the gateway
+# The reward server: every protocol, health and metrics. A gateway, if there is one, takes 8000.
 EXPOSE 5555 8000

@@ -17,8 +17,5 @@ except ModuleNotFoundError as missing:
     sys.exit(f"{missing}: activate its environment (source .venv/bin/activate) or pip install -e .")
 
 if __name__ == "__main__":
-    arguments = sys.argv[1:]
-    if not any(argument.startswith("--config") for argument in arguments):
-        # The first of the settings, so that one from the command line replaces it.
-        arguments = ["server.triton_port=8000", *arguments]
-    sys.exit(main(["serve", *arguments]))
+    # The first of the settings, so that one from the command line replaces it.
+    sys.exit(main(["serve", "server.triton_port=8000", *sys.argv[1:]]))

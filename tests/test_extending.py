@@ -20,6 +20,8 @@ from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.training_data import build_training_data
+from nemo_aligner.evaluation.evaluate import evaluate_file
+from nemo_aligner.evaluation.sources import RewardSource
 from nemo_aligner.metrics import table
 from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.utils.errors import DataError
@@ -132,3 +134,15 @@ def test_the_model_family_of_the_page_is_the_one_that_is_tested() -> None:
     """``tests/checkpoint/hf/families/test_outside.py`` converts it both ways."""
     tested = (tiny.ROOT / "tests/checkpoint/hf/families/toy_llama.py").read_text()
     assert tested.strip() in PAGE
+
+
+def test_a_scorer_is_evaluated(import_example: Import, tmp_path: Path) -> None:
+    pairs = [
+        {"prompt": "who", "chosen": "the cat sings", "rejected": "nobody"},
+        {"prompt": "why", "chosen": "no", "rejected": "I do not know"},
+    ]
+    path = write(tmp_path / "pairs.jsonl", *pairs)
+    source = RewardSource.of(import_example("my_scorer").WordCount())
+    report = evaluate_file(source, path)
+    assert report.predictions.rewards.tolist() == [[3, 1], [1, 4]]
+    assert report.accuracy == 0.5

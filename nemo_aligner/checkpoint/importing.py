@@ -28,11 +28,11 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     attribute_names,
 )
 from nemo_aligner.checkpoint.hf.source import tokenizer_folder
-from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside, write_nemo
-from nemo_aligner.checkpoint.nemo.fingerprint import build_fingerprint
+from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.nemo.load_weights import in_memory, model_shape, unread_decoder
-from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices, save_lazy
+from nemo_aligner.checkpoint.nemo.write import write_lazy_nemo
+from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices
 from nemo_aligner.config.common import Overlong, Precision, RewardModelType
 from nemo_aligner.config.dtypes import NumberFormat, format_of
 from nemo_aligner.contract.contract import ScoringContract
@@ -106,12 +106,8 @@ def import_checkpoint(
         if head is not None:
             contract = _contract(folder, own_tokenizer, *head, template, attributes, precision)
             tensors[PREFIX + HEAD] = in_memory(head[0])
-        sums = save_lazy(tensors, layers, scratch / "weights")
         own_tokenizer.save(scratch / "tokenizer")
-        parts = scratch / "weights", scratch / "tokenizer"
-        rules = None if contract is None else contract.to_dict()
-        archived = with_lora(settings, None)
-        write_nemo(output, archived, *parts, rules, build_fingerprint(sums, archived))
+        write_lazy_nemo(output, with_lora(settings, None), tensors, layers, scratch, contract)
         return _summary(output, folder, ignored, contract)
 
 

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.checkpoint.decoder_tensors import HEAD, HEAD_PREFIX, OUTPUT_LAYER, PREFIX
-from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside, write_nemo
-from nemo_aligner.checkpoint.nemo.fingerprint import build_fingerprint
+from nemo_aligner.checkpoint.nemo.archive import open_nemo, scratch_beside
 from nemo_aligner.checkpoint.nemo.folder import NemoFolder
 from nemo_aligner.checkpoint.nemo.load_weights import (
     head_names,
@@ -30,7 +29,8 @@ from nemo_aligner.checkpoint.nemo.load_weights import (
     unread_decoder,
 )
 from nemo_aligner.checkpoint.nemo.reward_model import contract_of
-from nemo_aligner.checkpoint.weights.save import LazyTensor, save_lazy
+from nemo_aligner.checkpoint.nemo.write import write_lazy_nemo
+from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import describe_differences
 from nemo_aligner.distributed.launch import single_process
@@ -100,19 +100,11 @@ def _write(
         for other in inputs[:-1]:
             _check_alike(last, other, may_differ)
         tensors, layers = _merged(inputs)
-        sums = save_lazy(tensors, layers, scratch / "weights")
         tokenizer = last.folder.load_tokenizer()
         tokenizer.save(scratch / "tokenizer")
         contract = _merged_contract(inputs)
         config = with_lora(last.folder.config, None)
-        write_nemo(
-            output,
-            config,
-            scratch / "weights",
-            scratch / "tokenizer",
-            contract.to_dict(),
-            build_fingerprint(sums, config),
-        )
+        write_lazy_nemo(output, config, tensors, layers, scratch, contract)
         parts = [f"  {each.weight:+.6g} x {each.folder.source}" for each in inputs]
         parts += _heads_apart(inputs)
     return "\n".join([f"{output}: scoring contract {contract.hash}", *parts])

@@ -21,7 +21,7 @@ from nemo_aligner.config.serving import GatewayRunConfig, ServeConfig, ServeCrit
 from nemo_aligner.utils.errors import ConfigError, ServingError
 
 _SERVE = """\
-Answer texts with a reward model's rewards over HTTP, until SIGTERM or Ctrl-C.
+Answer with a reward model's rewards over HTTP, by every protocol, until SIGTERM or Ctrl-C.
 
 nemo-aligner serve rm_model_file=megatron_gpt.nemo server.port=5555
 """
@@ -37,7 +37,7 @@ def run_serve(options: argparse.Namespace) -> int:
     config = read_settings(ServeConfig, options, ["rm_model_file"])
     if starts_ranks(options):
         return start_ranks("serve", options)
-    # Only now: torch and Triton take seconds, and a wrong setting is told before.
+    # Only now: torch takes seconds to import, and a wrong setting is reported before that.
     from nemo_aligner.serving.run import run_server
 
     return run_server(config)
@@ -69,7 +69,7 @@ def run_serve_critic(options: argparse.Namespace) -> int:
 
 
 _GATEWAY = """\
-Answer OpenRLHF, vLLM, NeMo Gym and plain JSON over HTTP, in front of reward servers.
+Put several servers of one reward model behind one address, with the same protocols.
 
 nemo-aligner gateway 'backends=[http://127.0.0.1:5555]' gateway.port=8000
 """

@@ -379,7 +379,7 @@ class CriticRunConfig(RunFolderConfig):
 
 @dataclass
 class CriticServerConfig(ServerConfig):
-    """The PyTriton endpoint, at the port of NeMo-Aligner's critic."""
+    """The HTTP server, at the port of NeMo-Aligner's critic."""
 
     port: int = setting(5556, "0: any free port")
     max_request_bytes: int = setting(256 * 2**20, "largest request in bytes; a rollout needs many")

@@ -141,11 +141,13 @@ class ScoredRows:
         Raises:
             ServingError: a reward of a row without an error, or of one of its steps, is not finite.
         """
-        for row, rewards in enumerate(self.rewards):
-            steps = None if self.steps is None else self.steps[row]
-            values = rewards if steps is None else steps.rewards
-            if row not in self.errors and not np.isfinite([*rewards, *values.flat]).all():
-                raise ServingError(f"row {row}: the model's reward is not a finite number")
+        is_wrong = ~np.isfinite(self.rewards).all(axis=1)
+        for row, steps in enumerate(() if self.steps is None else self.steps):
+            is_wrong[row] |= steps is not None and not np.isfinite(steps.rewards).all()
+        is_wrong[[*self.errors]] = False
+        if is_wrong.any():
+            row = int(is_wrong.argmax())
+            raise ServingError(f"row {row}: the model's reward is not a finite number")
         return self
 
     def aggregated(

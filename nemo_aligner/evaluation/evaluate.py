@@ -214,8 +214,10 @@ def evaluate_ratings(
     ]
     metrics = _measure(source, rewards, ratings)
     if spreads is not None:
-        found, known = torch.from_numpy(rewards), torch.from_numpy(spreads)
-        metrics |= measure_spreads(RatedRewards.of(found, labels, attributes, spreads=known))
+        rated = RatedRewards.of(
+            torch.from_numpy(rewards), labels, attributes, spreads=torch.from_numpy(spreads)
+        )
+        metrics |= measure_spreads(rated)
     counts = {"read": len(ratings), "kept": len(ratings)}
     return EvalResult(Predictions(rows, attributes), metrics, counts)
 
@@ -230,15 +232,16 @@ def _evaluate_steps(
     """
     assert source.contract is not None
     names = source.attributes
-    rewards = np.concatenate([each.rewards for each in scored])
-    _check_finite(rewards, ratings, [len(each.rewards) for each in scored])
+    rewards = np.concatenate([steps.rewards for steps in scored])
+    sizes = [len(steps.rewards) for steps in scored]
+    _check_finite(rewards, ratings, sizes)
     labels = [
-        _last_labels(own, len(each.rewards), len(names))
-        for own, each in zip(ratings, scored, strict=True)
+        _last_labels(record, size, len(names)) for record, size in zip(ratings, sizes, strict=True)
     ]
     lengths = _measure_steps(source, ratings, scored)
-    values = torch.tensor([row for own in labels for row in own], dtype=torch.float32)
-    sizes = [len(each.rewards) for each in scored]
+    values = torch.tensor(
+        [row for step_labels in labels for row in step_labels], dtype=torch.float32
+    )
     texts = torch.zeros(len(rewards), dtype=torch.int64)
     columns = LabelColumns.of(names, values.view(len(rewards), len(names)), of_rewards=True)
     metrics = measure_set(
@@ -253,13 +256,13 @@ def _evaluate_steps(
             record=str(record.origin),
             source=record.source,
             text=record.response,
-            rewards=each.rewards[-1],
-            labels=np.array(own[-1]),
+            rewards=steps.rewards[-1],
+            labels=np.array(step_labels[-1]),
         )
-        for record, each, own in zip(ratings, scored, labels, strict=True)
+        for record, steps, step_labels in zip(ratings, scored, labels, strict=True)
     ]
     counts = {"read": len(ratings), "kept": len(ratings)}
-    return EvalResult(Predictions(rows, tuple(names)), metrics, counts)
+    return EvalResult(Predictions(rows, names), metrics, counts)
 
 
 def _measure_steps(
@@ -269,8 +272,8 @@ def _measure_steps(
     assert source.contract is not None
     separator = source.contract.step_separator
     steps = [
-        step_texts(record.response, each.spans, separator)
-        for record, each in zip(ratings, scored, strict=True)
+        step_texts(record.response, rewards.spans, separator)
+        for record, rewards in zip(ratings, scored, strict=True)
     ]
     replies = response_lengths(source.scorer, [record.response for record in ratings])
     counts = iter(response_lengths(source.scorer, [text for texts in steps for text in texts]))
@@ -299,18 +302,18 @@ def _last_labels(record: Rating, steps: int, columns: int) -> list[list[float]]:
 
 
 def _measure(
-    source: RewardSource, rewards: np.ndarray, kept: Sequence[Comparison] | Sequence[Rating]
+    source: RewardSource, rewards: np.ndarray, records: Sequence[Comparison] | Sequence[Rating]
 ) -> dict[str, float]:
     """The metrics of the trainer's validation, of ``[S, A]`` rewards."""
-    is_rated = isinstance(kept[0], Rating)
+    is_rated = isinstance(records[0], Rating)
     kind = RecordKind.rating if is_rated else RecordKind.comparison
     attributes = source.attributes if is_rated else ("reward",)
     return measure_set(
         default_objective(kind, attributes),
         torch.from_numpy(rewards),
-        as_records(kept, attributes if is_rated else ()),
-        torch.tensor(response_lengths(source.scorer, _texts(kept)), dtype=torch.int64),
-        [record.source for record in kept],
+        as_records(records, attributes if is_rated else ()),
+        torch.tensor(response_lengths(source.scorer, _texts(records)), dtype=torch.int64),
+        [record.source for record in records],
     )
 
 
@@ -348,12 +351,12 @@ def evaluate_file(
     if source.encoder is None:
         file, scored = drop_refused(file, scored)
     if file.kind is not RecordKind.rating:
-        found = evaluate_comparisons(source, file.records, scored)
+        result = evaluate_comparisons(source, file.records, scored)
     elif scored.steps is None:
-        found = evaluate_ratings(source, file.records, scored)
+        result = evaluate_ratings(source, file.records, scored)
     else:
-        found = _evaluate_steps(source, file.records, scored.steps.tolist())
-    return replace(found, counts=file.counts, malformed=file.malformed)
+        result = _evaluate_steps(source, file.records, scored.steps.tolist())
+    return replace(result, counts=file.counts, malformed=file.malformed)
 
 
 def _check_steps(file: RecordFile, source: RewardSource) -> None:
@@ -384,9 +387,9 @@ def drop_refused(file: RecordFile, scored: ScoredRows) -> tuple[RecordFile, Scor
     bounds = [*accumulate((len(record.texts) for record in file.records), initial=0)]
     is_scored = [scored.errors.keys().isdisjoint(range(*both)) for both in pairwise(bounds)]
     rows = [row for both in compress(pairwise(bounds), is_scored) for row in range(*both)]
-    kept = list(compress(file.records, is_scored))
+    records = list(compress(file.records, is_scored))
     counts = {**file.counts, "refused": is_scored.count(False)}
-    return _with_kept(file, kept, counts), scored.take(rows)
+    return _with_kept(file, records, counts), scored.take(rows)
 
 
 def keep_scorable(file: RecordFile, source: RewardSource, rule: MalformedRule) -> RecordFile:

@@ -34,7 +34,7 @@ from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.intake import Intake, answer_of
 from nemo_aligner.serving.protocols import ScoreRequest, kserve
 from nemo_aligner.serving.protocols import critic as wire
-from nemo_aligner.serving.protocols.kserve import Tensors
+from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.serving.scoring import TemplateParts, check_num_rows
 from nemo_aligner.training.critic import CriticRun, ValueStep
 from nemo_aligner.utils.errors import ServingError

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoreRequest, TensorSpec, kserve
-from nemo_aligner.serving.protocols.kserve import Tensors
+from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.serving.scoring import ScoringService, TemplateParts
 
 # Bytes of a request that are read or written in the event loop. More take milliseconds, in which no

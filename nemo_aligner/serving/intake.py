@@ -23,7 +23,7 @@ from nemo_aligner.contract.templates import name_of
 from nemo_aligner.serving.engine.batcher import Meter
 from nemo_aligner.serving.engine.executor import RanksLostError
 from nemo_aligner.serving.engine.rows import Row
-from nemo_aligner.serving.engine.scorer import Scorer
+from nemo_aligner.serving.engine.scorer import TokenScorer
 from nemo_aligner.serving.engine.timed_threads import RunStep, TimedThreads, TooSlowError
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoreRequest
@@ -91,7 +91,7 @@ class Intake:
 
     def __init__(
         self,
-        encoder: Scorer | TextEncoder,
+        encoder: TokenScorer | TextEncoder,
         config: ServerConfig,
         *,
         has_steps: bool = False,

@@ -20,7 +20,7 @@ from nemo_aligner.serving.endpoints import Endpoint, reward_endpoints
 from nemo_aligner.serving.engine.batcher import Batcher
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation
 from nemo_aligner.serving.engine.rows import Row
-from nemo_aligner.serving.engine.scorer import Scorer
+from nemo_aligner.serving.engine.scorer import TokenScorer
 from nemo_aligner.serving.engine.shaping import RewardShaper
 from nemo_aligner.serving.intake import EncodedRequest, Intake, answer_of
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, StepRewards
@@ -40,7 +40,7 @@ _LOCAL = "local"
 class RewardBackend:
     """A scorer on every rank; ``prepare`` is called on each before it computes."""
 
-    scorer: Scorer
+    scorer: TokenScorer
     config: ServerConfig
     shaper: RewardShaper | None = None
     prepare: Callable[[], None] = lambda: None

@@ -6,6 +6,7 @@ On rank 0 the main thread computes, the HTTP front answers in a thread of its ow
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -147,6 +148,9 @@ class _Leader:
         url, ready = url_of(self._listener, self._config), ReadyFile(self._config.ready_file)
         server.start(self._listener)
         door = self._open_triton(endpoints, token, server)
+        # What is loaded stays: the garbage collector need not look at it with each large request.
+        gc.collect()
+        gc.freeze()
         ready.write(url)
         try:
             self._print_start(url, services, endpoints, scoring, token, door)

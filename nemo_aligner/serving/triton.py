@@ -31,7 +31,7 @@ from nemo_aligner.config.describe import install_command
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.serving.endpoints import Endpoint
 from nemo_aligner.serving.failures import NO_TOKEN, FailureKind, RequestError, failure_of
-from nemo_aligner.serving.protocols.kserve import Tensors
+from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.serving.tokens import has_token, is_loopback
 from nemo_aligner.serving.triton_internals import (
     bind_with_errors,

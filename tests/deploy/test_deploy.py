@@ -111,11 +111,13 @@ def test_compose_and_hadolint_find_nothing(checkers: Path) -> None:
 
 def test_commands_are_what_the_verbs_take() -> None:
     found = [*commands()]
-    assert sorted(verb for verb, *_ in found) == ["gateway", "serve", "serve", "train", "train"]
+    assert sorted(verb for verb, *_ in found) == ["serve", "serve", "train", "train"]
     for verb, *arguments in found:
         options = load(verb).new_parser().parse(arguments)
-        assert options.config is not None
-        load_config(SCHEMAS[verb], options.settings, str(ROOT / options.config))
+        file = options.config and str(ROOT / options.config)
+        config = load_config(SCHEMAS[verb], options.settings, file)
+        # The image has no Triton unless it is built with that extra.
+        assert getattr(getattr(config, "server", None), "triton_port", None) is None
 
 
 def test_a_job_has_the_ranks_that_its_layout_wants() -> None:
@@ -135,11 +137,24 @@ def test_the_server_is_asked_where_it_answers() -> None:
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     (port,) = container["ports"]
     assert f"server.port={port['containerPort']}" in container["args"]
-    page = (ROOT / "docs/serving.md").read_text()
+    page = (ROOT / "docs/protocols.md").read_text()
+    paths = {}
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
-        asked = container[name]["httpGet"]
-        assert asked["port"] == port["name"]
-        assert f"`GET {asked['path']}`" in page
+        probe = container[name]["httpGet"]
+        assert probe["port"] == port["name"]
+        assert f"| `GET {probe['path']}` |" in page
+        paths[name] = probe["path"]
+    assert paths == {
+        "startupProbe": "/ready",
+        "readinessProbe": "/ready",
+        "livenessProbe": "/health",
+    }
+    (test,) = [
+        service["healthcheck"]["test"]
+        for service in services().values()
+        if "healthcheck" in service
+    ]
+    assert "http://127.0.0.1:5555/ready" in test[-1]
     (service,) = manifests("Service")
     assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
     assert [each["targetPort"] for each in service["spec"]["ports"]] == [port["name"]]
@@ -161,7 +176,7 @@ def test_mounts_have_volumes() -> None:
 
 
 def shown_metrics() -> set[str]:
-    """The name of every sample that a gateway may show, with rewards and a backend."""
+    """The name of every sample that a front may show, with rewards and a backend."""
     client = FakeClient(CONTRACT.with_statistics([0.0] * 2, [1.0] * 2, "held-out pairs"))
     client.counted = {
         "http://one": dict.fromkeys([*COUNTED, "waiting_rows", "tokens_per_call"], 1.0)
@@ -172,8 +187,8 @@ def shown_metrics() -> set[str]:
     return {sample.name for family in families for sample in family.samples}
 
 
-def test_the_dashboard_is_of_metrics_that_the_gateway_has() -> None:
-    """And Prometheus asks that gateway, which asks the server."""
+def test_the_dashboard_is_of_metrics_that_the_server_has() -> None:
+    """And compose's Prometheus scrapes that server."""
     board = json.loads((COMPOSE / "grafana/reward_model.json").read_text())
     source = yaml.safe_load((COMPOSE / "grafana/source.yaml").read_text())["datasources"][0]
     panels = [panel for panel in board["panels"] if panel["type"] != "row"]
@@ -191,19 +206,51 @@ def test_the_dashboard_is_of_metrics_that_the_gateway_has() -> None:
         "nemo_aligner_server_tokens_total",
     }
     (job,) = yaml.safe_load((COMPOSE / "prometheus.yaml").read_text())["scrape_configs"]
-    assert job["static_configs"] == [{"targets": ["gateway:8000"]}]
-    assert "gateway.port=8000" in services()["gateway"]["command"]
+    assert job["static_configs"] == [{"targets": ["server:5555"]}]
     assert "server.port=5555" in services()["server"]["command"]
-    assert "backends=[http://server:5555]" in services()["gateway"]["command"]
     places = [tuple(panel["gridPos"][side] for side in "xy") for panel in board["panels"]]
     assert len(set(places)) == len(places)
+
+
+def test_servers_are_scaled_by_a_metric_of_theirs_which_prometheus_gets() -> None:
+    (scaler,) = manifests("HorizontalPodAutoscaler")
+    (deployment,) = manifests("Deployment")
+    target = scaler["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == ("Deployment", deployment["metadata"]["name"])
+    (metric,) = scaler["spec"]["metrics"]
+    name = metric["pods"]["metric"]["name"]
+    assert name in shown_metrics()
+    (rule,) = yaml.safe_load((DEPLOY / "prometheus/adapter.yaml").read_text())["rules"]["custom"]
+    assert rule["name"]["as"] == name
+    assert rule["seriesQuery"].startswith(f"{name}{{")
+    # Prometheus finds the pods by label and annotations, labels their samples, and has the token.
+    (job,) = yaml.safe_load((DEPLOY / "prometheus/scrape.yaml").read_text())["scrape_configs"]
+    template = deployment["spec"]["template"]
+    assert job["relabel_configs"][0]["regex"] == template["metadata"]["labels"]["app"]
+    (port,) = template["spec"]["containers"][0]["ports"]
+    assert template["metadata"]["annotations"] == {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": str(port["containerPort"]),
+        "prometheus.io/path": "/metrics",
+    }
+    labels = {step["target_label"] for step in job["relabel_configs"] if "target_label" in step}
+    assert {*rule["resources"]["overrides"]} <= labels
+    (secret,) = [
+        env["valueFrom"]["secretKeyRef"]
+        for env in template["spec"]["containers"][0]["env"]
+        if "valueFrom" in env
+    ]
+    assert job["authorization"]["credentials_file"].endswith(f"/{secret['name']}/{secret['key']}")
 
 
 def test_the_image_installs_what_there_is() -> None:
     text = (ROOT / "Dockerfile").read_text()
     project = (ROOT / "pyproject.toml").read_text()
-    (extras,) = re.findall(r'-e "\.\[([\w,]+)\]"', text)
-    for extra in extras.split(","):
+    assert '-e ".[${EXTRAS}]"' in text
+    (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.MULTILINE)
+    (with_triton,) = re.findall(r"EXTRAS=([\w,]+triton)", text)
+    assert with_triton == f"{extras},triton"
+    for extra in with_triton.split(","):
         assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
     (version,) = re.findall(r"^ARG MEGATRON_CORE=(\S+)", text, re.MULTILINE)
     (needed,) = re.findall(r'"(megatron-core[^"]+)"', project)
@@ -214,6 +261,7 @@ def test_the_images_pip_line_finds_all_it_asks_for_beside_a_torch(tmp_path: Path
     """Its shell as it stands, in an environment that has a torch, as the base image has."""
     text = (ROOT / "Dockerfile").read_text()
     (version,) = re.findall(r"^ARG MEGATRON_CORE=(\S+)", text, re.MULTILINE)
+    (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.MULTILINE)
     (line,) = re.findall(r"^RUN (python -c .*?)(?=^\S)", text, re.MULTILINE | re.DOTALL)[-1:]
     assert "pip install --no-cache-dir -e" in line
     python = make_environment(tmp_path / "image")
@@ -225,7 +273,9 @@ def test_the_images_pip_line_finds_all_it_asks_for_beside_a_torch(tmp_path: Path
         text=True,
         timeout=300,
         cwd=ROOT,
-        env=tiny.environment(PATH=f"{python.parent}:/usr/bin:/bin", MEGATRON_CORE=version),
+        env=tiny.environment(
+            PATH=f"{python.parent}:/usr/bin:/bin", MEGATRON_CORE=version, EXTRAS=extras
+        ),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"megatron-core=={version}" in done.stdout
@@ -235,7 +285,7 @@ def test_the_images_pip_line_finds_all_it_asks_for_beside_a_torch(tmp_path: Path
 
 
 def test_nobody_reaches_the_server_but_who_may_and_nothing_runs_as_root() -> None:
-    """By a token, from pods that are labelled; as the image's user, who is not root."""
+    """By a token, from pods that are labelled; as the image's user, in a file system to be read."""
     (user,) = re.findall(r"^USER (.*)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert int(user.partition(":")[0]) > 0
     for pod in pods():
@@ -247,7 +297,16 @@ def test_nobody_reaches_the_server_but_who_may_and_nothing_runs_as_root() -> Non
     (deployment,) = manifests("Deployment")
     template = deployment["spec"]["template"]
     (container,) = template["spec"]["containers"]
-    secrets = [each["name"] for each in container["env"] if "secretKeyRef" in each["valueFrom"]]
+    # Nothing is written but temporary files, which have a folder of their own.
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    (written,) = [mount for mount in container["volumeMounts"] if not mount.get("readOnly")]
+    volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+    assert "emptyDir" in volumes[written["name"]]
+    environment = {env["name"]: env for env in container["env"]}
+    assert environment["HOME"]["value"] == written["mountPath"] == "/tmp"
+    secrets = [
+        name for name, env in environment.items() if "secretKeyRef" in env.get("valueFrom", {})
+    ]
     assert [f"server.token_variable={name}" for name in secrets] == [
         word for word in container["args"] if word.startswith("server.token")
     ]

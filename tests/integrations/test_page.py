@@ -1,4 +1,4 @@
-"""What docs/rl_trainers.md shows, run against a server and its gateway."""
+"""What docs/rl_trainers.md shows, run against a server and a gateway in front of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.launching import ROOT
 from tests.serving.test_page import curls
 
 PAGE = ROOT / "docs" / "rl_trainers.md"
-SERVER, GATEWAY = "http://127.0.0.1:5555", "http://127.0.0.1:8000"
+SERVER = "http://127.0.0.1:5555"
 TEXT = "What is red? A rose."
 CHAT = [{"role": "user", "content": "What is red?"}, {"role": "assistant", "content": "A rose."}]
 CLOSE = {"rtol": 0, "atol": 1e-5}
@@ -107,13 +107,17 @@ def curl(words: list[str], url: str) -> Any:
     program, address, option, header, data, body = words
     assert (program, option, data) == ("curl", "-H", "-d")
     name, value = header.split(": ")
-    request = urllib.request.Request(address.replace(GATEWAY, url), body.encode(), {name: value})
+    request = urllib.request.Request(address.replace(SERVER, url), body.encode(), {name: value})
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 
 
-def test_every_curl_gets_a_reward(gateway: str, scorer: RewardScorer) -> None:
-    verify, get_reward, remote_rm, classify = (curl(words, gateway) for words in curls(PAGE))
+@pytest.mark.parametrize("target", ["server", "gateway"])
+def test_every_curl_gets_a_reward(
+    target: str, scorer: RewardScorer, request: pytest.FixtureRequest
+) -> None:
+    url = request.getfixturevalue(target)
+    verify, get_reward, remote_rm, classify = (curl(words, url) for words in curls(PAGE))
     np.testing.assert_allclose(verify["reward"], score_all(scorer, [CHAT]).sum(), **CLOSE)
     assert remote_rm == verify["reward"]
     rewards = score_all(scorer, [TEXT])

@@ -1,8 +1,9 @@
-"""What README, docs/serving.md and docs/gateway.md show of calls, run against a server."""
+"""What README and the pages on serving show of calls, run against a server and a gateway."""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import urllib.request
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_aligner.config.serving import GatewayConfig, ServerConfig
 from tests.docs.pages import blocks
 from tests.launching import ROOT, free_port
 from tests.serving.fake_server import CONTRACT, total
@@ -20,28 +22,34 @@ from tests.serving.servers import Server, gateway
 pytest.importorskip("fastapi")
 from nemo_aligner.serving.front.app import ROUTES
 
-README, SERVING, GATEWAY = ROOT / "README.md", ROOT / "docs/serving.md", ROOT / "docs/gateway.md"
+SERVING, PROTOCOLS = ROOT / "docs/serving.md", ROOT / "docs/protocols.md"
+OTHERS = ("README.md", "docs/getting_started.md", "docs/tasks.md", "docs/clusters.md")
+PAGES = [*(ROOT / name for name in OTHERS), SERVING, PROTOCOLS]
 URL, SECOND_URL = "http://127.0.0.1:5555", "http://127.0.0.1:5556"
-GATEWAY_URL = "http://127.0.0.1:8000"
 TEXT, ASKED, SAID = "What is red? A rose.", "What is red?", "A rose."
-# What each command of the gateway's page finds, by its route.
+# The reward that the answer to each command has, by its route.
 REWARDS = {
     "/get_reward": total(TEXT) / 2,
     "/classify": total(TEXT),
     "/pooling": total(TEXT),
     "/score": total(ASKED + SAID) / 2,
+    "/v1/score": total(ASKED + SAID) / 2,
     "/remote_rm": total(TEXT) / 2,
     "/predict": total(TEXT),
     "/rerank": total(ASKED + SAID) / 2,
+    "/v1/rerank": total(ASKED + SAID) / 2,
+    "/v2/rerank": total(ASKED + "The sky.") / 2,  # the best alone
     "/compare": total(ASKED + SAID) / 2,
     "/verify": total(ASKED + SAID) / 2,
 }
 BY_FORM = {"texts": total(TEXT), "conversations": total(ASKED + SAID), "tokens": 18.0}
+INFER = "/v2/models/reward_model/infer"
 
 
 def curls(page: Path) -> list[list[str]]:
-    """The words of every curl command of a page."""
-    text = "".join(block for block in blocks(page, "bash") if "curl " in block)
+    """The words of every curl command of a page, and of what follows it in its block."""
+    shells = [block for block in blocks(page, "bash") if "curl " in block]
+    text = "".join(block[block.index("curl ") :] for block in shells)
     found: list[list[str]] = []
     for word in shlex.split(text.replace("curl ", "\\; "), comments=True):
         if word == ";":
@@ -63,22 +71,6 @@ def fronted(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with gateway(tmp_path_factory.mktemp("gateway"), f"backends=[{server.url}]") as started:
         yield started
         assert started.stop() == [0], started.output()
-
-
-def test_every_curl_to_the_server_gets_a_reward_and_health_answers(server: Server) -> None:
-    forms = []
-    for _, address, *rest in curls(SERVING):
-        (asked,) = json.loads(rest[1])["inputs"]
-        forms.append(asked["name"])
-        text = asked["data"][0]
-        if asked["name"] == "conversations":
-            text = "".join(message["content"] for message in json.loads(text))
-        rewards = json.loads(ask(address.replace(URL, server.url), *rest))["outputs"][0]
-        assert (rewards["name"], rewards["data"][0]) == ("rewards", total(text))
-    assert forms == ["sentences", "conversations"]
-    for path in ("health/live", "health/ready", "models/reward_model/ready"):
-        assert path in SERVING.read_text()
-        ask(f"{server.url}/v2/{path}")
 
 
 def test_the_page_runs_from_its_first_line_of_python_to_its_last(
@@ -107,26 +99,51 @@ def test_the_page_runs_from_its_first_line_of_python_to_its_last(
     assert reward(prompts=asked, completions=said_of) == [196.0, 198.0]
 
 
-def test_every_curl_to_the_gateway_is_answered_with_the_reward_of_its_text(fronted: Server) -> None:
-    for _, address, *rest in [*curls(README), *curls(GATEWAY)]:
-        path = address.removeprefix(GATEWAY_URL)
-        said = ask(fronted.url + path, *rest)
-        if path == "/v1/rewards":
-            (form,) = json.loads(rest[1])
-            answer = json.loads(said)
-            assert answer["rewards"][0][0] == BY_FORM[form], rest
-            assert (answer["errors"], answer["attributes"]) == ([], ["sum", "minus"])
-        elif path in REWARDS:
-            assert str(REWARDS[path]) in said, (path, rest, said)
-        else:
-            assert said, path
+def test_every_curl_is_answered_with_the_reward_of_its_text(
+    server: Server, fronted: Server
+) -> None:
+    """By the server, and by a gateway in front of it."""
+    commands = [words for page in PAGES for words in curls(page)]
+    assert len(commands) > 30
+    for url in (server.url, fronted.url):
+        for _, address, *rest in commands:
+            path = address.removeprefix(URL)
+            text = ask(url + path, *rest)
+            if path == "/v1/rewards":
+                (form,) = json.loads(rest[1])
+                answer = json.loads(text)
+                assert answer["rewards"][0][0] == BY_FORM[form], rest
+                assert (answer["errors"], answer["attributes"]) == ([], ["sum", "minus"])
+            elif path == INFER:
+                assert reward_of_infer(text) == reward_of_request(rest[1])
+            elif path in REWARDS:
+                assert str(REWARDS[path]) in text, (path, rest, text)
+            else:
+                assert text, path
 
 
-def test_every_route_and_metric_of_the_gateway_has_its_row(fronted: Server) -> None:
-    """And every route a command; docs/settings.md has its settings."""
-    text = GATEWAY.read_text()
-    described = json.loads(ask(f"{fronted.url}/openapi.json"))["paths"]
-    assert {*described} == {words[1].removeprefix(GATEWAY_URL) for words in curls(GATEWAY)}
+def reward_of_infer(text: str) -> float:
+    output = json.loads(text)["outputs"][0]
+    assert output["name"] == "rewards"
+    reward: float = output["data"][0]
+    return reward
+
+
+def reward_of_request(body: str) -> float:
+    (tensor,) = json.loads(body)["inputs"]
+    sample = tensor["data"][0]
+    if tensor["name"] == "conversations":
+        sample = "".join(message["content"] for message in json.loads(sample))
+    return total(sample)
+
+
+def test_every_route_and_metric_has_its_row(server: Server, fronted: Server) -> None:
+    """And every route a command; docs/settings.md has the settings."""
+    text = PROTOCOLS.read_text()
+    described = json.loads(ask(f"{server.url}/openapi.json"))["paths"]
+    assert json.loads(ask(f"{fronted.url}/openapi.json"))["paths"] == described
+    shown = {words[1].removeprefix(URL) for words in curls(PROTOCOLS)}
+    assert {*described} == shown - {INFER}
     abouts: dict[str, str] = {}
     for route in ROUTES:
         before = abouts.get(route.path)
@@ -136,8 +153,34 @@ def test_every_route_and_metric_of_the_gateway_has_its_row(fronted: Server) -> N
         (method,) = methods
         assert methods[method].get("description") == abouts.get(path)
         rows.add(f"{method.upper()} {path}")
-    ask(f"{fronted.url}/v1/rewards", "-d", '{"texts": ["ab"]}')
-    lines = ask(f"{fronted.url}/metrics").splitlines()
-    families = {line.split()[2] for line in lines if line.startswith("# TYPE")}
-    assert len(families) > 15
-    assert [row for row in sorted(rows | families) if f"`{row}`" not in text] == []
+    for url in (server.url, fronted.url):
+        ask(f"{url}/v1/rewards", "-d", '{"texts": ["ab"]}')
+        lines = ask(f"{url}/metrics").splitlines()
+        families = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+        assert len(families) > 15
+        assert [row for row in sorted(rows | families) if f"`{row}`" not in text] == []
+
+
+def test_what_the_page_has_of_kserve_is_answered(server: Server) -> None:
+    paths = re.findall(r"`GET (/v2[\w/]*)`", PROTOCOLS.read_text())
+    assert len(paths) == 8
+    for path in paths:
+        ask(server.url + path.replace("NAME", "reward_model"))
+    index = json.loads(ask(f"{server.url}/v2/repository/index", "-d", "{}"))
+    assert {model["name"] for model in index} == {"contract", "reward_model"}
+    answer = json.loads(ask(f"{server.url}/v2/models/contract/infer", "-d", '{"inputs": []}'))
+    outputs = {output["name"]: output["data"][0] for output in answer["outputs"]}
+    (row,) = re.findall(r"^\| `POST /v2/models/contract/infer` .*", PROTOCOLS.read_text(), re.M)
+    assert {*outputs} == {*re.findall(r"`(\w+)`", row)}
+    assert json.loads(outputs["contract"])["attributes"] == ["sum", "minus"]
+
+
+def test_the_pages_have_the_defaults_of_limits() -> None:
+    units = {"": 1, " KiB": 2**10, " MiB": 2**20}
+    row = r"^\| `{}\.(\w+)`[^|]*\| ([\d,]+)( [KM]iB)? \|"
+    text = SERVING.read_text() + (ROOT / "docs/gateway.md").read_text()
+    for config, least in ((ServerConfig(), 13), (GatewayConfig(), 2)):
+        rows = re.findall(row.format(config.section), text, re.MULTILINE)
+        assert len(rows) >= least
+        for name, number, unit in rows:
+            assert getattr(config, name) == int(number.replace(",", "")) * units[unit], name

@@ -39,10 +39,10 @@ from nemo_aligner.checkpoint.hf.source import (
     open_source,
     with_single_experts,
 )
-from nemo_aligner.checkpoint.nemo.archive import scratch_beside, write_nemo
-from nemo_aligner.checkpoint.nemo.fingerprint import build_fingerprint
+from nemo_aligner.checkpoint.nemo.archive import scratch_beside
 from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME
-from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices, save_lazy
+from nemo_aligner.checkpoint.nemo.write import write_lazy_nemo
+from nemo_aligner.checkpoint.weights.save import LazyTensor, dtype_of_matrices
 from nemo_aligner.config.common import Precision, RewardModelType
 from nemo_aligner.config.dtypes import format_of
 from nemo_aligner.config.model import (
@@ -186,10 +186,7 @@ def _convert(
                 tensors[PREFIX + HEAD_PREFIX + name] = tensor
             archived["reward_model_type"] = contract.reward_model_type
             archived["regression"] = {"num_attributes": contract.num_outputs}
-        sums = save_lazy(tensors, layers, scratch / "weights")
-        score_rules = None if contract is None else contract.to_dict()
-        parts = scratch / "weights", scratch / "tokenizer"
-        write_nemo(output, archived, *parts, score_rules, build_fingerprint(sums, archived))
+        write_lazy_nemo(output, archived, tensors, layers, scratch, contract)
     return ConversionSummary(
         family=family.name,
         parameters=sum(prod(tensor.shape) for tensor in _all(tensors, layers)),

@@ -24,7 +24,7 @@ _WORD = torch.int32
 _WORD_BYTES = 4
 # Words multiplied at once: on a CPU the products stay in the cache, on a GPU there are few kernels.
 _BLOCK_WORDS = {"cpu": 2**18}
-_BLOCK_WORDS_ON_GPU = 2**24
+_BLOCK_WORDS_ON_GPU = 2**22
 _MODULUS = 2**64
 
 

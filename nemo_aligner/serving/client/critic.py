@@ -26,7 +26,7 @@ from nemo_aligner.serving.failures import RefusedError
 from nemo_aligner.serving.protocols import critic as wire
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.protocols.critic import Valued
-from nemo_aligner.serving.protocols.kserve import Tensors
+from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.utils.errors import ServingError, shown
 
 TokenLists = Sequence[Sequence[int]]

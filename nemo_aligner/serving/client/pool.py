@@ -26,7 +26,7 @@ from nemo_aligner.serving.client.server import (
 )
 from nemo_aligner.serving.failures import FailureKind, UnavailableError
 from nemo_aligner.serving.protocols import ScoredRows, kserve
-from nemo_aligner.serving.protocols.kserve import Tensors
+from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.utils.errors import ServingError
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from nemo_aligner.serving.client.pool import ServerPool, TooManyRowsError
 from nemo_aligner.serving.client.server import ContractCheck
 from nemo_aligner.serving.failures import RefusedError
 from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.kserve import Tensors
+from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.serving.tokens import hide_password
 from nemo_aligner.utils.errors import DataError, shown
 

@@ -38,8 +38,8 @@ from nemo_aligner.serving.failures import (
     UnavailableError,
     retry_after,
 )
-from nemo_aligner.serving.protocols import kserve
-from nemo_aligner.serving.protocols.kserve import Tensors
+from nemo_aligner.serving.protocols import kserve, kserve_body
+from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.serving.tokens import hide_password
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, ServingError, short
 
@@ -57,7 +57,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _FOREIGN_STATUSES = (401, 403, 404)
 _FOREIGN = (
     "this is no KServe server, or it asks for a token "
-    "(vLLM and a gateway have clients of their own: docs/gateway.md)"
+    "(servers of other protocols have other clients: docs/protocols.md)"
 )
 # Triton answers it with a 500, before the model's server sees the request.
 _UNPARSED = re.compile(r"^(failed to parse the request JSON|Unable to parse ')")
@@ -341,11 +341,11 @@ class RemoteServer:
             self._contract_check.withdraw(self.name)
 
     async def _infer(self, model_name: str, inputs: Tensors, timeout_s: float | None) -> Tensors:
-        body, headers = kserve.encode_body(inputs)
+        body, headers = kserve_body.encode_body(inputs)
         path = f"models/{quote(model_name)}/infer"
         answer, said = await self._ask("POST", path, timeout_s, body, headers)
         try:
-            return kserve.decode_body(answer, said)
+            return kserve_body.decode_body(answer, said)
         except ServingError as error:
             raise ServingError(f"{self.name}: {error}") from error
 

@@ -369,11 +369,11 @@ class RewardEnsemble:
             member.reset_cache()
 
 
-Scorer = RewardScorer | RewardEnsemble
+TokenScorer = RewardScorer | RewardEnsemble
 """Of its methods those that score, and ``reset_cache``, are collective over the ranks."""
 
 
-def _score_rows(scorer: Scorer, samples: Sequence[Text], on_error: OnError) -> ScoredRows:
+def _score_rows(scorer: TokenScorer, samples: Sequence[Text], on_error: OnError) -> ScoredRows:
     contract = scorer.contract
 
     def measure(encoded: Sequence[EncodedText]) -> RowValues:

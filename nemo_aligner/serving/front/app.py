@@ -265,12 +265,12 @@ class _RouteHandler:
     async def handle(self, request: Request) -> Response:
         """Answer by the route's protocol, and count the answer."""
         begun = time.monotonic()
-        answer, retry_after_s = await self._answer(request)
+        response = await self._answer(request)
         seconds = time.monotonic() - begun
-        self._metrics.count_request(self._route.path, answer.status, seconds)
-        return respond(answer, retry_after_s)
+        self._metrics.count_request(self._route.path, response.status_code, seconds)
+        return response
 
-    async def _answer(self, request: Request) -> tuple[HttpAnswer, float | None]:
+    async def _answer(self, request: Request) -> Response:
         route, body = self._route, None
         try:
             content = await _read_body(request.receive, request.headers, self._config)
@@ -279,12 +279,16 @@ class _RouteHandler:
             if body is None:
                 body = await call_by_size(size, route.parse, content)
             scored = await self._score(route, body, size)
-            answer = await call_by_size(size, route.answer, body, scored, self._served(scored))
+            response = await call_by_size(size, self._respond, route, body, scored)
             self._metrics.count_scored(route.path, scored)
-            return HttpAnswer(200, answer, row_headers(scored)), None
+            return response
         except Exception as error:
             failure = public_failure(error)
-        return route.refuse(failure, body), failure.retry_after_s
+        return respond(route.refuse(failure, body), failure.retry_after_s)
+
+    def _respond(self, route: Route[Any], body: Any, scored: ScoredRows) -> Response:
+        content = route.answer(body, scored, self._served(scored))
+        return respond(HttpAnswer(200, content, row_headers(scored)))
 
     def _route_of(self, content: bytes) -> tuple[Route[Any], Any]:
         """The path's first route, unless fields that it does not know mark another one's body.
@@ -455,7 +459,7 @@ def _add_plain_route(app: FastAPI, route: PlainRoute, config: FrontConfig) -> No
     async def answer(request: Request) -> Response:
         body = await _read_body(request.receive, request.headers, config)
         if route.is_slow:
-            return respond(await asyncio.to_thread(route.answer, body))
+            return await asyncio.to_thread(lambda: respond(route.answer(body)))
         return respond(await call_by_size(len(body), route.answer, body))
 
     async def handle(request: Request) -> Response:

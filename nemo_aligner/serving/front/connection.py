@@ -334,21 +334,35 @@ class Connection(HttpToolsProtocol):
 
     # Callbacks of the parser.
 
+    def on_message_begin(self) -> None:
+        self.url = b""
+        self.headers = []
+
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         parser = self.parser
-        scope = self.scope
         http_version = parser.get_http_version()
-        if http_version != "1.1":
-            if http_version != "1.0":
-                raise malformed(f"its version is {http_version}")
-            scope["http_version"] = http_version
-        scope["method"] = parser.get_method().decode("ascii")
+        method = parser.get_method().decode("ascii")
         headers = dict(self.headers)
-        self._check_framing(headers, scope)
-        self._set_path(scope)
+        self._check_framing(headers, method, http_version)
+        path, raw_path, query = self._target()
+        scope: Any = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": http_version,
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "method": method,
+            "root_path": self.root_path,
+            "path": path,
+            "raw_path": raw_path,
+            "query_string": query,
+            "headers": self.headers,
+            "state": self.app_state.copy(),
+        }
         # Trailers come by on_header too. They must not become headers of a checked request.
         self.headers = []
         self.is_kept_alive = http_version == "1.1" and parser.should_keep_alive()
@@ -373,7 +387,7 @@ class Connection(HttpToolsProtocol):
         if parser.should_upgrade():
             raise IgnoredUpgrade
 
-    def _check_framing(self, headers: dict[bytes, bytes], scope: Any) -> None:
+    def _check_framing(self, headers: dict[bytes, bytes], method: str, http_version: str) -> None:
         """Find out where the request ends, and refuse it where two servers could disagree.
 
         llhttp itself refuses two different lengths, a length with a transfer coding, and line ends
@@ -381,11 +395,10 @@ class Connection(HttpToolsProtocol):
         """
         if self.phase != HEAD:
             raise malformed("a second request begins inside it")
+        if http_version not in ("1.1", "1.0"):
+            raise malformed(f"its version is {http_version}")
         if len(headers) != len(self.headers):
-            names = [name for name, _ in self.headers]
-            for name in SINGLE_HEADERS:
-                if names.count(name) > 1:
-                    raise malformed(f"it has two headers {name.decode()}")
+            self._check_repeated_headers()
         length = headers.get(b"content-length")
         coding = headers.get(b"transfer-encoding")
         if length is not None:
@@ -395,14 +408,21 @@ class Connection(HttpToolsProtocol):
             self.phase = BODY
             self.body_bytes = 0
         elif coding is not None:
-            if coding.strip().lower() != b"chunked" or scope["http_version"] == "1.0":
+            if coding.strip().lower() != b"chunked" or http_version == "1.0":
                 raise malformed("its Transfer-Encoding is not chunked, or comes in HTTP/1.0")
             self.phase = CHUNKED
             self.body_bytes = self.chunks = self.chunked_bytes = self.empty_lines = 0
-        if scope["method"] == "CONNECT":
+        if method == "CONNECT":
             raise malformed("this server is no proxy that could CONNECT")
 
-    def _set_path(self, scope: Any) -> None:
+    def _check_repeated_headers(self) -> None:
+        names = [name for name, _ in self.headers]
+        for name in SINGLE_HEADERS:
+            if names.count(name) > 1:
+                raise malformed(f"it has two headers {name.decode()}")
+
+    def _target(self) -> tuple[str, bytes, bytes]:
+        """Return path, path as it is on the wire, and query of the request."""
         try:
             url = httptools.parse_url(self.url)
             # An absolute URL may end with its host.
@@ -412,9 +432,7 @@ class Connection(HttpToolsProtocol):
             raise malformed("its target is not a URL or path") from None
         if "%" in path:
             path = urllib.parse.unquote(path)
-        scope["path"] = self.root_path + path
-        scope["raw_path"] = self.root_path.encode("ascii") + raw_path
-        scope["query_string"] = url.query or b""
+        return self.root_path + path, self.root_path.encode("ascii") + raw_path, url.query or b""
 
     def on_chunk_header(self) -> None:
         self.chunks += 1
@@ -441,6 +459,9 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self.phase = BUSY
         self.deadline = math.inf
+        if self.flow.write_paused:
+            # The answer to an earlier request is not taken yet.
+            self._expect_unsent_bytes_to_shrink()
         cycle = self.cycle
         cycle.more_body = False
         if not cycle.response_started:

@@ -34,7 +34,7 @@ import nemo_aligner
 from nemo_aligner.serving.endpoints import Endpoint, call_by_size
 from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
 from nemo_aligner.serving.protocols import TensorSpec
-from nemo_aligner.serving.protocols.kserve import (
+from nemo_aligner.serving.protocols.kserve_body import (
     HEADER_LENGTH,
     Tensors,
     datatype_of,

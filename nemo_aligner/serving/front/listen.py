@@ -65,10 +65,12 @@ class FrontServer:
         Raises:
             ServingError: the certificate or its key cannot be used.
         """
+        protocol = limited_protocol(ConnectionLimits.of(config))
+        front.metrics.refused_connections = protocol.refused_connections
         try:
             settings = uvicorn.Config(
                 front,
-                http=limited_protocol(ConnectionLimits.of(config)),
+                http=protocol,
                 ws="none",
                 lifespan="off",
                 backlog=_BACKLOG,
@@ -77,7 +79,6 @@ class FrontServer:
                 ssl_certfile=config.certificate_file,
                 ssl_keyfile=config.key_file,
                 timeout_graceful_shutdown=config.exit_timeout_secs,
-                timeout_keep_alive=config.keep_alive_secs,
                 server_header=False,
             )
             settings.load()  # here a certificate that cannot be used ends the start

@@ -20,7 +20,7 @@ from nemo_aligner.serving.scoring import ScoringService
 # Upper bounds of latencies, from those of a short text on a GPU to those behind a full queue.
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 _HTTP, _SERVER = "nemo_aligner_http", "nemo_aligner_server"
-# Counters that a backend publishes (``RewardModel.statistics``), with their help texts.
+# Counters that a backend publishes (``LocalService.statistics``), with their help texts.
 COUNTED = {
     "requests": "requests answered with rewards",
     "refused_requests": "requests answered with an error",
@@ -37,9 +37,14 @@ Statistics = Mapping[str, Mapping[str, float] | None]
 
 
 class FrontMetrics:
-    """Counts what the front answers; for one event loop."""
+    """Counts what the front answers; for one event loop.
+
+    Attributes:
+        refused_connections: by status, the requests that a limit of their connection has refused.
+    """
 
     def __init__(self) -> None:
+        self.refused_connections: Mapping[int, int] = {}
         disable_created_metrics()  # a line more of each, of which Prometheus makes nothing
         self._registry = CollectorRegistry()
         self._requests = Counter(
@@ -82,7 +87,14 @@ class FrontMetrics:
     def render(self, scoring: ScoringService, statistics: Statistics) -> tuple[bytes, str]:
         """The text for Prometheus, with what the backends have just said; and its content type."""
         now = CollectorRegistry()
-        now.register(_Snapshot([*_of_service(scoring), *_of_backends(statistics)]))
+        refused = CounterMetricFamily(
+            f"{_HTTP}_refused_connections",
+            "requests refused by a limit of their connection, before they were read",
+            labels=["status"],
+        )
+        for status, count in self.refused_connections.items():
+            refused.add_metric([str(status)], count)
+        now.register(_Snapshot([refused, *_of_service(scoring), *_of_backends(statistics)]))
         return generate_latest(self._registry) + generate_latest(now), CONTENT_TYPE_LATEST
 
 

@@ -56,6 +56,9 @@ Item = TypeVar("Item")
 # A list of a body. Validation stops at its first bad element: pydantic would make an error for each
 # of millions, which takes seconds in which nothing else is answered.
 Items = Annotated[list[Item], Field(fail_fast=True)]
+# Samples of a request. No setting allows more, as looking at millions of them takes many seconds.
+MOST_ROWS = 2**16
+Rows = Annotated[list[Item], Field(fail_fast=True, max_length=MOST_ROWS)]
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ class Route(Generic[T]):
         """The body of a request.
 
         Raises:
-            ServingError: it is no JSON, or has not the form of ``request``.
+            ServingError, RequestError: see ``parse_body``.
         """
         return parse_body(self.request, body)
 
@@ -279,11 +282,17 @@ def parse_body(form: type[T], body: bytes) -> T:
 
     Raises:
         ServingError: it has another form, a key twice, or is no JSON.
+        RequestError: it has more than ``MOST_ROWS`` samples.
     """
     check_keys(body)
     try:
         return form.model_validate_json(body)
     except ValidationError as error:
+        if any(each["type"] == "too_long" for each in error.errors(include_url=False)):
+            raise RequestError(
+                f"got more than {MOST_ROWS} samples in one request; send less at once",
+                FailureKind.too_large,
+            ) from error
         raise ServingError(_problems_of(error, form)) from error
 
 

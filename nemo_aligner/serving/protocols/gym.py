@@ -22,6 +22,8 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,7 @@ from nemo_aligner.serving.protocols.base import (
     Items,
     PlainRoute,
     Route,
+    Rows,
     Served,
     as_json,
     conversation_of,
@@ -185,18 +188,19 @@ _READ_BY_KIND = {"function_call": _call, "function_call_output": _result}
 
 def joined(turns: Messages) -> Messages:
     """With the assistant's messages and calls that follow each other as one."""
-    joined: Messages = []
-    for turn in turns:
-        if not joined or not joined[-1]["role"] == turn["role"] == "assistant":
-            joined.append(turn)
-            continue
+    messages: Messages = []
+    for role, group in groupby(turns, key=itemgetter("role")):
+        run = [*group]
         # The Responses API has text and calls as items of their own, chat templates as one turn.
-        before = joined[-1]
-        contents = [each["content"] for each in (before, turn) if each["content"] is not None]
-        joined[-1] = {"role": "assistant", "content": "".join(contents) if contents else None}
-        calls = [*before.get("tool_calls", ()), *turn.get("tool_calls", ())]
-        joined[-1] |= {"tool_calls": calls} if calls else {}
-    return joined
+        messages += [_as_one(run)] if role == "assistant" and len(run) > 1 else run
+    return messages
+
+
+def _as_one(run: Messages) -> Message:
+    contents = [turn["content"] for turn in run if turn["content"] is not None]
+    calls = [call for turn in run for call in turn.get("tool_calls", ())]
+    message = {"role": "assistant", "content": "".join(contents) if contents else None}
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def answer(body: VerifyRequest, scored: ScoredRows, served: Served) -> dict[str, Any]:
@@ -269,7 +273,7 @@ class CompareRequest(Body):
     conversation_history: Items[dict[str, Any]] = Field(
         min_length=1, examples=[[{"role": "user", "content": "What is red?"}]]
     )
-    response_objs: Items[PolicyResponse] = Field(
+    response_objs: Rows[PolicyResponse] = Field(
         min_length=1,
         examples=[[_EXAMPLE]],
     )

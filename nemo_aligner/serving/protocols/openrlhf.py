@@ -16,8 +16,8 @@ from pydantic import Field
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
     Body,
-    Items,
     Route,
+    Rows,
     Served,
     refuse_other_samples,
     refuse_with_detail,
@@ -27,7 +27,7 @@ from nemo_aligner.serving.protocols.base import (
 class GetRewardRequest(Body):
     """Texts to score; what else is sent has no part in a reward."""
 
-    query: Items[str] = Field(min_length=1, examples=[["What is red? A rose."]])
+    query: Rows[str] = Field(min_length=1, examples=[["What is red? A rose."]])
     prompts: list[Any] | None = None
     labels: list[Any] | None = None
 

@@ -22,8 +22,8 @@ from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.base import (
     Body,
     HttpAnswer,
-    Items,
     Route,
+    Rows,
     Served,
     as_json,
     conversation_of,
@@ -42,7 +42,7 @@ class DocumentsRequest(Body):
     """A query and documents, which are replies to it."""
 
     query: str | dict[str, Any] = Field(examples=["What is red?"])
-    documents: Items[str | dict[str, Any]] = Field(min_length=1, examples=[["A rose.", "The sky."]])
+    documents: Rows[str | dict[str, Any]] = Field(min_length=1, examples=[["A rose.", "The sky."]])
     model: str | None = None
     top_n: int | None = Field(None, ge=0, description="the best ones alone; 0 or null: all")
     return_documents: bool | None = None

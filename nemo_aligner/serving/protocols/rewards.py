@@ -27,6 +27,7 @@ from nemo_aligner.serving.protocols.base import (
     HttpAnswer,
     Items,
     Route,
+    Rows,
     Served,
     read_conversation,
 )
@@ -63,9 +64,9 @@ RewardConversation = Annotated[
 class RewardsRequest(Body, extra="forbid"):
     """Exactly one of the three."""
 
-    texts: Items[str] | None = Field(None, min_length=1, examples=[["What is red? A rose."]])
-    conversations: Items[RewardConversation] | None = Field(None, min_length=1)
-    tokens: Items[Items[int]] | None = Field(None, min_length=1)
+    texts: Rows[str] | None = Field(None, min_length=1, examples=[["What is red? A rose."]])
+    conversations: Rows[RewardConversation] | None = Field(None, min_length=1)
+    tokens: Rows[Items[int]] | None = Field(None, min_length=1)
     outputs: bool = Field(False, description="also answer spread and outputs, if there are any")
     steps: bool = Field(False, description="also answer the rewards of turns or steps")
 

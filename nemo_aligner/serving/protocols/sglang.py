@@ -22,6 +22,7 @@ from nemo_aligner.serving.protocols.base import (
     HttpAnswer,
     Items,
     Route,
+    Rows,
     Served,
     as_json,
     refuse_other_samples,
@@ -49,8 +50,8 @@ _NOT_HERE = (
 class SglangRequest(Body):
     """``text`` or ``input_ids``, one or several."""
 
-    text: str | Items[str] | None = Field(None, examples=[["What is red? A rose."]])
-    input_ids: Items[int] | Items[Items[int]] | None = None
+    text: str | Rows[str] | None = Field(None, examples=[["What is red? A rose."]])
+    input_ids: Items[int] | Rows[Items[int]] | None = None
     rid: str | Items[str] | None = None
 
 

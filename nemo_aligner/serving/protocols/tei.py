@@ -36,6 +36,7 @@ from nemo_aligner.serving.protocols.base import (
     Items,
     ModelRoute,
     Route,
+    Rows,
     Served,
     refuse_other_samples,
 )
@@ -48,7 +49,7 @@ Direction = Literal["left", "right", "Left", "Right"]
 class PredictRequest(Body):
     """A text, a pair, or a list of lists of one or two texts."""
 
-    inputs: str | Items[str] | Items[Items[str]] = Field(examples=["What is red? A rose."])
+    inputs: str | Rows[str] | Rows[Items[str]] = Field(examples=["What is red? A rose."])
     truncate: bool | None = None
     truncation_direction: Direction = "Right"
     raw_scores: bool = True
@@ -69,7 +70,7 @@ class RerankRequest(Body):
     """What the user says, and replies to it."""
 
     query: str = Field(examples=["What is red?"])
-    texts: Items[str] = Field(min_length=1, examples=[["A rose.", "The sky."]])
+    texts: Rows[str] = Field(min_length=1, examples=[["A rose.", "The sky."]])
     return_text: bool = False
     truncate: bool | None = None
     truncation_direction: Direction = "Right"

@@ -35,6 +35,7 @@ from nemo_aligner.serving.protocols.base import (
     Items,
     ModelRoute,
     Route,
+    Rows,
     Served,
     as_json,
     conversation_of,
@@ -94,7 +95,7 @@ class PoolingRequest(Body):
     """``input`` or ``messages``."""
 
     model: str | None = None
-    input: str | Items[str] | Items[int] | Items[Items[int]] | None = Field(
+    input: str | Rows[str] | Items[int] | Rows[Items[int]] | None = Field(
         None, examples=[["What is red? A rose."]]
     )
     messages: Items[dict[str, Any]] | None = None
@@ -107,10 +108,10 @@ class PairsRequest(Body):
     """``queries`` and ``documents``, or one of vLLM's other names for the two."""
 
     model: str | None = None
-    queries: str | dict[str, Any] | Items[str | dict[str, Any]] | None = Field(
+    queries: str | dict[str, Any] | Rows[str | dict[str, Any]] | None = Field(
         None, examples=["What is red?"]
     )
-    documents: str | dict[str, Any] | Items[str | dict[str, Any]] | None = Field(
+    documents: str | dict[str, Any] | Rows[str | dict[str, Any]] | None = Field(
         None, examples=[["A rose.", "The sky."]]
     )
     tools: JsonObjects = None

@@ -33,7 +33,7 @@ SAMPLES = ["thank you", "a red dog sings", "", "the river"]
 REJECTED = 2
 
 
-class Known(Misbehaving):
+class ServerWithRewards(Misbehaving):
     """A server of ours with the rewards of a scorer in this process; the empty text is rejected."""
 
     def __init__(self, scorer: RewardScorer) -> None:
@@ -53,18 +53,19 @@ class Known(Misbehaving):
 
 
 @contextmanager
-def posted(known: Known) -> Iterator[str]:
+def posted(served: ServerWithRewards) -> Iterator[str]:
     """The same rewards by the protocols of vLLM and OpenRLHF."""
 
     class Handler(Answering):
         def do_POST(self) -> None:
             body = json.loads(self.body())
             texts = body["query"] if "query" in body else [body["input"]]
-            refusal = known.rejected(texts)
-            rewards = [] if refusal else [known.rewards[text] for text in texts]
-            content = {"rewards": [row[0] for row in rewards], "data": [{"probs": rewards[:1]}]}
-            if rewards:
-                content["data"] = [{"probs": rewards[0]}]
+            refusal = served.rejected(texts)
+            rewards = [] if refusal else [served.rewards[text] for text in texts]
+            content = {
+                "rewards": [row[0] for row in rewards],
+                "data": [{"probs": row} for row in rewards],
+            }
             self.answer(*(refusal or (200, content)))
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
@@ -86,11 +87,11 @@ def test_every_scorer_gives_the_same_rows(
     plain = load_scorer(archive, layout)
     expected = plain.score_rows(SAMPLES).rewards
     export(archive, tmp_path / "hf", layout)
-    known = Known(plain).come()
+    served = ServerWithRewards(plain).come()
     with ExitStack() as stack:
-        stack.callback(known.go)
-        client = stack.enter_context(RewardClient(known.url))
-        url = stack.enter_context(posted(known))
+        stack.callback(served.go)
+        client = stack.enter_context(RewardClient(served.url))
+        url = stack.enter_context(posted(served))
         vllm, openrlhf = (PostingAddress(f"{url}/{path}") for path in ("classify", "get_reward"))
         scorers: list[Scorer] = [
             plain,
@@ -114,8 +115,8 @@ def check_rows(scorer: Scorer, expected: np.ndarray, contract_hash: str) -> None
     assert [*scored.errors] == [REJECTED], name
     assert "empty" in scored.errors[REJECTED], name
     assert scored.rewards.dtype == np.float32, name
-    wanted = np.concatenate([expected, expected], axis=1)[:, :columns]
-    np.testing.assert_allclose(scored.rewards, wanted, atol=1e-5, err_msg=name)
+    repeated = np.concatenate([expected, expected], axis=1)[:, :columns]
+    np.testing.assert_allclose(scored.rewards, repeated, atol=1e-5, err_msg=name)
     assert scored.exceeded.tolist() == [False] * len(SAMPLES), name
     assert scored.steps is None, name
     # What a scorer knows of its contract, its rows say, too.

@@ -50,6 +50,8 @@ class Application:
             raise ValueError("on purpose")
         if path.startswith("/nothing"):
             return
+        if path.startswith("/pause"):
+            await asyncio.sleep(1.5)
         body = bytearray()
         while True:
             message = await receive()

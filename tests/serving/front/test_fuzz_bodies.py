@@ -8,7 +8,6 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,14 +33,17 @@ from nemo_aligner.serving.client.reward import (
     split_texts,
     split_tokens,
 )
-from nemo_aligner.serving.engine.batcher import Meter
+from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.failures import FailureKind, RefusedError, failure_of
-from nemo_aligner.serving.front.app import PLAIN_ROUTES, ROUTES
-from nemo_aligner.serving.protocols import ScoredRows, kserve
-from nemo_aligner.serving.reward import RewardService, unmark_reads
+from nemo_aligner.serving.front.app import PLAIN_ROUTES, ROUTES, Front
+from nemo_aligner.serving.protocols import ScoredRows, kserve, kserve_body
+from nemo_aligner.serving.reward import RewardBackend
+from nemo_aligner.serving.scoring import TemplateParts
 from tests.contracts import Contracts
 from tests.fuzzing import Faults, damaged, fuzz_settings
+from tests.serving.fake_server import FakeScorer
 from tests.serving.gateway_calls import call_async, gateway_front
+from tests.serving.services.test_reward import Immediate
 
 BODIES, IN_A_BATCH = 10_000, 20
 USER, REPLY = (
@@ -132,34 +134,50 @@ SAMPLES: dict[str, list[Any]] = {
         {"verify_responses": [ROLLOUT, {**ROLLOUT, "mask_sample": True, "passed": True}]}
     ],
 }
+MOST_BYTES = 100_000
 FEW_ROWS = 3  # of a request to a server, so that a body becomes several
 
 
-class Engine:
-    """A client with a server behind it in this process, in all but the model and the sockets."""
+class LastIdScorer(FakeScorer):
+    """A scorer without a model: the last id of a row, or of each of its steps, is its reward."""
 
     def __init__(self, contract: ScoringContract, tokenizer: Tokenizer) -> None:
+        super().__init__(0, 1)
         encoder = TextEncoder(contract, tokenizer)
-        self._service = RewardService(encoder, self._submit, ServerConfig(), Meter())
-        self._contract = contract
+        self.contract = contract
+        self.encode, self.check_tokens = encoder.encode, encoder.check_tokens  # type: ignore[method-assign, assignment]
+        self.count_reply_tokens = encoder.count_reply_tokens  # type: ignore[method-assign, assignment]
+
+    def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        return [row.ids[[*row.positions]].astype(np.float32).reshape(-1, 1) for row in rows]
+
+
+class Engine:
+    """A client with a server behind it in this process, in all but the model and the sockets.
+
+    ``front`` is that server's own, without the client.
+    """
+
+    def __init__(self, contract: ScoringContract, tokenizer: Tokenizer) -> None:
+        scorer: Any = LastIdScorer(contract, tokenizer)
+        config = ServerConfig(max_request_bytes=MOST_BYTES)
+        ranks: Any = Immediate(scorer.compute)
         self._turn_end = TurnEnd.of(contract.template, tokenizer)
         self._sample_frame = SampleFrame.of(contract, tokenizer)
+        parts = TemplateParts(self._turn_end, self._sample_frame)
+        service = RewardBackend(scorer, config, template_parts=parts).start(ranks)
+        self._contract = contract
+        self._endpoint = service.endpoints[1]
+        self.front = Front(service, service.endpoints, config, None)
+        self.fingerprint = service.fingerprint
         self.faults: list[str] = []
-
-    def _submit(self, rows: list[list[int]]) -> Future[np.ndarray]:
-        """The last id of each row, or of each of its steps, is its reward."""
-        found = [unmark_reads(row) for row in rows]
-        rewards = [float(ids[place]) for ids, places in found for place in places]
-        answer: Future[np.ndarray] = Future()
-        answer.set_result(np.array(rewards, dtype=np.float32).reshape(-1, 1))
-        return answer
 
     async def limit(self) -> tuple[int, int]:
         return FEW_ROWS, 1
 
-    async def infer(self, inputs: kserve.Tensors, rows: int) -> ScoredRows:
+    async def infer(self, inputs: kserve_body.Tensors, rows: int) -> ScoredRows:
         try:
-            outputs = kserve.encode_rewards(await self._service.answer(inputs))
+            outputs = await self._endpoint.answer(inputs)
         except Exception as error:
             failure = failure_of(error)
             if failure.kind is FailureKind.internal:
@@ -211,7 +229,8 @@ def test_damaged_body_at_any_path_gets_an_answer_and_never_a_500(
     contract = contracts(template="chatml", seq_length=64, overlong=Overlong.truncate_left)
     stepped = replace(contract, scored_position="step_ends", step_separator="\n")
     engines = [Engine(each, tokenizer) for each in (contract, stepped)]
-    apps = [gateway_front(engine, max_request_bytes=100_000) for engine in engines]
+    apps = [gateway_front(engine, max_request_bytes=MOST_BYTES) for engine in engines]
+    apps += [engine.front for engine in engines]
     statuses: Counter[tuple[str, int]] = Counter()
     faults = Faults()
     loop = asyncio.new_event_loop()
@@ -223,7 +242,7 @@ def test_damaged_body_at_any_path_gets_an_answer_and_never_a_500(
             content, headers = as_bytes(body, faults.tries)
             with faults.noting((path, body)):
                 answer = loop.run_until_complete(
-                    call_async(apps[number % 2], path, content, headers)
+                    call_async(apps[number % 4], path, content, headers)
                 )
                 statuses[path, answer.status] += 1
                 assert answer.status in (200, 400, 413), answer.body

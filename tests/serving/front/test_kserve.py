@@ -19,7 +19,7 @@ from tritonclient.utils import InferenceServerException
 import nemo_aligner
 from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.serving.front.listen import FrontServer, open_socket, url_of
-from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.protocols import kserve_body
 from tests.environments import package
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import FakeClient, gateway_front
@@ -56,7 +56,7 @@ def column(values: list[Any], dtype: Any = np.object_) -> np.ndarray:
 
 
 def triton_input(name: str, array: np.ndarray, is_binary: bool = True) -> Any:
-    made = triton.InferInput(name, list(array.shape), kserve.datatype_of(array.dtype))
+    made = triton.InferInput(name, list(array.shape), kserve_body.datatype_of(array.dtype))
     made.set_data_from_numpy(array, binary_data=is_binary)
     return made
 

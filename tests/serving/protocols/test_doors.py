@@ -53,11 +53,8 @@ class Asked:
     """A client that keeps what it is asked."""
 
     def __init__(self, contract: ScoringContract) -> None:
-        self._contract = contract
+        self.contract = contract
         self.texts: list[Any] = []
-
-    def contract(self) -> ScoringContract:
-        return self._contract
 
     def score_rows(self, texts: Any) -> ScoredRows:
         self.texts += texts
@@ -66,6 +63,14 @@ class Asked:
 
     def close(self) -> None:
         pass
+
+
+class AskedClient:
+    """The same as a client, whose contract is asked for."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.contract = lambda: asked.contract
+        self.score_rows = asked.score_rows
 
 
 def by_http() -> dict[str, Text]:
@@ -85,7 +90,9 @@ def by_http() -> dict[str, Text]:
 def by_trainers(contract: ScoringContract) -> dict[str, Text]:
     asked = Asked(contract)
     completion = [CALLING, RESULT, REPLY]
-    RewardFunction(asked, None, "r")([PROMPT], [completion], tools=[json.dumps([TOOL])])  # type: ignore[arg-type]
+    RewardFunction(AskedClient(asked), None, "r")(
+        [PROMPT], [completion], tools=[json.dumps([TOOL])]
+    )  # type: ignore[arg-type]
     environment = RewardModelEnvironment({}, asked)
     environment.step([CHAT], [{"tools": [TOOL]}])
     environment.step([[REPLY]], [{"messages": CHAT[:-1], "tools": [TOOL]}])

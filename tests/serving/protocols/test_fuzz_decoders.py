@@ -16,10 +16,10 @@ pytest.importorskip("pydantic")
 pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nemo_aligner.serving.http import ROUTES
 
 from nemo_aligner.serving.failures import RequestError
-from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.front.app import ROUTES
+from nemo_aligner.serving.protocols import kserve_body
 from nemo_aligner.serving.protocols.base import Body, decompress, parse_body
 from nemo_aligner.serving.protocols.strict_json import read_json
 from nemo_aligner.utils.errors import ServingError
@@ -146,7 +146,7 @@ tensors = st.fixed_dictionaries(
 def test_tensors_that_lie_are_refused_in_a_line_or_have_their_shape(
     listed: Any, binary: bytes
 ) -> None:
-    decoded, refusal = outcome(kserve.decode_tensors, listed, binary)
+    decoded, refusal = outcome(kserve_body.decode_tensors, listed, binary)
     if refusal:
         return
     assert [*decoded] == [entry["name"] for entry in listed]
@@ -188,19 +188,19 @@ def test_tensors_are_those_that_were_sent_and_none_if_one_size_is_changed(
         }
         for number, ((datatype, shape), raw) in enumerate(zip(sent, raws, strict=True))
     ]
-    decoded = kserve.decode_tensors(listed, b"".join(raws))
+    decoded = kserve_body.decode_tensors(listed, b"".join(raws))
     for array, entry, tensor in zip(arrays, listed, decoded.values(), strict=True):
         np.testing.assert_array_equal(tensor, array.reshape(entry["shape"]))
         assert tensor.dtype == array.dtype
     entry = data.draw(st.sampled_from(listed))
     entry["parameters"]["binary_data_size"] += data.draw(st.integers(-9, 9).filter(bool))
-    assert outcome(kserve.decode_tensors, listed, b"".join(raws))[1]
+    assert outcome(kserve_body.decode_tensors, listed, b"".join(raws))[1]
 
 
 @FUZZED
 @given(st.binary(max_size=80), st.none() | st.integers(-5, 90).map(str) | st.text(max_size=3))
 def test_bytes_in_place_of_an_answer_of_kserve_are_refused(body: bytes, length: str | None) -> None:
-    headers = {} if length is None else {kserve.HEADER_LENGTH: length}
-    _, refusal = outcome(kserve.decode_body, body, headers)
+    headers = {} if length is None else {kserve_body.HEADER_LENGTH: length}
+    _, refusal = outcome(kserve_body.decode_body, body, headers)
     assert refusal
     assert refusal.endswith("wanted an answer of KServe v2")

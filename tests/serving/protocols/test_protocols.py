@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.front.app import ROUTES
 from nemo_aligner.serving.protocols import ScoredRows, kserve, openrlhf, slime
-from nemo_aligner.serving.protocols.base import Served, text_of
+from nemo_aligner.serving.protocols.base import MOST_ROWS, Served, text_of
 from nemo_aligner.serving.protocols.rewards import ROUTES as REWARDS_ROUTES
 from nemo_aligner.serving.protocols.strict_json import MOST_KEYS, MOST_LEVELS, read_json
 from nemo_aligner.utils.errors import ServingError
@@ -277,6 +277,36 @@ def test_samples_by_two_names_are_refused_by_both_of_them() -> None:
     empty = {"input": "a", "messages": None, "prompt": "", "text": None}
     assert read("/pooling", empty).texts == ["a"]
     assert read("/score", {**_pairs(), "queries": None, "data_1": None}).num_rows == 1
+
+
+TOO_MANY: list[tuple[str, str, Any]] = [
+    ("/v1/rewards", "texts", "a"),
+    ("/v1/rewards", "conversations", 5),
+    ("/v1/rewards", "tokens", [1]),
+    ("/get_reward", "query", "a"),
+    ("/classify", "input", [1]),
+    ("/score", "documents", "a"),
+    ("/predict", "inputs", ["a"]),
+    ("/rerank", "texts", "a"),
+    ("/v1/rerank", "documents", "a"),
+    ("/compare", "response_objs", {"output": []}),
+]
+
+
+def test_samples_beyond_every_limit_are_refused_before_each_is_looked_at() -> None:
+    for path, field, sample in TOO_MANY:
+        route = next(route for route in ROUTES if route.path == path)
+        required = {"queries": "a", "query": "a", "conversation_history": TURNS[:1]}
+        rest = {} if path == "/v1/rewards" else required
+        body = {**rest, field: [sample] * MOST_ROWS}
+        assert len(getattr(parsed(route, body), field)) == MOST_ROWS
+        body[field].append(sample)
+        with pytest.raises(RequestError, match="got more than 65536 samples") as caught:
+            parsed(route, body)
+        assert caught.value.kind is FailureKind.too_large
+    # A text's token ids are no samples.
+    classify = next(route for route in ROUTES if route.path == "/classify")
+    assert classify.read(parsed(classify, {"input": [1] * (MOST_ROWS + 1)})).num_rows == 1
 
 
 def test_openrlhf_queries_are_raw_texts_and_the_rest_has_no_part_in_it() -> None:

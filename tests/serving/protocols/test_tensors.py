@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.serving.protocols import kserve
+from nemo_aligner.serving.protocols import kserve_body
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.protocols.bodies import not_refused
 
@@ -40,11 +40,11 @@ def packed(datatype: str, shape: Any, size: Any) -> dict[str, Any]:
 
 
 def test_tensors_come_back_as_they_were_sent_in_binary_and_in_json() -> None:
-    body, headers = kserve.encode_body(ARRAYS)
-    length = int(headers[kserve.HEADER_LENGTH])
+    body, headers = kserve_body.encode_body(ARRAYS)
+    length = int(headers[kserve_body.HEADER_LENGTH])
     sent = json.loads(body[:length])["inputs"]
     assert [entry["datatype"] for entry in sent] == [*ARRAYS]
-    found = kserve.decode_tensors(sent, body[length:])
+    found = kserve_body.decode_tensors(sent, body[length:])
     as_json = {
         name: [item.decode() for item in array.reshape(-1)]
         if name == "BYTES"
@@ -54,16 +54,20 @@ def test_tensors_come_back_as_they_were_sent_in_binary_and_in_json() -> None:
     flat = [{**listed(kind, [2, 1], data=data), "name": kind} for kind, data in as_json.items()]
     nested = [{**each, "data": [[item] for item in each["data"]]} for each in flat]
     assert json.loads(json.dumps(flat)) == flat
-    for tensors in (found, kserve.decode_tensors(flat, b""), kserve.decode_tensors(nested, b"")):
+    for tensors in (
+        found,
+        kserve_body.decode_tensors(flat, b""),
+        kserve_body.decode_tensors(nested, b""),
+    ):
         for name, array in ARRAYS.items():
             assert tensors[name].dtype == array.dtype
             np.testing.assert_array_equal(tensors[name], array, err_msg=name)
 
 
 def test_null_in_json_is_no_number_and_a_bool_is_any_byte_but_0() -> None:
-    values = kserve.decode_tensors([listed("FP32", [2], data=[None, 1])], b"")["x"]
+    values = kserve_body.decode_tensors([listed("FP32", [2], data=[None, 1])], b"")["x"]
     np.testing.assert_array_equal(values, [np.nan, 1.0])
-    flags = kserve.decode_tensors([packed("BOOL", [3], 3)], b"\0\1\2")["x"]
+    flags = kserve_body.decode_tensors([packed("BOOL", [3], 3)], b"\0\1\2")["x"]
     assert (flags == True).tolist() == [False, True, True]  # noqa: E712
 
 
@@ -133,10 +137,10 @@ LIES: list[tuple[Any, bytes, str]] = [
 
 
 def test_tensors_whose_sizes_lie_are_refused_by_name() -> None:
-    assert not not_refused(kserve.decode_tensors, LIES)
+    assert not not_refused(kserve_body.decode_tensors, LIES)
 
 
 @pytest.mark.parametrize("length", ["-1", "9", "a", ""])
 def test_length_of_the_json_that_is_none_is_refused(length: str) -> None:
     with pytest.raises(ServingError, match=r"KServe v2|Inference-Header-Content-Length: got"):
-        kserve.decode_body(b'{"a": 1}', {kserve.HEADER_LENGTH: length})
+        kserve_body.decode_body(b'{"a": 1}', {kserve_body.HEADER_LENGTH: length})

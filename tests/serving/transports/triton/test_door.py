@@ -205,7 +205,7 @@ def scoring(folder: Path, *settings: str, **how: Any) -> Iterator[tuple[Door, Fu
 
 def test_server_that_is_stopped_answers_what_triton_has_in_flight(tmp_path: Path) -> None:
     with scoring(tmp_path) as (door, slow):
-        assert door.server.stop() == [0], door.server.output()[-3000:]
+        assert door.server.stop(timeout=90) == [0], door.server.output()[-3000:]
         status, answer = slow.result()
         assert (status, answer["outputs"][0]["data"][0]) == (200, 700)
         door.server.assert_nothing_is_left()

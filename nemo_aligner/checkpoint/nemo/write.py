@@ -1,0 +1,31 @@
+"""Archives of converted models, written one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_aligner.checkpoint.nemo.archive import write_nemo
+from nemo_aligner.checkpoint.nemo.fingerprint import build_fingerprint
+from nemo_aligner.checkpoint.weights.save import LazyTensor, save_lazy
+from nemo_aligner.contract.contract import ScoringContract
+
+
+def write_lazy_nemo(
+    output: Path,
+    config: dict[str, Any],
+    tensors: Mapping[str, LazyTensor],
+    layers: Mapping[str, Sequence[LazyTensor]],
+    scratch: Path,
+    contract: ScoringContract | None,
+) -> None:
+    """Write an archive with its fingerprint; see ``save_lazy`` and ``write_nemo``.
+
+    Args:
+        scratch: folder beside ``output``; ``scratch / "tokenizer"`` has the tokenizer already.
+        contract: None for a base model.
+    """
+    weights, rules = scratch / "weights", None if contract is None else contract.to_dict()
+    fingerprint = build_fingerprint(save_lazy(tensors, layers, weights), config)
+    write_nemo(output, config, weights, scratch / "tokenizer", rules, fingerprint)
