@@ -93,8 +93,7 @@ class Batcher:
         """``max_call_secs`` 0: calls are limited by their tokens alone."""
         self._execute = execute
         self._meter = meter or Meter()
-        self._tokens_per_call = tokens_per_call
-        self._pace = ModelPace(max_call_secs)
+        self._pace = ModelPace(max_call_secs, tokens_per_call)
         # In the order of their arrival, as far as they have rows that no call has taken.
         self._waiting: dict[_Request, None] = {}
         self._waiting_rows = self._waiting_tokens = 0
@@ -185,20 +184,15 @@ class Batcher:
         return self._is_full() or self._is_closing or self._waiting_rows >= self._last_rows
 
     def _is_full(self) -> bool:
-        return self._waiting_tokens >= self._budget
+        return self._waiting_tokens >= self._pace.limit
 
     def _is_idle(self) -> bool:
         return not (self._waiting or self._retries or self._calls)
 
-    @property
-    def _budget(self) -> int:
-        """Tokens of the next call."""
-        return self._pace.limit(self._tokens_per_call)
-
     def _take(self) -> list[_QueuedRow]:
         """The oldest rows that fit into one call; only this thread takes any."""
         with self._changed:
-            budget = self._budget
+            budget = self._pace.limit
             oldest = list(self._oldest_rows(_LOOK_AHEAD * budget))
         count = take_oldest([queued.row.ids for queued in oldest], budget)
         with self._changed:
@@ -245,8 +239,8 @@ class Batcher:
             if call.outputs.cancelled():
                 return
             seconds = self._measure(call)
-        if self._pace.notes(seconds):
-            self._pace.note(packed_tokens([queued.row.ids for queued in call.rows]), seconds)
+        if self._pace.needs(seconds):
+            self._pace.add(packed_tokens([queued.row.ids for queued in call.rows]), seconds)
         error = call.outputs.exception()
         if error is None:
             self._hand_out(call, call.outputs.result())

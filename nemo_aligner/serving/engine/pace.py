@@ -8,10 +8,12 @@ from itertools import accumulate
 
 # Calls that the estimate is made of: enough that one hiccup of the machine does not show.
 _CALLS = 16
-# Below this share of the longest call nothing is noted: such a model needs no limit.
-_SHORT = 1 / 16
+# Tokens of a call before any was measured.
+_FIRST_TOKENS = 1024
 # So many tokens a call may always have: in smaller ones the model's fixed costs would weigh.
 _LEAST_TOKENS = 512
+# Where calls of all tokens fit, those are measured that take this share of the longest one.
+_LONG = 1 / 16
 
 
 class ModelPace:
@@ -19,33 +21,27 @@ class ModelPace:
 
     The estimate is the median of the last calls' tokens per second, each weighted by its tokens: a
     call of few tokens says little about one of many.
+
+    Attributes:
+        limit: tokens of the next call.
     """
 
-    def __init__(self, max_secs: float) -> None:
-        """``max_secs`` 0: no limit."""
-        self._max_secs = max_secs
+    def __init__(self, max_secs: float, most_tokens: int) -> None:
+        """``max_secs`` 0: ``most_tokens`` are the only limit."""
+        self._max_secs, self._most_tokens = max_secs, most_tokens
         self._calls: deque[tuple[float, int]] = deque(maxlen=_CALLS)  # tokens/s, tokens
-        self._limit: int | None = None
+        self.limit = min(most_tokens, _FIRST_TOKENS) if max_secs else most_tokens
 
-    def limit(self, most_tokens: int) -> int:
-        """Tokens of the next call, at most ``most_tokens``."""
-        return most_tokens if self._limit is None else min(most_tokens, self._limit)
+    def needs(self, seconds: float) -> bool:
+        """Tell whether ``add`` has to be called for a call that took ``seconds``."""
+        is_limited = self.limit < self._most_tokens
+        return self._max_secs > 0 and (is_limited or seconds >= _LONG * self._max_secs)
 
-    def notes(self, seconds: float) -> bool:
-        """Tell whether ``note`` has to be called for a call that took ``seconds``."""
-        if not self._max_secs:
-            return False
-        # Where a limit was found, fast calls are what lifts it.
-        return bool(self._calls) or seconds >= _SHORT * self._max_secs
-
-    def note(self, tokens: int, seconds: float) -> None:
+    def add(self, tokens: int, seconds: float) -> None:
         """Take account of a call that has ended."""
         self._calls.append((tokens / max(seconds, 1e-6), tokens))
-        if all(tokens < _SHORT * self._max_secs * rate for rate, tokens in self._calls):
-            self._calls.clear()
-            self._limit = None
-            return
-        self._limit = max(_LEAST_TOKENS, int(self._median_rate() * self._max_secs))
+        limit = max(_LEAST_TOKENS, int(self._median_rate() * self._max_secs))
+        self.limit = min(self._most_tokens, limit)
 
     def _median_rate(self) -> float:
         calls = sorted(self._calls)

@@ -11,40 +11,41 @@ from nemo_aligner.serving.engine.batcher import Batcher
 from nemo_aligner.serving.engine.pace import ModelPace
 from nemo_aligner.serving.engine.rows import Row
 
-LEAST = 512
+FIRST, LEAST, MOST = 1024, 512, 8192
 
 
 def test_limit_follows_the_median_of_the_last_calls_and_no_outlier() -> None:
-    pace = ModelPace(2.0)
-    assert pace.limit(8192) == 8192
+    pace = ModelPace(2.0, MOST)
+    assert pace.limit == FIRST
     for _ in range(4):
-        pace.note(3000, 2.5)
-    assert pace.limit(8192) == 2400
-    assert pace.limit(1000) == 1000
+        pace.add(3000, 2.5)
+    assert pace.limit == 2400
     # A hiccup of the machine, and calls of a few tokens, which are mostly fixed costs.
-    pace.note(3000, 20.0)
+    pace.add(3000, 20.0)
     for _ in range(3):
-        pace.note(10, 1.0)
-    assert pace.limit(8192) == 2400
+        pace.add(10, 1.0)
+    assert pace.limit == 2400
     for _ in range(16):
-        pace.note(100, 10.0)
-    assert pace.limit(8192) == LEAST
+        pace.add(100, 10.0)
+    assert pace.limit == LEAST
+    # Fast again: calls are measured until those of all tokens fit.
+    count = 0
+    while pace.needs(0.01):
+        pace.add(100, 0.01)
+        count += 1
+    assert pace.limit == MOST
+    assert 8 <= count <= 16
 
 
-def test_limit_is_lifted_once_calls_are_short() -> None:
-    pace = ModelPace(1.0)
-    assert not pace.notes(0.05)
-    assert pace.notes(0.07)
-    pace.note(10, 0.07)
-    assert pace.limit(8192) == LEAST
-    for _ in range(15):
-        assert pace.notes(0.001)
-        pace.note(10, 0.001)
-    assert pace.limit(8192) == 8192
-    assert pace.notes(0.001)
-    pace.note(10, 0.001)
-    assert not pace.notes(0.001)
-    assert not ModelPace(0.0).notes(1e9)
+def test_calls_of_a_fast_model_are_not_measured() -> None:
+    pace = ModelPace(1.0, MOST)
+    assert pace.needs(0.001)
+    pace.add(4, 0.02)
+    assert pace.limit == LEAST
+    pace.add(512, 0.03)
+    assert (pace.limit, pace.needs(0.05), pace.needs(0.07)) == (MOST, False, True)
+    unlimited = ModelPace(0.0, MOST)
+    assert (unlimited.limit, unlimited.needs(1e9)) == (MOST, False)
 
 
 def test_calls_of_a_slow_model_take_the_rows_of_the_longest_call() -> None:
@@ -53,19 +54,16 @@ def test_calls_of_a_slow_model_take_the_rows_of_the_longest_call() -> None:
 
     def compute(rows: list[Row]) -> list[np.ndarray]:
         calls.append(len(rows))
-        sleep(0.02 * len(rows))  # 200 tokens of their own, or 10,000 tokens/s
+        sleep((900 + 100 * len(rows)) / 10_000)
         return [np.zeros((1, 1))] * len(rows)
 
-    prefix = np.arange(1000)
-    rows = [Row(np.append(prefix, np.full(200, 2000 + n))) for n in range(60)]
+    prefix = np.arange(900)
+    rows = [Row(np.append(prefix, np.full(100, 2000 + n))) for n in range(60)]
     with ThreadPoolExecutor(1) as model:
         batcher = Batcher(lambda taken: model.submit(compute, taken), 100_000, max_call_secs=0.2)
-        batcher.submit(rows[:20]).result()  # a call without a limit
-        batcher.submit(rows[20:]).result()
+        batcher.submit(rows).result()
         batcher.close()
-    assert calls[0] == 20
-    # (1,000 + 20 * 200) tokens took 0.4 s or a little more, so 0.2 s are for 1,000 and some 7 rows
-    # of 200.
-    assert max(calls[1:]) <= 7, calls
-    assert min(calls[1:-1]) >= 3, calls
-    assert sum(calls) == 60
+    # The first two were taken before any was measured; then some 2,000 tokens fit, or a few less.
+    assert calls[:2] == [1, 1]
+    assert max(calls) <= 11, calls
+    assert min(calls[2:-1]) >= 4, calls
