@@ -2,8 +2,8 @@
 
     python examples/serve_reward_model.py rm_model_file=megatron_gpt.nemo server.port=5555
 
-The HTTP server answers every protocol. Triton answers at the ports 8000 (HTTP), 8001 (gRPC) and
-8002 (metrics); it needs the extra ``triton``, and ``server.triton_port=null`` turns it off.
+The HTTP server answers every protocol. Triton answers at the ports 5600 (HTTP), 5601 (gRPC) and
+5602 (metrics); it needs the extra ``triton``, and ``server.triton_port=null`` turns it off.
 ``nemo_aligner/serving/run.py`` is what runs.
 """
 
@@ -18,4 +18,4 @@ except ModuleNotFoundError as missing:
 
 if __name__ == "__main__":
     # The first of the settings, so that one from the command line replaces it.
-    sys.exit(main(["serve", "server.triton_port=8000", *sys.argv[1:]]))
+    sys.exit(main(["serve", "server.triton_port=5600", *sys.argv[1:]]))

@@ -292,4 +292,4 @@ def _length_correlation(records: Sequence[Record], lengths: Sequence[int], index
     known = np.array(points, dtype=np.float64).reshape(-1, 2)
     if len(known) < 2 or not known.std(axis=0).all():
         return 0.0
-    return float(np.corrcoef(known.T)[0, 1])
+    return float(np.asarray(np.corrcoef(known.T))[0, 1])

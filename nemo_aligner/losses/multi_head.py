@@ -78,8 +78,9 @@ def bootstrap_counts(ids: Tensor, heads: int) -> Tensor:
     numbers = ids.numpy().astype(np.uint64)[:, None] * np.uint64(heads)
     mixed = (numbers + np.arange(1, heads + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    uniform = ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(11)) / 2.0**53
+        mixed = (mixed ^ np.right_shift(mixed, np.uint64(shift))) * np.uint64(factor)
+    mixed = mixed ^ np.right_shift(mixed, np.uint64(31))
+    uniform = np.right_shift(mixed, np.uint64(11)) / 2.0**53
     return torch.from_numpy(np.searchsorted(_POISSON, uniform, side="right").astype(np.float32))
 
 
