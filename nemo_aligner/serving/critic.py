@@ -94,7 +94,7 @@ class CriticService:
         # Where the reward model is here, too, it has an endpoint for its own.
         if self._has_rewards:
             return endpoints
-        contract = contract_endpoint(self._read_contract, self._template_parts, self._statistics)
+        contract = contract_endpoint(self._read_contract, self._template_parts, self._counts)
         return [*endpoints, contract]
 
     @property
@@ -119,8 +119,11 @@ class CriticService:
     async def _template_parts(self) -> TemplateParts:
         return TemplateParts()
 
-    async def _statistics(self) -> Mapping[str, float]:
-        return self._intake.meter.statistics()
+    async def _counts(self) -> Mapping[str, float]:
+        return {**self._intake.meter.statistics(), "waiting_rows": self._batcher.waiting_rows}
+
+    async def statistics(self) -> Mapping[str, Mapping[str, float]]:
+        return {"critic": await self._counts()}
 
     async def _infer(self, inputs: Tensors) -> Tensors:
         with self._intake.counting_failures():

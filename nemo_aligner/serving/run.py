@@ -190,7 +190,7 @@ def run_gateway(config: GatewayRunConfig) -> int:
         ready.write(url)
         print(f"Gateway at {url} (pid {os.getpid()})", flush=True)
 
-    front = Front(service, endpoints, settings, token)
+    front = Front(service, endpoints, settings, token, service.statistics)
     server = FrontServer(front, settings, announce, ready.remove)
     print(f"Backends: {', '.join(map(hide_password, config.backends))}", flush=True)
     warn_of_open_server(settings.host, token, "gateway.token")

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from threading import Thread
 from typing import NoReturn
@@ -143,7 +143,12 @@ class _Leader:
         endpoints = [endpoint for service in services for endpoint in service.endpoints]
         scoring = next((service.scoring for service in services if service.scoring), None)
         token = _read_token(self._config)
-        front = Front(scoring, endpoints, self._config, token)
+
+        async def statistics() -> dict[str, Mapping[str, float] | None]:
+            counts = [await service.statistics() for service in services]
+            return {name: count for by_name in counts for name, count in by_name.items()}
+
+        front = Front(scoring, endpoints, self._config, token, statistics)
         server = FrontServer(front, self._config)
         url, ready = url_of(self._listener, self._config), ReadyFile(self._config.ready_file)
         server.start(self._listener)

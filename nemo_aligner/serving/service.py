@@ -24,6 +24,9 @@ class Service(Protocol):
     def startup_log(self) -> Sequence[str]:
         """Lines for the log once the server answers."""
 
+    async def statistics(self) -> Mapping[str, Mapping[str, float] | None]:
+        """What it has counted since its start, by the name of its model's server."""
+
     def report(self) -> str | None:
         """Load since the last report, in a line; None without any."""
 

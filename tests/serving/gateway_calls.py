@@ -26,7 +26,8 @@ def gateway_front(client: Any, token: str | None = None, **settings: Any) -> Fro
     """The front of a gateway with this client, as ``nemo-aligner gateway`` makes it."""
     config = GatewayConfig(**settings)
     service = UpstreamService(client, config)
-    return Front(service, reward_endpoints(service, 16, kserve.OPTIONAL_NAMES), config, token)
+    endpoints = reward_endpoints(service, 16, kserve.OPTIONAL_NAMES)
+    return Front(service, endpoints, config, token, service.statistics)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.docs.pages import blocks
 from tests.once import Once
 from tests.serving.servers import SERVE, Server, running
 from tests.serving.test_aligner_client import run_client
+from tests.serving.test_attacks import CHUNKS, chunked, exchange, status_of
 from tests.training.critic_steps import ROWS, SETTINGS, WIDTH, make_rollout
 
 SERVE_CRITIC = "examples/serve_ppo_critic.py"
@@ -73,6 +75,20 @@ def rewards_and_values(client: RewardCriticClient) -> tuple[np.ndarray, np.ndarr
     assert found.rewards is not None
     assert [len(row) for row in found.values] == LENGTHS
     return found.rewards, np.stack([np.pad(v, (0, WIDTH - len(v))) for v in found.values])
+
+
+def test_critic_survives_what_ends_others_and_says_how_it_is(both: Server) -> None:
+    """All of it in test_attacks.py; what a critic has learned since its last save would be lost."""
+    with RewardCriticClient(both.url) as client:
+        before = rewards_and_values(client)
+        for path in ("/v2/models/critic_infer/infer", "/v2/models/critic_train/infer"):
+            answer = exchange(both.url, chunked(path, b"a", CHUNKS))
+            assert status_of(answer) == 413, answer[:300]
+        after = rewards_and_values(client)
+    assert [array.tobytes() for array in after] == [array.tobytes() for array in before]
+    for path, content in (("health", "ok"), ("ready", "ready"), ("metrics", 'backend="critic"')):
+        with urllib.request.urlopen(f"{both.url}/{path}", timeout=30) as page:
+            assert content in page.read().decode(), path
 
 
 def test_one_server_for_both_has_the_numbers_of_two_also_after_training(

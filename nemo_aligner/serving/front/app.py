@@ -25,7 +25,7 @@ from nemo_aligner.serving.endpoints import Endpoint, call_by_size
 from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
 from nemo_aligner.serving.front import kserve
 from nemo_aligner.serving.front.kserve import KServe, KServeAnswer
-from nemo_aligner.serving.front.metrics import FrontMetrics
+from nemo_aligner.serving.front.metrics import FrontMetrics, Statistics
 from nemo_aligner.serving.protocols import (
     ScoredRows,
     ScoreRequest,
@@ -98,15 +98,21 @@ class Front:
         endpoints: Sequence[Endpoint],
         config: FrontConfig,
         token: str | None,
+        statistics: Callable[[], Awaitable[Statistics]],
     ) -> None:
-        """``scoring`` None: there are KServe's endpoints alone, as of a critic.
+        """Make the application.
 
-        With a ``token`` all but health, readiness and the shapes of tensors needs it.
+        Args:
+            scoring: what scores; None for KServe's endpoints alone, as a critic's.
+            endpoints: KServe's.
+            config: address, access and limits.
+            token: all but health, readiness and the shapes of tensors needs it; None needs none.
+            statistics: counts of the models by their servers' names, for ``/metrics``.
         """
         self.is_ready = True
         self.scoring = scoring
         self.metrics = FrontMetrics()
-        self._config, self._token = config, token
+        self._config, self._token, self._statistics = config, token, statistics
         self._kserve = KServe(endpoints, lambda: self.is_ready)
         self._routes: dict[str, list[Route[Any]]] = {}
         for route in ROUTES if scoring is not None else ():
@@ -130,6 +136,7 @@ class Front:
 
     async def _answer_kserve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
+        begun = time.monotonic()
         try:
             body = b""
             if scope["method"] == "POST":
@@ -140,6 +147,10 @@ class Front:
             answer = kserve.refuse(RequestError(one_line(error), FailureKind.bad_request))
         else:
             answer = await self._kserve.answer(scope["method"], scope["path"], headers, body)
+            # Not paths that lead nowhere: Prometheus would keep each of them for ever.
+            if scope["method"] == "POST" and answer.status not in (404, 405):
+                seconds = time.monotonic() - begun
+                self.metrics.count_request(scope["path"], answer.status, seconds)
         await _send(answer, send)
 
     def _is_open(self, method: str, path: str) -> bool:
@@ -178,8 +189,8 @@ class Front:
             version=nemo_aligner.__version__,
             description="Rewards of a reward model, by several protocols; KServe v2 is at /v2.",
         )
+        self._add_own_routes(app)
         if scoring is None:
-            _add_get_routes(app, [("/health", _answer_health, "200 while the server runs")])
             return app
         for path, routes in self._routes.items():
             about = "; ".join(route.about for route in routes)
@@ -196,12 +207,21 @@ class Front:
             _add_plain_route(app, plain, self._config)
         for model_route in MODEL_ROUTES:
             _add_model_route(app, model_route, scoring, self._config)
-        self._add_own_routes(app, scoring)
+
+        async def contract() -> Response:
+            # Read anew each time, as a backend may have been replaced since the last reward.
+            rules = (await scoring.read_contract()).to_dict()
+            return respond(HttpAnswer(200, {**rules, "model_fingerprint": scoring.fingerprint}))
+
+        about = "The scoring contract: what a reward means"
+        _add_get_routes(app, [("/v1/contract", contract, about)])
         return app
 
-    def _add_own_routes(self, app: FastAPI, scoring: ScoringService) -> None:
+    def _add_own_routes(self, app: FastAPI) -> None:
         async def ready() -> Response:
-            servers = await scoring.probe() if self.is_ready else {}
+            servers: Mapping[str, str | None] = {}
+            if self.is_ready:
+                servers = {"local": None} if self.scoring is None else await self.scoring.probe()
             status = 200 if None in servers.values() else 503
             states = {
                 url: "ready" if reason is None else one_line(reason)
@@ -210,19 +230,13 @@ class Front:
             word = "ready" if status == 200 else "no backend answers"
             return respond(HttpAnswer(status, {"status": word, "backends": states}), 1)
 
-        async def contract() -> Response:
-            # Read anew each time, as a backend may have been replaced since the last reward.
-            rules = (await scoring.read_contract()).to_dict()
-            return respond(HttpAnswer(200, {**rules, "model_fingerprint": scoring.fingerprint}))
-
         async def scrape() -> Response:
-            text, kind = self.metrics.render(scoring, await scoring.statistics())
+            text, kind = self.metrics.render(self.scoring, await self._statistics())
             return Response(text, media_type=kind)
 
         _add_get_routes(
             app,
             [
-                ("/v1/contract", contract, "The scoring contract: what a reward means"),
                 ("/health", _answer_health, "200 while the server runs"),
                 ("/ready", ready, "200 while rewards can be had, else 503"),
                 ("/metrics", scrape, "For Prometheus"),

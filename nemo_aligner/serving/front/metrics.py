@@ -84,8 +84,8 @@ class FrontMetrics:
         if rows:
             self._rows.labels(path, outcome).inc(rows)
 
-    def render(self, scoring: ScoringService, statistics: Statistics) -> tuple[bytes, str]:
-        """The text for Prometheus, with what the backends have just said; and its content type."""
+    def render(self, scoring: ScoringService | None, statistics: Statistics) -> tuple[bytes, str]:
+        """Write the text for Prometheus, with the counts of the models; and its content type."""
         now = CollectorRegistry()
         refused = CounterMetricFamily(
             f"{_HTTP}_refused_connections",
@@ -94,7 +94,8 @@ class FrontMetrics:
         )
         for status, count in self.refused_connections.items():
             refused.add_metric([str(status)], count)
-        now.register(_Snapshot([refused, *_of_service(scoring), *_of_backends(statistics)]))
+        of_scoring = () if scoring is None else _of_service(scoring)
+        now.register(_Snapshot([refused, *of_scoring, *_of_backends(statistics)]))
         return generate_latest(self._registry) + generate_latest(now), CONTENT_TYPE_LATEST
 
 

@@ -168,7 +168,7 @@ class Engine:
         service = RewardBackend(scorer, config, template_parts=parts).start(ranks)
         self._contract = contract
         self._endpoint = service.endpoints[1]
-        self.front = Front(service, service.endpoints, config, None)
+        self.front = Front(service, service.endpoints, config, None, service.statistics)
         self.fingerprint = service.fingerprint
         self.faults: list[str] = []
 
