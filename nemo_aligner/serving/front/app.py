@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic_core import from_json, to_json
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -72,6 +73,7 @@ MODEL_ROUTES: list[ModelRoute] = [*vllm.MODEL_ROUTES, *tei.MODEL_ROUTES]
 # Probes of Kubernetes and load balancers send no token.
 _OPEN_PATHS = ("/health", "/ready")
 _SCHEMAS = "#/components/schemas/"
+_METRICS_PATH = "/metrics"
 # For the OpenAPI page; 500 is not on it, as no client should expect one.
 _ERRORS = {
     FailureKind.bad_request: "A body that cannot be read, or a sample that cannot be scored",
@@ -80,6 +82,9 @@ _ERRORS = {
     FailureKind.busy: (
         "No server scores, or the queue is full; Retry-After says when to come again"
     ),
+}
+_ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    str(kind.status): {"description": about} for kind, about in _ERRORS.items()
 }
 
 
@@ -239,7 +244,7 @@ class Front:
             [
                 ("/health", _answer_health, "200 while the server runs"),
                 ("/ready", ready, "200 while rewards can be had, else 503"),
-                ("/metrics", scrape, "For Prometheus"),
+                (_METRICS_PATH, scrape, "For Prometheus"),
             ],
         )
 
@@ -479,9 +484,7 @@ def _add_plain_route(app: FastAPI, route: PlainRoute, config: FrontConfig) -> No
     async def handle(request: Request) -> Response:
         return await _respond_or_refuse(answer(request))
 
-    app.add_api_route(
-        route.path, handle, methods=[route.method], summary=route.about, response_model=None
-    )
+    _add_route(app, route.path, handle, route.about, route.method)
 
 
 def _add_model_route(
@@ -493,7 +496,7 @@ def _add_model_route(
     async def handle() -> Response:
         return await _respond_or_refuse(answer())
 
-    app.add_api_route(route.path, handle, methods=["GET"], summary=route.about, response_model=None)
+    _add_route(app, route.path, handle, route.about)
 
 
 def _add_get_routes(
@@ -507,7 +510,25 @@ def _add_get_routes(
         return handle
 
     for path, work, about in routes:
-        app.add_api_route(path, refusing(work), methods=["GET"], summary=about, response_model=None)
+        _add_route(app, path, refusing(work), about)
+
+
+def _add_route(
+    app: FastAPI,
+    path: str,
+    handle: Callable[..., Awaitable[Response]],
+    about: str,
+    method: str = "GET",
+) -> None:
+    app.add_api_route(
+        path,
+        handle,
+        methods=[method],
+        summary=about,
+        response_model=None,
+        response_class=PlainTextResponse if path == _METRICS_PATH else JSONResponse,
+        responses=_ERROR_RESPONSES,
+    )
 
 
 def _describe_routes(routes: Sequence[Route[Any]]) -> dict[str, Any]:
@@ -524,6 +545,6 @@ def _describe_routes(routes: Sequence[Route[Any]]) -> dict[str, Any]:
         "requestBody": {"required": True, "content": requests},
         "responses": {
             "200": {"description": "Scored", "content": answers},
-            **{str(kind.status): {"description": about} for kind, about in _ERRORS.items()},
+            **_ERROR_RESPONSES,
         },
     }
