@@ -118,7 +118,7 @@ class Front:
         self.scoring = scoring
         self.metrics = FrontMetrics()
         self._config, self._token, self._statistics = config, token, statistics
-        self._kserve = KServe(endpoints, lambda: self.is_ready)
+        self._kserve = KServe(endpoints, self._has_rewards, self.metrics.count_request)
         self._routes: dict[str, list[Route[Any]]] = {}
         for route in ROUTES if scoring is not None else ():
             self._routes.setdefault(route.path, []).append(route)
@@ -141,7 +141,6 @@ class Front:
 
     async def _answer_kserve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
-        begun = time.monotonic()
         try:
             body = b""
             if scope["method"] == "POST":
@@ -152,10 +151,6 @@ class Front:
             answer = kserve.refuse(RequestError(one_line(error), FailureKind.bad_request))
         else:
             answer = await self._kserve.answer(scope["method"], scope["path"], headers, body)
-            # Not paths that lead nowhere: Prometheus would keep each of them for ever.
-            if scope["method"] == "POST" and answer.status not in (404, 405):
-                seconds = time.monotonic() - begun
-                self.metrics.count_request(scope["path"], answer.status, seconds)
         await _send(answer, send)
 
     def _is_open(self, method: str, path: str) -> bool:
@@ -168,7 +163,16 @@ class Front:
 
     def _is_kserve(self, path: str) -> bool:
         # Cohere's /v2/rerank has the same beginning.
-        return path.rstrip("/") == "/v2" or (path.startswith("/v2/") and path not in self._routes)
+        return path == "/v2" or (path.startswith("/v2/") and path not in self._routes)
+
+    async def _probe(self) -> Mapping[str, str | None]:
+        """Why each server would not answer at the moment; None for those that would."""
+        if not self.is_ready:
+            return {}
+        return {"local": None} if self.scoring is None else await self.scoring.probe()
+
+    async def _has_rewards(self) -> bool:
+        return None in (await self._probe()).values()
 
     def _has_token(self, scope: Scope) -> bool:
         assert self._token is not None
@@ -224,9 +228,7 @@ class Front:
 
     def _add_own_routes(self, app: FastAPI) -> None:
         async def ready() -> Response:
-            servers: Mapping[str, str | None] = {}
-            if self.is_ready:
-                servers = {"local": None} if self.scoring is None else await self.scoring.probe()
+            servers = await self._probe()
             status = 200 if None in servers.values() else 503
             states = {
                 url: "ready" if reason is None else one_line(reason)
@@ -290,7 +292,7 @@ class _RouteHandler:
         return response
 
     async def _answer(self, request: Request) -> Response:
-        route, body = self._route, None
+        route, body, size = self._route, None, 0
         try:
             content = await _read_body(request.receive, request.headers, self._config)
             size = len(content)
@@ -303,6 +305,10 @@ class _RouteHandler:
             return response
         except Exception as error:
             failure = public_failure(error)
+        # A refusal may repeat the body.
+        return await call_by_size(size, self._refuse, route, failure, body)
+
+    def _refuse(self, route: Route[Any], failure: RequestError, body: Any) -> Response:
         return respond(route.refuse(failure, body), failure.retry_after_s)
 
     def _respond(self, route: Route[Any], body: Any, scored: ScoredRows) -> Response:
