@@ -187,8 +187,15 @@ class _Leader:
     ) -> None:
         names = ", ".join(endpoint.name for endpoint in endpoints)
         print(f"Serving {names} at {url} (pid {os.getpid()})", flush=True)
+        page = (
+            "docs/protocols.md" if token is not None else f"{url}/docs"
+        )  # a browser sends no token
         if scoring is not None:
-            print(f"All protocols are at this URL; {url}/docs lists them", flush=True)
+            print(f"All protocols are at this URL; {page} lists them", flush=True)
+        if token is not None:
+            print(
+                "Requests need the bearer token of server.token_file or token_variable", flush=True
+            )
         warn_of_open_server(self._config.host, token, f"{self._config.section}.token")
         lines = [line for service in services for line in service.startup_log]
         for line in [*lines, *(door.startup_log if door is not None else [])]:

@@ -21,6 +21,7 @@ from pydantic_core import from_json, to_json
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import nemo_aligner
+from nemo_aligner.config.describe import suggestion
 from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.serving.endpoints import Endpoint, call_by_size
 from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
@@ -54,7 +55,7 @@ from nemo_aligner.serving.protocols.base import (
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.serving.scoring import FOREIGN_ADVICE, ScoringService, check_num_rows
 from nemo_aligner.serving.tokens import has_token
-from nemo_aligner.utils.errors import ServingError, one_line
+from nemo_aligner.utils.errors import ServingError, one_line, shown
 
 # Every protocol has its line here.
 ROUTES: list[Route[Any]] = [
@@ -130,8 +131,10 @@ class Front:
             return
         # Before the token is compared: the paths that need none are known without the prefix.
         path = gym.OF_ROLLOUT.sub("", scope["path"])
-        if path != scope["path"]:
-            scope = {**scope, "path": path, "raw_path": path.encode()}
+        # uvicorn leaves the body out where it was asked for the head alone.
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        if path != scope["path"] or method != scope["method"]:
+            scope = {**scope, "method": method, "path": path, "raw_path": path.encode()}
         if not self._is_open(scope["method"], path) and not self._has_token(scope):
             await self._refuse_token(path)(scope, receive, send)
         elif self._is_kserve(path):
@@ -198,6 +201,8 @@ class Front:
             version=nemo_aligner.__version__,
             description="Rewards of a reward model, by several protocols; KServe v2 is at /v2.",
         )
+        app.add_exception_handler(404, self._answer_unknown_path)
+        app.add_exception_handler(405, self._answer_wrong_method)
         self._add_own_routes(app)
         if scoring is None:
             return app
@@ -225,6 +230,18 @@ class Front:
         about = "The scoring contract: what a reward means"
         _add_get_routes(app, [("/v1/contract", contract, about)])
         return app
+
+    async def _answer_unknown_path(self, request: Request, error: Exception) -> Response:
+        path = request.url.path
+        near = suggestion(path, [*self._routes, "/health", "/ready", _METRICS_PATH])
+        meant = f"; did you mean {near}?" if near else "."
+        text = f"{shown(path)}: this server has no such path{meant} GET /docs lists all paths"
+        return respond(HttpAnswer(404, {"detail": text}))
+
+    async def _answer_wrong_method(self, request: Request, error: Exception) -> Response:
+        other = "POST" if request.method == "GET" else "GET"
+        text = f"{request.url.path}: got {request.method}, wanted {other}"
+        return respond(HttpAnswer(405, {"detail": text}))
 
     def _add_own_routes(self, app: FastAPI) -> None:
         async def ready() -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -42,10 +43,27 @@ def open_socket(config: FrontConfig) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         listener.close()
-        raise ServingError(
-            f"{config.section}.port: {config.host}:{config.port} is not free: {error}"
-        ) from error
+        raise _bind_error(config, error) from error
+    # Of an earlier server that was killed: a script that waits for it would go on at once.
+    ReadyFile(config.ready_file).remove()
     return listener
+
+
+def _bind_error(config: FrontConfig, error: OSError) -> ServingError:
+    section, host, port = config.section, config.host, config.port
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return ServingError(
+            f"{section}.host: got {host}, which is no address of this machine. 127.0.0.1 is for "
+            "this machine alone, 0.0.0.0 for every network"
+        )
+    if error.errno == errno.EADDRINUSE:
+        return ServingError(
+            f"{section}.port: {host}:{port} is not free: another process has it. Choose another "
+            "port, or 0 for any free one"
+        )
+    if error.errno == errno.EACCES:
+        return ServingError(f"{section}.port: got {port}, but ports below 1024 need root")
+    return ServingError(f"{section}.port: {host}:{port}: {error.strerror}")
 
 
 def _check_certificate(config: FrontConfig) -> None:
@@ -56,6 +74,10 @@ def _check_certificate(config: FrontConfig) -> None:
     def refuse_password() -> str:
         raise ServingError("the key is encrypted; write it without a password")
 
+    for name in ("certificate_file", "key_file"):
+        path = getattr(config, name)
+        if not Path(path).is_file():
+            raise ServingError(f"{config.section}.{name}: {path}: there is no such file")
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(config.certificate_file, config.key_file, refuse_password)
@@ -73,9 +95,15 @@ def url_of(listener: socket.socket, config: FrontConfig) -> str:
     return f"{scheme}://{host}:{listener.getsockname()[1]}"
 
 
-def _reusable(listener: socket.socket) -> socket.socket:
-    """The socket, which may listen although connections of an earlier server still linger."""
+def _listen(listener: socket.socket) -> socket.socket:
+    """Have the socket accept connections; uvloop would not say that it cannot."""
+    # Again, as connections of an earlier server may still linger.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        raise ServingError(f"{host}:{port} cannot be listened on: {error.strerror}") from error
     return listener
 
 
@@ -117,7 +145,7 @@ class FrontServer:
 
     def run(self, listener: socket.socket) -> None:
         """Answer until SIGTERM or SIGINT, and then what is in flight."""
-        with closing(_reusable(listener)), _ignore_signals_after_drain():
+        with closing(_listen(listener)), _ignore_signals_after_drain():
             self._server.run(sockets=[listener])
 
     def start(self, listener: socket.socket) -> None:
@@ -148,7 +176,7 @@ class FrontServer:
 
     def _run(self, listener: socket.socket) -> None:
         try:
-            with closing(_reusable(listener)):
+            with closing(_listen(listener)):
                 self._server.run(sockets=[listener])
         except BaseException as error:
             self._error = error
