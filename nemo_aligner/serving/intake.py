@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -31,8 +32,11 @@ from nemo_aligner.utils.errors import AlignerError, ServingError, one_line
 
 # Threads that encode samples beside the model: with one, a long sample would hold up all others.
 _ENCODERS = 2
-# Characters, or token ids, of a request that is sooner encoded in the event loop than in a thread.
+# A request is sooner encoded in the event loop than in a thread up to this cost, which counts
+# characters or token ids. Rows and turns have one of their own, as an empty one takes time, too.
 _SHORT = 2000
+_COST_OF_ROW = 50
+_COST_OF_TURN = 30
 # Samples of a request that may exceed the time limit; what comes after them is not tried.
 _MOST_SLOW = 3
 
@@ -54,13 +58,13 @@ class EncodedRequest:
         num_tokens: of all rows.
     """
 
-    rows: list[Row] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
-    truncated: list[bool] = field(default_factory=list)
-    spans: list[tuple[StepSpan, ...]] = field(default_factory=list)
-    reply_tokens: list[int] | None = None
-    errors: dict[int, str] = field(default_factory=dict)
-    num_tokens: int = 0
+    rows: list[Row]
+    numbers: list[int]
+    truncated: list[bool]
+    spans: list[tuple[StepSpan, ...]]
+    reply_tokens: list[int] | None
+    errors: dict[int, str]
+    num_tokens: int
 
     def check_finite(self, values: np.ndarray, ends: Sequence[int] | np.ndarray) -> None:
         """Fail where the model has computed no number: it would reach a trainer's loss.
@@ -80,6 +84,23 @@ class EncodedRequest:
             raise RequestError(
                 f"row {number}: the model's reward is not a finite number", FailureKind.internal
             )
+
+
+class _Sample(NamedTuple):
+    """A sample that is encoded, with what ``EncodedRequest`` says about its row."""
+
+    row: Row
+    number: int
+    is_truncated: bool
+    spans: tuple[StepSpan, ...]
+    reply_tokens: int
+
+
+class _Failure(NamedTuple):
+    """Why a sample has no row."""
+
+    reason: str
+    is_slow: bool
 
 
 class Intake:
@@ -132,14 +153,23 @@ class Intake:
         Raises:
             RequestError: a sample cannot be encoded; or the request has too many tokens.
         """
+        outcomes: list[_Sample | _Failure] = []
         if self._is_quick(request):
-            return self._encode(request, sets_rows_aside, _call)
-        try:
-            return await self._threads.run(
-                lambda run_step: self._encode(request, sets_rows_aside, run_step)
-            )
-        except TooSlowError as error:
-            raise _refuse_row(request.row_numbers[error.step], error) from error
+            self._encode(request, sets_rows_aside, outcomes, _call)
+            return self._collect(outcomes)
+        while True:
+            num_before = len(outcomes)
+            try:
+                await self._threads.run(partial(self._encode, request, sets_rows_aside, outcomes))
+            except TooSlowError as error:
+                # The thread cannot be interrupted. What is left goes to another one, and into
+                # another list: the first thread may come back at any time and go on with its own.
+                position = num_before + error.step
+                if not sets_rows_aside:
+                    raise _refuse_row(request.row_numbers[position], error) from error
+                outcomes = [*outcomes[:position], _Failure(one_line(error), is_slow=True)]
+            else:
+                return self._collect(outcomes)
 
     def close(self) -> None:
         """End the threads; nothing may be in flight."""
@@ -147,29 +177,45 @@ class Intake:
 
     def _is_quick(self, request: ScoreRequest) -> bool:
         """Tell whether a request is encoded in less time than it takes to wake another thread."""
-        if request.texts is None:
-            return sum(map(len, request.token_lists or ())) <= _SHORT
-        return sum(map(self._count_characters, request.texts)) <= _SHORT
+        samples: Sequence[Any] = request.texts or request.token_lists or ()
+        cost_of = len if request.texts is None else self._cost_of_text
+        cost = _COST_OF_ROW * len(samples)
+        # Ends with the first sample that is too much: a request may have very many.
+        for sample in samples:
+            if cost > _SHORT:
+                break
+            cost += cost_of(sample)
+        return cost <= _SHORT
 
-    def _count_characters(self, sample: Text) -> int:
+    def _cost_of_text(self, sample: Text) -> int:
         if isinstance(sample, str):
             return len(sample)
         # Parts, tools and documents take longer than their characters say.
-        if not (self._has_known_template and isinstance(sample, list) and is_plain(sample)):
+        if not (self._has_known_template and isinstance(sample, list)):
             return _SHORT + 1
-        return sum(len(turn["content"]) for turn in sample)
+        if _COST_OF_TURN * len(sample) > _SHORT or not is_plain(sample):
+            return _SHORT + 1
+        return sum(_COST_OF_TURN + len(turn["content"]) for turn in sample)
 
     def _encode(
-        self, request: ScoreRequest, sets_rows_aside: bool, run_step: RunStep
-    ) -> EncodedRequest:
+        self,
+        request: ScoreRequest,
+        sets_rows_aside: bool,
+        outcomes: list[_Sample | _Failure],
+        run_step: RunStep,
+    ) -> None:
+        """Encode the samples that have no outcome yet, each of which adds its own."""
         self._check_add_eos(request)
-        encoded = EncodedRequest(reply_tokens=[] if self._needs_lengths else None)
         samples: Sequence[Any] = request.texts or request.token_lists or ()
         encode: Callable[[Any], tuple[EncodedText, int]] = (
             self._encode_tokens if request.texts is None else self._encode_text
         )
-        num_slow = 0
-        for position, (number, sample) in enumerate(zip(request.row_numbers, samples, strict=True)):
+        num_slow = sum(isinstance(outcome, _Failure) and outcome.is_slow for outcome in outcomes)
+        num_tokens = sum(
+            len(outcome.row.ids) for outcome in outcomes if isinstance(outcome, _Sample)
+        )
+        numbers, num_done = request.row_numbers, len(outcomes)
+        for number, sample in zip(numbers[num_done:], samples[num_done:], strict=True):
             try:
                 if num_slow == _MOST_SLOW:
                     raise ServingError(f"not tried, as {num_slow} samples before it took too long")
@@ -177,19 +223,31 @@ class Intake:
             except AlignerError as error:
                 if not sets_rows_aside:
                     raise _refuse_row(number, error) from error
-                num_slow += isinstance(error, TooSlowError)
-                encoded.errors[position] = one_line(error)
+                is_slow = isinstance(error, TooSlowError)
+                num_slow += is_slow
+                outcomes.append(_Failure(one_line(error), is_slow))
                 continue
             reads = text.reads if self._has_steps else None
-            encoded.rows.append(Row.of(text.token_ids, reads))
-            encoded.numbers.append(number)
-            encoded.truncated.append(text.truncated)
-            encoded.spans.append(text.spans if reads else ())
-            if encoded.reply_tokens is not None:
-                encoded.reply_tokens.append(reply_tokens)
-            encoded.num_tokens += len(text.token_ids)
-            self._check_num_tokens(encoded.num_tokens)
-        return encoded
+            row, spans = Row.of(text.token_ids, reads), text.spans if reads else ()
+            outcomes.append(_Sample(row, number, text.truncated, spans, reply_tokens))
+            num_tokens += len(text.token_ids)
+            self._check_num_tokens(num_tokens)
+
+    def _collect(self, outcomes: Sequence[_Sample | _Failure]) -> EncodedRequest:
+        samples = [outcome for outcome in outcomes if isinstance(outcome, _Sample)]
+        return EncodedRequest(
+            rows=[sample.row for sample in samples],
+            numbers=[sample.number for sample in samples],
+            truncated=[sample.is_truncated for sample in samples],
+            spans=[sample.spans for sample in samples],
+            reply_tokens=[s.reply_tokens for s in samples] if self._needs_lengths else None,
+            errors={
+                position: outcome.reason
+                for position, outcome in enumerate(outcomes)
+                if isinstance(outcome, _Failure)
+            },
+            num_tokens=sum(len(sample.row.ids) for sample in samples),
+        )
 
     def _encode_tokens(self, token_ids: list[int]) -> tuple[EncodedText, int]:
         self._encoder.check_tokens(token_ids)

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.serving.engine.batcher import Batcher, Meter
+from nemo_aligner.serving.engine.batcher import BackpressureLimit, Batcher, Meter
 from nemo_aligner.serving.engine.rows import Row
+from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.utils.errors import ServingError
 
 WAIT_S = 30
@@ -175,6 +176,31 @@ def test_a_model_that_refuses_to_begin_is_an_error_of_its_call():
     with pytest.raises(RuntimeError, match="no thread"):
         batcher.submit(rows_of([[1]])).result(WAIT_S)
     batcher.close()
+
+
+def test_call_with_a_wrong_number_of_arrays_is_an_error_of_its_requests() -> None:
+    def compute(rows: Sequence[Row]) -> Future[list[np.ndarray]]:
+        answer: Future[list[np.ndarray]] = Future()
+        answer.set_result([np.zeros(1)] * (len(rows) + 1))
+        return answer
+
+    batcher = Batcher(compute, tokens_per_call=100)
+    answers = [batcher.submit(rows_of([[1], [2]])) for _ in range(2)]
+    for answer in answers:
+        with pytest.raises(ServingError, match=r"the model returned 3 arrays for 2 rows"):
+            answer.result(WAIT_S)
+    batcher.close()
+
+
+def test_request_without_rows_tells_nothing_about_the_rate_of_a_full_queue() -> None:
+    limit = BackpressureLimit(4, "server.max_queue_rows")
+    with limit.admit(0):
+        pass
+    with limit.admit(4):
+        full = pytest.raises(RequestError, match=r"4 rows wait of 4, .*retry after 1 s")
+        with full as refusal, limit.admit(1):
+            pass
+        assert (refusal.value.kind, refusal.value.retry_after_s) == (FailureKind.busy, 1)
 
 
 def test_a_close_scores_what_waits_and_refuses_what_comes(model):

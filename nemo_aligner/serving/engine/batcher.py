@@ -69,6 +69,20 @@ class _Call:
         if all(request.is_over for request, _ in self.rows):
             self.outputs.cancel()
 
+    def read_outputs(self) -> list[np.ndarray]:
+        """Return the array of each row, once the call has ended.
+
+        Raises:
+            ServingError: the model returned another number of arrays; or whatever it has raised.
+        """
+        arrays = self.outputs.result()
+        if len(arrays) != len(self.rows):
+            raise ServingError(
+                f"the model returned {len(arrays)} arrays for {len(self.rows)} rows, wanted one "
+                "for each row. This is a bug in the model's code: report it with the server's log"
+            )
+        return arrays
+
 
 class Batcher:
     """A queue of rows to compute, of all requests, in front of a model that computes many at once.
@@ -239,13 +253,17 @@ class Batcher:
             if call.outputs.cancelled():
                 return
             seconds = self._measure(call)
+        # Nobody sees an exception that is raised here, so each becomes that of the requests: they
+        # would wait for ever.
+        try:
+            arrays = call.read_outputs()
+        except BaseException as error:
+            self._fail(call, error)
+            return
+        # A call that fails ends early, and says nothing about the pace of the others.
         if self._pace.needs(seconds):
             self._pace.add(packed_tokens([queued.row.ids for queued in call.rows]), seconds)
-        error = call.outputs.exception()
-        if error is None:
-            self._hand_out(call, call.outputs.result())
-        else:
-            self._fail(call, error)
+        self._hand_out(call, arrays)
 
     def _measure(self, call: _Call) -> float:
         """Take account of a call that has ended; the seconds that the model took."""
@@ -422,8 +440,10 @@ class BackpressureLimit:
         try:
             yield
             # These rows and those before them are done, which gives the rate. Rows that were
-            # refused or withdrawn do not.
-            self._rows_per_second = (ahead + rows) / max(time.monotonic() - begun, 1e-3)
+            # refused or withdrawn do not, nor does a request without any, which waits for none: the
+            # rate must stay above 0.
+            if rows:
+                self._rows_per_second = (ahead + rows) / max(time.monotonic() - begun, 1e-3)
         finally:
             self.rows_in_flight -= rows
 

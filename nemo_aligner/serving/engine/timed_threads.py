@@ -65,7 +65,7 @@ class _AbandonedJobError(Exception):
 class _Job(Generic[T]):
     def __init__(self, work: Callable[[RunStep], T], limit_secs: float, message: str) -> None:
         self.result: Future[T] = Future()
-        self.has_ended = self.is_abandoned = self.is_replaced = False
+        self.has_ended = self.is_abandoned = self._is_replaced = False
         self._work, self._limit_secs, self._message = work, limit_secs, message
         self._lock = Lock()
         self._thread: int | None = None
@@ -74,6 +74,12 @@ class _Job(Generic[T]):
         self._interrupted = -math.inf
 
     # In a thread of the pool.
+
+    @property
+    def is_replaced(self) -> bool:
+        """True if another thread has taken the place of the job's, which then has to end."""
+        with self._lock:
+            return self._is_replaced
 
     def run(self) -> None:
         """Do the work, and hand out its result."""
@@ -122,22 +128,26 @@ class _Job(Generic[T]):
         # A thread that waits for Python's lock may hold this one; there is a next time.
         if not self._lock.acquire(blocking=False):
             return False
-        now = time.monotonic()
+        # All with the lock held, so that it is about the step that runs: if that ended in between,
+        # a job that is over would get a stand-in, or the next step the error.
         try:
-            seconds = 0.0 if self._begun is None else now - self._begun
-            is_late = seconds > 0 and (seconds >= self._limit_secs or self.is_abandoned)
+            if self._begun is None:
+                return False
+            now = time.monotonic()
+            seconds = now - self._begun
+            is_late = seconds >= self._limit_secs or self.is_abandoned
             # Again after a while: an exception may be lost, as in a destructor.
             if is_late and now - self._interrupted >= _GRACE_SECS:
                 self._interrupted = now
                 _raise_in(self._thread, _InterruptedStep)
+            if seconds >= self._limit_secs + _GRACE_SECS:
+                with suppress(InvalidStateError):
+                    self.result.set_exception(TooSlowError(self._message, self._step))
+            needs_thread = seconds >= _WATCH_SECS and not self._is_replaced
+            self._is_replaced |= needs_thread
+            return needs_thread
         finally:
             self._lock.release()
-        if seconds >= self._limit_secs + _GRACE_SECS:
-            with suppress(InvalidStateError):
-                self.result.set_exception(TooSlowError(self._message, self._step))
-        needs_thread = seconds >= _WATCH_SECS and not self.is_replaced
-        self.is_replaced |= needs_thread
-        return needs_thread
 
 
 class TimedThreads:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from time import sleep
 
 import numpy as np
+import pytest
 
 from nemo_aligner.serving.engine.batcher import Batcher
 from nemo_aligner.serving.engine.pace import ModelPace
@@ -67,3 +68,22 @@ def test_calls_of_a_slow_model_take_the_rows_of_the_longest_call() -> None:
     assert calls[:2] == [1, 1]
     assert max(calls) <= 11, calls
     assert min(calls[2:-1]) >= 4, calls
+
+
+def test_calls_that_fail_say_nothing_about_the_pace() -> None:
+    """They end at once, as if the model could compute calls of any length."""
+    calls: list[int] = []
+
+    def compute(rows: list[Row]) -> list[np.ndarray]:
+        calls.append(sum(len(row.ids) for row in rows))
+        if len(calls) == 1:
+            raise ValueError("no number")
+        return [np.zeros((1, 1))] * len(rows)
+
+    with ThreadPoolExecutor(1) as model:
+        batcher = Batcher(lambda taken: model.submit(compute, taken), 100_000, max_call_secs=0.2)
+        with pytest.raises(ValueError, match="no number"):
+            batcher.submit([Row.of([1])]).result()
+        batcher.submit([Row(np.full(100, n)) for n in range(40)]).result()
+        batcher.close()
+    assert calls[:2] == [1, 1000]

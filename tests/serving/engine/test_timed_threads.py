@@ -6,11 +6,13 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nemo_aligner.contract.templates import render
+from nemo_aligner.serving.engine import timed_threads
 from nemo_aligner.serving.engine.timed_threads import RunStep, TimedThreads, TooSlowError
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -105,6 +107,52 @@ def test_steps_that_code_in_c_holds_are_answered_and_the_job_of_a_caller_that_le
         assert await asyncio.to_thread(has_ended.wait, 30)
         assert done == []
         release.set()
+        threads.close()
+
+    asyncio.run(scenario())
+    wait_until(lambda: alive() == 0)
+
+
+def test_job_that_ends_while_it_is_watched_leaves_the_pool_as_large_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step ends as soon as the watch lets go of the job, whose thread is idle again then."""
+    release, loop_thread = threading.Event(), threading.get_ident()
+    clock = SimpleNamespace(now=0.0)
+
+    def wait() -> bool:
+        clock.now = 1.0  # long enough for a stand-in
+        return release.wait(30)
+
+    class Watched:
+        """A lock of a job whose step ends right after the event loop has released it."""
+
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+            self.acquire = self._lock.acquire
+
+        def release(self) -> None:
+            self._lock.release()
+            if threading.get_ident() == loop_thread:
+                release.set()
+                time.sleep(0.2)
+
+        def __enter__(self) -> None:
+            self.acquire()
+
+        def __exit__(self, *unused: object) -> None:
+            self._lock.release()
+
+    monkeypatch.setattr(timed_threads, "Lock", Watched)
+    monkeypatch.setattr(timed_threads, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    async def scenario() -> None:
+        threads = TimedThreads(1, "timed", 60.0, "too slow")
+        assert await threads.run(job(wait)) == [True]
+        wait_until(lambda: alive() == 1)
+        for number in range(3):
+            assert await threads.run(job(lambda n=number: n)) == [number]
+        assert alive() == 1
         threads.close()
 
     asyncio.run(scenario())

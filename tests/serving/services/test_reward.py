@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.contract.contract import EncodedText
+from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, kserve
@@ -201,6 +203,60 @@ def test_sample_that_never_ends_is_refused_and_others_are_answered_meanwhile() -
     assert (rewards(aside)[::2], aside.errors) == ([195, 195], {1: slow})
     untried = "not tried, as 3 samples before it took too long"
     assert [*attack.errors.values()] == [slow] * 3 + [untried] * 2
+    service.service.stop()
+
+
+def test_sample_that_code_in_c_holds_is_an_error_of_its_row_alone() -> None:
+    release = threading.Event()
+
+    class Hanging(FakeScorer):
+        def encode(self, text: Any) -> EncodedText:
+            if text[0]["content"] == "hang":
+                release.wait()  # until then no exception reaches the thread
+            return super().encode(text)
+
+    service = Service(Hanging(0, 1), encode_timeout_secs=0.3)
+    hang, chat = ([{"role": "user", "content": content}] for content in ("hang", "ab"))
+    request = ScoreRequest(texts=[chat, hang, chat, hang], refused={0: "bad"})
+    (aside,) = service.ask(request, sets_rows_aside=True)
+    (refused,) = service.ask(ScoreRequest(texts=[chat, hang]))
+    release.set()
+    assert isinstance(aside, ScoredRows)
+    assert rewards(aside)[1::2] == [195, 195]
+    assert {number: error[:26] for number, error in aside.errors.items()} == {
+        0: "bad",
+        2: "it took more than 0.3 s to",
+        4: "it took more than 0.3 s to",
+    }
+    assert isinstance(refused, Failure)
+    assert refused.message.startswith("row 1: it took more than 0.3 s to")
+    service.service.stop()
+
+
+def test_requests_of_many_turns_or_rows_are_encoded_in_a_thread_even_if_they_are_empty() -> None:
+    threads: list[str] = []
+
+    class Naming(FakeScorer):
+        def encode(self, text: Any) -> EncodedText:
+            threads.append(threading.current_thread().name)
+            return EncodedText([1], False)
+
+    scorer = Naming(0, 1)
+    scorer.contract = replace(CONTRACT, template=BUILT_IN_TEMPLATES["chatml"])
+    service = Service(scorer)
+    turns = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
+    for texts, has_thread in (
+        ([turns * 2], False),
+        (["a short text"], False),
+        ([turns * 10] * 2, False),
+        ([turns * 100], True),
+        ([turns] * 100, True),
+        ([""] * 100, True),
+    ):
+        threads.clear()
+        (answer,) = service.ask(ScoreRequest(texts=texts))
+        assert isinstance(answer, ScoredRows)
+        assert {*threads} == {"encoder" if has_thread else "MainThread"}, len(texts)
     service.service.stop()
 
 
