@@ -66,7 +66,7 @@ class TurnRecipe(Recipe):
 
 def main() -> None:
     arguments = _parse()
-    require("aiohttp", "psutil", "pytriton", "fastapi", "uvicorn")
+    require("aiohttp", "psutil", "fastapi", "uvicorn")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no server outlives this
     choose_device("cpu")
     work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))

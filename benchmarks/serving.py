@@ -60,7 +60,7 @@ _ALLOWED = {"fp32": 1e-2, "bf16": 0.1}  # difference from fp32, over the largest
 
 def main() -> None:
     arguments = _parse()
-    require("aiohttp", "psutil", "pytriton")
+    require("aiohttp", "psutil", "fastapi", "uvicorn")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no server outlives this
     choose_device("cpu")
     work = Path(arguments.work or tempfile.mkdtemp(prefix="benchmark_"))

@@ -37,10 +37,10 @@ class FrontConfig:
     certificate_file: str | None = setting(None, "certificate chain (PEM), for https")
     key_file: str | None = setting(None, "private key of the certificate (PEM)")
     complete_turns: bool = setting(
-        True, "raw texts and ids that end at an end of turn get what the template has behind it"
+        True, "complete raw texts and ids at an end of turn as the template does"
     )
     reject_foreign_templates: bool = setting(
-        False, "reject raw texts and ids that are not written in the model's chat template"
+        False, "reject raw texts and ids in another chat template, but by KServe"
     )
     reward_threshold: float | None = setting(
         None, "/verify: reward 1 at or above this, else 0; null: the plain reward"
@@ -49,7 +49,7 @@ class FrontConfig:
         16 * 2**20, "largest request body in bytes, also once unpacked; larger ones get a 413"
     )
     max_queue_rows: int = setting(
-        8192, "most rows in flight; more get a 503 to retry later, and in one request a 413"
+        8192, "most rows in flight; more get a 503, and in one request a 413"
     )
     max_header_bytes: int = setting(64 * 2**10, "largest request line and headers; else a 431")
     max_chunks: int = setting(2**16, "most chunks of a request body; more get a 413")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,6 +27,8 @@ _SHORT_BYTES = 64 * 2**10
 _FEW_ROWS = 256
 
 T = TypeVar("T")
+# Parsers of JSON keep the GIL, so more of them at once would leave nothing of it to the event loop.
+_large_bodies = ThreadPoolExecutor(2, "large bodies")
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ async def call_by_size(num_bytes: int, work: Callable[..., T], *arguments: Any) 
     """Call ``work``, in another thread if it has many bytes to read or to write."""
     if num_bytes <= _SHORT_BYTES:
         return work(*arguments)
-    return await asyncio.to_thread(work, *arguments)
+    return await asyncio.get_running_loop().run_in_executor(_large_bodies, work, *arguments)
 
 
 def sum_statistics(servers: Mapping[str, Mapping[str, float] | None]) -> dict[str, float]:

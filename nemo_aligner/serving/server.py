@@ -7,6 +7,7 @@ On rank 0 the main thread computes, the HTTP front answers in a thread of its ow
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import socket
@@ -29,6 +30,8 @@ from nemo_aligner.serving.service import Backend, Service
 from nemo_aligner.serving.tokens import find_token, warn_of_open_server
 from nemo_aligner.serving.triton import TritonDoor, check_triton
 from nemo_aligner.utils.errors import AlignerError, ConfigError, ServingError
+
+logger = logging.getLogger(__name__)
 
 _WATCH_SECS = 0.2  # a dead rank or Triton is noticed this late at most
 _LAST_WORDS_SECS = 1.0  # for the requests at hand to get their error, when the server has to die
@@ -184,8 +187,15 @@ class _Leader:
     ) -> None:
         names = ", ".join(endpoint.name for endpoint in endpoints)
         print(f"Serving {names} at {url} (pid {os.getpid()})", flush=True)
+        page = (
+            "docs/protocols.md" if token is not None else f"{url}/docs"
+        )  # a browser sends no token
         if scoring is not None:
-            print(f"All protocols are at this URL; {url}/docs lists them", flush=True)
+            print(f"All protocols are at this URL; {page} lists them", flush=True)
+        if token is not None:
+            print(
+                "Requests need the bearer token of server.token_file or token_variable", flush=True
+            )
         warn_of_open_server(self._config.host, token, f"{self._config.section}.token")
         lines = [line for service in services for line in service.startup_log]
         for line in [*lines, *(door.startup_log if door is not None else [])]:
@@ -237,7 +247,10 @@ def _in_background(*works: Callable[[], None]) -> Iterator[Callable[[], bool]]:
 
     def call_all() -> None:
         for work in works:
-            work()
+            try:
+                work()
+            except Exception:  # the others have requests in flight all the same
+                logger.exception("a part of the server could not be stopped")
 
     thread = Thread(target=call_all, name="drain", daemon=True)
     thread.start()

@@ -70,7 +70,8 @@ def check_triton(config: ServerConfig) -> None:
     if importlib.util.find_spec("pytriton") is None:
         raise ServingError(
             f"server.triton_port: got {config.triton_port}, but nvidia-pytriton is not installed. "
-            f"Install it ({install_command('triton')}), {_NO_TRITON}."
+            "It needs a numpy below 2, so install it into an environment of its own "
+            f"({install_command('triton')}), {_NO_TRITON}."
         )
     if int(np.__version__.split(".")[0]) >= 2:
         # PyTriton 0.7 starts with numpy 2, and fails at the first request.

@@ -17,6 +17,7 @@ import pytest
 
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from tests import tiny
+from tests.environments import package
 from tests.once import Once
 from tests.scorers import score_tokens
 from tests.serving.servers import Server
@@ -63,7 +64,8 @@ def run_client(once: Once, folder: Path, server: Server, **asked: Any) -> Any:
         capture_output=True,
         text=True,
         timeout=120,
-        env=tiny.environment(),
+        # Whose client theirs is built on; the package needs another numpy, its client does not.
+        env=tiny.environment(PYTHONPATH=str(package("nvidia-pytriton==0.7.0"))),
         cwd=folder,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -15,7 +15,8 @@ from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.serving.client import RefusedError
 from nemo_aligner.serving.failures import FailureKind
 from nemo_aligner.serving.protocols import ScoreRequest
-from nemo_aligner.serving.upstream import AttributeDrift, RecentRewards, UpstreamService
+from nemo_aligner.serving.scoring import AttributeDrift, RecentRewards
+from nemo_aligner.serving.upstream import UpstreamService
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import FakeClient

@@ -21,6 +21,7 @@ from pydantic_core import from_json, to_json
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import nemo_aligner
+from nemo_aligner.config.describe import suggestion
 from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.serving.endpoints import Endpoint, call_by_size
 from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
@@ -54,7 +55,7 @@ from nemo_aligner.serving.protocols.base import (
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.serving.scoring import FOREIGN_ADVICE, ScoringService, check_num_rows
 from nemo_aligner.serving.tokens import has_token
-from nemo_aligner.utils.errors import ServingError, one_line
+from nemo_aligner.utils.errors import ServingError, one_line, shown
 
 # Every protocol has its line here.
 ROUTES: list[Route[Any]] = [
@@ -118,7 +119,7 @@ class Front:
         self.scoring = scoring
         self.metrics = FrontMetrics()
         self._config, self._token, self._statistics = config, token, statistics
-        self._kserve = KServe(endpoints, lambda: self.is_ready)
+        self._kserve = KServe(endpoints, self._has_rewards, self.metrics.count_request)
         self._routes: dict[str, list[Route[Any]]] = {}
         for route in ROUTES if scoring is not None else ():
             self._routes.setdefault(route.path, []).append(route)
@@ -130,8 +131,10 @@ class Front:
             return
         # Before the token is compared: the paths that need none are known without the prefix.
         path = gym.OF_ROLLOUT.sub("", scope["path"])
-        if path != scope["path"]:
-            scope = {**scope, "path": path, "raw_path": path.encode()}
+        # uvicorn leaves the body out where it was asked for the head alone.
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        if path != scope["path"] or method != scope["method"]:
+            scope = {**scope, "method": method, "path": path, "raw_path": path.encode()}
         if not self._is_open(scope["method"], path) and not self._has_token(scope):
             await self._refuse_token(path)(scope, receive, send)
         elif self._is_kserve(path):
@@ -141,7 +144,6 @@ class Front:
 
     async def _answer_kserve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
-        begun = time.monotonic()
         try:
             body = b""
             if scope["method"] == "POST":
@@ -152,10 +154,6 @@ class Front:
             answer = kserve.refuse(RequestError(one_line(error), FailureKind.bad_request))
         else:
             answer = await self._kserve.answer(scope["method"], scope["path"], headers, body)
-            # Not paths that lead nowhere: Prometheus would keep each of them for ever.
-            if scope["method"] == "POST" and answer.status not in (404, 405):
-                seconds = time.monotonic() - begun
-                self.metrics.count_request(scope["path"], answer.status, seconds)
         await _send(answer, send)
 
     def _is_open(self, method: str, path: str) -> bool:
@@ -168,7 +166,16 @@ class Front:
 
     def _is_kserve(self, path: str) -> bool:
         # Cohere's /v2/rerank has the same beginning.
-        return path.rstrip("/") == "/v2" or (path.startswith("/v2/") and path not in self._routes)
+        return path == "/v2" or (path.startswith("/v2/") and path not in self._routes)
+
+    async def _probe(self) -> Mapping[str, str | None]:
+        """Why each server would not answer at the moment; None for those that would."""
+        if not self.is_ready:
+            return {}
+        return {"local": None} if self.scoring is None else await self.scoring.probe()
+
+    async def _has_rewards(self) -> bool:
+        return None in (await self._probe()).values()
 
     def _has_token(self, scope: Scope) -> bool:
         assert self._token is not None
@@ -194,6 +201,8 @@ class Front:
             version=nemo_aligner.__version__,
             description="Rewards of a reward model, by several protocols; KServe v2 is at /v2.",
         )
+        app.add_exception_handler(404, self._answer_unknown_path)
+        app.add_exception_handler(405, self._answer_wrong_method)
         self._add_own_routes(app)
         if scoring is None:
             return app
@@ -222,11 +231,21 @@ class Front:
         _add_get_routes(app, [("/v1/contract", contract, about)])
         return app
 
+    async def _answer_unknown_path(self, request: Request, error: Exception) -> Response:
+        path = request.url.path
+        near = suggestion(path, [*self._routes, "/health", "/ready", _METRICS_PATH])
+        meant = f"; did you mean {near}?" if near else "."
+        text = f"{shown(path)}: this server has no such path{meant} GET /docs lists all paths"
+        return respond(HttpAnswer(404, {"detail": text}))
+
+    async def _answer_wrong_method(self, request: Request, error: Exception) -> Response:
+        other = "POST" if request.method == "GET" else "GET"
+        text = f"{request.url.path}: got {request.method}, wanted {other}"
+        return respond(HttpAnswer(405, {"detail": text}))
+
     def _add_own_routes(self, app: FastAPI) -> None:
         async def ready() -> Response:
-            servers: Mapping[str, str | None] = {}
-            if self.is_ready:
-                servers = {"local": None} if self.scoring is None else await self.scoring.probe()
+            servers = await self._probe()
             status = 200 if None in servers.values() else 503
             states = {
                 url: "ready" if reason is None else one_line(reason)
@@ -290,7 +309,7 @@ class _RouteHandler:
         return response
 
     async def _answer(self, request: Request) -> Response:
-        route, body = self._route, None
+        route, body, size = self._route, None, 0
         try:
             content = await _read_body(request.receive, request.headers, self._config)
             size = len(content)
@@ -303,6 +322,10 @@ class _RouteHandler:
             return response
         except Exception as error:
             failure = public_failure(error)
+        # A refusal may repeat the body.
+        return await call_by_size(size, self._refuse, route, failure, body)
+
+    def _refuse(self, route: Route[Any], failure: RequestError, body: Any) -> Response:
         return respond(route.refuse(failure, body), failure.retry_after_s)
 
     def _respond(self, route: Route[Any], body: Any, scored: ScoredRows) -> Response:

@@ -23,7 +23,7 @@ import gzip
 import re
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,10 @@ from nemo_aligner.utils.errors import ServingError, shown
 
 _JSON = "application/json"
 _MODEL = re.compile(r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?(?P<rest>/\w+)?")
+_MOST_DIGITS = 12  # of the length of a body
+_COMPRESSION_LEVEL = 1  # the fastest: floats hardly become smaller at any
 _ALL_STATISTICS = "/v2/models/stats"
+_SERVER_PATHS = ("/v2", "/v2/", "/v2/health/live", "/v2/health/ready", _ALL_STATISTICS)
 _EXTENSIONS = ["binary_tensor_data", "model_configuration", "model_repository", "statistics"]
 # Phases of a request in Triton's statistics. Ours are counted as a whole (``success``, ``fail``).
 _PHASES = ("queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
@@ -84,13 +87,19 @@ class _Counts:
 class KServe:
     """Answers the paths below ``/v2`` for some endpoints.
 
-    ``is_ready`` tells whether requests would be answered.
+    ``is_ready`` tells whether requests would be answered; ``count_request`` gets the canonical path
+    of each request for inference, its status and its seconds.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], is_ready: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        is_ready: Callable[[], Awaitable[bool]],
+        count_request: Callable[[str, int, float], None],
+    ) -> None:
         self._endpoints = {endpoint.name: endpoint for endpoint in endpoints}
         self._counts = {name: _Counts() for name in self._endpoints}
-        self._is_ready = is_ready
+        self._is_ready, self._count_request = is_ready, count_request
 
     async def answer(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
@@ -98,7 +107,7 @@ class KServe:
         """Answer a request. ``headers`` have names in lower case; ``body`` is unpacked."""
         parts = _MODEL.fullmatch(path)
         if parts is None or path == _ALL_STATISTICS:
-            return self._answer_server(method, path)
+            return await self._answer_server(method, path)
         name, rest = parts["name"], parts["rest"] or ""
         endpoint = self._endpoints.get(name)
         if endpoint is None or parts["version"] not in (None, "1"):
@@ -110,7 +119,7 @@ class KServe:
         if method != "GET":
             return _error(405, f"{path}: got {method}, wanted GET, or POST to /infer")
         if rest == "/ready":
-            return self._readiness()
+            return await self._readiness()
         reads: dict[str, Callable[[Endpoint], Any]] = {
             "": _describe,
             "/config": _configuration,
@@ -120,45 +129,51 @@ class KServe:
             return _unknown_path(path)
         return KServeAnswer.of_json(reads[rest](endpoint))
 
-    def _answer_server(self, method: str, path: str) -> KServeAnswer:
+    async def _answer_server(self, method: str, path: str) -> KServeAnswer:
         """Answer a path that names no model."""
-        if path.rstrip("/") == "/v2":
+        if path == "/v2/repository/index" and method == "POST":
+            state = {"version": "1", "state": "READY", "reason": ""}
+            return KServeAnswer.of_json([{"name": name, **state} for name in self._endpoints])
+        if path not in _SERVER_PATHS:
+            return _unknown_path(path)
+        if method != "GET":
+            return _error(405, f"{path}: got {method}, wanted GET")
+        if path in ("/v2", "/v2/"):
             version = nemo_aligner.__version__
             about = {"name": "nemo_aligner", "version": version, "extensions": _EXTENSIONS}
             return KServeAnswer.of_json(about)
         if path == "/v2/health/live":
             return KServeAnswer(200, b"", {})
         if path == "/v2/health/ready":
-            return self._readiness()
-        if path == _ALL_STATISTICS:
-            return KServeAnswer.of_json({"model_stats": [*map(self._statistics, self._counts)]})
-        if path == "/v2/repository/index" and method == "POST":
-            state = {"version": "1", "state": "READY", "reason": ""}
-            return KServeAnswer.of_json([{"name": name, **state} for name in self._endpoints])
-        return _unknown_path(path)
+            return await self._readiness()
+        return KServeAnswer.of_json({"model_stats": [*map(self._statistics, self._counts)]})
 
-    def _readiness(self) -> KServeAnswer:
-        return KServeAnswer(200 if self._is_ready() else 503, b"", {})
+    async def _readiness(self) -> KServeAnswer:
+        return KServeAnswer(200 if await self._is_ready() else 503, b"", {})
 
     async def _infer(
         self, endpoint: Endpoint, headers: Mapping[str, str], body: bytes
     ) -> KServeAnswer:
-        begun_ns, counts = time.monotonic_ns(), self._counts[endpoint.name]
+        begun_ns, counts, rows = time.monotonic_ns(), self._counts[endpoint.name], 0
         try:
             request, inputs = await call_by_size(
                 len(body), _decode_request, endpoint, headers, body
             )
             requested = _requested_outputs(endpoint, request)
             outputs = await endpoint.answer(inputs)
+            # A small request may have a large answer: the values of a critic.
+            size = max(len(body), *(array.nbytes for array in outputs.values()))
+            encoding = headers.get("accept-encoding", "")
             answer = await call_by_size(
-                len(body), _encode_answer, endpoint, request, requested, outputs
+                size, _encode_answer, endpoint, request, requested, outputs, encoding
             )
+            rows = max(map(len, inputs.values()), default=1)
         except Exception as error:
-            counts.count("fail", 0, begun_ns)
-            failure = public_failure(error)
-            return _error(failure.kind.status, failure.message, failure.retry_after_s)
-        counts.count("success", max(map(len, inputs.values()), default=1), begun_ns)
-        return _compressed(answer, headers.get("accept-encoding", ""))
+            answer = refuse(public_failure(error))
+        counts.count("success" if answer.status == 200 else "fail", rows, begun_ns)
+        seconds = (time.monotonic_ns() - begun_ns) / 1e9
+        self._count_request(f"/v2/models/{endpoint.name}/infer", answer.status, seconds)
+        return answer
 
     def _statistics(self, name: str) -> dict[str, Any]:
         counts = self._counts[name]
@@ -178,15 +193,17 @@ class KServe:
 
 
 def refuse(failure: RequestError) -> KServeAnswer:
-    """The answer to a request that fails before it is read."""
-    return _error(failure.kind.status, failure.message, failure.retry_after_s)
-
-
-def _error(status: int, message: str, retry_after_s: float | None = None) -> KServeAnswer:
-    answer = KServeAnswer.of_json({"error": message}, status)
-    if retry_after_s is None or status != FailureKind.busy.status:
+    """The answer to a request that fails."""
+    answer = _error(failure.kind.status, failure.message)
+    # Of a server whose backends are gone clients lose patience; a busy one they wait for.
+    if failure.kind is not FailureKind.busy or failure.retry_after_s is None:
         return answer
-    return KServeAnswer(status, answer.body, {**answer.headers, "Retry-After": str(retry_after_s)})
+    headers = {**answer.headers, "Retry-After": str(failure.retry_after_s)}
+    return KServeAnswer(answer.status, answer.body, headers)
+
+
+def _error(status: int, message: str) -> KServeAnswer:
+    return KServeAnswer.of_json({"error": message}, status)
 
 
 def _unknown_path(path: str) -> KServeAnswer:
@@ -262,7 +279,7 @@ def _decode_request(
     header = headers.get(HEADER_LENGTH.lower(), "")
     length = len(body)
     if header:
-        if not header.isdecimal() or int(header) > len(body):
+        if not header.isdecimal() or len(header) > _MOST_DIGITS or int(header) > len(body):
             raise ServingError(
                 f"{HEADER_LENGTH}: got {shown(header)}, wanted the length of the JSON part of a "
                 f"body of {len(body)} bytes"
@@ -276,9 +293,18 @@ def _decode_request(
         raise ServingError(f"body: {error}") from error
     if not isinstance(request, dict):
         raise ServingError("body: wanted a JSON object with inputs")
+    _check_id(request)
     inputs = decode_tensors(request.get("inputs", []), body[length:])
     _check_inputs(endpoint, inputs)
     return request, inputs
+
+
+def _check_id(request: Mapping[str, Any]) -> None:
+    """Raise ServingError for an id that no answer could repeat."""
+    identifier = request.get("id", "")
+    is_text = isinstance(identifier, str)
+    if not is_text or identifier.encode(errors="ignore").decode() != identifier:
+        raise ServingError(f"id: got {shown(identifier)}, wanted a text")
 
 
 def _check_inputs(endpoint: Endpoint, inputs: Tensors) -> None:
@@ -328,7 +354,7 @@ def _requested_outputs(endpoint: Endpoint, request: Mapping[str, Any]) -> dict[s
     is_binary = _is_binary_by_default(request)
     try:
         requested = {
-            output["name"]: bool(output.get("parameters", {}).get("binary_data", is_binary))
+            output["name"]: bool((output.get("parameters") or {}).get("binary_data", is_binary))
             for output in listed
         }
     except (TypeError, KeyError, AttributeError) as error:
@@ -349,6 +375,7 @@ def _encode_answer(
     request: Mapping[str, Any],
     requested: dict[str, bool] | None,
     outputs: Tensors,
+    encoding: str,
 ) -> KServeAnswer:
     if requested is None:
         requested = dict.fromkeys(outputs, _is_binary_by_default(request))
@@ -374,12 +401,12 @@ def _encode_answer(
         content["id"] = request["id"]
     header = KServeAnswer.of_json(content)
     if not pieces:
-        return header
+        return _compressed(header, encoding)
     headers = {
         "Content-Type": "application/octet-stream",
         HEADER_LENGTH: str(len(header.body)),
     }
-    return KServeAnswer(200, b"".join([header.body, *pieces]), headers)
+    return _compressed(KServeAnswer(200, b"".join([header.body, *pieces]), headers), encoding)
 
 
 def _json_values(array: np.ndarray) -> list[Any]:
@@ -394,7 +421,7 @@ def _compressed(answer: KServeAnswer, accepts: str) -> KServeAnswer:
 
     Clients that list several accept any; compression would only cost them time.
     """
-    packers: dict[str, Callable[[bytes], bytes]] = {
+    packers: dict[str, Callable[[bytes, int], bytes]] = {
         "gzip": gzip.compress,
         "deflate": zlib.compress,
     }
@@ -402,4 +429,6 @@ def _compressed(answer: KServeAnswer, accepts: str) -> KServeAnswer:
     if pack is None:
         return answer
     encoding = {"Content-Encoding": accepts.strip().lower()}
-    return KServeAnswer(answer.status, pack(answer.body), {**answer.headers, **encoding})
+    return KServeAnswer(
+        answer.status, pack(answer.body, _COMPRESSION_LEVEL), {**answer.headers, **encoding}
+    )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -28,19 +30,62 @@ def open_socket(config: FrontConfig) -> socket.socket:
     A server does so before it loads a model, so that nobody takes the port meanwhile.
 
     Raises:
-        ServingError: the port is taken, or the host is no address of this machine.
+        ServingError: the port is taken, the host is no address of this machine, or the certificate
+            or its key cannot be used.
     """
+    _check_certificate(config)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((config.host, config.port))
+        # Of two sockets that do not listen yet, the kernel lets both have the port otherwise.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         listener.close()
-        raise ServingError(
-            f"{config.section}.port: {config.host}:{config.port} is not free: {error}"
-        ) from error
+        raise _bind_error(config, error) from error
+    # Of an earlier server that was killed: a script that waits for it would go on at once.
+    ReadyFile(config.ready_file).remove()
     return listener
+
+
+def _bind_error(config: FrontConfig, error: OSError) -> ServingError:
+    section, host, port = config.section, config.host, config.port
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return ServingError(
+            f"{section}.host: got {host}, which is no address of this machine. 127.0.0.1 is for "
+            "this machine alone, 0.0.0.0 for every network"
+        )
+    if error.errno == errno.EADDRINUSE:
+        return ServingError(
+            f"{section}.port: {host}:{port} is not free: another process has it. Choose another "
+            "port, or 0 for any free one"
+        )
+    if error.errno == errno.EACCES:
+        return ServingError(f"{section}.port: got {port}, but ports below 1024 need root")
+    return ServingError(f"{section}.port: {host}:{port}: {error.strerror}")
+
+
+def _check_certificate(config: FrontConfig) -> None:
+    """Raise ServingError unless the certificate fits its key, which may need no password."""
+    if config.certificate_file is None:
+        return
+
+    def refuse_password() -> str:
+        raise ServingError("the key is encrypted; write it without a password")
+
+    for name in ("certificate_file", "key_file"):
+        path = getattr(config, name)
+        if not Path(path).is_file():
+            raise ServingError(f"{config.section}.{name}: {path}: there is no such file")
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config.certificate_file, config.key_file, refuse_password)
+    except (OSError, ServingError) as error:  # ssl's errors are among them
+        files = f"{config.certificate_file}, {config.key_file}"
+        raise ServingError(
+            f"{config.section}.certificate_file, key_file: {files}: {error}"
+        ) from error
 
 
 def url_of(listener: socket.socket, config: FrontConfig) -> str:
@@ -48,6 +93,18 @@ def url_of(listener: socket.socket, config: FrontConfig) -> str:
     host = f"[{config.host}]" if ":" in config.host else config.host
     scheme = "http" if config.certificate_file is None else "https"
     return f"{scheme}://{host}:{listener.getsockname()[1]}"
+
+
+def _listen(listener: socket.socket) -> socket.socket:
+    """Have the socket accept connections; uvloop would not say that it cannot."""
+    # Again, as connections of an earlier server may still linger.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        raise ServingError(f"{host}:{port} cannot be listened on: {error.strerror}") from error
+    return listener
 
 
 class FrontServer:
@@ -60,33 +117,22 @@ class FrontServer:
         on_ready: Callable[[], None] = lambda: None,
         on_drain: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_ready`` is called once requests are accepted, ``on_drain`` when they are no more.
-
-        Raises:
-            ServingError: the certificate or its key cannot be used.
-        """
+        """``on_ready`` is called once requests are accepted, ``on_drain`` when they are no more."""
         protocol = limited_protocol(ConnectionLimits.of(config))
         front.metrics.refused_connections = protocol.refused_connections
-        try:
-            settings = uvicorn.Config(
-                front,
-                http=protocol,
-                ws="none",
-                lifespan="off",
-                backlog=_BACKLOG,
-                log_config=None,
-                access_log=False,
-                ssl_certfile=config.certificate_file,
-                ssl_keyfile=config.key_file,
-                timeout_graceful_shutdown=config.exit_timeout_secs,
-                server_header=False,
-            )
-            settings.load()  # here a certificate that cannot be used ends the start
-        except OSError as error:  # ssl's errors are among them
-            files = f"{config.certificate_file}, {config.key_file}"
-            raise ServingError(
-                f"{config.section}.certificate_file, key_file: {files}: {error}"
-            ) from error
+        settings = uvicorn.Config(
+            front,
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            backlog=_BACKLOG,
+            log_config=None,
+            access_log=False,
+            ssl_certfile=config.certificate_file,
+            ssl_keyfile=config.key_file,
+            timeout_graceful_shutdown=config.exit_timeout_secs,
+            server_header=False,
+        )
         self._server = _Server(settings, front.scoring, on_ready, on_drain)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -99,7 +145,7 @@ class FrontServer:
 
     def run(self, listener: socket.socket) -> None:
         """Answer until SIGTERM or SIGINT, and then what is in flight."""
-        with closing(listener), _ignore_signals_after_drain():
+        with closing(_listen(listener)), _ignore_signals_after_drain():
             self._server.run(sockets=[listener])
 
     def start(self, listener: socket.socket) -> None:
@@ -130,7 +176,7 @@ class FrontServer:
 
     def _run(self, listener: socket.socket) -> None:
         try:
-            with closing(listener):
+            with closing(_listen(listener)):
                 self._server.run(sockets=[listener])
         except BaseException as error:
             self._error = error
@@ -191,13 +237,20 @@ class ReadyFile:
         self._path = None if path is None else Path(path)
 
     def write(self, url: str) -> None:
-        """The server answers."""
+        """The server answers.
+
+        Raises:
+            ServingError: it cannot be written.
+        """
         if self._path is None:
             return
         # Renamed once it is whole: who waits for the file reads it as soon as it is there.
         partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        partial.write_text(url + "\n")
-        partial.replace(self._path)
+        try:
+            partial.write_text(url + "\n")
+            partial.replace(self._path)
+        except OSError as error:
+            raise ServingError(f"ready_file: {self._path}: {error.strerror}") from error
 
     def remove(self) -> None:
         """The server does not answer any more."""

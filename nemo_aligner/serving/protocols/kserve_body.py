@@ -137,7 +137,9 @@ def decode_tensors(listed: object, binary: bytes) -> Tensors:
 
 def _binary_size(entry: Mapping[str, Any], most: int) -> int:
     """Bytes of a tensor in the binary data, of which ``most`` are left; 0 if it has JSON data."""
-    parameters = entry.get("parameters", {})
+    parameters = entry.get("parameters")
+    if parameters is None:  # of clients that write every field
+        parameters = {}
     if not isinstance(parameters, dict):
         raise ServingError(f"parameters: got {shown(parameters)}, wanted an object")
     if "shared_memory_region" in parameters:

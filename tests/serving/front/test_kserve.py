@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,10 @@ import nemo_aligner
 from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.serving.front.listen import FrontServer, open_socket, url_of
 from nemo_aligner.serving.protocols import kserve_body
+from nemo_aligner.utils.errors import ServingError
 from tests.environments import package
 from tests.serving.fake_server import CONTRACT, total
-from tests.serving.gateway_calls import FakeClient, gateway_front
+from tests.serving.gateway_calls import FakeClient, call, gateway_front
 
 MAX_ROWS = 16  # gateway_front's
 TEXTS = ["ab", "", "Grüße \N{SNOWMAN}"]
@@ -219,6 +222,8 @@ def test_bad_request_is_one_line_that_says_what_was_wanted(address: str) -> None
         ({"inputs": [good], "outputs": [{"name": "other"}]}, "unknown output 'other'"),
         ({"inputs": [good], "outputs": [hidden]}, "outputs: wanted a list of objects"),
         ({"inputs": [{**good, "data": [""]}]}, "row 0: the text is empty"),
+        (b'{"id": "\\ud800", "inputs": []}', "id: got "),
+        ({"id": 5, "inputs": [good]}, "id: got 5, wanted a text"),
         (
             {"inputs": [good, {**good, "name": "add_EOS", "shape": [2, 1], "datatype": "BOOL",
                                "data": [True, True]}]},
@@ -230,10 +235,14 @@ def test_bad_request_is_one_line_that_says_what_was_wanted(address: str) -> None
         status, answer = post(url, content)
         assert (status, message in answer["error"]) == (400, True), answer
     content = json.dumps({"inputs": [good]}).encode()
-    for length in ("-1", "99999", "many"):
+    for length in ("-1", "99999", "many", "1" * 5000):
         status, answer = post(url, content, Inference_Header_Content_Length=length)
         assert (status, "Inference-Header-Content-Length" in answer["error"]) == (400, True)
-    assert post(url, content)[1]["outputs"][0]["data"] == [total("ab"), -total("ab")]
+    nulls = {"inputs": [{**good, "parameters": None}], "parameters": None, "outputs": None}
+    for same in (content, json.dumps(nulls).encode()):
+        answer = post(url, same)[1]
+        assert answer["outputs"][0]["data"] == [total("ab"), -total("ab")]
+    assert post(url.partition("/v2")[0] + "/v2", content)[0] == 405
     assert post(url.replace("reward_model", "other"), content)[0] == 404
     assert post(url.replace("/infer", "/ready"), content)[0] == 405
     assert post(url.replace("/v2/models/reward_model", "/v2/nowhere"), content)[0] == 404
@@ -254,3 +263,42 @@ def test_token_is_needed_for_all_but_health_and_a_large_body_is_refused() -> Non
             with pytest.raises(InferenceServerException, match="the limit is 1000") as error:
                 client.infer("reward_model", large, headers=headers)
             assert error.value.status() == "413"
+
+
+def test_gateway_whose_backends_are_gone_is_not_ready_and_no_client_waits_for_it() -> None:
+    client = FakeClient()
+    app = gateway_front(client)
+    paths = ("/ready", "/v2/health/ready", "/v2/models/reward_model/ready")
+    body = {"inputs": [{"name": "sentences", "shape": [1, 1], "datatype": "BYTES", "data": ["a"]}]}
+    infer = "/v2/models/reward_model/infer"
+    assert {call(app, path).status for path in paths} == {200}
+    client.failure = ServingError("nobody listens")
+    assert {call(app, path).status for path in paths} == {503}
+    answer = call(app, infer, body)
+    assert (answer.status, "nobody listens" in answer.json["error"]) == (503, True)
+    # By its seconds RewardClient would take it for busy, and wait until its own time-out.
+    assert "retry-after" not in answer.headers
+    for path in ("/v2//", "/v2/models/other/infer", infer):
+        call(app, path, body)
+    routes = set(re.findall(r'route="(/v2[^"]*)"', call(app, "/metrics").body.decode()))
+    assert routes == {infer}
+
+
+def test_port_is_held_from_before_the_model_is_loaded_and_a_bad_certificate_is_told_then(
+    tmp_path: Path,
+) -> None:
+    first = open_socket(GatewayConfig(port=0))
+    port = first.getsockname()[1]
+    with closing(first), pytest.raises(ServingError, match=rf"gateway\.port: 127.0.0.1:{port} is "):
+        open_socket(GatewayConfig(port=port))
+    with pytest.raises(ServingError, match=r"gateway\.host: got 192\.0\.2\.1, which is no address"):
+        open_socket(GatewayConfig(host="192.0.2.1"))
+    stale = tmp_path / "ready"
+    stale.write_text("of a server that was killed")
+    open_socket(GatewayConfig(port=port, ready_file=str(stale))).close()
+    assert not stale.exists()
+    files = {"certificate_file": str(tmp_path / "none.pem"), "key_file": str(tmp_path / "none.key")}
+    with pytest.raises(
+        ServingError, match=r"gateway\.certificate_file: .*none.pem: there is no such file"
+    ):
+        open_socket(GatewayConfig(port=0, **files))
