@@ -48,7 +48,6 @@ class FrontConfig:
     max_request_bytes: int = setting(
         16 * 2**20, "largest request body in bytes, also once unpacked; larger ones get a 413"
     )
-    max_request_tokens: int = setting(2**22, "most tokens in a request; more get a 413")
     max_queue_rows: int = setting(
         8192, "most rows in flight; more get a 503, and in one request a 413"
     )
@@ -72,7 +71,6 @@ class FrontConfig:
         checks.port("port")
         checks.positive(
             "max_request_bytes",
-            "max_request_tokens",
             "max_queue_rows",
             "max_header_bytes",
             "max_chunks",
@@ -213,6 +211,7 @@ class ShapingConfig:
 class ServerConfig(FrontConfig):
     """Address, access, limits and load of the server."""
 
+    max_request_tokens: int = setting(2**22, "most tokens in a request; more get a 413")
     max_batch_size: int = setting(1024, "most rows in a request of KServe v2")
     max_call_secs: float = setting(
         1.0, "longest call of the model, as estimated from the last ones; 0: no limit"
@@ -238,7 +237,11 @@ class ServerConfig(FrontConfig):
         super().check(checks)
         checks.port("triton_port")
         checks.positive(
-            "max_batch_size", "encode_timeout_secs", "heartbeat_secs", "worker_timeout_secs"
+            "max_request_tokens",
+            "max_batch_size",
+            "encode_timeout_secs",
+            "heartbeat_secs",
+            "worker_timeout_secs",
         )
         checks.not_negative("report_every_secs", "max_call_secs")
         checks.prefix_cache("prefix_cache_tokens")
@@ -383,6 +386,7 @@ class CriticServerConfig(ServerConfig):
 
     port: int = setting(5556, "0: any free port")
     max_request_bytes: int = setting(256 * 2**20, "largest request in bytes; a rollout needs many")
+    max_request_tokens: int = setting(2**25, "most tokens in a request; more get a 413")
     prefix_cache_tokens: int = setting(
         0, "with combine: tokens of text beginnings that the reward model keeps; 0 keeps none"
     )

@@ -21,7 +21,12 @@ from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.distributed.cpu_products import resident_bytes
 from nemo_aligner.models.offload import OffloadGroup, OffloadManager, OffloadPolicy
-from nemo_aligner.serving.endpoints import Endpoint, contract_endpoint, decode_request
+from nemo_aligner.serving.endpoints import (
+    Endpoint,
+    check_num_bytes,
+    contract_endpoint,
+    decode_request,
+)
 from nemo_aligner.serving.engine.batcher import (
     BackpressureLimit,
     Batcher,
@@ -32,7 +37,7 @@ from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.intake import Intake, answer_of
-from nemo_aligner.serving.protocols import ScoreRequest, kserve
+from nemo_aligner.serving.protocols import ScoreRequest
 from nemo_aligner.serving.protocols import critic as wire
 from nemo_aligner.serving.protocols.kserve_body import Tensors
 from nemo_aligner.serving.scoring import TemplateParts, check_num_rows
@@ -107,6 +112,8 @@ class CriticService:
         return None if line is None else f"critic: {line}"
 
     def stop(self) -> None:
+        # A request whose sender has left is not in flight, but its training or saving goes on.
+        self._lock.submit(_nothing, exclusive=True).result()
         self._intake.close()
         self._batcher.close()
         warning = _warn_of_unsaved_steps(self._run.learner.step, self._saved_step)
@@ -131,7 +138,7 @@ class CriticService:
             if refuses and self._lock.is_exclusive:
                 # A client reads the seconds from the words, as Triton sends no Retry-After.
                 raise RequestError("the critic is training; retry after 1 s", FailureKind.busy)
-            request = await decode_request(inputs)
+            request = await decode_request(inputs, self._config.server)
             check_num_rows(request, self._config.server)
             with self._limit.admit(request.num_rows):
                 joined, truncated = await self._compute_values(request)
@@ -159,24 +166,40 @@ class CriticService:
         # Not in the event loop: a rollout has millions of values.
         async with self._arrivals:
             rollout = await asyncio.to_thread(self._decode_rollout, inputs)
-            submit = partial(self._ranks.submit, TRAIN, *vars(rollout).values())
-            answer = self._lock.submit(submit, exclusive=True)
+            begin = partial(self._begin_training, rollout)
+            answer = self._lock.submit(begin, exclusive=True)
         steps = await answer_of(answer)
-        for step in steps:
-            print(_describe_step(step), flush=True)
         # The mean over values, and not over updates, which differ in how many they learn from.
         total = sum(step.loss * step.num_tokens for step in steps)
         loss = total / sum(step.num_tokens for step in steps)
         return {"loss_mean": np.array([loss], dtype=np.float32)}
 
+    # What training and saving leave behind is noted as they end, and before other work begins: the
+    # task of the request is cancelled if its sender leaves.
+
+    def _begin_training(self, rollout: Rollout) -> Future[list[ValueStep]]:
+        training: Future[list[ValueStep]] = self._ranks.submit(TRAIN, *vars(rollout).values())
+        training.add_done_callback(self._note_training)
+        return training
+
+    def _note_training(self, training: Future[list[ValueStep]]) -> None:
+        if training.exception() is None:
+            for step in training.result():
+                print(_describe_step(step), flush=True)
+
+    def _begin_saving(self) -> Future[str]:
+        saving: Future[str] = self._ranks.submit(SAVE)
+        saving.add_done_callback(self._note_saving)
+        return saving
+
+    def _note_saving(self, saving: Future[str]) -> None:
+        if saving.exception() is None:
+            self._saved_step = self._run.learner.step
+            path = saving.result()
+            print(f"saved {path} and the state that a restart goes on from", flush=True)
+
     def _decode_rollout(self, inputs: Tensors) -> Rollout:
-        most, (_, num_bytes) = self._config.server.max_request_bytes, kserve.size_of_request(inputs)
-        if num_bytes > most:  # Triton reads bodies of any size
-            raise RequestError(
-                f"got a request of {num_bytes} bytes, wanted at most {most} "
-                "(server.max_request_bytes)",
-                FailureKind.too_large,
-            )
+        check_num_bytes(inputs, self._config.server)
         rollout = wire.decode_rollout(inputs)
         rollout.check(
             self._contract.seq_length,
@@ -187,11 +210,16 @@ class CriticService:
 
     async def _save(self, inputs: Tensors) -> Tensors:
         async with self._arrivals:
-            answer = self._lock.submit(partial(self._ranks.submit, SAVE), exclusive=True)
-        path = await answer_of(answer)
-        self._saved_step = self._run.learner.step
-        print(f"saved {path} and the state that a restart goes on from", flush=True)
+            answer = self._lock.submit(self._begin_saving, exclusive=True)
+        await answer_of(answer)
         return {"status": np.zeros(1, dtype=np.int64)}
+
+
+def _nothing() -> Future[None]:
+    """Begin work that has ended at once."""
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
 
 
 def _warn_of_unsaved_steps(step: int, saved: int) -> str | None:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoreRequest, TensorSpec, kserve
@@ -63,7 +64,9 @@ def reward_endpoints(
     """
 
     async def score(inputs: Tensors) -> Tensors:
-        request = await decode_request(inputs)
+        # ``answer`` counts its own.
+        with service.counting_failures():
+            request = await decode_request(inputs, service.limits)
         scored = await service.answer(request, sets_rows_aside=False)
         if len(scored.rewards) <= _FEW_ROWS:
             return kserve.encode_rewards(scored)
@@ -110,10 +113,30 @@ def contract_endpoint(
     )
 
 
-async def decode_request(inputs: Tensors) -> ScoreRequest:
-    """``kserve.decode_request``, in another thread where it takes long."""
-    _, num_bytes = kserve.size_of_request(inputs)
+async def decode_request(inputs: Tensors, limits: FrontConfig) -> ScoreRequest:
+    """``kserve.decode_request``, in another thread where it takes long.
+
+    Raises:
+        RequestError: see ``check_num_bytes``.
+    """
+    num_bytes = check_num_bytes(inputs, limits)
     return await call_by_size(num_bytes, kserve.decode_request, inputs)
+
+
+def check_num_bytes(inputs: Tensors, limits: FrontConfig) -> int:
+    """Return the bytes of a request's tensors. Triton reads bodies of any size.
+
+    Raises:
+        RequestError: there are more than ``max_request_bytes``.
+    """
+    _, num_bytes = kserve.size_of_request(inputs)
+    if num_bytes > limits.max_request_bytes:
+        raise RequestError(
+            f"got a request of {num_bytes} bytes, wanted at most {limits.max_request_bytes} "
+            f"({limits.section}.max_request_bytes). Send fewer rows at once",
+            FailureKind.too_large,
+        )
+    return num_bytes
 
 
 async def call_by_size(num_bytes: int, work: Callable[..., T], *arguments: Any) -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -99,10 +100,13 @@ class LocalService(ScoringService):
 
     # As what the protocols ask.
 
+    def counting_failures(self) -> AbstractContextManager[None]:
+        return self._intake.counting_failures()
+
     async def answer(
         self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool = False
     ) -> ScoredRows:
-        with self._intake.counting_failures():
+        with self.counting_failures():
             check_num_rows(request, self._config)
             return await super().answer(request, sets_rows_aside, is_probe)
 
@@ -131,12 +135,14 @@ class LocalService(ScoringService):
             }
         }
 
-    async def _score(self, request: ScoreRequest, sets_rows_aside: bool) -> ScoredRows:
+    async def _score(
+        self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool
+    ) -> ScoredRows:
         begun = time.monotonic()
         encoded = await self._intake.encode(request, sets_rows_aside)
         if encoded.rows:
             outputs = await answer_of(self._batcher.submit(encoded.rows))
-            scored = self._read_outputs(encoded, outputs)
+            scored = self._read_outputs(encoded, outputs, is_probe)
         else:
             scored = self._score_nothing()
         seconds, count = time.monotonic() - begun, len(encoded.rows)
@@ -150,7 +156,9 @@ class LocalService(ScoringService):
         hashes = self._contract_hash, self.fingerprint
         return ScoredRows(rewards, {}, np.zeros(0, bool), *hashes, steps=steps)
 
-    def _read_outputs(self, encoded: EncodedRequest, arrays: Sequence[np.ndarray]) -> ScoredRows:
+    def _read_outputs(
+        self, encoded: EncodedRequest, arrays: Sequence[np.ndarray], is_probe: bool
+    ) -> ScoredRows:
         """Make rewards of the outputs ``[s, M * A * K]`` of each row, and shape them."""
         outputs = np.concatenate(arrays)
         ends = np.cumsum([*map(len, arrays)])
@@ -176,7 +184,7 @@ class LocalService(ScoringService):
             outputs=None if self._scorer.contract.readout is None else outputs,
         )
         if self._shaper is not None:
-            scored = self._shaper.shape(scored, encoded.reply_tokens)
+            scored = self._shaper.shape(scored, encoded.reply_tokens, counts=not is_probe)
         return _part_by_sample(scored, encoded, ends, sample_rows) if self._tells_steps else scored
 
     # As a service of the server.

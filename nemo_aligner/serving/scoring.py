@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,9 +53,11 @@ class ScoringService(ABC):
             servers that publish none.
         fingerprint: of the model that these rewards come from, likewise.
         recent: the last rewards, for their drift.
+        limits: settings of the front, with the limits of a request.
     """
 
     def __init__(self, config: FrontConfig) -> None:
+        self.limits = config
         self.contract: ScoringContract | None = None
         self.fingerprint: str | None = None
         self.recent = RecentRewards(config.drift_rows)
@@ -67,6 +70,10 @@ class ScoringService(ABC):
         """Number of rows of requests that are not answered yet."""
         return self._limit.rows_in_flight
 
+    def counting_failures(self) -> AbstractContextManager[None]:
+        """Count a request as refused if a block fails; here nothing counts them."""
+        return nullcontext()
+
     async def answer(
         self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool = False
     ) -> ScoredRows:
@@ -76,19 +83,22 @@ class ScoringService(ABC):
             request: its samples; rows that it has refused already get NaN and their reasons.
             sets_rows_aside: whether a row that cannot be scored gets NaN and its reason. Otherwise
                 the request fails as a whole.
-            is_probe: whether the rewards are nobody's, and do not belong to the recent ones.
+            is_probe: whether the rewards are nobody's: they belong neither to the recent ones nor
+                to the statistics of shaping.
 
         Raises:
             RequestError: the request cannot be answered; ``row`` names the row that is at fault.
         """
         with self._limit.admit(len(request.texts or request.token_lists or ())):
-            scored = await self._score(request, sets_rows_aside)
+            scored = await self._score(request, sets_rows_aside, is_probe)
         if not is_probe:
             self.recent.add(scored.rewards)
         return insert_refused(scored, request.refused)
 
     @abstractmethod
-    async def _score(self, request: ScoreRequest, sets_rows_aside: bool) -> ScoredRows:
+    async def _score(
+        self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool
+    ) -> ScoredRows:
         """``answer`` for the rows that the request has not refused already."""
 
     @abstractmethod

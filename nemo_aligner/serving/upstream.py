@@ -70,7 +70,10 @@ class UpstreamService(ScoringService):
     async def statistics(self) -> Mapping[str, Mapping[str, float] | None]:
         return await self._client.statistics_async()
 
-    async def _score(self, request: ScoreRequest, sets_rows_aside: bool) -> ScoredRows:
+    async def _score(
+        self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool
+    ) -> ScoredRows:
+        """Forward the request; its protocol cannot tell a backend that it is a probe."""
         try:
             scored = await self._forward(request, "nan" if sets_rows_aside else "raise")
             await self._note_contract(scored.contract_hash)

@@ -143,6 +143,8 @@ def test_settings_refused_by_the_gateway() -> None:
         "gateway.key_file=k.pem": "gateway.key_file: got 'k.pem', wanted a key_file with a cert",
         "backends=[]": "backends: got [], wanted the URL of a server",
         "gateway.token=secret": "unknown key gateway.token",
+        # It sees no tokens, so only its backends can count them.
+        "gateway.max_request_tokens=5": "unknown key gateway.max_request_tokens",
     }
     assert not_refused(GatewayRunConfig, refusals) == {}
     with pytest.raises(SettingsError, match="token_file or a token_variable, not both"):

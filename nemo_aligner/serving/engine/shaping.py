@@ -90,12 +90,19 @@ class RewardShaper:
         }
         return tuple(name for name in has if has[name])
 
-    def shape(self, scored: ScoredRows, reply_tokens: Sequence[int] | None = None) -> ScoredRows:
+    def shape(
+        self,
+        scored: ScoredRows,
+        reply_tokens: Sequence[int] | None = None,
+        *,
+        counts: bool = True,
+    ) -> ScoredRows:
         """Shape raw rewards ``[N, M * A]``, model after model, which become ``raw_rewards``.
 
         ``reply_tokens`` ``[N]`` are needed for a length penalty. ``deviation`` is that between the
         models of an ensemble, the root of the mean squared difference from their mean. ``spread``,
         where the models tell it, becomes that of the shaped reward, of several models the mean.
+        ``counts`` tells whether running statistics take account of these rewards.
         """
         raw, spreads = scored.rewards, scored.spread
         # In float64: differences of large means would lose digits. The answer is float32 again.
@@ -107,7 +114,8 @@ class RewardShaper:
         std: np.ndarray | float = 1.0
         if self._running is not None:
             # They count themselves, too: before the first there is no deviation to divide by.
-            self._running.add(values)
+            if counts:
+                self._running.add(values)
             values, std = self._running.standardize(values), self._running.std
         if self._fixed is not None:
             mean, std = self._fixed

@@ -219,6 +219,50 @@ def test_values_that_nobody_waits_for_are_not_computed_and_training_goes_on() ->
     asked.service.stop()
 
 
+def test_training_and_saving_are_noted_though_their_senders_have_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = Asked()
+    run: Any = asked.service._run
+    train = asked.ask("critic_train", ROLLOUT)
+    asked.ranks.wait_for(1)
+    asked.ranks.begin(0)
+    assert train.cancel()
+    run.learner.step = 2
+    asked.ranks.finish(0, STEPS)
+    save = asked.ask("critic_save", {})
+    asked.ranks.wait_for(2)
+    asked.ranks.begin(1)
+    assert save.cancel()
+    # The server stops while the save goes on.
+    stopping = threading.Thread(target=asked.service.stop)
+    stopping.start()
+    time.sleep(0.05)
+    assert stopping.is_alive()
+    asked.ranks.finish(1, "critic.nemo")
+    stopping.join(WAIT_S)
+    assert not stopping.is_alive()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "step 1",
+        "step 2",
+        "saved critic.nemo and the state that a restart goes on from",
+    ]
+
+
+def test_critic_refuses_values_of_too_many_bytes_and_no_tokens_that_its_bytes_hold() -> None:
+    asked = Asked("server.max_request_bytes=100")
+    refused = asked.infer(7, 6).result(WAIT_S)
+    assert refused == Failure(
+        "got a request of 128 bytes, wanted at most 100 (server.max_request_bytes). Send fewer "
+        "rows at once",
+        FailureKind.too_large,
+    )
+    server = ServeCriticConfig().server
+    num_bytes = np.dtype(np.int64).itemsize * server.max_request_tokens
+    assert num_bytes == server.max_request_bytes == 2**28
+
+
 def wait_until(is_done: Callable[[], bool]) -> None:
     end = time.monotonic() + WAIT_S
     while not is_done():

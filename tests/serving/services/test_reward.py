@@ -7,15 +7,21 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from nemo_aligner.config.serving import ServerConfig
+from nemo_aligner.config.serving import (
+    EnsembleConfig,
+    ServerConfig,
+    ShapingConfig,
+    Standardize,
+)
 from nemo_aligner.contract.contract import EncodedText
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.serving.engine.rows import Row
+from nemo_aligner.serving.engine.shaping import build_shaper
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, kserve
 from nemo_aligner.serving.reward import RewardBackend
@@ -282,6 +288,44 @@ def test_service_counts_what_was_answered_and_refused(service: Service) -> None:
     counts = asyncio.run(service.service.statistics())["local"]
     names = ("requests", "rows", "tokens", "refused_requests", "tokens_per_call", "waiting_rows")
     assert [counts[name] for name in names] == [2, 3, 6, 1, 256, 0]
+
+
+def test_tensors_that_are_too_large_or_no_request_are_refused_and_counted() -> None:
+    service = Service(max_request_bytes=10)
+    (endpoint,) = [each for each in service.service.endpoints if each.name == kserve.MODEL_NAME]
+
+    async def ask_all() -> list[Any]:
+        sent = [GOOD, kserve.encode_sentences(["x" * 11]), {}]
+        return [await answered(endpoint.answer(inputs)) for inputs in sent]
+
+    scored, large, empty = asyncio.run(ask_all())
+    assert scored["rewards"][:, 0].tolist() == [195, 99]
+    text = "got a request of 11 bytes, wanted at most 10 (server.max_request_bytes)"
+    assert large == Failure(f"{text}. Send fewer rows at once", FailureKind.too_large)
+    assert empty.kind is FailureKind.bad_request
+    counts = asyncio.run(service.service.statistics())["local"]
+    assert (counts["requests"], counts["refused_requests"]) == (1, 2)
+
+
+def test_rewards_of_a_probe_are_not_in_the_running_statistics() -> None:
+    """A route asks for them to tell who is at fault; no trainer learns from them."""
+
+    def score(*probes: bool) -> list[list[float]]:
+        shaping, fake = ShapingConfig(standardize=Standardize.running), FakeScorer(0, 1)
+        shaper = build_shaper(shaping, EnsembleConfig(), [CONTRACT])
+        scorer, ranks = cast(Any, fake), cast(Any, Immediate(fake.compute))
+        service = RewardBackend(scorer, ServerConfig(), shaper).start(ranks)
+        request = ScoreRequest(texts=["a", "b", "z"])
+
+        async def answer_all() -> list[list[float]]:
+            return [rewards(await service.answer(request, False, probe)) for probe in probes]
+
+        return asyncio.run(answer_all())
+
+    (first,) = score(False)
+    assert np.mean(first) == pytest.approx(0, abs=1e-6)
+    # Before any rewards there are no statistics, so a probe's are as the model has them.
+    assert score(True, False, True) == [[97, 98, 122], first, first]
 
 
 def test_service_reports_a_cut_text(service: Service) -> None:
