@@ -50,7 +50,6 @@ def test_server_answers_plain_json(server: Server) -> None:
     with urllib.request.urlopen(url, data=b'{"inputs": []}', timeout=10) as response:
         outputs = {each["name"]: each["data"] for each in json.load(response)["outputs"]}
     assert outputs.pop("model_fingerprint") == [FINGERPRINT]
-    assert outputs.pop("model_fingerprint") == [FINGERPRINT]
     found = {name: json.loads(text) for name, (text,) in outputs.items()}
     assert found["contract"] == CONTRACT.to_dict()
     assert found["statistics"]["tokens_per_call"] == 256
