@@ -177,7 +177,7 @@ def test_what_the_page_has_of_kserve_is_answered(server: Server) -> None:
 
 def test_the_pages_have_the_defaults_of_limits() -> None:
     units = {"": 1, " KiB": 2**10, " MiB": 2**20}
-    row = r"^\| `{}\.(\w+)`[^|]*\| ([\d,]+)( [KM]iB)? \|"
+    row = r"^\| `{}\.(\w+)`[^|]*\| ([\d,]+)( [KM]iB)?(?:;[^|]*)? \|"
     text = SERVING.read_text() + (ROOT / "docs/gateway.md").read_text()
     for config, least in ((ServerConfig(), 13), (GatewayConfig(), 2)):
         rows = re.findall(row.format(config.section), text, re.MULTILINE)
