@@ -13,8 +13,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from threading import Thread
 from typing import NoReturn
 
@@ -30,6 +30,7 @@ from nemo_aligner.serving.service import Backend, Service
 from nemo_aligner.serving.tokens import find_token, warn_of_open_server
 from nemo_aligner.serving.triton import TritonDoor, check_triton
 from nemo_aligner.utils.errors import AlignerError, ConfigError, ServingError
+from nemo_aligner.utils.processes import is_main
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class ServerSocket:
         """
         self.listener: socket.socket | None = None
         problems: list[str | None] = [None]
-        if _is_leader():
+        if is_main():
             try:
                 _read_token(config)
                 check_triton(config)
@@ -70,10 +71,6 @@ class ServerSocket:
     def __exit__(self, *unused: object) -> None:
         if self.listener is not None:
             self.listener.close()
-
-
-def _is_leader() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _read_token(config: ServerConfig) -> str | None:
@@ -206,9 +203,10 @@ class _Leader:
     ) -> None:
         # Triton first: the event loop of the front answers its requests.
         stops = [*([door.stop] if door is not None else []), server.stop]
-        with _in_background(*stops) as is_over:
-            # Where a rank dies its launcher stops the others: what is in flight has no answer then.
-            self._watch(is_over, services, [])
+        drain = Thread(target=_call_all, args=[stops], name="drain", daemon=True)
+        drain.start()
+        # Where a rank dies its launcher stops the others: what is in flight has no answer then.
+        self._watch(lambda: not drain.is_alive(), services, [])
         if door is not None:
             door.close()
         self._report(services)
@@ -241,20 +239,13 @@ class _Leader:
                 print(line, flush=True)
 
 
-@contextmanager
-def _in_background(*works: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Call one after the other in a thread; yields a function that tells whether all have ended."""
-
-    def call_all() -> None:
-        for work in works:
-            try:
-                work()
-            except Exception:  # the others have requests in flight all the same
-                logger.exception("a part of the server could not be stopped")
-
-    thread = Thread(target=call_all, name="drain", daemon=True)
-    thread.start()
-    yield lambda: not thread.is_alive()
+def _call_all(stops: Sequence[Callable[[], None]]) -> None:
+    """Stop one part of the server after the other."""
+    for stop in stops:
+        try:
+            stop()
+        except Exception:  # the others have requests in flight all the same
+            logger.exception("a part of the server could not be stopped")
 
 
 def _die(failure: str) -> NoReturn:

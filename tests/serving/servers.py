@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -193,6 +193,20 @@ def tokens_request(rows: list[list[int]], *lengths: int) -> list[dict[str, Any]]
         json_request("tokens", "INT64", rows),
         json_request("sequence_lengths", "INT64", [[length] for length in lengths]),
     ]
+
+
+def check_refused(
+    post: Callable[[dict[str, Any]], tuple[int, dict[str, Any]]],
+    cases: Sequence[tuple[list[dict[str, Any]], str]],
+) -> None:
+    """Assert that each request gets a 400 of one line that has its message."""
+    wrong = []
+    for inputs, message in cases:
+        status, answer = post({"inputs": inputs})
+        error = answer["error"]
+        if status != 400 or message not in error or "Traceback" in error or "\n" in error:
+            wrong.append((message, status, answer))
+    assert not wrong
 
 
 def batches(server: Server) -> list[tuple[int, int]]:
