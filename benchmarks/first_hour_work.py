@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -28,12 +29,14 @@ import torch
 import torch.distributed as dist
 from common import matmul_rate, now, peak_gib, prepare_model
 from serving_model import WORDS, export, write_reward_model, write_tiny
+from step_profile import StepTrace, trace
 from synthetic import (
     build_synthetic_learner,
     make_point,
     measure_memory,
     plan_of,
     synthetic_model,
+    time_parts,
     without_overlap,
 )
 
@@ -77,7 +80,9 @@ _MODELS: dict[str, dict[str, Any]] = {
     # vLLM takes heads of 32.
     "cpu": {"shape": {"hidden_size": 128, "intermediate_size": 256}, "pairs": 8},
 }
-_SIZE = ("sequence_length", "pairs", "micro_batch_tokens", "steps")
+# Layers and width of the Llamas that a step is measured on.
+WIDTHS = ((24, 1024), (16, 2048), (8, 4096))
+_TRACEBACK = 1500  # characters of it in a row
 _PROMPT, _REPLY = (10, 200), (10, 300)  # words
 
 
@@ -138,6 +143,7 @@ def points_of(
         context = {**base, "sequence_length": 16384, "micro_batch_tokens": 32768}
     offload = [{**base, "steps": steps}]
     of_ranks = {"overlap": [base], "context": [context, mixture]}
+    of_ranks["profile"] = list(_profile_points(base, device))
     return {"mfu": mfu, "memory": memory, "offload": offload, "save": [base], **of_ranks}
 
 
@@ -149,8 +155,17 @@ def _mfu_points(base: Point) -> Iterator[Point]:
             pack = max(8192, 2 * length)
             sizes = {"sequence_length": length, "pairs": 2**15 // length}
             yield {**base, **sizes, "micro_batch_tokens": pack}
-    for layers, hidden in ((24, 1024), (8, 4096), (3, 8192)):
+    for layers, hidden in (WIDTHS[0], WIDTHS[2], (3, 8192)):
         yield {**base, "model": synthetic_model(layers, hidden)}
+
+
+def _profile_points(base: Point, device: str) -> Iterator[Point]:
+    """Two micro-batches at each width: more would make the trace long, and show the same."""
+    if device != "cuda":
+        yield base
+        return
+    for layers, hidden in WIDTHS:
+        yield {**base, "model": synthetic_model(layers, hidden), "pairs": 8, "steps": 3}
 
 
 def _memory_points(base: Point) -> Iterator[Point]:
@@ -290,6 +305,38 @@ def mfu(job: Job, layout: ParallelLayout) -> Iterator[Row]:
         }
 
 
+def profile(job: Job, layout: ParallelLayout) -> Iterator[Row]:
+    """Where the time of a step goes at each width; a width that fails has its traceback."""
+    for point in job["points"]:
+        shape, plan = _shape_and_plan(point)
+        about = {"width": shape.hidden_size}
+        try:
+            rows = _measured(point, layout, partial(_profile, plan=plan, steps=point["steps"]))
+            yield from ({**about, **row} for row in rows.get("rows", []))
+            if not rows:
+                yield {**about, "what": "the step", "note": "out of memory"}
+        except Exception:
+            failed = traceback.format_exc()[-_TRACEBACK:]
+            yield {**about, "what": "the step", "note": failed}
+
+
+def _profile(learner: RewardLearner, plan: Plan, steps: int) -> dict[str, Any]:
+    usual = 1e3 * _time(learner, steps)["seconds"]
+    rows: list[Row] = [{"what": "the step, not profiled", "ms": usual, "share of a step": 1.0}]
+    layers = learner.model.config.num_layers
+    events = trace(lambda: learner.train_step(steps + 2))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows += StepTrace(events, device, layers, plan.packs.count).rows(usual)
+    # Last, because this wraps the learner's methods, which then wait for the device.
+    parts = time_parts(learner, steps)
+    whole = parts.pop("step")
+    for name, seconds in parts.items():
+        share, note = seconds / whole, "the device is waited for after each part"
+        rows.append({"what": name, "ms": 1e3 * seconds, "share of a step": share, "note": note})
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return {"rows": [{name: row.get(name) for name in columns} for row in rows]}
+
+
 def memory(job: Job, layout: ParallelLayout) -> Iterator[Row]:
     """GiB at the fullest moment of a step, beside the plan's, and what the allocator holds."""
     for point in job["points"]:
@@ -411,6 +458,7 @@ def context(job: Job, layout: ParallelLayout) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[Job, ParallelLayout], Iterator[Row]]] = {
+    "profile": profile,
     "mfu": mfu,
     "memory": memory,
     "offload": offload,

@@ -428,6 +428,7 @@ def _lacks_two(hour: Hour) -> str | None:
 
 PARTS = (
     Part("machine", "what is here, and its rates", 60, _work("machine"), read_rows),
+    Part("profile", "where the time of a step goes", 60, _work("profile"), read_rows),
     Part("tests", "tests/models/test_gpu.py", 240, _tests, read_tests, _lacks_gpu),
     Part("model", "the model and pairs of the comparisons", 120, _work("model"), read_rows),
     Part(
@@ -520,11 +521,17 @@ def _section(part: Mapping[str, Any]) -> list[str]:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A Markdown table; a column without any content is left out."""
-    names = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
-    numbers = {name for name in names if any(isinstance(row[name], int | float) for row in rows)}
+    every = dict.fromkeys(name for row in rows for name in row)
+    names = [name for name in every if any(row.get(name) not in (None, "") for row in rows)]
+    numbers = {
+        name for name in names if any(isinstance(row.get(name), int | float) for row in rows)
+    }
     rule = ["---:" if name in numbers else "---" for name in names]
-    body = [[shown(row[name]) for name in names] for row in rows]
-    lines = [[cell.replace("|", "\\|") for cell in line] for line in [names, rule, *body]]
+    body = [[shown(row.get(name)) for name in names] for row in rows]
+    lines = [
+        [cell.replace("|", "\\|").replace("\n", "<br>") for cell in line]
+        for line in [names, rule, *body]
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -118,7 +118,7 @@ def measure_point(job: dict[str, Any]) -> dict[str, Any] | None:
         before = resident_bytes()
         learner = build_synthetic_learner(shape, layout, job)
         measured = measure_memory(learner, before)
-        parts = _time_steps(learner, job["steps"]) if job["steps"] else {"step": 0.0}
+        parts = time_parts(learner, job["steps"]) if job["steps"] else {"step": 0.0}
         if job["save"]:
             parts |= _time_checkpoint(learner)
         found = {
@@ -358,7 +358,7 @@ def _stopwatch(seconds: dict[str, float]) -> Callable[..., Any]:
     return wrap
 
 
-def _time_steps(learner: RewardLearner, steps: int) -> dict[str, float]:
+def time_parts(learner: RewardLearner, steps: int) -> dict[str, float]:
     """Seconds of a step and of its parts, means over ``steps``; ``other`` is what is left.
 
     Of the other ranks' time, ``other`` has the wait for the adjacent pipeline stages, and
