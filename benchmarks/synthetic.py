@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,7 +42,7 @@ from nemo_aligner.models import reward_model
 from nemo_aligner.models.experts import routers, take_load
 from nemo_aligner.models.lora import train_adapters_alone
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.training.cost import Plan, even_packs
+from nemo_aligner.training.cost import Plan, even_packs, step_flops
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer import build_optimizer
 
@@ -141,7 +143,11 @@ def measure_point(job: dict[str, Any]) -> dict[str, Any] | None:
 def build_synthetic_learner(
     shape: ModelShape, layout: ParallelLayout, job: dict[str, Any]
 ) -> RewardLearner:
-    """A learner with random weights, on pairs of random tokens."""
+    """A learner with random weights, on pairs of random tokens.
+
+    ``job`` is a point of ``make_point``. With ``spread`` the lengths of the sequences differ.
+    ``pointwise_kernels`` and ``cuda_graphs`` are the settings of these names.
+    """
     model = reward_model.build_reward_model(
         shape,
         layout,
@@ -159,33 +165,81 @@ def build_synthetic_learner(
                 parameter.normal_(std=0.02)
     reward_model.freeze_lower_layers(model, job["freeze_layers"], shape.num_layers)
     reward_model.set_routers(model, trained=False, aux_loss_coeff=0.0)
+    _use_settings(model, job.get("pointwise_kernels"), job.get("cuda_graphs", False))
     if shape.lora is not None:
         train_adapters_alone(model)
     wrapped = reward_model.wrap_for_training(model)
     optim = OptimConfig(lr=2e-5, cpu_offload=job["cpu_offload"])
     optimizer = build_optimizer(wrapped, optim, 1.0, 1000)
-    train = _random_pairs(job["pairs"], job["sequence_length"], job["prefix"], shape.vocab_size)
+    train = _random_pairs(
+        job["pairs"],
+        job["sequence_length"],
+        job["prefix"],
+        shape.vocab_size,
+        job.get("spread", False),
+    )
     budget = job["micro_batch_tokens"]
     cost = shape.query_key_cost()
     loader = TrainLoader(train, job["pairs"], budget, _SEED, layout.dp_rank, layout.dp, cost)
     # The contract is for texts; these are tokens.
     data = TrainingData(train, [], cast(Any, None), BradleyTerry())
-    return RewardLearner(wrapped, optimizer, data, loader, layout, budget, cost)
+    return RewardLearner(
+        wrapped,
+        optimizer,
+        data,
+        loader,
+        layout,
+        budget,
+        cost,
+        count_flops=lambda packs: step_flops(shape, Plan(packs)),
+    )
 
 
-def _random_pairs(count: int, length: int, prefix: int, vocabulary: int) -> Any:
+_POINTWISE = "nemo_aligner.models.pointwise.interface"
 
+
+def pointwise_choices() -> tuple[str, ...]:
+    """The values of ``model.pointwise_kernels`` that this machine can compute with."""
+    if find_spec("nemo_aligner.models.pointwise") is None:
+        return ("eager",)
+    return tuple(choice.value for choice in import_module(_POINTWISE).available_kernels())
+
+
+def has_cuda_graphs() -> bool:
+    """Whether ``model.cuda_graphs`` can be set here."""
+    return torch.cuda.is_available() and find_spec("nemo_aligner.models.cuda_graphs") is not None
+
+
+def _use_settings(model: torch.nn.Module, pointwise: str | None, cuda_graphs: bool) -> None:
+    if pointwise is not None and find_spec("nemo_aligner.models.pointwise") is not None:
+        module = import_module(_POINTWISE)
+        choice = module.PointwiseChoice(pointwise)
+        module.use_pointwise_kernels(model, module.choose_kernels(choice))
+
+
+def _random_pairs(
+    count: int, length: int, prefix: int, vocabulary: int, spread: bool
+) -> TokenizedDataset:
+    """Pairs of sequences that share ``prefix`` tokens, each of ``length`` tokens at most.
+
+    All have that length, or with ``spread`` their logarithm is distributed evenly from an eighth of
+    it, much as the lengths of chats are.
+    """
     generator = torch.Generator().manual_seed(_SEED)
     sequences = torch.randint(1, vocabulary, (count, 2, length), generator=generator)
     sequences[:, 1, :prefix] = sequences[:, 0, :prefix]
     # So that the prefix is no longer than that.
     sequences[:, 0, prefix], sequences[:, 1, prefix] = 1, 2
-    lengths = torch.full((2 * count,), length - prefix)
+    lengths = torch.full((2 * count,), length)
+    if spread:
+        shares = 8 ** -torch.rand(2 * count, generator=generator)
+        lengths = (length * shares).long().clamp(min=prefix + 1)
+    rows = zip(sequences.flatten(0, 1).numpy(), lengths.tolist(), strict=True)
     return TokenizedDataset(
         kind=RecordKind.comparison,
         name="train",
-        sequences=TokenSequences.of(list(sequences.flatten(0, 1).numpy())),
-        records=Records.of(range(count), [2] * count, reply_lengths=lengths),
+        sequences=TokenSequences.of([tokens[:size] for tokens, size in rows]),
+        records=Records.of(range(count), [2] * count, reply_lengths=lengths - prefix),
         origins=[Origin("random", line + 1) for line in range(count)],
         sources=[""] * count,
         reports=[],
