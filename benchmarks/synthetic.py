@@ -13,7 +13,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
 from nemo_aligner.config.common import Precision, RecordKind
-from nemo_aligner.config.model import OptimConfig, Recompute
+from nemo_aligner.config.model import ModelConfig, OptimConfig, Recompute
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.token_index import TokenSequences
@@ -42,9 +42,9 @@ from nemo_aligner.models import reward_model
 from nemo_aligner.models.experts import routers, take_load
 from nemo_aligner.models.lora import train_adapters_alone
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.training.build import build_optimized
 from nemo_aligner.training.cost import Plan, even_packs, step_flops
 from nemo_aligner.training.learner import RewardLearner
-from nemo_aligner.training.optimizer import build_optimizer
 
 TIMED = ("data", "forward", "backward", "reduce", "optimizer")
 PLANNED = ("tp", "cp", "pp", "dp", "sequence_parallel", "ring", "recompute_layers", "freeze_layers")
@@ -163,14 +163,10 @@ def build_synthetic_learner(
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(std=0.02)
-    reward_model.freeze_lower_layers(model, job["freeze_layers"], shape.num_layers)
     reward_model.set_routers(model, trained=False, aux_loss_coeff=0.0)
-    _use_settings(model, job.get("pointwise_kernels"), job.get("cuda_graphs", False))
     if shape.lora is not None:
         train_adapters_alone(model)
-    wrapped = reward_model.wrap_for_training(model)
-    optim = OptimConfig(lr=2e-5, cpu_offload=job["cpu_offload"])
-    optimizer = build_optimizer(wrapped, optim, 1.0, 1000)
+    wrapped, optimizer = build_optimized(model, shape, _options(job), 1.0, 1000)
     train = _random_pairs(
         job["pairs"],
         job["sequence_length"],
@@ -195,26 +191,36 @@ def build_synthetic_learner(
     )
 
 
-_POINTWISE = "nemo_aligner.models.pointwise.interface"
+# Settings that a job may have, as far as this version of the package has them.
+_SETTINGS = ("pointwise_kernels", "cuda_graphs")
+
+
+def _options(job: Mapping[str, Any]) -> ModelConfig:
+    names = {field.name for field in fields(ModelConfig)}
+    settings = {name: job[name] for name in _SETTINGS if name in job and name in names}
+    if "pointwise_kernels" in settings:
+        choice = import_module(_CHOICE).PointwiseChoice
+        settings["pointwise_kernels"] = choice(settings["pointwise_kernels"])
+    return ModelConfig(
+        freeze_layers=job["freeze_layers"],
+        optim=OptimConfig(lr=2e-5, cpu_offload=job["cpu_offload"]),
+        **settings,
+    )
+
+
+_CHOICE = "nemo_aligner.models.pointwise.choice"
 
 
 def pointwise_choices() -> tuple[str, ...]:
     """The values of ``model.pointwise_kernels`` that this machine can compute with."""
     if find_spec("nemo_aligner.models.pointwise") is None:
         return ("eager",)
-    return tuple(choice.value for choice in import_module(_POINTWISE).available_kernels())
+    return tuple(choice.value for choice in import_module(_CHOICE).available_kernels())
 
 
 def has_cuda_graphs() -> bool:
     """Whether ``model.cuda_graphs`` can be set here."""
     return torch.cuda.is_available() and find_spec("nemo_aligner.models.cuda_graphs") is not None
-
-
-def _use_settings(model: torch.nn.Module, pointwise: str | None, cuda_graphs: bool) -> None:
-    if pointwise is not None and find_spec("nemo_aligner.models.pointwise") is not None:
-        module = import_module(_POINTWISE)
-        choice = module.PointwiseChoice(pointwise)
-        module.use_pointwise_kernels(model, module.choose_kernels(choice))
 
 
 def _random_pairs(
