@@ -97,6 +97,9 @@ class Capture(Protocol):
     def reset(self) -> None:
         """Free what the graphs share, after they were dropped."""
 
+    def reserved_bytes(self) -> int:
+        """Count the device memory that this process has reserved."""
+
 
 class CudaCapture:
     """Captures CUDA graphs that share one memory pool, because only one of them runs at a time."""
@@ -127,6 +130,9 @@ class CudaCapture:
     def reset(self) -> None:
         torch.cuda.synchronize()
         self._pool = torch.cuda.graph_pool_handle()
+
+    def reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved()
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
@@ -218,13 +224,17 @@ class _Graph:
         # An input of the autograd function, so that its result requires a gradient.
         self.anchor = torch.zeros((), device=device, requires_grad=True)
 
-    def run(self, inputs: DecoderInputs) -> Tensor:
-        """Compute the hidden states, in memory that the next run of any graph may overwrite."""
+    def run(self, inputs: DecoderInputs, replays: Counter[str]) -> Tensor:
+        """Compute the hidden states, in memory that the next replay of any graph may overwrite.
+
+        ``replays`` counts those of all graphs that share memory.
+        """
         self._inputs.fill(inputs)
+        replays["forward"] += 1
         if self._leaves is None:
             self._forward()
             return self.output
-        hidden: Tensor = _Replayed.apply(self.anchor, self)
+        hidden: Tensor = _Replayed.apply(self.anchor, self, replays)
         return hidden
 
     def replay_forward(self) -> Tensor:
@@ -262,17 +272,22 @@ class _Replayed(Function):
     """``graph``'s hidden states; its backward pass leaves the gradients in ``main_grad``."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, graph: _Graph) -> Tensor:
-        ctx.graph = graph
+    def forward(ctx: Any, anchor: Tensor, graph: _Graph, replays: Counter[str]) -> Tensor:
+        ctx.graph, ctx.replays, ctx.number = graph, replays, replays["forward"]
         return graph.replay_forward()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
         graph: _Graph = ctx.graph
+        if ctx.replays["forward"] != ctx.number:
+            raise RuntimeError(
+                "a CUDA graph ran between the forward and the backward pass of a pack, and may "
+                "have overwritten its activations. Set model.cuda_graphs=false."
+            )
         graph.grad.copy_(grads[0])
         graph.replay_backward()
-        return None, None
+        return None, None, None
 
 
 class _Key(NamedTuple):
@@ -289,7 +304,7 @@ class DecoderGraphs:
         why_not: says why packs cannot be graphed in training, if so.
 
     Attributes:
-        replayed: packs that ran by a graph, so far; ``eager`` those that did not.
+        eager: packs that ran without a graph.
     """
 
     def __init__(
@@ -308,7 +323,13 @@ class DecoderGraphs:
         self._addresses: list[int] = []
         self._said: set[str] = set()
         self._failed = False
-        self.replayed = self.eager = 0
+        self._replays: Counter[str] = Counter()
+        self.eager = 0
+
+    @property
+    def replayed(self) -> int:
+        """Count the packs that ran by a graph."""
+        return self._replays["forward"]
 
     def are_used(self, is_training: bool) -> bool:
         """Tell if packs run by graphs now; says once why not."""
@@ -325,8 +346,7 @@ class DecoderGraphs:
         if graph is None:
             self.eager += 1
             return self._decode(inputs)
-        self.replayed += 1
-        return graph.run(inputs)
+        return graph.run(inputs, self._replays)
 
     def _graph(self, inputs: DecoderInputs, is_training: bool) -> _Graph | None:
         learns = torch.is_grad_enabled()
@@ -347,18 +367,17 @@ class DecoderGraphs:
         learns = key.learns
         if learns and self._leaves is None:
             self._leaves = _Leaves(self._modules)
-        is_gpu = inputs.tokens.is_cuda and torch.version.cuda is not None
-        before = torch.cuda.memory_reserved() if is_gpu else 0
+        before = self._capture.reserved_bytes()
         try:
             graph = _Graph(self._capture, self._decode, inputs, self._leaves if learns else None)
         except RuntimeError as error:
             # Nothing was computed by it: the pack can run without.
             self._failed = True
             self._graphs.clear()
-            self._say(f"model.cuda_graphs: a capture failed, so packs run without: {error}")
+            logger.warning("model.cuda_graphs: a capture failed, packs run without", exc_info=error)
             return
         self._graphs[key] = graph
-        more = torch.cuda.memory_reserved() - before if is_gpu else 0
+        more = self._capture.reserved_bytes() - before
         if is_main():
             logger.info(
                 f"CUDA graph {len(self._graphs)}: {len(inputs.tokens)} tokens, "

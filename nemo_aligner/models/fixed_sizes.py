@@ -15,8 +15,10 @@ from nemo_aligner.batch.packed import CacheUse, FixedSizes, PackedBatch
 from nemo_aligner.models.attention.segments import chains_of
 
 _TOKEN_STEP = 128
-# Empty segments, and lengths that no segment has, only start blocks that end at once.
-_FEWEST_SEGMENTS, _SHORTEST, _COARSE_FACTOR = 16, 512, 4
+# Blocks of an attention kernel that find nothing to do end at once, but a launch is as long as they
+# are many: of a segment more as many as of the longest, and of 128 tokens more one a segment.
+_FEWEST_SEGMENTS, _SHORTEST = 16, 512
+_FEWEST_ROWS, _ROW_FACTOR = 16, 4
 
 
 def round_up_tokens(count: int) -> int:
@@ -28,8 +30,10 @@ def round_up_tokens(count: int) -> int:
 
 def round_up_rows(count: int) -> int:
     """Round up the rows that a head reads: 16, 64 or 256, and above as tokens."""
-    coarse = _coarse(count, _FEWEST_SEGMENTS)
-    return coarse if coarse <= 2 * _TOKEN_STEP else round_up_tokens(count)
+    rows = _FEWEST_ROWS
+    while rows < min(count, 2 * _TOKEN_STEP):
+        rows *= _ROW_FACTOR
+    return rows if count <= rows else round_up_tokens(count)
 
 
 def pad_to_fixed_sizes(batch: PackedBatch) -> PackedBatch:
@@ -40,7 +44,7 @@ def pad_to_fixed_sizes(batch: PackedBatch) -> PackedBatch:
     if batch.cached is not None:
         batch = _with_fixed_cache(batch, batch.cached)
     longest, _ = _key_counts(batch)
-    length = _coarse(longest, _SHORTEST)
+    length = _power_of_two(longest, _SHORTEST)
     tokens = round_up_tokens(batch.num_tokens)
     filled = batch.filled_to(tokens, length)
     _, keys = _key_counts(filled)
@@ -50,15 +54,14 @@ def pad_to_fixed_sizes(batch: PackedBatch) -> PackedBatch:
         padded_keys = -(-keys // step) * step
         # A kernel writes the gradients only of keys that are in a segment: they get some.
         segments += -(-(padded_keys - keys) // length)
-    sizes = FixedSizes(_coarse(segments, _FEWEST_SEGMENTS), padded_keys, length)
+    sizes = FixedSizes(_round_up_segments(segments), padded_keys, length)
     return replace(filled, sizes=sizes)
 
 
-def _coarse(count: int, least: int) -> int:
-    size = least
-    while size < count:
-        size *= _COARSE_FACTOR
-    return size
+def _round_up_segments(count: int) -> int:
+    """Round up to a power of two, or three quarters of one."""
+    octave = _power_of_two(count, _FEWEST_SEGMENTS)
+    return octave * 3 // 4 if octave > _FEWEST_SEGMENTS and count <= octave * 3 // 4 else octave
 
 
 def _key_counts(batch: PackedBatch) -> tuple[int, int]:
@@ -77,11 +80,11 @@ def _with_fixed_cache(batch: PackedBatch, use: CacheUse) -> PackedBatch:
     """Take and store fixed numbers of tokens: one more cached segment, and stores that repeat."""
     taken, missing = use.taken, 0
     if use.lengths:
-        missing = _power_of_two(len(taken)) - len(taken)
+        missing = _power_of_two(len(taken), _TOKEN_STEP) - len(taken)
     stored, slots = use.stored, use.slots
     if len(stored):
         # The last one again: whichever of them is written last, the slot has the same values.
-        more = _power_of_two(len(stored)) - len(stored)
+        more = _power_of_two(len(stored), _TOKEN_STEP) - len(stored)
         stored, slots = (torch.cat([each, each[-1:].expand(more)]) for each in (stored, slots))
     lengths, prefixes = use.lengths, batch.prefixes
     if missing:
@@ -90,5 +93,5 @@ def _with_fixed_cache(batch: PackedBatch, use: CacheUse) -> PackedBatch:
     return replace(batch, cached=CacheUse(lengths, taken, stored, slots), prefixes=prefixes)
 
 
-def _power_of_two(count: int) -> int:
-    return max(_TOKEN_STEP, 1 << (count - 1).bit_length())
+def _power_of_two(count: int, least: int) -> int:
+    return max(least, 1 << (count - 1).bit_length())

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from nemo_aligner.batch.packed import CachedPrefix, Group, PackedBatch, Records, Stored
-from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
-from nemo_aligner.config.common import Precision
+from nemo_aligner.batch.packed import CachedPrefix, Group, PackedBatch, Stored
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.fixed_sizes import pad_to_fixed_sizes, round_up_tokens
-from nemo_aligner.models.reward_model import make_batch_invariant, wrap_for_training
-from nemo_aligner.models.step import forward_backward, infer
+from nemo_aligner.models.step import infer
 from tests import tiny
-from tests.models.recorded_graphs import RecordedCapture, attention_by_bounds  # noqa: F401
+from tests.models.graphed import (
+    PACKS,
+    RecordedCapture,
+    attention_by_bounds,  # noqa: F401
+    gradients,
+    load,
+    plain,
+    sharing,
+)
 
 pytestmark = pytest.mark.usefixtures("attention_by_bounds")
 
@@ -25,26 +29,6 @@ pytestmark = pytest.mark.usefixtures("attention_by_bounds")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_base_nemo(tmp_path_factory.mktemp("base") / "base.nemo")
-
-
-def load(base: Path, layout: ParallelLayout, with_graphs: bool, **options: Any) -> Any:
-    kinds = {"num_attributes": 2, "precision": Precision.fp32, **options}
-    model = load_pretrained(base, layout, **kinds).model
-    make_batch_invariant(model, 64)
-    if with_graphs:
-        model.use_cuda_graphs(RecordedCapture())
-    return model
-
-
-def plain(*lengths: int) -> PackedBatch:
-    return PackedBatch.pack([list(range(3, 3 + length)) for length in lengths])
-
-
-def sharing(prefix: int, *lengths: int) -> PackedBatch:
-    common = list(range(3, 3 + prefix))
-    texts = [common + list(range(60, 60 + length)) for length in lengths]
-    groups = [Group(2, prefix)] * (len(texts) // 2)
-    return PackedBatch.pack(texts, Records.of(range(len(groups)), [2] * len(groups)), groups=groups)
 
 
 def test_sizes_are_few_and_waste_little() -> None:
@@ -62,7 +46,7 @@ def test_padded_pack_has_fillers_no_longer_than_its_texts_may_be() -> None:
     assert padded.cu_seqlens.diff().tolist() == [400] * 20 + [241, 512, 463]
     assert padded.position_ids[-463:].tolist() == list(range(463))
     assert padded.sizes is not None
-    assert (padded.sizes.segments, padded.sizes.keys, padded.sizes.length) == (64, None, 512)
+    assert (padded.sizes.segments, padded.sizes.keys, padded.sizes.length) == (24, None, 512)
     padded = pad_to_fixed_sizes(sharing(40, 5, 1, 12, 9))
     assert padded.sizes is not None
     # 128 tokens, of which 40 twice and 80 twice more are keys.
@@ -70,16 +54,10 @@ def test_padded_pack_has_fillers_no_longer_than_its_texts_may_be() -> None:
     assert padded.sizes.keys == 320
 
 
-PACKS = {
-    "plain": [plain(5, 40, 1, 17), plain(30, 2, 9), plain(60, 1), plain(128)],
-    "sharing": [sharing(40, 5, 1, 12, 9), sharing(33, 8, 2, 3, 1), sharing(47, 4, 2, 1, 1)],
-}
-
-
 @pytest.mark.parametrize("kind", PACKS)
 def test_scoring_by_graphs_changes_no_bit(kind: str, base: Path, layout: ParallelLayout) -> None:
     wanted = load(base, layout, False)
-    model = load(base, layout, True)
+    model = load(base, layout, RecordedCapture())
     for _ in range(2):
         for pack in PACKS[kind]:
             found = infer(model, [pack], layout)
@@ -93,7 +71,7 @@ def test_scoring_by_graphs_changes_no_bit(kind: str, base: Path, layout: Paralle
 
 
 def test_scoring_by_graphs_uses_the_prefix_cache(base: Path, layout: ParallelLayout) -> None:
-    wanted, model = load(base, layout, False), load(base, layout, True)
+    wanted, model = load(base, layout, False), load(base, layout, RecordedCapture())
     pools = [each.new_key_value_pool(256) for each in (wanted, model)]
     for start in (0, 64, 128, 20):
         slots = torch.arange(start, start + 50)
@@ -112,31 +90,12 @@ def test_scoring_by_graphs_uses_the_prefix_cache(base: Path, layout: ParallelLay
     assert (model.graphs.replayed, model.graphs.eager) == (6, 2)
 
 
-def gradients(model: Any, packs: list[PackedBatch], layout: ParallelLayout) -> dict[str, Any]:
-    wrapped = wrap_for_training(model)
-    wrapped.train()
-
-    def loss(rewards: torch.Tensor, records: Records) -> tuple[torch.Tensor, torch.Tensor]:
-        return rewards.square().sum(), torch.tensor(rewards.size(0))
-
-    found = {}
-    for step in range(2):
-        wrapped.zero_grad_buffer()
-        forward_backward(wrapped, packs, layout, loss)
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                found[step, name] = parameter.main_grad.clone()
-                with torch.no_grad():
-                    parameter -= 1e-3 * parameter.main_grad
-    return found
-
-
 @pytest.mark.parametrize("kind", PACKS)
 def test_training_by_graphs_gives_the_same_gradients(
     kind: str, base: Path, layout: ParallelLayout
 ) -> None:
     wanted = gradients(load(base, layout, False), PACKS[kind], layout)
-    model = load(base, layout, True)
+    model = load(base, layout, RecordedCapture())
     found = gradients(model, PACKS[kind], layout)
     for name, gradient in found.items():
         scale = float(wanted[name].abs().max())
@@ -148,13 +107,13 @@ def test_training_by_graphs_gives_the_same_gradients(
 
 
 def test_graphs_are_not_for_all_training(base: Path, layout: ParallelLayout) -> None:
-    model = load(base, layout, True, recompute=Recompute.full)
+    model = load(base, layout, RecordedCapture(), recompute=Recompute.full)
     gradients(model, PACKS["plain"], layout)
     assert (model.graphs.replayed, model.graphs.eager) == (0, 0)
 
 
 def test_graphs_are_dropped_when_weights_move(base: Path, layout: ParallelLayout) -> None:
-    wanted, model = load(base, layout, False), load(base, layout, True)
+    wanted, model = load(base, layout, False), load(base, layout, RecordedCapture())
     for pack in PACKS["plain"][:3]:
         infer(model, [pack], layout)
     assert model.graphs.replayed == 2
@@ -163,3 +122,15 @@ def test_graphs_are_dropped_when_weights_move(base: Path, layout: ParallelLayout
     for pack in PACKS["plain"]:
         assert torch.equal(infer(model, [pack], layout), infer(wanted, [pack], layout))
     assert model.graphs.replayed == 6
+
+
+def test_backward_of_a_pass_that_was_overwritten_is_refused(
+    base: Path, layout: ParallelLayout
+) -> None:
+    model = load(base, layout, RecordedCapture())
+    gradients(model, PACKS["plain"], layout)
+    padded = pad_to_fixed_sizes(PACKS["plain"][0])
+    first, last = model(padded), model(padded)
+    last.sum().backward()
+    with pytest.raises(RuntimeError, match="between the forward and the backward pass"):
+        first.sum().backward()
