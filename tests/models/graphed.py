@@ -45,7 +45,7 @@ class RecordedCapture:
         result = run().clone()
 
         def replay() -> None:
-            result.copy_(run())
+            result.data.copy_(run())  # no version of a tensor counts a replay
 
         return result, replay
 
