@@ -320,7 +320,9 @@ class DecoderGraphs:
         self._graphs: dict[_Key, _Graph] = {}
         self._seen: Counter[_Key] = Counter()
         self._leaves: _Leaves | None = None
-        self._addresses: list[int] = []
+        # Parameters once and for all, as it takes longer to find them than to launch a graph.
+        self._parameters: list[torch.nn.Parameter] = []
+        self._addresses: dict[bool, list[int]] = {}
         self._said: set[str] = set()
         self._failed = False
         self._replays: Counter[str] = Counter()
@@ -352,7 +354,7 @@ class DecoderGraphs:
         learns = torch.is_grad_enabled()
         if learns and not is_training:
             return None
-        self._drop_if_moved()
+        self._drop_if_moved(learns)
         key = _Key(inputs.key(), is_training, learns)
         if key in self._graphs:
             return self._graphs[key]
@@ -384,19 +386,20 @@ class DecoderGraphs:
                 f"{'training' if learns else 'scoring'}, {more / 2**20:.0f} MiB more reserved"
             )
 
-    def _drop_if_moved(self) -> None:
+    def _drop_if_moved(self, learns: bool) -> None:
         """Drop all graphs if a weight or a gradient has another address than they know."""
-        addresses = [
-            tensor.data_ptr()
-            for module in self._modules
-            for parameter in module.parameters()
-            for tensor in (parameter, getattr(parameter, "main_grad", parameter))
-        ]
-        if addresses != self._addresses:
-            self._addresses, self._leaves = addresses, None
-            if self._graphs:
-                self._graphs.clear()
-                self._capture.reset()
+        if not self._parameters:
+            self._parameters = [each for module in self._modules for each in module.parameters()]
+        addresses = [parameter.data_ptr() for parameter in self._parameters]
+        if learns:
+            grads = (getattr(each, "main_grad", None) for each in self._parameters)
+            addresses += [grad.data_ptr() for grad in grads if grad is not None]
+        if addresses == self._addresses.get(learns, addresses):
+            self._addresses[learns] = addresses
+            return
+        self._addresses, self._leaves = {learns: addresses}, None
+        self._graphs.clear()
+        self._capture.reset()
 
     def _say(self, text: str) -> None:
         if text not in self._said and is_main():
