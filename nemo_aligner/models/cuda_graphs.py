@@ -97,8 +97,8 @@ class Capture(Protocol):
     def reset(self) -> None:
         """Free what the graphs share, after they were dropped."""
 
-    def reserved_bytes(self) -> int:
-        """Count the device memory that this process has reserved."""
+    def used_bytes(self) -> int:
+        """Count the device memory that is in use, by tensors and by the graphs themselves."""
 
 
 class CudaCapture:
@@ -131,8 +131,10 @@ class CudaCapture:
         torch.cuda.synchronize()
         self._pool = torch.cuda.graph_pool_handle()
 
-    def reserved_bytes(self) -> int:
-        return torch.cuda.memory_reserved()
+    def used_bytes(self) -> int:
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
@@ -147,6 +149,11 @@ class CudaCapture:
             torch.cuda.set_stream(current)
 
 
+@dataclass
+class _Sums:
+    are_taken: bool = False
+
+
 class _Leaves:
     """Stand-ins for a model's trained parameters, with the same memory, while it is captured.
 
@@ -159,7 +166,7 @@ class _Leaves:
     def __init__(self, modules: list[torch.nn.Module]) -> None:
         stand_ins: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self._places: list[tuple[torch.nn.Module, str, Any, Any]] = []
-        self._adds = False
+        self._sums = _Sums()
         for module in {each: None for root in modules for each in root.modules()}:
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if not parameter.requires_grad:
@@ -171,10 +178,12 @@ class _Leaves:
     def _stand_in(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         leaf = torch.nn.Parameter(parameter.detach())
         vars(leaf).update(vars(parameter))
+        # Not ``self``, which has the leaf: Python could not collect a cycle through its C++ hooks.
+        sums = self._sums
 
         def add(ready: Tensor) -> None:
             assert ready.grad is not None
-            if self._adds:
+            if sums.are_taken:
                 parameter.main_grad.add_(ready.grad)  # type: ignore[attr-defined]
             ready.grad = None
 
@@ -195,11 +204,11 @@ class _Leaves:
     @contextmanager
     def adding(self) -> Iterator[None]:
         """Add gradients to ``main_grad``; else they are dropped."""
-        self._adds = True
+        self._sums.are_taken = True
         try:
             yield
         finally:
-            self._adds = False
+            self._sums.are_taken = False
 
 
 class _Graph:
@@ -369,7 +378,7 @@ class DecoderGraphs:
         learns = key.learns
         if learns and self._leaves is None:
             self._leaves = _Leaves(self._modules)
-        before = self._capture.reserved_bytes()
+        before = self._capture.used_bytes()
         try:
             graph = _Graph(self._capture, self._decode, inputs, self._leaves if learns else None)
         except RuntimeError as error:
@@ -379,11 +388,11 @@ class DecoderGraphs:
             logger.warning("model.cuda_graphs: a capture failed, packs run without", exc_info=error)
             return
         self._graphs[key] = graph
-        more = self._capture.reserved_bytes() - before
+        more = self._capture.used_bytes() - before
         if is_main():
             logger.info(
                 f"CUDA graph {len(self._graphs)}: {len(inputs.tokens)} tokens, "
-                f"{'training' if learns else 'scoring'}, {more / 2**20:.0f} MiB more reserved"
+                f"{'training' if learns else 'scoring'}, {more / 2**20:.0f} MiB more"
             )
 
     def _drop_if_moved(self, learns: bool) -> None:

@@ -58,7 +58,7 @@ class RecordedCapture:
 
     def reset(self) -> None: ...
 
-    def reserved_bytes(self) -> int:
+    def used_bytes(self) -> int:
         return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -134,3 +136,14 @@ def test_backward_of_a_pass_that_was_overwritten_is_refused(
     last.sum().backward()
     with pytest.raises(RuntimeError, match="between the forward and the backward pass"):
         first.sum().backward()
+
+
+def test_graphs_that_are_dropped_keep_no_weights(base: Path, layout: ParallelLayout) -> None:
+    """Hooks on what stands in for parameters are held where Python's collector cannot see."""
+    model = load(base, layout, RecordedCapture())
+    gradients(model, PACKS["plain"], layout)
+    stand_in = weakref.ref(model.graphs._leaves._places[0][3])
+    assert stand_in() is not None
+    model.graphs = None
+    gc.collect()
+    assert stand_in() is None
