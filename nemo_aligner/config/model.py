@@ -194,6 +194,9 @@ class LayoutConfig:
         BATCH_INVARIANT_ROWS,
         "rows per matrix product; CPUs also use others that give the same bits",
     )
+    cuda_graphs: bool = setting(
+        False, "launch a pack's kernels as one CUDA graph, on a GPU of one rank"
+    )
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
     context_parallel_size: int = setting(1, "number of ranks that share each text, for long texts")

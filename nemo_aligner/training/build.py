@@ -216,6 +216,8 @@ def build_optimized(
         ConfigError: no layer is left to train, or see ``build_optimizer``.
     """
     make_batch_invariant(model, options.invariant_rows)
+    if options.cuda_graphs:
+        model.use_cuda_graphs()
     # What is frozen has to be so before it is wrapped: Megatron gives every parameter that requires
     # a gradient a place in its buffers, and the optimizer takes its parameters from there.
     freeze_lower_layers(model, options.freeze_layers, shape.num_layers)

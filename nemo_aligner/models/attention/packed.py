@@ -56,6 +56,14 @@ class PackedAttention(MegatronModule):
         is_ring = config.cp_comm_type == ContextExchange.p2p.value
         self.is_ring = is_ring and why_gathered(shape, config.params_dtype) is None
 
+    @property
+    def has_kernel(self) -> bool:
+        """True on a GPU where one kernel takes whole packs."""
+        config, scores = self.config, self.scores
+        if why_no_kernel(config.params_dtype, config.kv_channels) is not None:
+            return False
+        return varlen_kernel(scores.window is not None, scores.soft_cap is not None) is not None
+
     def forward(
         self,
         query: Tensor,

@@ -260,12 +260,14 @@ def load_scorer(
     prefix_cache_tokens: int = 0,
     invariant_rows: int | None = BATCH_INVARIANT_ROWS,
     can_offload: bool = False,
+    cuda_graphs: bool = False,
 ) -> RewardScorer:
     """The scorer of a reward model's ``.nemo``, on this rank's device; every rank calls it.
 
     ``precision`` None is the contract's; without ``prefix_cache_tokens`` nothing is cached. With
     ``invariant_rows`` (see ``make_batch_invariant``) a reward has the same bits in any batch.
     Weights that an OffloadGroup ``can_offload`` keep torch's layout, which on a CPU is slower.
+    With ``cuda_graphs`` packs run by them (``GPTRewardModel.use_cuda_graphs``).
 
     Raises:
         CheckpointError: the archive is unsafe, incomplete, or has no scoring contract.
@@ -273,6 +275,8 @@ def load_scorer(
     """
     loaded = load_reward_model(path, layout, precision)
     make_batch_invariant(loaded.model, invariant_rows)
+    if cuda_graphs:
+        loaded.model.use_cuda_graphs()
     # Only now: it concerns the layers that were made batch invariant.
     if not can_offload:
         freeze_for_scoring(loaded.model)
