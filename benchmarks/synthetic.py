@@ -251,8 +251,7 @@ def _standing_bytes(learner: RewardLearner) -> dict[str, float]:
         "optimizer": _bytes(
             t
             for t in learner.optimizer.state_tensors()
-            if t.device == parameters[0].device
-            and t.untyped_storage().data_ptr() not in weights
+            if t.device == parameters[0].device and t.untyped_storage().data_ptr() not in weights
         ),
     }
 

@@ -88,8 +88,8 @@ def mark_phases(watch: Watch) -> None:
     )
 
     # The count of overflows comes back as one, as all from a fake GPU.
-    measure = Optimizer._measure_gradients
-    Optimizer._measure_gradients = lambda self: (False, measure(self)[1])
+    measure_gradients = Optimizer._measure_gradients
+    Optimizer._measure_gradients = lambda self: (False, measure_gradients(self)[1])
 
     def mark(owner: type, method: str, phase: str) -> None:
         function = getattr(owner, method)

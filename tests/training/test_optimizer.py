@@ -272,11 +272,12 @@ def test_updates_wait_for_a_save_and_change_nothing_of_it(
     wrapped, optimizer = build(layout, precision, cpu_offload=offload, warmup_steps=0)
     checkpoints = RunCheckpoints(tmp_path)
     checkpoints.reserve(wrapped.module, optimizer)
+    num_flat = 3 * sum(len(buffer.buckets) for buffer in wrapped.buffers)
     for number in (1, 2):  # the second save has the memory of the first
         step(wrapped, optimizer, 0.01 * number)
         expected = [each.clone() for each in (*wrapped.parameters(), *optimizer.state_tensors())]
         checkpoints.save(RunState(number, number), wrapped.module, optimizer)
-        assert stream.num_left == len(expected)
+        assert stream.num_left == len(list(wrapped.parameters())) + num_flat
         step(wrapped, optimizer, -0.5)
         assert stream.num_left == 0
     saved = checkpoints.latest()
