@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.gpu_rehearsal.conftest import Rehearse, Task
-from tests.gpu_rehearsal.test_commands import DECISIONS, FP16, Seen, ended_well, unexpected
+from tests.gpu_rehearsal.test_commands import DECISIONS, Seen, ended_well, unexpected
 
 FLASH = ("torch_attn._varlen_attn.default", "aten._flash_attention_forward.default")
 LAYERS_AND_PACKS = 2 * 2
@@ -139,9 +139,8 @@ def test_rehearsed_ranks_make_the_same_collectives_and_wait_for_no_micro_batch(
         for name in found.keys() - {"one GPU", *GRAPHS}:
             seen = found[name]
             said = differences(seen["collectives"])
-            allowed = DECISIONS["step"] | (FP16 if name == "Turing" else {})
             for rank in seen["ranks"]:
-                said += unexpected({"phases": {"step": rank}}, {"step": allowed})
+                said += unexpected({"phases": {"step": rank}}, {"step": DECISIONS["step"]})
             if not any(rank.values() for rank in seen["collectives"]) and name in LAYOUTS:
                 said.append("nothing was sent")
             wrong[stubs, name] = said

@@ -126,7 +126,7 @@ class Watch(TorchDispatchMode):
         if func is aten._foreach_copy_.default:
             for pair in zip(*args[:2], strict=True):
                 self._on_gpu(aten.copy_.default, (*pair, *args[2:]), kwargs)
-            return args[0]
+            return None
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             self._note_copy("to host", args[0], *args[2:], **kwargs)
             return _for_real(func, *args, **kwargs)
