@@ -54,7 +54,8 @@ def _add_rms_norm(
 def _gated_silu(x: Tensor) -> Tensor:
     if x.dtype not in FLOATS:
         return eager.gated_silu(x)
-    return LigerFusedGateUpSiLUMulFunction.apply(x)
+    # Its gradient has two dimensions.
+    return LigerFusedGateUpSiLUMulFunction.apply(x.flatten(0, -2)).view(*x.shape[:-1], -1)
 
 
 def _split_and_rotate(
