@@ -140,6 +140,7 @@ _LAYOUT = (
     "model.batch_invariant",
     "model.batch_invariant_rows",
     "model.cuda_graphs",
+    "model.pointwise_kernels",
 )
 IDLE_IN_EVALUATION: tuple[IdleRule, ...] = (
     ({"server": ANY}, (*_LAYOUT, "model.micro_batch_tokens")),

@@ -178,6 +178,15 @@ class ContextExchange(Enum):
     p2p = "p2p"
 
 
+class PointwiseChoice(Enum):
+    """Implementations of RMSNorm, SwiGLU and RoPE."""
+
+    eager = "eager"
+    compile = "compile"
+    liger = "liger"
+    triton = "triton"
+
+
 BATCH_INVARIANT_ROWS = 256
 
 
@@ -209,6 +218,9 @@ class LayoutConfig:
     )
     sequence_parallel: bool = setting(
         False, "also split norms along the tokens; needs tensor parallelism"
+    )
+    pointwise_kernels: PointwiseChoice | None = setting(
+        None, "RMSNorm, SwiGLU and RoPE; null: triton on a GPU, else eager"
     )
 
     def __post_init__(self) -> None:

@@ -57,6 +57,8 @@ from nemo_aligner.models.layers import (
     rows_now,
 )
 from nemo_aligner.models.lora import LoraDropout, attach_adapters
+from nemo_aligner.models.pointwise.choice import choose_kernels
+from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
 from nemo_aligner.models.readout import mean_of_replies, spoken_losses
 from nemo_aligner.models.rotary import ByLength, query_scale, rotations
 from nemo_aligner.models.shape import ModelShape
@@ -370,6 +372,7 @@ def build_reward_model(
         reply_marker=reply_marker,
         lora_dropout=lora_dropout,
     )
+    use_pointwise_kernels(model, choose_kernels(None))
     return model.to(torch.cuda.current_device())
 
 

@@ -31,8 +31,8 @@ from nemo_aligner.distributed.layout import (
 )
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models.cuda_graphs import why_not_graphed
-from nemo_aligner.models.layers import Shared, _RMSNorm
 from nemo_aligner.models.offload import OffloadManager
+from nemo_aligner.models.pointwise.eager import Shared, _RMSNorm
 from nemo_aligner.models.reward_model import (
     build_reward_model,
     freeze_lower_layers,

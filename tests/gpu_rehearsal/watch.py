@@ -68,6 +68,11 @@ class Watch(TorchDispatchMode):
         self.unfinished = 0
         self._seen.waits[f"{what} at {_place()}"] += 1
 
+    def launched(self, kernel: str) -> None:
+        """A kernel of Triton's begins."""
+        self.unfinished += 1
+        self._seen.operations[f"triton {kernel}"] += 1
+
     def meet(self, operation: str, group: Any, *sizes: str) -> int:
         """A collective of ``group``; how many it had so far."""
         calls = self.collectives[(group or dist.group.WORLD).group_desc]

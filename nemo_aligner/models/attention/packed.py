@@ -75,13 +75,17 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         if packed_seq_params is None:
             raise ValueError("attention needs the bounds of the packed sequences")
-        segments, scores = packed_seq_params, self.scores
         if self.rotation is not None:
-            query, key = (rotate(each, *segments.tables[self.rotation]) for each in (query, key))
-        query, key = query.squeeze(1), key.squeeze(1)
+            tables = packed_seq_params.tables[self.rotation]
+            query, key = (rotate(each, *tables) for each in (query, key))
+        query, key, value = (each.squeeze(1) for each in (query, key, value))
+        return self.attend(query, key, value, packed_seq_params)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
+        """Attend as ``forward`` does, by rotated queries ``[T, heads, c]`` and keys."""
+        scores = self.scores
         if segments.query_scale is not None:
             query = query * segments.query_scale
-        value = value.squeeze(1)
         if self._goes_round(segments):
             return self._read(ring.attend(query, key, value, segments, scores), segments)
         # Only in training: in inference the choice of kernel must not depend on the pack.
