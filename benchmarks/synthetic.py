@@ -305,18 +305,13 @@ def _bytes(tensors: Any) -> float:
 def _standing_bytes(learner: RewardLearner) -> dict[str, float]:
     parameters = list(learner.model.parameters())
     weights = _storages(parameters)
-    inner = [part.optimizer for part in learner.optimizer._optimizer.chained_optimizers]
-    held = [value for part in inner for state in part.state.values() for value in state.values()]
-    held += [p for part in inner for group in part.param_groups for p in group["params"]]
     return {
         "weights": _bytes(parameters),
         "gradients": _bytes(p.main_grad for p in parameters if p.requires_grad),
         "optimizer": _bytes(
             t
-            for t in held
-            if isinstance(t, torch.Tensor)
-            and t.device == parameters[0].device
-            and t.untyped_storage().data_ptr() not in weights
+            for t in learner.optimizer.state_tensors()
+            if t.device == parameters[0].device and t.untyped_storage().data_ptr() not in weights
         ),
     }
 

@@ -249,7 +249,6 @@ def train_ours(job: dict[str, Any]) -> dict[str, Any]:
         head = learner.model.rm_head.weight
         with torch.no_grad():
             head.copy_(torch.from_numpy(np.load(job["head"])))
-        learner.optimizer._optimizer.reload_model_params()
         seconds, losses = [], []
         for step in range(len(batches)):
             begun = now()
