@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from common import now, peak_gib
-from synthetic import has_cuda_graphs, pointwise_choices
 
+from nemo_aligner.models.pointwise.choice import available_kernels
 from nemo_aligner.training.learner import RewardLearner
 
 Row = dict[str, Any]
 Point = dict[str, Any]
 _WARM_UP = 2
+_GRAPHS_WARM_UP = 5  # a graph is captured where a size comes a second time
 _UP_TO = "up to"
 # Safest first: a kernel that reads outside its memory ends the process. torch.compile comes last,
 # because it compiles for half a minute.
@@ -58,11 +60,11 @@ class Experiment:
         """A row for each variant, as it is measured; the most telling come first."""
         rows: list[Row] = []
         usual = Variant(micro_batch_tokens=self.sizes[0])
-        choices = sorted(pointwise_choices(), key=_ORDER.index)
+        choices = sorted((choice.value for choice in available_kernels()), key=_ORDER.index)
         for choice in choices:
             if choice != _SLOW_TO_START:
                 yield from self._add(rows, replace(usual, pointwise_kernels=choice))
-        if has_cuda_graphs():
+        if torch.cuda.is_available():
             yield from self._add(rows, replace(fastest(rows) or usual, cuda_graphs=True))
         for size in self.sizes[1:]:
             yield from self._add(rows, replace(fastest(rows) or usual, micro_batch_tokens=size))
@@ -103,14 +105,15 @@ def fastest(rows: Sequence[Mapping[str, Any]]) -> Variant | None:
 
 
 def time_variant(learner: RewardLearner, steps: int, peak_flops: float) -> Row:
-    """Speed of ``steps`` steps after two that are not timed, by the tokens that they have."""
+    """Speed of ``steps`` steps after some that are not timed, by the tokens that they have."""
+    warm_up = _WARM_UP if learner.model.graphs is None else _GRAPHS_WARM_UP
     started = now()
     first = learner.train_step(0)
     first_seconds = now() - started
-    for step in range(1, _WARM_UP):
+    for step in range(1, warm_up):
         learner.train_step(step)
     started = now()
-    metrics = [learner.train_step(_WARM_UP + step) for step in range(steps)]
+    metrics = [learner.train_step(warm_up + step) for step in range(steps)]
     seconds = now() - started
     tokens, flops = (sum(each[name] for each in metrics) for name in ("tokens", "flops"))
     return {
