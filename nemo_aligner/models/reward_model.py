@@ -1,12 +1,12 @@
 """GPTRewardModel: a pretrained decoder with an fp32 reward head on each sequence's last token.
 
-Also here: the head, freezing, Megatron's data parallel wrapper, and batch invariance.
+Also here: freezing, Megatron's data parallel wrapper, and batch invariance.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import wraps
 from itertools import zip_longest
 from typing import Any
@@ -22,8 +22,11 @@ from torch import Tensor
 
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.model import Recompute
+from nemo_aligner.config.model import ROWS_BY_DEVICE, Recompute
+from nemo_aligner.distributed import gpu_products
+from nemo_aligner.distributed.collectives import most_of_model
 from nemo_aligner.distributed.cpu_products import (
+    BATCH_INVARIANT_ROWS,
     reordered_for_products,
     row_multiple,
     try_all_sizes,
@@ -37,20 +40,27 @@ from nemo_aligner.models.attention.segments import (
     sum_of_group,
 )
 from nemo_aligner.models.backbone import layer_spec, transformer_config, use_transformer_engine
-from nemo_aligner.models.experts import COUNTED, Counted, MixtureOfExperts, routers
+from nemo_aligner.models.experts import (
+    COUNTED,
+    Counted,
+    ExpertLinear,
+    MixtureOfExperts,
+    Router,
+    routers,
+)
 from nemo_aligner.models.internals import fused_output_layer_allowed
 from nemo_aligner.models.layers import (
     ColumnLinear,
     RowLinear,
     in_chunks,
-    invariant_linear,
     learns,
     rows_now,
 )
 from nemo_aligner.models.lora import LoraDropout, attach_adapters
 from nemo_aligner.models.readout import mean_of_replies, spoken_losses
+from nemo_aligner.models.reward_head import HeadLayer, RewardHead
 from nemo_aligner.models.rotary import ByLength, Tables, query_scale, rotations
-from nemo_aligner.models.shape import HeadShape, ModelShape
+from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.host_transfer import to_device
 from nemo_aligner.utils.processes import is_main
@@ -71,6 +81,8 @@ class GPTRewardModel(GPTModel):
 
     Attributes:
         rotation_by_length: of ``ModelShape``: which texts may share a beginning.
+        smallest_chunk: fewest rows of a batch invariant product on a GPU, on any rank of the model;
+            None on a CPU, and where rewards may depend on the batch.
     """
 
     def __init__(
@@ -100,6 +112,7 @@ class GPTRewardModel(GPTModel):
             )
         self.reads_every_token = reads_every_token
         self.reply_marker = reply_marker
+        self.smallest_chunk: int | None = None
         self._rotations = rotations(shape, self.rotary_pos_emb)
         self.spoken_marker: tuple[int, ...] | None = None
         self._vocab_size = shape.vocab_size
@@ -236,10 +249,15 @@ class GPTRewardModel(GPTModel):
         """Multiple to which packs of ``count`` tokens, or rows that the head reads, are padded.
 
         Sequence parallelism splits them evenly over the ranks. In evaluation it also keeps torch
-        from its other kernels for a single row and for the remainder of a vector.
+        from its other kernels for a single row and for the remainder of a vector, and on a GPU
+        batch invariant products from padding each by itself.
         """
         ranks = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
-        return ranks if self.training else ranks * row_multiple(count // ranks)
+        if self.training:
+            return ranks
+        if self.smallest_chunk is not None:
+            return ranks * gpu_products.row_multiple(count // ranks, self.smallest_chunk)
+        return ranks * row_multiple(count // ranks)
 
     def new_key_value_pool(self, slots: int) -> KeyValuePool:
         """Allocate a pool for this rank's layers and query groups, in the model's dtype."""
@@ -342,97 +360,6 @@ def build_reward_model(
     return model.to(torch.cuda.current_device())
 
 
-# The reward head. It stays in fp32 whatever the backbone's dtype: rewards of good and bad replies
-# differ by less than bf16 resolves.
-
-_HEAD_INIT_STD = 0.02
-
-
-class _Layer(torch.nn.Module):
-    """A linear layer with an fp32 weight on this rank's device."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        device = torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(weight.to(device))
-        self.bias = None if bias is None else torch.nn.Parameter(bias.to(device))
-
-    def forward(self, hidden: Tensor, rows: int | None) -> Tensor:
-        """``[S, in] -> [S, out]``, in products of ``rows`` rows unless None (see ``rows_now``).
-
-        Call the module rather than read its weight: under ``overlap_param_gather`` Megatron waits
-        in a forward pre-hook for weights that are still being gathered.
-        """
-        if rows is None:
-            return F.linear(hidden, self.weight, self.bias)
-        return invariant_linear(hidden, self.weight, self.bias, rows)
-
-
-class RewardHead(_Layer):
-    """``[S, hidden] -> [S, outputs]`` in fp32, replicated on all TP ranks.
-
-    A linear map without bias by default. ``shape`` can add biases and a hidden layer with a ReLU,
-    whose result has the same bits on every processor. ``invariant_rows`` as in ``ColumnLinear``.
-    """
-
-    invariant_rows: int | None = None
-
-    def __init__(
-        self, hidden_size: int, num_outputs: int, seed: int, shape: HeadShape | None = None
-    ) -> None:
-        sizes = (shape or HeadShape()).tensors(num_outputs, hidden_size)
-        # Drawn on the CPU from its own generator: every device and layout gets the same head.
-        generator = torch.Generator().manual_seed(seed)
-        drawn = {name: _draw(size, name, generator) for name, size in sizes.items()}
-        super().__init__(drawn["weight"], drawn.get("bias"))
-        self.learned: torch.nn.Parameter | None = None
-        self.auxiliary: _Layer | None = None
-        self.hidden = None
-        if "hidden.weight" in drawn:
-            self.hidden = _Layer(drawn["hidden.weight"], drawn.get("hidden.bias"))
-
-    def learn_beside(self, start: Sequence[float]) -> None:
-        """Append scalars that an objective learns, ``start`` at first, to each text's outputs."""
-        if start:
-            numbers = torch.tensor(start, dtype=torch.float32, device=self.weight.device)
-            self.learned = torch.nn.Parameter(numbers)
-            self.learned.is_of_objective = True  # type: ignore[attr-defined]
-
-    def train_beside(self, heads: int, seed: int) -> None:
-        """Add ``heads`` of one matrix, which read what the last layer reads.
-
-        Their outputs, and the cosine of each one's weights with the first output's, are appended to
-        each text's outputs.
-        """
-        if heads:
-            # Not the numbers that the head itself was drawn from.
-            generator = torch.Generator().manual_seed(seed + 1)
-            size = (heads, self.weight.size(1))
-            self.auxiliary = _Layer(_draw(size, "auxiliary.weight", generator), None)
-
-    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
-        hidden, rows = hidden.float(), rows_now(self)
-        if self.hidden is not None:
-            hidden = self.hidden(hidden, rows).relu()
-        outputs = super().forward(hidden, rows)
-        if self.auxiliary is not None:
-            others = self.auxiliary(hidden, rows)
-            cosines = F.cosine_similarity(self.weight[:1], self.auxiliary.weight)
-            outputs = torch.cat([outputs, others, cosines.expand(len(outputs), -1)], dim=1)
-        if self.learned is not None:
-            outputs = torch.cat([outputs, self.learned.expand(len(outputs), -1)], dim=1)
-        return outputs
-
-
-def _draw(size: tuple[int, ...], name: str, generator: torch.Generator) -> Tensor:
-    tensor = torch.zeros(size, dtype=torch.float32)
-    if len(size) == 1:
-        return tensor
-    # Keeps the variance of its input through the ReLU (He et al. 2015).
-    std = (2 / size[1]) ** 0.5 if name == "hidden.weight" else _HEAD_INIT_STD
-    return tensor.normal_(std=std, generator=generator)
-
-
 # Training: frozen layers, and Megatron's data parallel wrapper.
 
 
@@ -526,8 +453,12 @@ _ENGINE = "megatron.core.extensions.transformer_engine"
 def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
     """Compute all products of ``model`` in chunks of ``rows`` rows in evaluation mode.
 
-    None switches it off.
+    ``ROWS_BY_DEVICE`` leaves the number to the device; None switches it off. On a GPU other sizes
+    are tried here, not at the first texts. Every rank of the model calls it.
     """
+    is_on_gpu = next(model.parameters()).is_cuda
+    if rows == ROWS_BY_DEVICE:
+        rows = gpu_products.default_rows() if is_on_gpu else BATCH_INVARIANT_ROWS
     engine = [each for each in model.modules() if type(each).__module__ == _ENGINE]
     if rows is not None and engine and model.config.sequence_parallel:
         if is_main():
@@ -548,6 +479,31 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
         layer.invariant_rows = rows
         if "forward" not in vars(layer):
             layer.forward = _in_chunks(layer)  # type: ignore[method-assign]
+    model.smallest_chunk = None
+    if is_on_gpu and rows is not None:
+        model.smallest_chunk = _try_on_gpu(model, rows)
+
+
+def _try_on_gpu(model: GPTRewardModel, rows: int) -> int:
+    """Try the products of a model on its GPU, and return the fewest rows of a decoder's."""
+    for weight, bias in _products(model):
+        gpu_products.chunk_sizes(weight, bias, rows)
+    layers = _invariant_layers(model)
+    smallest = [min(gpu_products.chunk_sizes(each.weight, each.bias, rows)) for each in layers]
+    # TransformerEngine's layers, which are not among these, have chunks of one size. All ranks of
+    # the model have to make the same packs.
+    return most_of_model(max(smallest, default=rows))
+
+
+def _products(model: GPTRewardModel) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the weight ``[o, i]`` and the bias of every product; of equal experts the first."""
+    for module in model.modules():
+        if isinstance(module, ColumnLinear | RowLinear | HeadLayer | torch.nn.Linear):
+            yield module.weight, module.bias
+        elif isinstance(module, Router):
+            yield module.weight.float(), None
+        elif isinstance(module, ExpertLinear):
+            yield module.weight[0].flatten(0, -2), None
 
 
 def freeze_for_scoring(model: GPTRewardModel) -> None:

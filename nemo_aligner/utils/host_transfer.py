@@ -24,6 +24,16 @@ def to_device(host: Tensor, device: torch.device | str) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
+def all_to_device(hosts: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
+    """``to_device`` of several tensors; to a GPU by one copy, into memory that they share."""
+    if torch.device(device).type != "cuda" or not all(host.is_cpu for host in hosts):
+        return [to_device(host, device) for host in hosts]
+    memory = torch.empty(room_for(hosts), dtype=torch.uint8, pin_memory=True)
+    for piece, host in zip(pieces_of(memory, hosts), hosts, strict=True):
+        piece.copy_(host)
+    return pieces_of(memory.to(device, non_blocking=True), hosts)
+
+
 # Device to host, on a stream beside the kernels.
 #
 # So a save does not hold training up: the next step computes while tensors cross the bus, until its

@@ -16,7 +16,7 @@ import numpy as np
 from nemo_aligner.checkpoint.nemo.fingerprint import fingerprint_of_ensemble
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.model import BATCH_INVARIANT_ROWS
+from nemo_aligner.config.model import ROWS_BY_DEVICE
 from nemo_aligner.contract.contract import EncodedText, ScoringContract, TextEncoder
 from nemo_aligner.contract.from_settings import describe_differences
 from nemo_aligner.contract.messages import Text
@@ -258,7 +258,7 @@ def load_scorer(
     micro_batch_tokens: int = 8192,
     watch: Watch = unwatched,
     prefix_cache_tokens: int = 0,
-    invariant_rows: int | None = BATCH_INVARIANT_ROWS,
+    invariant_rows: int | None = ROWS_BY_DEVICE,
     can_offload: bool = False,
 ) -> RewardScorer:
     """The scorer of a reward model's ``.nemo``, on this rank's device; every rank calls it.
