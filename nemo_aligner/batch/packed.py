@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_aligner.batch.context import ContextShare
 from nemo_aligner.batch.pairs import PairRows, pair_rows
-from nemo_aligner.utils.host_transfer import to_device
+from nemo_aligner.utils.host_transfer import all_to_device, to_device
 
 # Sequences and packs that use a pool of keys and values computed before.
 
@@ -52,12 +52,9 @@ class CacheUse:
     stored: Tensor
     slots: Tensor
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+    def tensors(self) -> list[Tensor]:
         """``taken``, ``stored`` and ``slots``."""
-        return self.taken, self.stored, self.slots
-
-    def to(self, device: torch.device | str) -> CacheUse:
-        return CacheUse(self.lengths, *(to_device(each, device) for each in self.tensors()))
+        return [self.taken, self.stored, self.slots]
 
 
 # Records own rewards and labels; a PackedBatch is the one form in which data reaches a model.
@@ -547,18 +544,20 @@ class PackedBatch:
         What the host plans by stays: the bounds and beginnings of the segments, the rows, and which
         rewards a record owns.
         """
-        labels = self.records.labels
-        moved = replace(labels, values=to_device(labels.values, device))
+        labels, cached = self.records.labels, self.cached
+        given = [self.tokens, self.position_ids, self.scored_tokens, labels.values]
+        indices = [] if cached is None else cached.tensors()
+        tokens, positions, scored, values, *moved = all_to_device([*given, *indices], device)
         replies, spoken = (
             None if rows is None else rows.to(device) for rows in (self.replies, self.spoken)
         )
         return replace(
             self,
-            tokens=to_device(self.tokens, device),
-            position_ids=to_device(self.position_ids, device),
-            scored_tokens=to_device(self.scored_tokens, device),
-            records=replace(self.records, labels=moved),
-            cached=None if self.cached is None else self.cached.to(device),
+            tokens=tokens,
+            position_ids=positions,
+            scored_tokens=scored,
+            records=replace(self.records, labels=replace(labels, values=values)),
+            cached=None if cached is None else CacheUse(cached.lengths, *moved),
             replies=replies,
             spoken=spoken,
             share=None if self.share is None else self.share.to(device),

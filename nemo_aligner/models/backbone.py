@@ -505,12 +505,9 @@ class PackedLayer(TransformerLayer):
             query, key = turning[:, :, :-1], turning[:, :, -1:]
             normed = attention.q_layernorm(query), attention.k_layernorm(key)
             turning = torch.cat(normed, dim=2)
-        if mixed.is_cpu:
-            return attention.core_attention.infer_on_cpu(turning, value, segments)
-        query, key = turning[:, :, :-1].flatten(1, 2), turning[:, :, -1]
-        return attention.core_attention(
-            *(each.unsqueeze(1) for each in (query, key, value)), packed_seq_params=segments
-        )
+        core = attention.core_attention
+        infer = core.infer_on_cpu if mixed.is_cpu else core.infer_on_gpu
+        return infer(turning, value, segments)
 
     def _read(self, hidden: Tensor, segments: PackedSegments) -> Tensor:
         """The rows of the residual stream that the rest of the layer computes."""

@@ -6,6 +6,7 @@ Also here: freezing, Megatron's data parallel wrapper, and batch invariance.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial, wraps
 from itertools import zip_longest
@@ -22,8 +23,11 @@ from torch import Tensor
 
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.model import Recompute
+from nemo_aligner.config.model import ROWS_BY_DEVICE, Recompute
+from nemo_aligner.distributed import gpu_products
+from nemo_aligner.distributed.collectives import most_of_model
 from nemo_aligner.distributed.cpu_products import (
+    BATCH_INVARIANT_ROWS,
     reordered_for_products,
     row_multiple,
     try_all_sizes,
@@ -45,9 +49,15 @@ from nemo_aligner.models.cuda_graphs import (
     why_not_graphed,
     why_not_graphed_in_training,
 )
-from nemo_aligner.models.experts import COUNTED, Counted, MixtureOfExperts, routers
+from nemo_aligner.models.experts import (
+    COUNTED,
+    Counted,
+    ExpertLinear,
+    MixtureOfExperts,
+    Router,
+    routers,
+)
 from nemo_aligner.models.fixed_sizes import round_up_rows
-from nemo_aligner.models.head import RewardHead
 from nemo_aligner.models.internals import fused_output_layer_allowed
 from nemo_aligner.models.layers import (
     ColumnLinear,
@@ -60,6 +70,7 @@ from nemo_aligner.models.lora import LoraDropout, attach_adapters
 from nemo_aligner.models.pointwise.choice import choose_kernels
 from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
 from nemo_aligner.models.readout import mean_of_replies, spoken_losses
+from nemo_aligner.models.reward_head import HeadLayer, RewardHead
 from nemo_aligner.models.rotary import ByLength, query_scale, rotations
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import ConfigError
@@ -83,6 +94,8 @@ class GPTRewardModel(GPTModel):
     Attributes:
         rotation_by_length: of ``ModelShape``: which texts may share a beginning.
         graphs: CUDA graphs by which packs run (``use_cuda_graphs``); None without.
+        smallest_chunk: fewest rows of a batch invariant product on a GPU, on any rank of the model;
+            None on a CPU, and where rewards may depend on the batch.
     """
 
     graphs: DecoderGraphs | None = None
@@ -114,6 +127,7 @@ class GPTRewardModel(GPTModel):
             )
         self.reads_every_token = reads_every_token
         self.reply_marker = reply_marker
+        self.smallest_chunk: int | None = None
         self._rotations = rotations(shape, self.rotary_pos_emb)
         self.spoken_marker: tuple[int, ...] | None = None
         self._vocab_size = shape.vocab_size
@@ -273,10 +287,15 @@ class GPTRewardModel(GPTModel):
         """Multiple to which packs of ``count`` tokens, or rows that the head reads, are padded.
 
         Sequence parallelism splits them evenly over the ranks. In evaluation it also keeps torch
-        from its other kernels for a single row and for the remainder of a vector.
+        from its other kernels for a single row and for the remainder of a vector, and on a GPU
+        batch invariant products from padding each by itself.
         """
         ranks = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
-        return ranks if self.training else ranks * row_multiple(count // ranks)
+        if self.training:
+            return ranks
+        if self.smallest_chunk is not None:
+            return ranks * gpu_products.row_multiple(count // ranks, self.smallest_chunk)
+        return ranks * row_multiple(count // ranks)
 
     def new_key_value_pool(self, slots: int) -> KeyValuePool:
         """Allocate a pool for this rank's layers and query groups, in the model's dtype."""
@@ -469,8 +488,12 @@ _ENGINE = "megatron.core.extensions.transformer_engine"
 def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
     """Compute all products of ``model`` in chunks of ``rows`` rows in evaluation mode.
 
-    None switches it off.
+    ``ROWS_BY_DEVICE`` leaves the number to the device; None switches it off. On a GPU other sizes
+    are tried here, not at the first texts. Every rank of the model calls it.
     """
+    is_on_gpu = next(model.parameters()).is_cuda
+    if rows == ROWS_BY_DEVICE:
+        rows = gpu_products.default_rows() if is_on_gpu else BATCH_INVARIANT_ROWS
     engine = [each for each in model.modules() if type(each).__module__ == _ENGINE]
     if rows is not None and engine and model.config.sequence_parallel:
         if is_main():
@@ -491,6 +514,31 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
         layer.invariant_rows = rows
         if "forward" not in vars(layer):
             layer.forward = _in_chunks(layer)  # type: ignore[method-assign]
+    model.smallest_chunk = None
+    if is_on_gpu and rows is not None:
+        model.smallest_chunk = _try_on_gpu(model, rows)
+
+
+def _try_on_gpu(model: GPTRewardModel, rows: int) -> int:
+    """Try the products of a model on its GPU, and return the fewest rows of a decoder's."""
+    for weight, bias in _products(model):
+        gpu_products.chunk_sizes(weight, bias, rows)
+    layers = _invariant_layers(model)
+    smallest = [min(gpu_products.chunk_sizes(each.weight, each.bias, rows)) for each in layers]
+    # TransformerEngine's layers, which are not among these, have chunks of one size. All ranks of
+    # the model have to make the same packs.
+    return most_of_model(max(smallest, default=rows))
+
+
+def _products(model: GPTRewardModel) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the weight ``[o, i]`` and the bias of every product; of equal experts the first."""
+    for module in model.modules():
+        if isinstance(module, ColumnLinear | RowLinear | HeadLayer | torch.nn.Linear):
+            yield module.weight, module.bias
+        elif isinstance(module, Router):
+            yield module.weight.float(), None
+        elif isinstance(module, ExpertLinear):
+            yield module.weight[0].flatten(0, -2), None
 
 
 def freeze_for_scoring(model: GPTRewardModel) -> None:

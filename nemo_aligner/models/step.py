@@ -21,7 +21,7 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.segments import KeyValuePool, chains_of
 from nemo_aligner.models.fixed_sizes import pad_to_fixed_sizes
 from nemo_aligner.models.reward_model import GPTRewardModel
-from nemo_aligner.utils.host_transfer import to_device
+from nemo_aligner.utils.host_transfer import Arriving, to_device, to_host_later
 
 _MOST_PARTS = 50
 # Packs of a part for each stage after the first: the pipeline's bubble is then a sixteenth.
@@ -152,6 +152,25 @@ def gather_rewards(
     Returns:
         ``[S, A]`` float32 on the CPU, the same on every rank. Collective: one all-reduce.
     """
+    return _gathered(rewards, batches, shape, layout).cpu()
+
+
+def gather_rewards_later(
+    rewards: Tensor | None,
+    batches: Sequence[PackedBatch],
+    shape: tuple[int, int],
+    layout: ParallelLayout,
+) -> Arriving[Tensor]:
+    """``gather_rewards`` without waiting for the device."""
+    return to_host_later(_gathered(rewards, batches, shape, layout))
+
+
+def _gathered(
+    rewards: Tensor | None,
+    batches: Sequence[PackedBatch],
+    shape: tuple[int, int],
+    layout: ParallelLayout,
+) -> Tensor:
     gathered = torch.zeros(shape, device=current_device())
     # Each row is written by one rank and is 0 on all others, so that the sum has its bits. Tensor
     # and context parallel ranks all have the same rewards; stages before the last have none.
@@ -160,7 +179,7 @@ def gather_rewards(
         gathered[to_device(rows, rewards.device)] = rewards
     if dist.get_world_size() > 1:
         dist.all_reduce(gathered)
-    return gathered.cpu()
+    return gathered
 
 
 def _run(

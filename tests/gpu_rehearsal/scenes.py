@@ -76,6 +76,7 @@ PHASES = {
     "save": (RunCheckpoints, "save"),
     "load": (RunCheckpoints, "load"),
     "score": (RewardScorer, "score_token_lists"),
+    "begin": (RewardScorer, "begin"),
     "values": (CriticLearner, "values"),
     "critic step": (CriticLearner, "_train_step"),
     "move": (OffloadManager, "move"),

@@ -19,7 +19,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
-_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default)
+_PRODUCTS = (
+    aten.mm.default,
+    aten.mm.out,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.addmm.out,
+)
 _INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 # Where query, key, value and the bounds of their sequences stand among the arguments.
 _FLASH = {

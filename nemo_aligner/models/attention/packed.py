@@ -125,6 +125,20 @@ class PackedAttention(MegatronModule):
         out = attend(turned, value, self.layer_number, segments, self.scores)
         return self._read(out, segments)
 
+    def infer_on_gpu(self, turning: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
+        """``infer_on_cpu`` on a GPU, whose kernels read keys and values where they lie."""
+        if self.rotation is not None:
+            turning = rotate(turning, *segments.tables[self.rotation])
+        query, key = turning[:, :, :-1].flatten(1, 2), turning[:, :, -1]
+        if segments.query_scale is not None:
+            query = query * segments.query_scale
+        if self._goes_round(segments):
+            return self._read(ring.attend(query, key, value, segments, self.scores), segments)
+        key, value = segments.gathered(key, value)
+        key, value = segments.with_cached(self.layer_number, key, value)
+        attend = _attention_for(query, self.scores)
+        return self._read(attend(query, key, value, segments, self.scores), segments)
+
     def _goes_round(self, segments: PackedSegments) -> bool:
         """False also beside a prefix cache: of what it has, each rank has the whole texts."""
         return self.is_ring and segments.share is not None and segments.cached is None
@@ -460,8 +474,9 @@ def _packed(
     These kernels align the causal mask to the end of the keys, as prefixes require.
     """
     if segments.kv_index is None:
-        # A saved view of the values would keep the projection's whole output until the backward.
-        value = value.contiguous()
+        if torch.is_grad_enabled():
+            # A saved view would keep the projection's whole output until the backward.
+            value = value.contiguous()
     else:
         key, value = key[segments.kv_index], value[segments.kv_index]
     bounds = segments.cu_seqlens, segments.kv_cu_seqlens

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nemo_aligner.batch.context import ContextShare
 from nemo_aligner.batch.packed import CacheUse, FixedSizes, PackedBatch
 from nemo_aligner.models.rotary import Tables
-from nemo_aligner.utils.host_transfer import to_device
+from nemo_aligner.utils.host_transfer import all_to_device, to_device
 
 Thing = TypeVar("Thing")
 
@@ -141,14 +141,17 @@ class PackedSegments:
             queries, keys = _bounds([each.length for each in own]), _bounds(sizes)
         if batch.sizes is not None:
             queries, keys, index = _pad_bounds(queries, keys, index, batch.sizes)
-        bounds = to_device(queries, device)
+        if index is None:
+            queries = keys = to_device(queries, device)
+        else:
+            queries, keys, index = all_to_device([queries, keys, index], device)
         return cls(
             tables,
             lengths,
             prefixes,
-            bounds,
-            bounds if keys is queries else to_device(keys, device),
-            index if index is None else to_device(index, device),
+            queries,
+            keys,
+            index,
             last_token,
             batch.cached,
             pool,
@@ -168,6 +171,9 @@ class PackedSegments:
 
         Also stores in the pool what the pack is to leave there.
         """
+        if key.is_cuda and self.cached is not None and self.pool is not None:
+            keys, values = self.pool.exchange(layer_number, key, value, self.cached)
+            return keys, values
         kept = self.store(layer_number, key, value)
         if kept is None or self.cached is None or not self.cached.lengths:
             return key, value
@@ -392,6 +398,22 @@ class KeyValuePool:
         """Keys and values ``[slots, groups, c]`` of a layer."""
         keys, values = self._layers[number]
         return keys, values
+
+    def exchange(self, number: int, key: Tensor, value: Tensor, use: CacheUse) -> Tensor:
+        """Store and take a layer's keys and values as ``use`` says, both by the same kernels.
+
+        On a GPU, where a pack of few tokens waits for its kernels to be launched.
+
+        Args:
+            key: ``[T, groups, c]`` of the pack; so is ``value``.
+
+        Returns:
+            ``[2, C + T, groups, c]``: the C tokens taken from the pool, then the pack's own.
+        """
+        kept, own = self._layers[number], torch.stack([key, value])
+        if use.stored.numel():
+            kept.index_copy_(1, use.slots, own.index_select(1, use.stored))
+        return torch.cat([kept.index_select(1, use.taken), own], dim=1) if use.lengths else own
 
 
 # Context parallelism: what ranks that have parts of one pack send to each other.

@@ -1,7 +1,6 @@
-"""The reward head.
+"""The reward head, in fp32 whatever the backbone's dtype.
 
-It stays in fp32 whatever the backbone's dtype: rewards of good and bad replies differ by less than
-bf16 resolves.
+Rewards of good and bad replies differ by less than bf16 resolves.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from nemo_aligner.models.shape import HeadShape
 _HEAD_INIT_STD = 0.02
 
 
-class _Layer(torch.nn.Module):
+class HeadLayer(torch.nn.Module):
     """A linear layer with an fp32 weight on this rank's device."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -38,7 +37,7 @@ class _Layer(torch.nn.Module):
         return invariant_linear(hidden, self.weight, self.bias, rows)
 
 
-class RewardHead(_Layer):
+class RewardHead(HeadLayer):
     """``[S, hidden] -> [S, outputs]`` in fp32, replicated on all TP ranks.
 
     A linear map without bias by default. ``shape`` can add biases and a hidden layer with a ReLU,
@@ -56,10 +55,10 @@ class RewardHead(_Layer):
         drawn = {name: _draw(size, name, generator) for name, size in sizes.items()}
         super().__init__(drawn["weight"], drawn.get("bias"))
         self.learned: torch.nn.Parameter | None = None
-        self.auxiliary: _Layer | None = None
+        self.auxiliary: HeadLayer | None = None
         self.hidden = None
         if "hidden.weight" in drawn:
-            self.hidden = _Layer(drawn["hidden.weight"], drawn.get("hidden.bias"))
+            self.hidden = HeadLayer(drawn["hidden.weight"], drawn.get("hidden.bias"))
 
     def learn_beside(self, start: Sequence[float]) -> None:
         """Append scalars that an objective learns, ``start`` at first, to each text's outputs."""
@@ -78,7 +77,7 @@ class RewardHead(_Layer):
             # Not the numbers that the head itself was drawn from.
             generator = torch.Generator().manual_seed(seed + 1)
             size = (heads, self.weight.size(1))
-            self.auxiliary = _Layer(_draw(size, "auxiliary.weight", generator), None)
+            self.auxiliary = HeadLayer(_draw(size, "auxiliary.weight", generator), None)
 
     def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
         hidden, rows = hidden.float(), rows_now(self)
