@@ -74,7 +74,8 @@ class Experiment:
             variant = replace(fastest(rows) or usual, micro_batch_tokens=size)
             texts = {"sequence_length": length, "pairs": pairs, "spread": False}
             yield from self._add(rows, variant, **texts)
-        if _SLOW_TO_START in choices:
+        # A compiler of C++ takes longer than the rest of a rehearsal.
+        if _SLOW_TO_START in choices and torch.cuda.is_available():
             yield from self._add(rows, replace(usual, pointwise_kernels=_SLOW_TO_START))
 
     def _add(self, rows: list[Row], variant: Variant, **changes: Any) -> Iterator[Row]:
