@@ -140,6 +140,7 @@ class Planner:
                 freeze_layers=self.freeze_layers,
                 cpu_offload=self.cpu_offload,
                 equal_heads=self._copies_keys(),
+                fused_kernels=True,
             )
 
     def _shares_of_experts(self, replicas: int) -> list[int]:

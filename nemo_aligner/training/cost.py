@@ -49,6 +49,7 @@ class Plan(LayoutSizes):
     ``recompute_layers``: number of layers that ``Recompute.full`` recomputes in a stage, from its
     first; None is all. ``equal_heads``: attention copies keys and values for every query head, as
     in fp32 on GPUs (``models/attention``), because no kernel takes grouped heads there.
+    ``fused_kernels``: norms and RoPE are those of a GPU (``models/pointwise``), not torch's.
     """
 
     packs: Packs
@@ -60,6 +61,7 @@ class Plan(LayoutSizes):
     cpu_offload: bool = False
     num_attributes: int = 1
     equal_heads: bool = False
+    fused_kernels: bool = False
     expert_load: float = 1.0
 
     @property

@@ -118,7 +118,8 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     - input and output of each norm, 2 h, or h without it; sequence parallelism splits them over t
     - rotated queries, keys and values, q + 2 kv, and the attention's output, q
     - both products of a gated MLP, 2 f, and their combination, f (without a gate f and f)
-    - with norms of queries and keys, the queries, q, and the unsplit projection, q + 2 kv
+    - with norms of queries and keys, the queries, q, and the unsplit projection, q + 2 kv; fused
+      kernels keep contiguous copies of queries and keys, q + kv, instead
     - with norms of what is added to the residual stream, their inputs, h each
     - with LoRA, the input of each linear layer that has it, and the r outputs of A
 
@@ -130,7 +131,8 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
 
     Selective recomputation drops those copies, the log-sum-exp and the output, unless the next
     linear layer needs it as its input. It keeps grouped queries twice: in the projection, in one
-    piece with keys and values, and as a contiguous copy.
+    piece with keys and values, and as a contiguous copy. The fused kernel, which splits and rotates
+    them at once, keeps them once.
 
     If no kernel takes a whole pack with grouped heads (``equal_heads``), keys and values are kept
     for every head, 2 q, and the output twice.
@@ -150,14 +152,15 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     is_selective = plan.recompute is Recompute.selective
     if is_selective:
         output = q if keeps("linear_proj") and not is_last else 0
-        heads, inner = 0, q + 2 * kv + output + (q if kv < q else 0)
+        splits = plan.fused_kernels and not shape.qk_layernorm and shape.experts is None
+        heads, inner = 0, q + 2 * kv + output + (q if kv < q and not splits else 0)
     if not is_last and shape.experts is None:
         inner += ((2 if shape.is_gated else 1) + keeps("linear_fc2")) * f
     elif not is_last:
         inner += (2 + keeps("linear_fc2")) * _rank_width(shape, plan)
     if shape.qk_layernorm:
         # Selective recomputation has the projection in one piece as it is.
-        inner += q + kv if is_selective else 2 * q + 2 * kv
+        inner += q + kv if is_selective or plan.fused_kernels else 2 * q + 2 * kv
         per_head = shape.num_attention_heads + shape.num_query_groups
         heads += 2 * plan.tp if shape.qk_layernorm_across_heads else per_head
     split = plan.tp if plan.sequence_parallel else 1

@@ -20,7 +20,7 @@ from nemo_aligner.batch.packed import CachedPrefix, Group, PackedBatch, Records,
 from nemo_aligner.checkpoint.run import RunCheckpoints
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import load_config
-from nemo_aligner.config.model import OptimConfig, Recompute
+from nemo_aligner.config.model import OptimConfig, PointwiseChoice, Recompute
 from nemo_aligner.config.serving import ServeCriticConfig
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import (
@@ -32,7 +32,9 @@ from nemo_aligner.distributed.layout import (
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models.cuda_graphs import why_not_graphed
 from nemo_aligner.models.offload import OffloadManager
+from nemo_aligner.models.pointwise.choice import load_kernels
 from nemo_aligner.models.pointwise.eager import Shared, _RMSNorm
+from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
 from nemo_aligner.models.reward_model import (
     build_reward_model,
     freeze_lower_layers,
@@ -197,10 +199,13 @@ def one_rank(
     freeze_layers: int = 0,
     prefix: int = 0,
     scored: bool = True,
+    kernels: str | None = None,
 ) -> Found:
     shape = ModelShape.from_config(config)
     kinds = {"precision": Precision(precision), "recompute": Recompute(recompute)}
     model = build_reward_model(shape, layout, num_attributes=1, **kinds)
+    if kernels is not None:
+        use_pointwise_kernels(model, load_kernels(PointwiseChoice(kernels)))
     freeze_lower_layers(model, freeze_layers, shape.num_layers)
     set_routers(model, trained=False, aux_loss_coeff=0.0)
     wrapped = wrap_for_training(model)
@@ -224,7 +229,9 @@ def one_rank(
         if layout.cp > 1:
             batch = batch.shared(layout.cp_rank, layout.cp, 1)
         pack = even_packs(2, (tokens // 2 + prefix) // 2, tokens, prefix)
-        plan = Plan(pack, freeze_layers=freeze_layers, **sizes, **kinds)
+        plan = Plan(
+            pack, freeze_layers=freeze_layers, fused_kernels=kernels is None, **sizes, **kinds
+        )
         found["planned"] = pack_activations(shape, plan, 0)
         found["kept"] = kept_bytes(watch, wrapped, batch.to(CUDA))
     optimizer.finish_update()

@@ -43,6 +43,8 @@ ALONE = {
     "prefix, no groups": steps(shape={"num_query_groups": 4}, prefix=96),
     "selective, prefix": steps(recompute="selective", prefix=64),
     "full": steps(recompute="full"),
+    "eager": steps(kernels="eager"),
+    "selective, eager": steps(recompute="selective", kernels="eager"),
     "frozen, no groups": steps(shape={"num_query_groups": 4}, freeze_layers=1),
     "window, norms": steps(shape={"window_size": 32, "qk_layernorm": True, "qkv_bias": True}),
 }
@@ -170,7 +172,7 @@ def test_rehearsed_kernel_is_called_once_a_layer_and_pack_or_not_at_all(
 ) -> None:
     """Also torch 2.8's and 2.9's, where beginnings are shared, and flash-attn's with a cap."""
     calls = {name: flash_calls(plain[name]) for name in [*ALONE, *REFUSED, *ACCEPTED]}
-    again = {"selective, prefix", "full"}  # in the backward once more
+    again = {"selective, prefix", "selective, eager", "full"}  # in the backward once more
     for name in again:
         assert calls.pop(name) > LAYERS_AND_PACKS
     assert calls == {name: 0 if name in REFUSED else LAYERS_AND_PACKS for name in calls}
@@ -189,6 +191,29 @@ def test_rehearsed_graphs_capture_nothing_that_waits(plain: dict[str, Seen]) -> 
         assert (seen["replayed"], seen["eager"]) == (8, 4)
         # When captured and when replayed; of two steps also the backward.
         assert seen["captured"]["parts"] == 4 + 8 + 2
+
+
+def test_rehearsed_layers_launch_fused_kernels_between_their_products(
+    plain: dict[str, Seen],
+) -> None:
+    """The final norm is one more for each pack."""
+    packs = LAYERS_AND_PACKS // 2
+
+    def launched(name: str) -> dict[str, int]:
+        (rank,) = plain[name]["ranks"]
+        return {key: count for key, count in rank["operations"].items() if "triton" in key}
+
+    norms, rest = 2 * LAYERS_AND_PACKS + packs, LAYERS_AND_PACKS
+    assert launched("alone") == {
+        "triton _norm_forward": norms,
+        "triton _norm_backward": norms,
+        "triton _rotate": 2 * rest,
+        "triton _silu_forward": rest,
+        "triton _silu_backward": rest,
+    }
+    assert launched("eager") == {}
+    # Queries and keys are normed between the split and the rotation.
+    assert "triton _rotate" not in launched("window, norms")
 
 
 def test_rehearsed_experts_are_multiplied_by_one_kernel(plain: dict[str, Seen]) -> None:
