@@ -48,6 +48,7 @@ from nemo_aligner.models.experts import (
     Router,
     routers,
 )
+from nemo_aligner.models.head import HeadLayer, RewardHead
 from nemo_aligner.models.internals import fused_output_layer_allowed
 from nemo_aligner.models.layers import (
     ColumnLinear,
@@ -58,7 +59,6 @@ from nemo_aligner.models.layers import (
 )
 from nemo_aligner.models.lora import LoraDropout, attach_adapters
 from nemo_aligner.models.readout import mean_of_replies, spoken_losses
-from nemo_aligner.models.head import HeadLayer, RewardHead
 from nemo_aligner.models.rotary import ByLength, Tables, query_scale, rotations
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import ConfigError
