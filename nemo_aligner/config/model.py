@@ -178,6 +178,15 @@ class ContextExchange(Enum):
     p2p = "p2p"
 
 
+class PointwiseChoice(Enum):
+    """Implementations of RMSNorm, SwiGLU and RoPE."""
+
+    eager = "eager"
+    compile = "compile"
+    liger = "liger"
+    triton = "triton"
+
+
 ROWS_BY_DEVICE = 0
 """Rows of a product (see ``LayoutConfig.invariant_rows``) where none are set."""
 
@@ -194,6 +203,9 @@ class LayoutConfig:
     batch_invariant_rows: int | None = setting(
         None, "rows per matmul, and others of the same bits; null: by device"
     )
+    cuda_graphs: bool = setting(
+        False, "launch a pack's kernels as one CUDA graph, on a GPU of one rank"
+    )
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
     context_parallel_size: int = setting(1, "number of ranks that share each text, for long texts")
@@ -206,6 +218,9 @@ class LayoutConfig:
     )
     sequence_parallel: bool = setting(
         False, "also split norms along the tokens; needs tensor parallelism"
+    )
+    pointwise_kernels: PointwiseChoice | None = setting(
+        None, "RMSNorm, SwiGLU and RoPE; null: triton on a GPU, else eager"
     )
 
     def __post_init__(self) -> None:

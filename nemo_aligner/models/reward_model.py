@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from functools import wraps
+from dataclasses import replace
+from functools import partial, wraps
 from itertools import zip_longest
 from typing import Any
 
@@ -40,6 +41,14 @@ from nemo_aligner.models.attention.segments import (
     sum_of_group,
 )
 from nemo_aligner.models.backbone import layer_spec, transformer_config, use_transformer_engine
+from nemo_aligner.models.cuda_graphs import (
+    Capture,
+    CudaCapture,
+    DecoderGraphs,
+    DecoderInputs,
+    why_not_graphed,
+    why_not_graphed_in_training,
+)
 from nemo_aligner.models.experts import (
     COUNTED,
     Counted,
@@ -48,7 +57,7 @@ from nemo_aligner.models.experts import (
     Router,
     routers,
 )
-from nemo_aligner.models.head import HeadLayer, RewardHead
+from nemo_aligner.models.fixed_sizes import round_up_rows
 from nemo_aligner.models.internals import fused_output_layer_allowed
 from nemo_aligner.models.layers import (
     ColumnLinear,
@@ -58,8 +67,11 @@ from nemo_aligner.models.layers import (
     rows_now,
 )
 from nemo_aligner.models.lora import LoraDropout, attach_adapters
+from nemo_aligner.models.pointwise.choice import choose_kernels
+from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
 from nemo_aligner.models.readout import mean_of_replies, spoken_losses
-from nemo_aligner.models.rotary import ByLength, Tables, query_scale, rotations
+from nemo_aligner.models.reward_head import HeadLayer, RewardHead
+from nemo_aligner.models.rotary import ByLength, query_scale, rotations
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.host_transfer import to_device
@@ -81,9 +93,12 @@ class GPTRewardModel(GPTModel):
 
     Attributes:
         rotation_by_length: of ``ModelShape``: which texts may share a beginning.
+        graphs: CUDA graphs by which packs run (``use_cuda_graphs``); None without.
         smallest_chunk: fewest rows of a batch invariant product on a GPU, on any rank of the model;
             None on a CPU, and where rewards may depend on the batch.
     """
+
+    graphs: DecoderGraphs | None = None
 
     def __init__(
         self,
@@ -132,7 +147,7 @@ class GPTRewardModel(GPTModel):
             # A parameter that gets no gradient would keep its bucket from being reduced.
             del self.output_layer
             self.rm_head = RewardHead(shape.hidden_size, num_attributes, seed, shape.head)
-        self._lora_dropout = lora_dropout
+        self.lora_dropout = lora_dropout
         if shape.lora is not None:
             attach_adapters(self, shape.lora, lora_dropout)
 
@@ -144,13 +159,28 @@ class GPTRewardModel(GPTModel):
         """
         self.spoken_marker = marker
 
+    def use_cuda_graphs(self, capture: Capture | None = None) -> None:
+        """Run packs by CUDA graphs from now on, where it can be; says why if not.
+
+        Packs then have fixed sizes (``fixed_sizes``). ``capture`` is a test's.
+        """
+        why = why_not_graphed(self) if capture is None else None
+        if why is not None:
+            if is_main():
+                logger.warning(f"model.cuda_graphs: not used, because {why}")
+            return
+        why_not_training = partial(why_not_graphed_in_training, self)
+        modules = [self.embedding, self.decoder]
+        capture = capture or CudaCapture()
+        self.graphs = DecoderGraphs(self._decode, modules, capture, why_not_training)
+
     def begin_step(self, step: int, losses_per_record: float = 1.0) -> None:
         """Prepare for the forward passes of a training step, counted from 0.
 
         ``losses_per_record`` is how many losses the step's mean counts for each of its records.
         """
-        if self._lora_dropout is not None:
-            self._lora_dropout.begin_step(step)
+        if self.lora_dropout is not None:
+            self.lora_dropout.begin_step(step)
         for router in routers(self).values():
             router.losses_per_record = losses_per_record
 
@@ -164,28 +194,20 @@ class GPTRewardModel(GPTModel):
             ``[T, num_attributes]``; on the others hidden states ``[T, 1, hidden]`` for the next
             stage (``T / tp`` tokens under sequence parallelism).
         """
-        positions = batch.of_own(batch.position_ids)
         rows, count = self._read_rows(batch)
         # The last layer goes on with these alone.
         wanted = rows if batch.spoken is None else torch.cat([rows, batch.spoken.index[0]])
-        segments = PackedSegments.of(
-            batch,
-            self._tables(batch),
-            self._rows_of_head(wanted),
-            pool,
-            self._query_scale(positions),
-        )
-        if self._lora_dropout is not None and self.training:
-            self._lora_dropout.begin(batch, segments)
+        segments = PackedSegments.of(batch, (), self._rows_of_head(wanted, batch), pool)
+        if self.lora_dropout is not None and self.training:
+            self.lora_dropout.begin(batch, segments)
         # megatron-core gives its layers nothing else of the pack: a router asks the segments.
         segments.remembered(COUNTED, lambda: _counted(batch, len(wanted)))
-        hidden = self.decoder(
-            hidden_states=self._embedded(batch, positions) if self.pre_process else None,
-            attention_mask=None,
-            # PackedAttention rotates, in far fewer passes over memory than megatron-core.
-            rotary_pos_emb=None,
-            packed_seq_params=segments,
-        )
+        tokens, positions = batch.of_own(batch.tokens), batch.of_own(batch.position_ids)
+        inputs, by_length = DecoderInputs(tokens, positions, segments), self._by_length(batch)
+        if self.graphs is None or batch.sizes is None or by_length is not None:
+            hidden = self._decode(inputs, by_length)
+        else:
+            hidden = self.graphs.run(inputs, self.training)
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
@@ -209,6 +231,22 @@ class GPTRewardModel(GPTModel):
         losses = spoken_losses(said, targets, lengths, words, size, tp)
         return torch.cat([outputs, losses], dim=1)
 
+    def _decode(self, inputs: DecoderInputs, by_length: ByLength | None = None) -> Tensor:
+        """Compute all but the head; reads nothing of a pack but ``inputs``' tensors and sizes."""
+        positions, dtype = inputs.positions, self.config.params_dtype
+        segments = replace(
+            inputs.segments,
+            tables=tuple(each.tables(positions, dtype, by_length) for each in self._rotations),
+            query_scale=self._query_scale(positions),
+        )
+        return self.decoder(
+            hidden_states=self._embedded(inputs.tokens, positions) if self.pre_process else None,
+            attention_mask=None,
+            # PackedAttention rotates, in far fewer passes over memory than megatron-core.
+            rotary_pos_emb=None,
+            packed_seq_params=segments,
+        )
+
     def _read_rows(self, batch: PackedBatch) -> tuple[Tensor, int]:
         """Which of this rank's tokens the head reads, and how many outputs all ranks have."""
         rows = batch.scored_tokens
@@ -221,9 +259,9 @@ class GPTRewardModel(GPTModel):
             rows = batch.share.read_rows
         return rows, count
 
-    def _embedded(self, batch: PackedBatch, positions: Tensor) -> Tensor:
-        """Embed this rank's tokens, at these ``positions`` -> ``[T, 1, hidden]``."""
-        embedded = self.embedding(batch.of_own(batch.tokens)[None], positions[None])
+    def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Embed ``tokens [T]`` at these ``positions`` -> ``[T, 1, hidden]``."""
+        embedded = self.embedding(tokens[None], positions[None])
         embedded = embedded.to(self.stream_dtype)
         if self._embedding_scale != 1:
             embedded = embedded * self._embedding_scale
@@ -272,12 +310,6 @@ class GPTRewardModel(GPTModel):
             next(self.parameters()).device,
         )
 
-    def _tables(self, batch: PackedBatch) -> tuple[Tables, ...]:
-        """Cosines and sines of every rotation at the positions of this rank's tokens."""
-        dtype, by_length = self.config.params_dtype, self._by_length(batch)
-        positions = batch.of_own(batch.position_ids)
-        return tuple(each.tables(positions, dtype, by_length) for each in self._rotations)
-
     def _by_length(self, batch: PackedBatch) -> ByLength | None:
         """Which rotations a pack's texts have; None if all have the one of short texts."""
         numbers = [] if self._has_one_rotation else rotations_of(batch, self.rotation_by_length)
@@ -294,10 +326,12 @@ class GPTRewardModel(GPTModel):
             return None
         return query_scale(self._query_scaling, position_ids, self.config.params_dtype)
 
-    def _rows_of_head(self, rows: Tensor) -> Tensor:
-        """Pad ``rows`` with 0 to a multiple of ``row_multiple``, above 0."""
+    def _rows_of_head(self, rows: Tensor, batch: PackedBatch) -> Tensor:
+        """Pad ``rows`` with 0 to a multiple of ``row_multiple``, above 0, or to a fixed size."""
         count = max(rows.numel(), 1)
         padded = count + -count % self.row_multiple(count)
+        if batch.sizes is not None:
+            padded = round_up_rows(count)
         return F.pad(rows, (0, padded - rows.numel()))
 
     def sharded_state_dict(
@@ -357,6 +391,7 @@ def build_reward_model(
         reply_marker=reply_marker,
         lora_dropout=lora_dropout,
     )
+    use_pointwise_kernels(model, choose_kernels(None))
     return model.to(torch.cuda.current_device())
 
 

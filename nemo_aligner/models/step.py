@@ -19,6 +19,7 @@ from nemo_aligner.contract.turns import reply_start
 from nemo_aligner.distributed.collectives import PipelineMessages, current_device
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.segments import KeyValuePool, chains_of
+from nemo_aligner.models.fixed_sizes import pad_to_fixed_sizes
 from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.utils.host_transfer import Arriving, to_device, to_host_later
 
@@ -232,6 +233,8 @@ def _run_schedule(
 
 def _prepared(batch: PackedBatch, model: GPTRewardModel, layout: ParallelLayout) -> PackedBatch:
     """Pad a pack, or cut it for this rank of a context parallel group."""
+    if model.graphs is not None and model.graphs.are_used(model.training):
+        return pad_to_fixed_sizes(batch)
     multiple = model.row_multiple(batch.num_tokens // layout.cp)
     if layout.cp == 1:
         return batch.padded_to_multiple(multiple)

@@ -74,6 +74,11 @@ class Watch(TorchDispatchMode):
         self.unfinished = 0
         self._seen.waits[f"{what} at {_place()}"] += 1
 
+    def launched(self, kernel: str) -> None:
+        """A kernel of Triton's begins."""
+        self.unfinished += 1
+        self._seen.operations[f"triton {kernel}"] += 1
+
     def meet(self, operation: str, group: Any, *sizes: str) -> int:
         """A collective of ``group``; how many it had so far."""
         calls = self.collectives[(group or dist.group.WORLD).group_desc]
@@ -132,7 +137,7 @@ class Watch(TorchDispatchMode):
         if func is aten._foreach_copy_.default:
             for pair in zip(*args[:2], strict=True):
                 self._on_gpu(aten.copy_.default, (*pair, *args[2:]), kwargs)
-            return args[0]
+            return None
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             self._note_copy("to host", args[0], *args[2:], **kwargs)
             return _for_real(func, *args, **kwargs)

@@ -18,7 +18,7 @@ from torch import Tensor
 from nemo_aligner.checkpoint.nemo.fingerprint import fingerprint_of_ensemble
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.model import ROWS_BY_DEVICE
+from nemo_aligner.config.model import ROWS_BY_DEVICE, PointwiseChoice
 from nemo_aligner.contract.contract import EncodedText, ScoringContract, TextEncoder
 from nemo_aligner.contract.from_settings import describe_differences
 from nemo_aligner.contract.messages import Text
@@ -36,6 +36,8 @@ from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.data.packing import SequenceReads, pack_sequences
 from nemo_aligner.distributed.cpu_products import use_huge_pages
 from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.pointwise.choice import choose_kernels
+from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
 from nemo_aligner.models.reward_model import (
     GPTRewardModel,
     freeze_for_scoring,
@@ -290,13 +292,17 @@ def load_scorer(
     watch: Watch = unwatched,
     prefix_cache_tokens: int = 0,
     invariant_rows: int | None = ROWS_BY_DEVICE,
+    pointwise_kernels: PointwiseChoice | None = None,
     can_offload: bool = False,
+    cuda_graphs: bool = False,
 ) -> RewardScorer:
     """The scorer of a reward model's ``.nemo``, on this rank's device; every rank calls it.
 
     ``precision`` None is the contract's; without ``prefix_cache_tokens`` nothing is cached. With
     ``invariant_rows`` (see ``make_batch_invariant``) a reward has the same bits in any batch.
     Weights that an OffloadGroup ``can_offload`` keep torch's layout, which on a CPU is slower.
+    With ``cuda_graphs`` packs run by them (``GPTRewardModel.use_cuda_graphs``).
+    ``pointwise_kernels`` as in ``choose_kernels``.
 
     Raises:
         CheckpointError: the archive is unsafe, incomplete, or has no scoring contract.
@@ -304,6 +310,9 @@ def load_scorer(
     """
     loaded = load_reward_model(path, layout, precision)
     make_batch_invariant(loaded.model, invariant_rows)
+    use_pointwise_kernels(loaded.model, choose_kernels(pointwise_kernels))
+    if cuda_graphs:
+        loaded.model.use_cuda_graphs()
     # Only now: it concerns the layers that were made batch invariant.
     if not can_offload:
         freeze_for_scoring(loaded.model)
