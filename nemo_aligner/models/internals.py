@@ -63,3 +63,9 @@ def scale_rotary_frequencies(rope: Any, scaling: RopeScaling) -> Tensor:
         high_freq_factor=scaling.high_freq_factor,
         original_max_position_embeddings=scaling.old_context_len,
     )
+
+
+def allow_recompiles(count: int) -> None:
+    """Let ``torch.compile`` compile a function ``count`` times before it runs it eagerly."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(count, config.recompile_limit)

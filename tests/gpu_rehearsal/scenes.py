@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from nemo_aligner.batch.packed import Group, PackedBatch, Records
+from nemo_aligner.batch.packed import CachedPrefix, Group, PackedBatch, Records, Stored
 from nemo_aligner.checkpoint.run import RunCheckpoints
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import load_config
@@ -30,11 +30,13 @@ from nemo_aligner.distributed.layout import (
     initialize_layout,
 )
 from nemo_aligner.losses.pairwise import BradleyTerry
-from nemo_aligner.models.layers import Shared, _RMSNorm
+from nemo_aligner.models.cuda_graphs import why_not_graphed
 from nemo_aligner.models.offload import OffloadManager
+from nemo_aligner.models.pointwise.eager import Shared, _RMSNorm
 from nemo_aligner.models.reward_model import (
     build_reward_model,
     freeze_lower_layers,
+    make_batch_invariant,
     set_routers,
     wrap_for_training,
 )
@@ -53,6 +55,7 @@ from nemo_aligner.utils import host_transfer
 from nemo_aligner.utils.host_transfer import host_zeros
 from tests.gpu_rehearsal.streams import Streams, play_streams
 from tests.gpu_rehearsal.watch import CUDA, Watch
+from tests.models.graphed import RecordedCapture
 from tests.training.critic_steps import make_rollout
 
 # Llama 3 8B's proportions.
@@ -73,6 +76,7 @@ PHASES = {
     "save": (RunCheckpoints, "save"),
     "load": (RunCheckpoints, "load"),
     "score": (RewardScorer, "score_token_lists"),
+    "begin": (RewardScorer, "begin"),
     "values": (CriticLearner, "values"),
     "critic step": (CriticLearner, "_train_step"),
     "move": (OffloadManager, "move"),
@@ -228,6 +232,42 @@ def one_rank(
         infer(wrapped, batches, layout)
     RunCheckpoints("unused").reserve(model, optimizer)
     return found
+
+
+def graphs(watch: Watch, shape: Found, prefix: int) -> Found:
+    """Steps and scores, with and without cached beginnings, whose packs are captured."""
+    captured: Found = {"waits": [], "bytes_to_gpu": 0, "parts": 0}
+
+    @contextmanager
+    def capturing() -> Iterator[None]:
+        with watch.during("captured"):
+            yield
+        seen = watch.phases["captured"]
+        captured["waits"] += list(seen.waits)
+        captured["bytes_to_gpu"] += seen.bytes_to_gpu
+        captured["parts"] += 1
+
+    dist.init_process_group("nccl", rank=0, world_size=1)
+    layout = initialize_layout()
+    kinds = {"precision": Precision.bf16, "num_attributes": 1}
+    model = build_reward_model(ModelShape.from_config({**SHAPE, **shape}), layout, **kinds)
+    make_batch_invariant(model, 256)
+    why = why_not_graphed(model)
+    model.use_cuda_graphs(RecordedCapture(capturing))
+    assert model.graphs is not None
+    wrapped = wrap_for_training(model)
+    wrapped.train()
+    for _ in range(3):
+        forward_backward(wrapped, packs_of(layout, prefix)[:1], layout, BradleyTerry().loss)
+    pool, slots = model.new_key_value_pool(256), torch.arange(64)
+    cached = CachedPrefix(slots)
+    for _ in range(3):
+        stores = PackedBatch.pack([TOKENS[:80]], stored=[Stored(0, slots)])
+        takes = PackedBatch.pack([TOKENS[:80], TOKENS[:70]], groups=[Group(2, 66, cached)])
+        for batch in (*packs_of(layout, prefix)[:1], stores, takes):
+            infer(wrapped, [batch], layout, pool)
+    counts = {"replayed": model.graphs.replayed, "eager": model.graphs.eager}
+    return {"why": why, "captured": captured, **counts}
 
 
 def packs_of(layout: ParallelLayout, prefix: int) -> list[PackedBatch]:

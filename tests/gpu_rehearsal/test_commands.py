@@ -26,7 +26,9 @@ COUNT = "item at models/step.py"
 DECISIONS = {
     "step": {REWARDS: 1, NORM: 1, COUNT: 1},
     "validation": {REWARDS: 1},
-    "score": {REWARDS: 1},
+    # All of a call's packs are on their way before the host waits for any.
+    "begin": {},
+    "score": {"synchronize at utils/host_transfer.py": 1},
     "values": {REWARDS: 1},
     "critic step": {NORM: 1, COUNT: 1, "copy to host at training/critic.py": 1},
     "save": {

@@ -19,7 +19,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
-_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default)
+_PRODUCTS = (
+    aten.mm.default,
+    aten.mm.out,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.addmm.out,
+)
 _INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 # Where query, key, value and the bounds of their sequences stand among the arguments.
 _FLASH = {
@@ -67,6 +73,11 @@ class Watch(TorchDispatchMode):
         """The host waits for the GPU, here."""
         self.unfinished = 0
         self._seen.waits[f"{what} at {_place()}"] += 1
+
+    def launched(self, kernel: str) -> None:
+        """A kernel of Triton's begins."""
+        self.unfinished += 1
+        self._seen.operations[f"triton {kernel}"] += 1
 
     def meet(self, operation: str, group: Any, *sizes: str) -> int:
         """A collective of ``group``; how many it had so far."""
