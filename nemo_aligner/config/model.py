@@ -390,6 +390,9 @@ class ModelConfig(LayoutConfig):
     activations_checkpoint_num_layers: int | None = setting(
         None, "with full: recompute the first N layers of a stage; null: all"
     )
+    activations_offload: bool = setting(
+        False, "keep activations for the backward pass in host memory"
+    )
     freeze_layers: int = setting(0, "number of lowest layers to freeze, with the embeddings")
     train_router: bool = setting(False, "also train which experts a mixture's tokens go to")
     moe_aux_loss_coeff: float = setting(
