@@ -263,6 +263,12 @@ class ScorerModelConfig(LayoutConfig):
 
 # The model to train.
 
+LAYERS_NOT_OFFLOADED = 2
+"""Last layers of a model whose activations stay on the GPU with ``activations_offload``.
+
+When the backward pass begins, copies of theirs would just have left, and would be on their way back.
+"""
+
 
 class Recompute(Enum):
     none = "none"

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from nemo_aligner.config.model import LAYERS_NOT_OFFLOADED
 from nemo_aligner.models.internals import keep_weights_out_of_saved_tensors
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.host_transfer import host_zeros
@@ -32,11 +33,6 @@ from nemo_aligner.utils.processes import is_main
 
 logger = logging.getLogger(__name__)
 
-LAYERS_KEPT = 2
-"""Last layers of a model that are not offloaded.
-
-When the backward pass begins they would just have left, and be on their way back.
-"""
 # Statistics of a norm and bounds of segments are not worth a copy's start, about 5 us.
 _SMALLEST_BYTES = 2**16
 # Host buffers have sizes of this many steps for each power of two, so that packs share them.
@@ -148,7 +144,7 @@ class ActivationOffload:
         """Offload what ``decoder.layers`` keep in every forward pass from here on that learns."""
         self._layers: Sequence[torch.nn.Module] = list(decoder.layers)  # type: ignore[arg-type]
         self._decoder = decoder
-        self._offloaded = len(self._layers) - (LAYERS_KEPT if has_last_layer else 0)
+        self._offloaded = len(self._layers) - (LAYERS_NOT_OFFLOADED if has_last_layer else 0)
         is_gpu = torch.cuda.is_available()
         self._kind = "cuda" if is_gpu else "cpu"
         self._smallest = _SMALLEST_BYTES if is_gpu else 0  # a rehearsal leaves nothing out
@@ -162,7 +158,8 @@ class ActivationOffload:
         # A layer that is being copied, whose GPU memory has not been let go yet.
         self._leaving: _LayerActivations | None = None
         for layer in self._layers:
-            layer.register_forward_hook(self._end_layer)
+            # Before a layer rather than behind it: recomputation saves a layer's input behind it.
+            layer.register_forward_pre_hook(self._begin_layer)
 
     @property
     def host_bytes(self) -> int:
@@ -175,12 +172,14 @@ class ActivationOffload:
 
         ``shared`` holds tensors that all layers read: they stay on the GPU anyway.
         """
-        self._number, self._shared = 0, shared
+        self._number, self._shared = -1, shared
         self._resident = {_address(each) for each in self._decoder.parameters()}
+        # What is saved before the first layer belongs to it.
         self._layer = self._new_layer(None)
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
                 yield
+            self._end_layer(self._layer)
         finally:
             self._layer = self._shared = None
 
@@ -189,13 +188,22 @@ class ActivationOffload:
     def _new_layer(self, below: _LayerActivations | None) -> _LayerActivations:
         return _LayerActivations(below, self._number >= self._offloaded, self._buffers)
 
+    def _begin_layer(self, *unused: Any) -> None:
+        if self._layer is None:
+            return
+        self._number += 1
+        if self._number > 0:
+            self._end_layer(self._layer)
+            below = self._layer if self._layer.storages else self._layer.below
+            self._layer = self._new_layer(below)
+
     def _pack(self, tensor: Tensor) -> Tensor | _View:
         """Take what autograd saves; what stays on the GPU comes back as it is."""
         layer = self._layer
         if layer is None or tensor.layout is not torch.strided:
             return tensor
         storage_bytes = tensor.untyped_storage().nbytes()
-        if tensor.device.type != self._kind or storage_bytes <= self._smallest:
+        if tensor.device.type != self._kind or storage_bytes < self._smallest:
             return tensor
         address = _address(tensor)
         if address in self._resident:
@@ -208,20 +216,16 @@ class ActivationOffload:
         place = (tensor.size(), tensor.stride(), tensor.storage_offset())
         return _View(layer, storage, tensor.dtype, *place)
 
-    def _end_layer(self, *unused: Any) -> None:
+    def _end_layer(self, layer: _LayerActivations) -> None:
         """Let the layer below go, once it is copied, and begin to copy this one."""
-        layer = self._layer
-        if layer is None:
-            return
         self._release_leaving()
-        if not layer.stays:
-            for address in map(_address, _tensors(self._shared)):
-                layer.storages.pop(address, None)
-            if layer.storages:
-                self._copy_to_host(layer)
-                self._leaving = layer
-        self._number += 1
-        self._layer = self._new_layer(layer if layer.storages else layer.below)
+        if layer.stays:
+            return
+        for address in map(_address, _tensors(self._shared)):
+            layer.storages.pop(address, None)
+        if layer.storages:
+            self._copy_to_host(layer)
+            self._leaving = layer
 
     def _copy_to_host(self, layer: _LayerActivations) -> None:
         storages = list(layer.storages.values())
@@ -358,12 +362,17 @@ def _event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors inside lists, tuples, dicts and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from _tensors([getattr(value, each.name) for each in fields(value)])
+    waiting, seen = [value], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, list | tuple):
+            waiting += one
+        elif isinstance(one, dict):
+            waiting += one.values()
+        elif is_dataclass(one) and not isinstance(one, type):
+            waiting += [getattr(one, each.name) for each in fields(one)]
