@@ -213,8 +213,8 @@ class ActivationOffload:
             count = storage_bytes // tensor.element_size()
             flat = tensor.detach().as_strided((count,), (1,), 0)
             storage = layer.storages[address] = _Storage(flat)
-        place = (tensor.size(), tensor.stride(), tensor.storage_offset())
-        return _View(layer, storage, tensor.dtype, *place)
+        offset = int(tensor.storage_offset())
+        return _View(layer, storage, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
     def _end_layer(self, layer: _LayerActivations) -> None:
         """Let the layer below go, once it is copied, and begin to copy this one."""
@@ -344,11 +344,13 @@ def offload_activations(model: Any) -> ActivationOffload:
             return forward(*arguments, **options)
 
     decoder.forward = learning
+    decoder.activation_offload = offload
     return offload
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    """The storage's address in C++, which stays the same when its data moves."""
+    return tensor.untyped_storage()._cdata  # noqa: SLF001
 
 
 def _padded_bytes(tensor: Tensor) -> int:

@@ -86,10 +86,10 @@ def keep_weights_out_of_saved_tensors() -> None:
     layers.LinearWithGradAccumulationAndAsyncCommunication = _LinearUnderHooks
 
 
-_MegatronLinear = layers.LinearWithGradAccumulationAndAsyncCommunication
+_MegatronLinear: Any = layers.LinearWithGradAccumulationAndAsyncCommunication
 
 
-class _LinearUnderHooks(_MegatronLinear):
+class _LinearUnderHooks(_MegatronLinear):  # type: ignore[misc]
     """megatron-core's function, whose backward pass gets the weight itself."""
 
     @staticmethod
@@ -115,3 +115,9 @@ class _WithWeight:
     def saved_tensors(self) -> tuple[Tensor, Tensor]:
         input, _ = self._ctx.saved_tensors
         return input, self._ctx.weight
+
+
+def allow_recompiles(count: int) -> None:
+    """Let ``torch.compile`` compile a function ``count`` times before it runs it eagerly."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(count, config.recompile_limit)

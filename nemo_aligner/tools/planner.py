@@ -182,8 +182,8 @@ class PlanRequest:
     """Settings of a plan; None is training's default.
 
     ``gpu_memory`` and ``reserve`` (for CUDA, NCCL and fragmentation) are in GiB, ``tflops`` is the
-    peak of a GPU, and ``memory_bandwidth``, ``intra_node``, ``inter_node`` and ``host`` are GB/s per
-    GPU. ``mfu`` is the share of the peak that is reached; None takes that of each kind of work
+    peak of a GPU, and ``memory_bandwidth``, ``intra_node``, ``inter_node`` and ``host`` are GB/s
+    per GPU. ``mfu`` is the share of the peak that is reached; None takes that of each kind of work
     (``training/step_time.py``). ``global_batch_tokens`` overrides ``global_batch_size``.
     """
 
@@ -323,7 +323,8 @@ def render_heading(name: str, planner: Planner, request: PlanRequest) -> str:
         f"A step: {planner.batch} pairs of 2 x {planner.length} tokens, in packs of at most "
         f"{planner.budget} tokens\n"
         f"A GPU: {request.gpu_memory:g} GiB, of which {request.reserve:g} are left free; "
-        f"assumed: {request.tflops:g} TFLOP/s{reached}, {request.memory_bandwidth:g} GB/s of memory, "
+        f"assumed: {request.tflops:g} TFLOP/s{reached}, {request.memory_bandwidth:g} GB/s of "
+        "memory, "
         f"{request.intra_node:g} GB/s in a node of {request.gpus_per_node}, "
         f"{request.inter_node:g} GB/s beyond\n"
     )

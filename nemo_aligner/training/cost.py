@@ -1,11 +1,11 @@
 """Cost of a training step by arithmetic alone: FLOPs and bytes sent.
 
 Counted from the modules in ``nemo_aligner/models`` and from megatron-core 0.16's schedules and
-optimizer; ``memory.py`` has the bytes in memory and ``step_time.py`` the time. The terms are those of Narayanan et al. 2021,
-"Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM". h, f, q and kv
-are the widths of a hidden state, of the MLP, of all queries and of all keys; t, c, p and d the
-sizes of tensor, context, pipeline and data parallelism; m the packs of a data parallel rank in a
-step.
+optimizer; ``memory.py`` has the bytes in memory and ``step_time.py`` the time. The terms are those
+of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM". h, f, q and kv are the widths of a hidden state, of the MLP, of all queries and of all
+keys; t, c, p and d the sizes of tensor, context, pipeline and data parallelism; m the packs of a
+data parallel rank in a step.
 """
 
 from __future__ import annotations

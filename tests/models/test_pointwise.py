@@ -14,7 +14,7 @@ from torch import Tensor
 from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models import kernels
-from nemo_aligner.models.layers import (
+from nemo_aligner.models.pointwise.eager import (
     by_whole_rows,
     gated_gelu,
     gated_silu,

@@ -86,10 +86,11 @@ def test_copies_of_activations_hide_behind_computation_as_far_as_it_goes() -> No
 def test_offloaded_activations_are_on_the_host_and_two_layers_on_the_gpu() -> None:
     shape, _ = preset("8B")
     plain = Plan(even_packs(4, 1024, 8192))
-    here, there = fullest_stage(shape, plain), fullest_stage(
-        shape, replace(plain, activations_offload=True)
+    here, there = (
+        fullest_stage(shape, plain),
+        fullest_stage(shape, replace(plain, activations_offload=True)),
     )
-    layer = (here.activations - fullest_stage(replace(shape, num_layers=31), plain).activations)
+    layer = here.activations - fullest_stage(replace(shape, num_layers=31), plain).activations
     assert there.host == pytest.approx(30 * layer)
     assert here.activations - there.activations == pytest.approx(30 * layer)
     assert there.transient - here.transient == pytest.approx(layer, rel=0.3)
