@@ -60,6 +60,18 @@ MIXTURES = {
     "experts": steps(shape=EXPERTS, scored=False),
     "experts, tp2+sp": steps({"tp": 2, "sequence_parallel": True}, EXPERTS, scored=False),
 }
+SIX_LAYERS = {"num_layers": 6}  # four of them are offloaded, of each stage of two three or one
+OFFLOADS = {
+    "offload": steps(shape=SIX_LAYERS, offload=True),
+    "offload, full": steps(shape=SIX_LAYERS, offload=True, recompute="full"),
+    "offload, tp2+sp": steps({"tp": 2, "sequence_parallel": True}, SIX_LAYERS, offload=True),
+    "offload, pp2": steps({"pp": 2}, SIX_LAYERS, offload=True),
+    "offload, cp2": steps({"cp": 2}, SIX_LAYERS, prefix=64, offload=True),
+}
+UNHEEDED = {
+    name: steps(shape=SIX_LAYERS, offload=True, unheeded=[name])
+    for name in ("wait_event", "wait_stream")
+}
 # What has no kernel, and is computed by SDPA.
 REFUSED = {
     "Turing": steps(given={"major": 7, "minor": 5}, precision="fp16"),
@@ -104,7 +116,8 @@ def seen_of(rehearse: Rehearse, name: str, tasks: dict[str, Task], *stubs: str) 
 
 @pytest.fixture(scope="module")
 def plain(rehearse: Rehearse) -> dict[str, Seen]:
-    tasks = {**LAYOUTS, **ALONE, **MIXTURES, **REFUSED, **ACCEPTED, **GRAPHS, "one GPU": ONE_GPU}
+    kinds = {**LAYOUTS, **ALONE, **MIXTURES, **REFUSED, **ACCEPTED, **GRAPHS}
+    tasks = {**kinds, **OFFLOADS, **UNHEEDED, "one GPU": ONE_GPU}
     return seen_of(rehearse, "plain", tasks)
 
 
@@ -153,12 +166,28 @@ def test_rehearsed_step_keeps_the_bytes_that_planning_counts(plain: dict[str, Se
     """Of torch's layers: what TransformerEngine's keep no stub can say."""
     wrong = {
         name: (rank["kept"], rank["planned"])
-        for name in [*LAYOUTS, *ALONE, *MIXTURES]
+        for name in [*LAYOUTS, *ALONE, *MIXTURES, *OFFLOADS]
         for rank in plain[name]["ranks"]
         if "kept" in rank and rank["kept"] != pytest.approx(rank["planned"], rel=0.03)
     }
     assert not wrong
     assert all("kept" in plain[name]["ranks"][0] for name in ALONE)
+
+
+def test_rehearsed_offload_has_two_layers_on_the_gpu_and_no_race(plain: dict[str, Seen]) -> None:
+    for name in OFFLOADS:
+        for rank in plain[name]["ranks"]:
+            assert not rank["races"], name
+            if "peak" in rank:
+                assert rank["peak"] == pytest.approx(rank["planned peak"], rel=0.05), name
+    # Without one kind of wait another stream's memory is read, overwritten or given away.
+    expected = {
+        "wait_event": {"reads what another stream writes", "let go while another stream uses it"},
+        "wait_stream": {"reads what another stream writes", "writes what another stream writes"},
+    }
+    for name, kinds in expected.items():
+        (rank,) = plain[name]["ranks"]
+        assert {kind for kind in kinds for race in rank["races"] if race.endswith(kind)} == kinds
 
 
 def flash_calls(seen: Seen) -> int:
