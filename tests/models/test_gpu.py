@@ -13,8 +13,8 @@ import torch
 
 from nemo_aligner.batch.packed import CachedPrefix, Group, PackedBatch
 from nemo_aligner.config.common import Precision
-from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.distributed.gpu_products import chunk_sizes, invariant_linear_on_gpu
+from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.packed import _attend_one_by_one, varlen_kernel
 from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, Scores
 from nemo_aligner.models.step import infer
