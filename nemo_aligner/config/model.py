@@ -187,7 +187,8 @@ class PointwiseChoice(Enum):
     triton = "triton"
 
 
-BATCH_INVARIANT_ROWS = 256
+ROWS_BY_DEVICE = 0
+"""Rows of a product (see ``LayoutConfig.invariant_rows``) where none are set."""
 
 
 ANY_ROWS: IdleRule = ({"model.batch_invariant": False}, ("model.batch_invariant_rows",))
@@ -199,9 +200,11 @@ class LayoutConfig:
     """Batch invariance of rewards and parallel layout, of every model that is trained or scores."""
 
     batch_invariant: bool = setting(True, "rewards have the same bits alone and in any batch")
-    batch_invariant_rows: int = setting(
-        BATCH_INVARIANT_ROWS,
-        "rows per matrix product; CPUs also use others that give the same bits",
+    batch_invariant_rows: int | None = setting(
+        None, "rows per matmul, and others of the same bits; null: by device"
+    )
+    cuda_graphs: bool = setting(
+        False, "launch a pack's kernels as one CUDA graph, on a GPU of one rank"
     )
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
@@ -246,8 +249,8 @@ class LayoutConfig:
 
     @property
     def invariant_rows(self) -> int | None:
-        """``batch_invariant_rows`` where rewards are to be batch invariant."""
-        return self.batch_invariant_rows if self.batch_invariant else None
+        """Rows of a product for ``make_batch_invariant``; None: rewards may depend on the batch."""
+        return (self.batch_invariant_rows or ROWS_BY_DEVICE) if self.batch_invariant else None
 
 
 def layout_sizes(model: LayoutConfig) -> dict[str, Any]:

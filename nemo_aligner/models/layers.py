@@ -25,6 +25,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from nemo_aligner.distributed.cpu_products import invariant_linear_on_cpu
+from nemo_aligner.distributed.gpu_products import invariant_linear_on_gpu
 from nemo_aligner.models import kernels
 from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
 from nemo_aligner.models.shape import LORA_A, LORA_B
@@ -41,11 +42,10 @@ def learns(module: torch.nn.Module) -> bool:
 def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
     """Compute ``input [..., i]`` by ``weight [o, i]`` -> ``[..., o]`` in chunks of ``rows`` rows.
 
-    On a CPU other chunk sizes are used where a trial gave the same bits.
+    Other chunk sizes are used where a trial gave the same bits.
     """
-    if input.is_cpu:
-        return invariant_linear_on_cpu(input, weight, bias, rows)
-    return in_chunks(lambda piece: F.linear(piece, weight, bias), input, rows)
+    multiply = invariant_linear_on_cpu if input.is_cpu else invariant_linear_on_gpu
+    return multiply(input, weight, bias, rows)
 
 
 def in_chunks(function: Callable[[Tensor], Tensor], input: Tensor, rows: int) -> Tensor:

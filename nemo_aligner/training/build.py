@@ -219,6 +219,8 @@ def build_optimized(
     """
     make_batch_invariant(model, options.invariant_rows)
     use_pointwise_kernels(model, choose_kernels(options.pointwise_kernels))
+    if options.cuda_graphs:
+        model.use_cuda_graphs()
     # What is frozen has to be so before it is wrapped: Megatron gives every parameter that requires
     # a gradient a place in its buffers, and the optimizer takes its parameters from there.
     freeze_lower_layers(model, options.freeze_layers, shape.num_layers)

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
-from nemo_aligner.batch.packed import Group, PackedBatch, Records
+from nemo_aligner.batch.packed import CachedPrefix, Group, PackedBatch, Records, Stored
 from nemo_aligner.checkpoint.run import RunCheckpoints
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import load_config
@@ -31,6 +30,7 @@ from nemo_aligner.distributed.layout import (
     initialize_layout,
 )
 from nemo_aligner.losses.pairwise import BradleyTerry
+from nemo_aligner.models.cuda_graphs import why_not_graphed
 from nemo_aligner.models.offload import OffloadManager
 from nemo_aligner.models.pointwise.choice import load_kernels
 from nemo_aligner.models.pointwise.eager import Shared, _RMSNorm
@@ -38,6 +38,7 @@ from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
 from nemo_aligner.models.reward_model import (
     build_reward_model,
     freeze_lower_layers,
+    make_batch_invariant,
     set_routers,
     wrap_for_training,
 )
@@ -51,11 +52,12 @@ from nemo_aligner.training.critic import CriticLearner, open_critic
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.loggers import Timers
 from nemo_aligner.training.memory import pack_activations
-from nemo_aligner.training.optimizer import build_optimizer
+from nemo_aligner.training.optimizer import Optimizer, build_optimizer
 from nemo_aligner.utils import host_transfer
 from nemo_aligner.utils.host_transfer import host_zeros
 from tests.gpu_rehearsal.streams import Streams, play_streams
 from tests.gpu_rehearsal.watch import CUDA, Watch
+from tests.models.graphed import RecordedCapture
 from tests.training.critic_steps import make_rollout
 
 # Llama 3 8B's proportions.
@@ -76,6 +78,7 @@ PHASES = {
     "save": (RunCheckpoints, "save"),
     "load": (RunCheckpoints, "load"),
     "score": (RewardScorer, "score_token_lists"),
+    "begin": (RewardScorer, "begin"),
     "values": (CriticLearner, "values"),
     "critic step": (CriticLearner, "_train_step"),
     "move": (OffloadManager, "move"),
@@ -91,10 +94,8 @@ def mark_phases(watch: Watch) -> None:
     )
 
     # The count of overflows comes back as one, as all from a fake GPU.
-    overflows = MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
-    MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan = lambda self: (
-        overflows(self) and False
-    )
+    measure_gradients = Optimizer._measure_gradients
+    Optimizer._measure_gradients = lambda self: (False, measure_gradients(self)[1])
 
     def mark(owner: type, method: str, phase: str) -> None:
         function = getattr(owner, method)
@@ -214,7 +215,6 @@ def one_rank(
         with watch.during("step"):
             wrapped.train()
             wrapped.zero_grad_buffer()
-            optimizer.zero_grad()
             rewards = forward_backward(wrapped, packs, layout, BradleyTerry().loss)
             gather_rewards(rewards, packs, (8 * layout.dp, 1), layout)
             assert optimizer.step().applied
@@ -239,6 +239,42 @@ def one_rank(
         infer(wrapped, batches, layout)
     RunCheckpoints("unused").reserve(model, optimizer)
     return found
+
+
+def graphs(watch: Watch, shape: Found, prefix: int) -> Found:
+    """Steps and scores, with and without cached beginnings, whose packs are captured."""
+    captured: Found = {"waits": [], "bytes_to_gpu": 0, "parts": 0}
+
+    @contextmanager
+    def capturing() -> Iterator[None]:
+        with watch.during("captured"):
+            yield
+        seen = watch.phases["captured"]
+        captured["waits"] += list(seen.waits)
+        captured["bytes_to_gpu"] += seen.bytes_to_gpu
+        captured["parts"] += 1
+
+    dist.init_process_group("nccl", rank=0, world_size=1)
+    layout = initialize_layout()
+    kinds = {"precision": Precision.bf16, "num_attributes": 1}
+    model = build_reward_model(ModelShape.from_config({**SHAPE, **shape}), layout, **kinds)
+    make_batch_invariant(model, 256)
+    why = why_not_graphed(model)
+    model.use_cuda_graphs(RecordedCapture(capturing))
+    assert model.graphs is not None
+    wrapped = wrap_for_training(model)
+    wrapped.train()
+    for _ in range(3):
+        forward_backward(wrapped, packs_of(layout, prefix)[:1], layout, BradleyTerry().loss)
+    pool, slots = model.new_key_value_pool(256), torch.arange(64)
+    cached = CachedPrefix(slots)
+    for _ in range(3):
+        stores = PackedBatch.pack([TOKENS[:80]], stored=[Stored(0, slots)])
+        takes = PackedBatch.pack([TOKENS[:80], TOKENS[:70]], groups=[Group(2, 66, cached)])
+        for batch in (*packs_of(layout, prefix)[:1], stores, takes):
+            infer(wrapped, [batch], layout, pool)
+    counts = {"replayed": model.graphs.replayed, "eager": model.graphs.eager}
+    return {"why": why, "captured": captured, **counts}
 
 
 def packs_of(layout: ParallelLayout, prefix: int) -> list[PackedBatch]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.gpu_rehearsal.conftest import Rehearse, Task
-from tests.gpu_rehearsal.test_commands import DECISIONS, FP16, Seen, ended_well, unexpected
+from tests.gpu_rehearsal.test_commands import DECISIONS, Seen, ended_well, unexpected
 
 FLASH = ("torch_attn._varlen_attn.default", "aten._flash_attention_forward.default")
 LAYERS_AND_PACKS = 2 * 2
@@ -73,6 +73,13 @@ ACCEPTED = {
     "old torch, prefix": steps(modules=OLD_TORCH, prefix=64),
     "cap by flash-attn": steps(shape=WITH_CAP, modules=FLASH_ATTN),
 }
+GRAPHS = {
+    "graphs": {"run": "graphs", "with": {"shape": {}, "prefix": 0}},
+    "graphs, prefix, window": {
+        "run": "graphs",
+        "with": {"shape": {"window_size": 32, "qk_layernorm": True}, "prefix": 64},
+    },
+}
 # As under ``srun --gpus-per-task=1``.
 ONE_GPU: Task = {
     "run": "start",
@@ -97,7 +104,7 @@ def seen_of(rehearse: Rehearse, name: str, tasks: dict[str, Task], *stubs: str) 
 
 @pytest.fixture(scope="module")
 def plain(rehearse: Rehearse) -> dict[str, Seen]:
-    tasks = {**LAYOUTS, **ALONE, **MIXTURES, **REFUSED, **ACCEPTED, "one GPU": ONE_GPU}
+    tasks = {**LAYOUTS, **ALONE, **MIXTURES, **REFUSED, **ACCEPTED, **GRAPHS, "one GPU": ONE_GPU}
     return seen_of(rehearse, "plain", tasks)
 
 
@@ -131,12 +138,11 @@ def test_rehearsed_ranks_make_the_same_collectives_and_wait_for_no_micro_batch(
 ) -> None:
     wrong = {}
     for stubs, found in (("", plain), ("engine", with_engine), ("apex", with_apex)):
-        for name in found.keys() - {"one GPU"}:
+        for name in found.keys() - {"one GPU", *GRAPHS}:
             seen = found[name]
             said = differences(seen["collectives"])
-            allowed = DECISIONS["step"] | (FP16 if name == "Turing" else {})
             for rank in seen["ranks"]:
-                said += unexpected({"phases": {"step": rank}}, {"step": allowed})
+                said += unexpected({"phases": {"step": rank}}, {"step": DECISIONS["step"]})
             if not any(rank.values() for rank in seen["collectives"]) and name in LAYOUTS:
                 said.append("nothing was sent")
             wrong[stubs, name] = said
@@ -172,6 +178,19 @@ def test_rehearsed_kernel_is_called_once_a_layer_and_pack_or_not_at_all(
     assert calls == {name: 0 if name in REFUSED else LAYERS_AND_PACKS for name in calls}
     alone = plain["one GPU"]  # a process that sees one GPU takes it
     assert alone["device"] == "cuda:0"
+
+
+def test_rehearsed_graphs_capture_nothing_that_waits(plain: dict[str, Seen]) -> None:
+    """Nor anything that reads the host's memory, which a replay would read again."""
+    for name in GRAPHS:
+        seen = plain[name]
+        assert seen["why"] is None
+        assert seen["captured"]["waits"] == [], name
+        assert seen["captured"]["bytes_to_gpu"] == 0
+        # Of four kinds of packs each the first one runs without.
+        assert (seen["replayed"], seen["eager"]) == (8, 4)
+        # When captured and when replayed; of two steps also the backward.
+        assert seen["captured"]["parts"] == 4 + 8 + 2
 
 
 def test_rehearsed_layers_launch_fused_kernels_between_their_products(

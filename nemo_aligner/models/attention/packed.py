@@ -56,6 +56,14 @@ class PackedAttention(MegatronModule):
         is_ring = config.cp_comm_type == ContextExchange.p2p.value
         self.is_ring = is_ring and why_gathered(shape, config.params_dtype) is None
 
+    @property
+    def has_kernel(self) -> bool:
+        """True on a GPU where one kernel takes whole packs."""
+        config, scores = self.config, self.scores
+        if why_no_kernel(config.params_dtype, config.kv_channels) is not None:
+            return False
+        return varlen_kernel(scores.window is not None, scores.soft_cap is not None) is not None
+
     def forward(
         self,
         query: Tensor,
@@ -116,6 +124,13 @@ class PackedAttention(MegatronModule):
         attend = cpu_inference.attend_by_kernel if has_kernel else cpu_inference.attend
         out = attend(turned, value, self.layer_number, segments, self.scores)
         return self._read(out, segments)
+
+    def infer_on_gpu(self, turning: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
+        """``infer_on_cpu`` on a GPU, whose kernels read keys and values where they lie."""
+        if self.rotation is not None:
+            turning = rotate(turning, *segments.tables[self.rotation])
+        query, key = turning[:, :, :-1].flatten(1, 2), turning[:, :, -1]
+        return self.attend(query, key, value, segments)
 
     def _goes_round(self, segments: PackedSegments) -> bool:
         """False also beside a prefix cache: of what it has, each rank has the whole texts."""
@@ -452,8 +467,9 @@ def _packed(
     These kernels align the causal mask to the end of the keys, as prefixes require.
     """
     if segments.kv_index is None:
-        # A saved view of the values would keep the projection's whole output until the backward.
-        value = value.contiguous()
+        if torch.is_grad_enabled():
+            # A saved view would keep the projection's whole output until the backward.
+            value = value.contiguous()
     else:
         key, value = key[segments.kv_index], value[segments.kv_index]
     bounds = segments.cu_seqlens, segments.kv_cu_seqlens
