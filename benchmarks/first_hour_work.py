@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -45,9 +46,10 @@ from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.tools.planner import PlanRequest
-from nemo_aligner.training.cost import FP32_BYTES, Machine, Plan, step_flops, step_time, traffic
+from nemo_aligner.training.cost import FP32_BYTES, Plan, step_flops, traffic
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.memory import GIB, fullest_stage
+from nemo_aligner.training.step_time import Machine, peak_bandwidth, step_time
 
 Job = Mapping[str, Any]
 Row = dict[str, Any]
@@ -403,15 +405,9 @@ ALONE: dict[str, Callable[[Job], Iterator[Row]]] = {"machine": machine, "model":
 
 def _machine(job: Job) -> Machine:
     """What ``nemo-aligner plan`` assumes, but for the peak, which is the job's."""
-    assumed = PlanRequest()
-    return Machine(
-        flops=job["tflops"] * 1e12,
-        efficiency=assumed.mfu,
-        intra_node=assumed.intra_node * 1e9,
-        inter_node=assumed.inter_node * 1e9,
-        ranks_per_node=assumed.gpus_per_node,
-        host=assumed.host * 1e9,
-    )
+    assumed = PlanRequest(tflops=job["tflops"]).machine()
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return replace(assumed, memory=peak_bandwidth(name) or assumed.memory)
 
 
 def _shape_and_plan(point: Job) -> tuple[ModelShape, Plan]:
