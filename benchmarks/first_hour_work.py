@@ -29,7 +29,8 @@ import torch.distributed as dist
 from common import gpu_memory_used, matmul_rate, now, peak_gib
 from first_hour_machine import machine, model
 from step_profile import StepTrace, trace
-from step_variants import Experiment, fastest, time_variant
+from step_settings import fastest_so_far
+from step_variants import Experiment, time_variant
 from synthetic import (
     build_synthetic_learner,
     make_point,
@@ -240,12 +241,8 @@ def profile(job: Job, layout: ParallelLayout) -> Iterator[Row]:
 
 
 def _fastest_kernels(job: Job, width: int) -> dict[str, Any]:
-    """The settings of the fastest variant of a part before; none if there is no such part."""
-    try:
-        rows = json.loads((Path(job["work"]) / f"width-{width}.out").read_text())
-    except (OSError, ValueError):
-        return {}
-    best = fastest(rows)
+    """The kernels of the fastest variant in a part before; the defaults if there is none."""
+    best = fastest_so_far(Path(job["work"]) / f"width-{width}.out")
     if best is None:
         return {}
     return {"pointwise_kernels": best.pointwise_kernels, "cuda_graphs": best.cuda_graphs}

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -221,6 +222,30 @@ def test_parts_fit_into_half_an_hour_and_80_gib_and_have_what_they_need_before(
     for point in (each for part in points.values() for each in part):
         held = fullest_stage(ModelShape.from_config(point["model"]), plan_of(point)).total
         assert held < 76 * 2**30, point
+
+
+def test_training_is_compared_by_the_fastest_settings(hour: ModuleType, tmp_path: Path) -> None:
+    (part,) = (part for part in hour.PARTS if part.name == "training")
+    context = hour.Hour("cuda", 1, "bf16", tmp_path, None, None, 989.0, "python", "python")
+    assert "--ours" not in part.command(context, 60.0)
+    row = {"texts": "up to 2,048 tokens", "tokens/s": 1.0, "pointwise_kernels": "triton"}
+    rows = [{**row, "cuda_graphs": True, "micro_batch_tokens": 32768}]
+    context.output("width-2048").write_text(json.dumps(rows))
+    words = part.command(context, 60.0)
+    assert words[words.index("--ours") + 1 :][:3] == [
+        'model.pointwise_kernels="triton"',
+        "model.cuda_graphs=true",
+        "model.micro_batch_tokens=32768",
+    ]
+
+
+def test_wheels_come_before_the_packages_of_the_machine(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "psutil-9.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("psutil/__init__.py", "raise SystemExit('from the wheel')")
+    command = [*SCRIPT[:2], "--wheels", str(tmp_path), *SCRIPT[2:]]
+    env = tiny.environment(TMPDIR=str(tmp_path))
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stderr) == (1, "from the wheel\n")
 
 
 def test_outcomes_of_tests_are_read(hour: ModuleType, tmp_path: Path) -> None:
