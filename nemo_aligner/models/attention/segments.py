@@ -145,7 +145,9 @@ class PackedSegments:
         if index is None:
             queries = keys = to_device(queries, device)
         else:
-            queries, keys, index = all_to_device([queries, keys, index], device)
+            queries, keys = all_to_device([queries, keys], device)
+            # By itself: autograd keeps the bounds for the backward pass, but not this.
+            index = to_device(index, device)
         return cls(
             tables,
             lengths,
