@@ -39,7 +39,7 @@ class OneRankGroup(dist.ProcessGroup):
     def rank(self) -> int:
         return 0
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return ONE_RANK
 
     def shutdown(self) -> None:

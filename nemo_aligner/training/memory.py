@@ -195,10 +195,14 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     states = ((norms + inputs) * h * size + norms * FP32_BYTES) / split
     if shape.post_layernorms and not is_last:
         states += places * (h * size + FP32_BYTES) / split
+    states += _low_rank_bytes(shape, plan, layer) + _routed_bytes(shape, plan, layer)
+    return states + (inner * size + heads * FP32_BYTES) / plan.tp
+
+
+def _low_rank_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
+    """Bytes per token that a layer keeps of what LoRA's matrices A give."""
     rank = 0 if shape.lora is None else shape.lora.rank
-    low = rank * size * len(adapter_widths(shape, layer))
-    routed = 0 if is_last else _routed_bytes(shape, plan, layer)
-    return states + low + routed + (inner * size + heads * FP32_BYTES) / plan.tp
+    return rank * ELEMENT_BYTES[plan.precision] * len(adapter_widths(shape, layer))
 
 
 def _rank_width(shape: ModelShape, plan: Plan) -> float:
@@ -222,7 +226,7 @@ def _routed_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     parallelism splits the latter, but not the shared expert's input. Expert parallelism exchanges
     as many rows on average, of which the fullest rank gets ``plan.expert_load`` times as many.
     """
-    if shape.experts is None:
+    if shape.experts is None or layer == shape.num_layers - 1:
         return 0.0
     k, size = shape.experts.top_k, ELEMENT_BYTES[plan.precision]
     is_input_kept = keeps_input(shape, plan, layer, "linear_fc1")

@@ -66,6 +66,7 @@ def _play_cuda(watch: Watch) -> None:
     cuda.stream = contextlib.nullcontext
     cuda.get_device_properties = lambda *unused: watch
     cuda.memory_allocated = cuda.max_memory_allocated = lambda *unused: watch.allocated()
+    cuda.memory_reserved = cuda.memory_allocated
     cuda.get_device_name = lambda *unused: "NVIDIA H200"
     cuda.mem_get_info = lambda *unused: (0, watch.allocated())
     cuda.power_draw = lambda *unused: 500_000
