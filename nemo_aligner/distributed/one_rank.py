@@ -27,7 +27,11 @@ class _Done(dist.Work):
         return True
 
 
-class OneRankGroup(dist.ProcessGroup):
+# Its methods are declared as C++ overloads, which none in Python can match.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class OneRankGroup(_ProcessGroup):  # type: ignore[misc]
     """The collectives of one rank, as ``torch.distributed`` calls them.
 
     torch renames those on single tensors in 2.12 or 2.13; both names are here.
