@@ -151,11 +151,10 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     - with norms of what is added to the residual stream, their inputs, h each
     - with LoRA, the input of each linear layer that has it, and the r outputs of A
 
-    and in fp32 one statistic of each norm, and the log-sum-exp of every head.
-
-    Past attention the model's last layer has only the rows that the head reads: too few to count. A
-    frozen layer that passes a gradient on does not keep the inputs of its linear layers. Keys and
-    values of a common prefix are kept as often as the kernel gets them.
+    and in fp32 one statistic of each norm, and the log-sum-exp of every head. Past attention the
+    model's last layer has only the rows that the head reads: too few to count. A frozen layer that
+    passes a gradient on does not keep the inputs of its linear layers. Keys and values of a common
+    prefix are kept as often as the kernel gets them.
 
     Selective recomputation drops those copies, the log-sum-exp and the output, unless the next
     linear layer needs it as its input. It keeps grouped queries twice: in the projection, in one
@@ -290,7 +289,8 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
 def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
     """Bytes on top of what is kept, in the backward pass of a layer's MLP.
 
-    The maximum of three moments: the second product; the gate, where f are freed and 4 f made; and
+    The maximum of three moments: the second product; the gate, where f are freed and 4 f made (3 f by
+    a fused kernel); and
     the first product, where 3 f are freed, and 2 f and the gradients of input and weight exist. (A
     frozen layer has kept one f less and makes no weight gradient; without a gate the first product
     has one f less.)
@@ -309,7 +309,9 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
     else:
         gradient = _weight_gradient(shape, plan, layer)
         weights = tokens * (h - f) + wide * gradient
-        needed = max(tokens * (f + h) + gradient, tokens * (wide + 1) * f, weights)
+        # The fused kernel of SwiGLU needs no scratch.
+        scratch = not (plan.fused_kernels and shape.activation == "swiglu")
+        needed = max(tokens * (f + h) + gradient, tokens * (wide + scratch) * f, weights)
     if is_recomputed(shape, plan, layer):
         # Everything the layer would have kept, recomputed, and its output.
         tokens_bytes = _whole_layer_bytes(shape, plan, layer)
