@@ -297,11 +297,10 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
 def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
     """Bytes on top of what is kept, in the backward pass of a layer's MLP.
 
-    The maximum of three moments: the second product; the gate, where f are freed and 4 f made (3 f by
-    a fused kernel); and
-    the first product, where 3 f are freed, and 2 f and the gradients of input and weight exist. (A
-    frozen layer has kept one f less and makes no weight gradient; without a gate the first product
-    has one f less.)
+    The maximum of three moments: the second product; the gate, where f are freed and 4 f made (3 f
+    by a fused kernel); and the first product, where 3 f are freed, and 2 f and the gradients of
+    input and weight exist. (A frozen layer has kept one f less and makes no weight gradient;
+    without a gate the first product has one f less.)
     """
     if shape.experts is not None:
         needed = _in_experts(shape, plan, layer)
