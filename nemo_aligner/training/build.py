@@ -220,6 +220,8 @@ def build_optimized(
     """
     make_batch_invariant(model, options.invariant_rows)
     use_pointwise_kernels(model, choose_kernels(options.pointwise_kernels))
+    if isinstance(options, ModelConfig) and options.activations_offload:
+        offload_activations(model)
     if options.cuda_graphs:
         model.use_cuda_graphs()
     # What is frozen has to be so before it is wrapped: Megatron gives every parameter that requires
@@ -278,8 +280,6 @@ def _load(config: TrainConfig, data: TrainingData, layout: ParallelLayout) -> Pr
         reply_marker=data.contract.reply_marker,
         lora_dropout=LoraDropout.from_settings(options.lora, options.seed),
     )
-    if options.activations_offload:
-        offload_activations(pretrained.model)
     _begin_head(config, data, pretrained)
     if pretrained.model.post_process:
         # Only now: archives have weights of texts' outputs, and none of an objective's own.
