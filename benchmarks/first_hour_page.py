@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common import shown
+from first_hour_summary import goals, recommended_settings
 
 
 def render_page(content: Mapping[str, Any]) -> str:
@@ -21,7 +22,12 @@ def render_page(content: Mapping[str, Any]) -> str:
         }
         for part in content["parts"]
     ]
+    rows = {part["part"]: part["rows"] for part in content["parts"]}
     pieces = ["# The first hour", "\n".join(facts), table(states)]
+    pieces += ["## Goals, for one H100", table(goals(rows))]
+    settings = recommended_settings(rows)
+    if settings:
+        pieces += ["## The fastest settings", table(settings)]
     for part in content["parts"]:
         pieces += _section(part)
     return "\n\n".join(pieces) + "\n"

@@ -20,16 +20,20 @@ _ONE_WIDTH = "without a GPU one width is enough"
 _RANKS = 2  # of the part that reduces gradients: GPUs, or processes of a CPU
 # How much the comparisons do: for a GPU of 80 GiB, and in miniature.
 _OPTIONS = {
-    "training.py": {
-        "cuda": "--steps=4 --warm-up=2 --global-batch=32 --turns=2 --trl-batch 8 "
-        "--micro-batch-tokens=16384",
+    "training": {
+        "cuda": "--steps=4 --warm-up=2 --global-batch=32 --turns=1 --trl-batch 8 "
+        "--trl-tuned 16 32 8 --micro-batch-tokens=16384",
         "cpu": "--steps=1 --warm-up=1 --global-batch=4 --turns=1 --threads=1 --trl-batch 2",
     },
-    "scoring.py": {
-        "cuda": "--pairs=64 --batch=16 --turns=4",
-        "cpu": "--pairs=2 --batch=4 --turns=1 --threads=1",
+    "scoring": {
+        "cuda": "--pairs=128 --batch 16 32 64 --turns=3 --rows 0 256 1024 --cuda-graphs",
+        "cpu": "--pairs=2 --batch 4 --turns=1 --threads=1 --rows 0",
     },
-    "invariance.py": {
+    "vllm": {
+        "cuda": "--pairs=128 --turns=3",
+        "cpu": "--pairs=2 --turns=1 --threads=1",
+    },
+    "invariance": {
         "cuda": "--pairs=16 --turns=3",
         "cpu": "--pairs=2 --turns=1 --threads=1",
     },
@@ -156,7 +160,7 @@ def _comparison(part: str, script: str) -> Command:
         where = [f"--work={hour.work}", f"--output={hour.output(part)}", f"--device={hour.device}"]
         trl, vllm = f"--trl-python={hour.trl_python}", f"--vllm-python={hour.vllm_python}"
         peer = {"training": [trl], "vllm": [vllm]}.get(part, [])
-        few = _OPTIONS[script][hour.device].split()
+        few = _OPTIONS[part][hour.device].split()
         return [sys.executable, str(ROOT / "benchmarks" / script), *files, *where, *peer, *few]
 
     return command
@@ -194,31 +198,45 @@ def _width(hidden: int) -> Part:
     )
 
 
+# The most valuable first, so that running out of time loses the least. Up to "save" the limits sum
+# up to the nine minutes of gpu_first_hour.py.
 PARTS = (
     _width(1024),
     _width(2048),
     _width(4096),
-    Part("machine", "what is here, and its rates", 60, _work("machine"), read_rows),
-    Part("profile", "where the time of a step goes", 60, _work("profile"), read_rows),
-    Part("tests", "tests/models/test_gpu.py", 240, _tests, read_tests, _lacks_gpu),
-    Part("model", "the model and pairs of the comparisons", 120, _work("model"), read_rows),
+    Part("model", "the model and pairs of the comparisons", 50, _work("model"), read_rows),
+    Part(
+        "scoring",
+        "scoring against transformers, by rows of a matmul and CUDA graphs",
+        90,
+        _comparison("scoring", "scoring.py"),
+        read_benchmark,
+        needs=("model",),
+    ),
+    Part("memory", "memory against the planner, in GiB", 40, _work("memory"), read_rows),
     Part(
         "training",
         "training against TRL's RewardTrainer",
-        240,
+        95,
         _comparison("training", "training.py"),
         read_benchmark,
         lambda hour: _lacks(hour.trl_python, "trl", "datasets", "accelerate"),
         ("model",),
     ),
+    Part("offload", "Adam's moments in host memory", 35, _work("offload"), read_rows),
+    Part("save", "how long a save holds training up", 35, _work("save"), read_rows),
+    Part("profile", "where the time of a step goes", 60, _work("profile"), read_rows),
+    Part("tests", "tests/models/test_gpu.py", 240, _tests, read_tests, _lacks_gpu),
     Part(
-        "scoring",
-        "scoring against transformers",
-        120,
-        _comparison("scoring", "scoring.py"),
+        "invariance",
+        "rewards in other company: bits that change, and what it costs that none does",
+        60,
+        _comparison("invariance", "invariance.py"),
         read_benchmark,
         needs=("model",),
     ),
+    Part("machine", "what is here, and its rates", 60, _work("machine"), read_rows),
+    Part("mfu", "a step by sequence length and hidden size", 200, _work("mfu"), read_rows),
     Part(
         "vllm",
         "scoring against vLLM",
@@ -228,18 +246,6 @@ PARTS = (
         lambda hour: _lacks(hour.vllm_python, "vllm"),
         ("model",),
     ),
-    Part(
-        "invariance",
-        "rewards in other company: bits that change, and what it costs that none does",
-        60,
-        _comparison("invariance", "invariance.py"),
-        read_benchmark,
-        needs=("model",),
-    ),
-    Part("mfu", "a step by sequence length and hidden size", 240, _work("mfu"), read_rows),
-    Part("memory", "memory against the planner, in GiB", 150, _work("memory"), read_rows),
-    Part("offload", "Adam's moments in host memory", 120, _work("offload"), read_rows),
-    Part("save", "how long a save holds training up", 90, _work("save"), read_rows),
     Part(
         "overlap",
         "gradients reduced while others are computed",

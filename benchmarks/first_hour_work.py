@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,10 +26,10 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from common import matmul_rate, now, peak_gib
+from common import gpu_memory_used, matmul_rate, now, peak_gib
 from first_hour_machine import machine, model
 from step_profile import StepTrace, trace
-from step_variants import Experiment, time_variant
+from step_variants import Experiment, fastest, time_variant
 from synthetic import (
     build_synthetic_learner,
     make_point,
@@ -45,9 +46,10 @@ from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.tools.planner import PlanRequest
-from nemo_aligner.training.cost import FP32_BYTES, Machine, Plan, step_flops, step_time, traffic
+from nemo_aligner.training.cost import FP32_BYTES, Plan, step_flops, traffic
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.memory import GIB, fullest_stage
+from nemo_aligner.training.step_time import Machine, peak_bandwidth, step_time
 
 Job = Mapping[str, Any]
 Row = dict[str, Any]
@@ -65,6 +67,7 @@ _MARGIN = 3.0  # seconds before a part would be stopped, in which it begins noth
 def main() -> None:
     name, job, output = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
     job["end"] = psutil.Process().create_time() + job["seconds"] - _MARGIN
+    job["GiB before"] = gpu_memory_used() if name == "memory" else None
     if name in ALONE:
         _write(ALONE[name](job), output)
         return
@@ -179,7 +182,7 @@ def mfu(job: Job, layout: ParallelLayout) -> Iterator[Row]:
     ``MFU`` is of the peak that is assumed, ``of a product`` of a large matrix product's rate here.
     """
     machine, product = _machine(job), matmul_rate()
-    for point in job["points"]:
+    for point in _in_time(job):
         shape, plan = _shape_and_plan(point)
         steps = point["steps"]
         seconds = _measured(point, layout, partial(_time, steps=steps)).get("seconds")
@@ -220,17 +223,32 @@ def variants(job: Job, layout: ParallelLayout) -> Iterator[Row]:
 
 def profile(job: Job, layout: ParallelLayout) -> Iterator[Row]:
     """Where the time of a step goes at each width; a width that fails has its traceback."""
-    for point in job["points"]:
-        shape, plan = _shape_and_plan(point)
+    for base in _in_time(job):
+        shape, plan = _shape_and_plan(base)
         about = {"width": shape.hidden_size}
+        point = {**base, **_fastest_kernels(job, shape.hidden_size)}
         try:
             rows = _measured(point, layout, partial(_profile, plan=plan, steps=point["steps"]))
+            settings = {name: point.get(name) for name in ("pointwise_kernels", "cuda_graphs")}
+            yield {**about, "what": "settings", "note": json.dumps(settings)}
             yield from ({**about, **row} for row in rows.get("rows", []))
             if not rows:
                 yield {**about, "what": "the step", "note": "out of memory"}
         except Exception:
             failed = traceback.format_exc()[-_TRACEBACK:]
             yield {**about, "what": "the step", "note": failed}
+
+
+def _fastest_kernels(job: Job, width: int) -> dict[str, Any]:
+    """The settings of the fastest variant of a part before; none if there is no such part."""
+    try:
+        rows = json.loads((Path(job["work"]) / f"width-{width}.out").read_text())
+    except (OSError, ValueError):
+        return {}
+    best = fastest(rows)
+    if best is None:
+        return {}
+    return {"pointwise_kernels": best.pointwise_kernels, "cuda_graphs": best.cuda_graphs}
 
 
 def _profile(learner: RewardLearner, plan: Plan, steps: int) -> dict[str, Any]:
@@ -252,10 +270,11 @@ def _profile(learner: RewardLearner, plan: Plan, steps: int) -> dict[str, Any]:
 
 def memory(job: Job, layout: ParallelLayout) -> Iterator[Row]:
     """GiB at the fullest moment of a step, beside the plan's, and what the allocator holds."""
-    for point in job["points"]:
+    measure = partial(_memory_of, before=job["GiB before"])
+    for point in _in_time(job):
         shape, plan = _shape_and_plan(point)
         planned = fullest_stage(shape, plan)
-        found = _measured(point, layout, _memory_of)
+        found = _measured(point, layout, measure)
         row: Row = {"setting": point["label"]}
         for part in ("weights", "gradients", "optimizer"):
             row[part] = _per(found.get(part), GIB)
@@ -268,6 +287,7 @@ def memory(job: Job, layout: ParallelLayout) -> Iterator[Row]:
             "planned": planned.total / GIB,
             "measured/planned": _per(found.get("total"), planned.total),
             "reserved": _per(found.get("reserved"), GIB),
+            "beside the allocator": found.get("outside"),
             "note": _note(found.get("total")),
         }
 
@@ -385,15 +405,9 @@ ALONE: dict[str, Callable[[Job], Iterator[Row]]] = {"machine": machine, "model":
 
 def _machine(job: Job) -> Machine:
     """What ``nemo-aligner plan`` assumes, but for the peak, which is the job's."""
-    assumed = PlanRequest()
-    return Machine(
-        flops=job["tflops"] * 1e12,
-        efficiency=assumed.mfu,
-        intra_node=assumed.intra_node * 1e9,
-        inter_node=assumed.inter_node * 1e9,
-        ranks_per_node=assumed.gpus_per_node,
-        host=assumed.host * 1e9,
-    )
+    assumed = PlanRequest(tflops=job["tflops"]).machine()
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return replace(assumed, memory=peak_bandwidth(name) or assumed.memory)
 
 
 def _shape_and_plan(point: Job) -> tuple[ModelShape, Plan]:
@@ -431,15 +445,35 @@ def _seconds_left(job: Job) -> float:
     return job["end"] - time.time()
 
 
+def _in_time(job: Job) -> Iterator[Point]:
+    """The points of a job, as long as another one is likely to end in time."""
+    longest = 0.0
+    for index, point in enumerate(job["points"]):
+        if _seconds_left(job) < longest:
+            print(f"no time was left for {len(job['points']) - index} more points", flush=True)
+            return
+        start = time.perf_counter()
+        yield point
+        longest = max(longest, time.perf_counter() - start)
+
+
 def _note(found: object) -> str:
     return "out of memory" if found is None else ""
 
 
-def _memory_of(learner: RewardLearner) -> dict[str, Any]:
-    found = measure_memory(learner, 0)
+def _memory_of(learner: RewardLearner, before: float | None = None) -> dict[str, Any]:
+    """What ``measure_memory`` finds, and on a GPU also what the process holds.
+
+    ``before`` is how many GiB of the GPU were held before this process used it.
+    """
+    found: dict[str, Any] = measure_memory(learner, 0)
     if not torch.cuda.is_available():
         return found
-    return {**found, "reserved": torch.cuda.max_memory_reserved()}
+    found["reserved"] = torch.cuda.max_memory_reserved()
+    after = gpu_memory_used()
+    if before is not None and after is not None:
+        found["outside"] = after - before - torch.cuda.memory_reserved() / GIB
+    return found
 
 
 def _time(learner: RewardLearner, steps: int, overlaps: bool = True) -> dict[str, Any]:

@@ -105,10 +105,9 @@ def our_scorer(
     data = DataConfig(seq_length=2048, overlong=Overlong.truncate_left)
     config = ModelConfig(data=data, **(settings or {}))
     pretrained = load_pretrained(nemo, layout, num_attributes=1, precision=precision)
-    model: Any = pretrained.model.eval()
-    tokenizer = pretrained.tokenizer
+    model, tokenizer = pretrained.model.eval(), pretrained.tokenizer
     make_batch_invariant(model, config.invariant_rows)
-    if getattr(config, "cuda_graphs", False):
+    if config.cuda_graphs:
         model.use_cuda_graphs()
     if freeze:
         freeze_for_scoring(model)

@@ -13,9 +13,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
-from importlib import import_module
-from importlib.util import find_spec
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
 from nemo_aligner.config.common import Precision, RecordKind
-from nemo_aligner.config.model import ModelConfig, OptimConfig, Recompute
+from nemo_aligner.config.model import ModelConfig, OptimConfig, PointwiseChoice, Recompute
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.token_index import TokenSequences
@@ -191,36 +189,14 @@ def build_synthetic_learner(
     )
 
 
-# Settings that a job may have, as far as this version of the package has them.
-_SETTINGS = ("pointwise_kernels", "cuda_graphs")
-
-
 def _options(job: Mapping[str, Any]) -> ModelConfig:
-    names = {field.name for field in fields(ModelConfig)}
-    settings = {name: job[name] for name in _SETTINGS if name in job and name in names}
-    if "pointwise_kernels" in settings:
-        choice = import_module(_CHOICE).PointwiseChoice
-        settings["pointwise_kernels"] = choice(settings["pointwise_kernels"])
+    pointwise = job.get("pointwise_kernels")
     return ModelConfig(
         freeze_layers=job["freeze_layers"],
         optim=OptimConfig(lr=2e-5, cpu_offload=job["cpu_offload"]),
-        **settings,
+        pointwise_kernels=None if pointwise is None else PointwiseChoice(pointwise),
+        cuda_graphs=job.get("cuda_graphs", False),
     )
-
-
-_CHOICE = "nemo_aligner.models.pointwise.choice"
-
-
-def pointwise_choices() -> tuple[str, ...]:
-    """The values of ``model.pointwise_kernels`` that this machine can compute with."""
-    if find_spec("nemo_aligner.models.pointwise") is None:
-        return ("eager",)
-    return tuple(choice.value for choice in import_module(_CHOICE).available_kernels())
-
-
-def has_cuda_graphs() -> bool:
-    """Whether ``model.cuda_graphs`` can be set here."""
-    return torch.cuda.is_available() and find_spec("nemo_aligner.models.cuda_graphs") is not None
 
 
 def _random_pairs(

@@ -278,6 +278,12 @@ class ScorerModelConfig(LayoutConfig):
 
 # The model to train.
 
+LAYERS_NOT_OFFLOADED = 2
+"""Last layers of a model whose activations stay on the GPU with ``activations_offload``.
+
+When the backward pass begins, copies of theirs would just have left, and come back at once.
+"""
+
 
 class Recompute(Enum):
     none = "none"
@@ -404,6 +410,9 @@ class ModelConfig(LayoutConfig):
     )
     activations_checkpoint_num_layers: int | None = setting(
         None, "with full: recompute the first N layers of a stage; null: all"
+    )
+    activations_offload: bool = setting(
+        False, "keep activations for the backward pass in host memory"
     )
     freeze_layers: int = setting(0, "number of lowest layers to freeze, with the embeddings")
     train_router: bool = setting(False, "also train which experts a mixture's tokens go to")

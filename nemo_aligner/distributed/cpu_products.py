@@ -290,15 +290,16 @@ class ChunkedLinear(Function):
     ) -> Tensor:
         # The input is needed only for the gradient of the weight.
         kept = input if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(kept, weight)
+        ctx.save_for_backward(kept)
+        # Not saved: under hooks on saved tensors an alias without Megatron's marks would come back.
+        ctx.weight = weight
         ctx.main_grad = getattr(weight, "main_grad", None) if fused else None
         ctx.group = group
         return linear_in_chunks(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        input, weight = ctx.saved_tensors
+        (grad,), (input,), weight = grads, ctx.saved_tensors, ctx.weight
         to_input = to_weight = to_bias = summed = None
         if ctx.needs_input_grad[0]:
             to_input = linear_in_chunks(grad, weight.t())

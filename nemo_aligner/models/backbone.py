@@ -384,7 +384,7 @@ class PackedLayer(TransformerLayer):
         residual_multiplier: factor of what is added to the residual stream.
 
     Attributes:
-        pointwise: the kernels between the matrix products in training.
+        pointwise: the kernels between the matrix products, but for scoring on a CPU.
     """
 
     pointwise: PointwiseKernels = EAGER
@@ -435,15 +435,10 @@ class PackedLayer(TransformerLayer):
     def _attend_in_training(self, normed: Tensor, segments: PackedSegments) -> Tensor:
         """Compute attention of the normed ``[T, 1, hidden]`` -> ``[T, 1, heads * c]``."""
         attention = self.self_attention
-        core, split_and_rotate = attention.core_attention, self.pointwise.split_and_rotate
-        # What the kernel does not do: norms of queries and keys, and layers without RoPE.
-        is_fused = core.rotation is not None and not self.config.qk_layernorm
-        if split_and_rotate is not None and is_fused:
+        core = attention.core_attention
+        if self._splits_and_rotates:
             mixed, _ = attention.linear_qkv(normed)
-            groups = attention.num_query_groups_per_partition
-            channels = attention.hidden_size_per_attention_head
-            cos, sin = segments.tables[core.rotation]
-            heads = split_and_rotate(mixed, cos, sin, groups, channels)
+            heads = self._split_and_rotate(mixed, segments)
             attend = partial(core.attend, segments=segments)
         else:
             heads = attention.get_query_key_value_tensors(normed)
@@ -451,6 +446,25 @@ class PackedLayer(TransformerLayer):
         if attention.checkpoint_core_attention and self.training:
             return tensor_parallel.checkpoint(attend, False, *heads)
         return attend(*heads)
+
+    @property
+    def _splits_and_rotates(self) -> bool:
+        """Tell if a kernel makes heads of what linear_qkv returns.
+
+        It does not norm queries and keys, and is not for layers without RoPE.
+        """
+        has_rope = self.self_attention.core_attention.rotation is not None
+        has_kernel = self.pointwise.split_and_rotate is not None
+        return has_kernel and has_rope and not self.config.qk_layernorm
+
+    def _split_and_rotate(
+        self, mixed: Tensor, segments: PackedSegments
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        attention, split_and_rotate = self.self_attention, self.pointwise.split_and_rotate
+        assert split_and_rotate is not None
+        cos, sin = segments.tables[attention.core_attention.rotation]
+        groups = attention.num_query_groups_per_partition
+        return split_and_rotate(mixed, cos, sin, groups, attention.hidden_size_per_attention_head)
 
     def _counted(self, counted: Counted) -> int:
         return counted.tokens
@@ -473,6 +487,8 @@ class PackedLayer(TransformerLayer):
         can_add = self._multiplier == 1 and kernels.can_add(hidden, added)
         if can_add and isinstance(norm, SequenceParallelRMSNorm) and norm.is_kernels:
             normed = norm.add(hidden, added)
+        elif hidden.is_cuda:
+            hidden, normed = self._add_and_norm(hidden, added)
         else:
             hidden = self._sum(added, hidden)
             normed = norm.forward(hidden)
@@ -498,6 +514,9 @@ class PackedLayer(TransformerLayer):
     def _attend(self, mixed: Tensor, segments: PackedSegments) -> Tensor:
         """``[T, 1, groups * (repeats + 2) * c]``, of linear_qkv, -> ``[T, 1, heads * c]``."""
         attention = self.self_attention
+        core = attention.core_attention
+        if mixed.is_cuda and self._splits_and_rotates:
+            return core.attend(*self._split_and_rotate(mixed, segments), segments)
         groups = attention.num_query_groups_per_partition
         grouped = mixed.view(mixed.size(0), groups, -1, attention.hidden_size_per_attention_head)
         turning, value = grouped[:, :, :-1], grouped[:, :, -1]
@@ -505,7 +524,6 @@ class PackedLayer(TransformerLayer):
             query, key = turning[:, :, :-1], turning[:, :, -1:]
             normed = attention.q_layernorm(query), attention.k_layernorm(key)
             turning = torch.cat(normed, dim=2)
-        core = attention.core_attention
         infer = core.infer_on_cpu if mixed.is_cpu else core.infer_on_gpu
         return infer(turning, value, segments)
 

@@ -443,6 +443,8 @@ def why_not_graphed_in_training(model: Any) -> str | None:
     config = model.config
     if config.recompute_granularity is not None:
         return "activations are recomputed"
+    if getattr(model.decoder, "activation_offload", None) is not None:
+        return "activations are offloaded"
     if model.lora_dropout is not None:
         return "LoRA has dropout"
     if config.gradient_accumulation_fusion:

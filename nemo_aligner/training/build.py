@@ -41,6 +41,7 @@ from nemo_aligner.losses.base import (
     reads_language,
     start_of_learned,
 )
+from nemo_aligner.models.activation_offload import offload_activations
 from nemo_aligner.models.lora import LoraDropout, train_adapters_alone
 from nemo_aligner.models.pointwise.choice import choose_kernels
 from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
@@ -277,6 +278,8 @@ def _load(config: TrainConfig, data: TrainingData, layout: ParallelLayout) -> Pr
         reply_marker=data.contract.reply_marker,
         lora_dropout=LoraDropout.from_settings(options.lora, options.seed),
     )
+    if options.activations_offload:
+        offload_activations(pretrained.model)
     _begin_head(config, data, pretrained)
     if pretrained.model.post_process:
         # Only now: archives have weights of texts' outputs, and none of an objective's own.

@@ -43,6 +43,8 @@ ALONE = {
     "prefix, no groups": steps(shape={"num_query_groups": 4}, prefix=96),
     "selective, prefix": steps(recompute="selective", prefix=64),
     "full": steps(recompute="full"),
+    "eager": steps(kernels="eager"),
+    "selective, eager": steps(recompute="selective", kernels="eager"),
     "frozen, no groups": steps(shape={"num_query_groups": 4}, freeze_layers=1),
     "window, norms": steps(shape={"window_size": 32, "qk_layernorm": True, "qkv_bias": True}),
 }
@@ -57,6 +59,18 @@ EXPERTS = {
 MIXTURES = {
     "experts": steps(shape=EXPERTS, scored=False),
     "experts, tp2+sp": steps({"tp": 2, "sequence_parallel": True}, EXPERTS, scored=False),
+}
+SIX_LAYERS = {"num_layers": 6}  # four of them are offloaded, of each stage of two three or one
+OFFLOADS = {
+    "offload": steps(shape=SIX_LAYERS, offload=True),
+    "offload, full": steps(shape=SIX_LAYERS, offload=True, recompute="full"),
+    "offload, tp2+sp": steps({"tp": 2, "sequence_parallel": True}, SIX_LAYERS, offload=True),
+    "offload, pp2": steps({"pp": 2}, SIX_LAYERS, offload=True),
+    "offload, cp2": steps({"cp": 2}, SIX_LAYERS, prefix=64, offload=True),
+}
+UNHEEDED = {
+    name: steps(shape=SIX_LAYERS, offload=True, unheeded=[name])
+    for name in ("wait_event", "wait_stream")
 }
 # What has no kernel, and is computed by SDPA.
 REFUSED = {
@@ -102,7 +116,8 @@ def seen_of(rehearse: Rehearse, name: str, tasks: dict[str, Task], *stubs: str) 
 
 @pytest.fixture(scope="module")
 def plain(rehearse: Rehearse) -> dict[str, Seen]:
-    tasks = {**LAYOUTS, **ALONE, **MIXTURES, **REFUSED, **ACCEPTED, **GRAPHS, "one GPU": ONE_GPU}
+    kinds = {**LAYOUTS, **ALONE, **MIXTURES, **REFUSED, **ACCEPTED, **GRAPHS}
+    tasks = {**kinds, **OFFLOADS, **UNHEEDED, "one GPU": ONE_GPU}
     return seen_of(rehearse, "plain", tasks)
 
 
@@ -151,12 +166,28 @@ def test_rehearsed_step_keeps_the_bytes_that_planning_counts(plain: dict[str, Se
     """Of torch's layers: what TransformerEngine's keep no stub can say."""
     wrong = {
         name: (rank["kept"], rank["planned"])
-        for name in [*LAYOUTS, *ALONE, *MIXTURES]
+        for name in [*LAYOUTS, *ALONE, *MIXTURES, *OFFLOADS]
         for rank in plain[name]["ranks"]
         if "kept" in rank and rank["kept"] != pytest.approx(rank["planned"], rel=0.03)
     }
     assert not wrong
     assert all("kept" in plain[name]["ranks"][0] for name in ALONE)
+
+
+def test_rehearsed_offload_has_two_layers_on_the_gpu_and_no_race(plain: dict[str, Seen]) -> None:
+    for name in OFFLOADS:
+        for rank in plain[name]["ranks"]:
+            assert not rank["races"], name
+            if "peak" in rank:
+                assert rank["peak"] == pytest.approx(rank["planned peak"], rel=0.05), name
+    # Without one kind of wait another stream's memory is read, overwritten or given away.
+    expected = {
+        "wait_event": {"reads what another stream writes", "let go while another stream uses it"},
+        "wait_stream": {"reads what another stream writes", "writes what another stream writes"},
+    }
+    for name, kinds in expected.items():
+        (rank,) = plain[name]["ranks"]
+        assert {kind for kind in kinds for race in rank["races"] if race.endswith(kind)} == kinds
 
 
 def flash_calls(seen: Seen) -> int:
@@ -170,7 +201,7 @@ def test_rehearsed_kernel_is_called_once_a_layer_and_pack_or_not_at_all(
 ) -> None:
     """Also torch 2.8's and 2.9's, where beginnings are shared, and flash-attn's with a cap."""
     calls = {name: flash_calls(plain[name]) for name in [*ALONE, *REFUSED, *ACCEPTED]}
-    again = {"selective, prefix", "full"}  # in the backward once more
+    again = {"selective, prefix", "selective, eager", "full"}  # in the backward once more
     for name in again:
         assert calls.pop(name) > LAYERS_AND_PACKS
     assert calls == {name: 0 if name in REFUSED else LAYERS_AND_PACKS for name in calls}
@@ -189,6 +220,29 @@ def test_rehearsed_graphs_capture_nothing_that_waits(plain: dict[str, Seen]) -> 
         assert (seen["replayed"], seen["eager"]) == (8, 4)
         # When captured and when replayed; of two steps also the backward.
         assert seen["captured"]["parts"] == 4 + 8 + 2
+
+
+def test_rehearsed_layers_launch_fused_kernels_between_their_products(
+    plain: dict[str, Seen],
+) -> None:
+    """The final norm is one more for each pack."""
+    packs = LAYERS_AND_PACKS // 2
+
+    def launched(name: str) -> dict[str, int]:
+        (rank,) = plain[name]["ranks"]
+        return {key: count for key, count in rank["operations"].items() if "triton" in key}
+
+    norms, rest = 2 * LAYERS_AND_PACKS + packs, LAYERS_AND_PACKS
+    assert launched("alone") == {
+        "triton _norm_forward": norms,
+        "triton _norm_backward": norms,
+        "triton _rotate": 2 * rest,
+        "triton _silu_forward": rest,
+        "triton _silu_backward": rest,
+    }
+    assert launched("eager") == {}
+    # Queries and keys are normed between the split and the rotation.
+    assert "triton _rotate" not in launched("window, norms")
 
 
 def test_rehearsed_experts_are_multiplied_by_one_kernel(plain: dict[str, Seen]) -> None:

@@ -1,7 +1,8 @@
 """Each pointwise operation of an implementation against its formula in fp64, left to autograd.
 
-A script: ``pointwise_ops.py NAME [DEVICE]`` prints JSON, the largest error of each operation and
-dtype, in units of the dtype's rounding; and the operations whose rows change with their company.
+A script: ``pointwise_ops.py DEVICE NAME...`` prints JSON, by the name of each implementation:
+the largest error of each operation and dtype, in roundings of that dtype; the operations whose rows
+change with the rows beside them; and the losses of a few steps in fp32 next to those of eager.
 """
 
 from __future__ import annotations
@@ -13,19 +14,45 @@ from typing import Any
 
 import torch
 
-# Before this package lets torch.cuda's functions stand for the CPU's, which torch.compile would
-# take for a mistake when it first lists them.
+# Now, because this package lets functions of torch.cuda stand for the CPU's, and torch.compile
+# refuses to list a function twice.
 if __name__ == "__main__":
     torch.compile(torch.abs, backend="eager")(torch.ones(1))
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_aligner.batch.packed import Group, PackedBatch, Records
+from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import PointwiseChoice
+from nemo_aligner.distributed.launch import launch
+from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
 from nemo_aligner.models.pointwise.choice import load_kernels
 from nemo_aligner.models.pointwise.compiled import compiled_kernels
-from nemo_aligner.models.pointwise.operations import PointwiseKernels
+from nemo_aligner.models.pointwise.operations import (
+    EAGER,
+    PointwiseKernels,
+    use_pointwise_kernels,
+)
+from nemo_aligner.models.reward_model import build_reward_model, wrap_for_training
+from nemo_aligner.models.shape import ModelShape
 
+SHAPE = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+}
+# Partial RoPE, with norms of queries and keys, and stored gammas from 0 on as in Gemma 2.
+MODELS: tuple[dict[str, Any], ...] = (
+    {"rotary_percentage": 0.5, "qkv_bias": True, "residual_multiplier": 0.5},
+    {"qk_layernorm": True},
+    {"post_layernorms": True, "layernorm_zero_centered_gamma": True},
+)
 DTYPES = (torch.float32, torch.bfloat16)
 EPS = 1e-5
 Case = tuple[
@@ -132,10 +159,17 @@ def results(
     return [*(each.detach() for each in outputs), *found], grads
 
 
-def errors(kernels: PointwiseKernels, device: str, rows: int = 37) -> dict[str, float]:
+def covered(kernels: PointwiseKernels, rows: int) -> Iterator[Case]:
+    """All cases, or without the rotation where attention itself does it."""
+    for case in cases(rows):
+        if kernels.split_and_rotate is not None or not case[0].startswith("rotation"):
+            yield case
+
+
+def errors(kernels: PointwiseKernels, device: str, rows: int) -> dict[str, float]:
     """Largest error of each case, relative to the largest value, in roundings of the dtype."""
     found = {}
-    for name, operation, formula, arguments in cases(rows):
+    for name, operation, formula, arguments in covered(kernels, rows):
         for dtype in DTYPES:
             rounded = [each.to(device, dtype) for each in arguments]
             wanted, grads = results(formula, [each.double() for each in rounded])
@@ -150,14 +184,14 @@ def errors(kernels: PointwiseKernels, device: str, rows: int = 37) -> dict[str, 
     return found
 
 
-def variant_rows(kernels: PointwiseKernels, device: str, rows: int = 37) -> list[str]:
+def variant_rows(kernels: PointwiseKernels, device: str, rows: int) -> list[str]:
     """Cases of which a row has other bits, or its gradient, alone or among fewer rows."""
     found = []
-    for name, operation, _, arguments in cases(rows):
+    for name, operation, _, arguments in covered(kernels, rows):
         for dtype in DTYPES:
             rounded = [each.to(device, dtype) for each in arguments]
             whole, grads = results(operation(kernels), rounded)
-            for first, last in ((0, 1), (5, 6), (3, 20)):
+            for first, last in ((0, 1), (5, 6), (3, 12), (0, rows // 2)):
                 part = [each[first:last] if each.dim() > 1 else each for each in rounded]
                 cut = [each[first:last] for each in grads]
                 for each, other in zip(
@@ -169,13 +203,55 @@ def variant_rows(kernels: PointwiseKernels, device: str, rows: int = 37) -> list
     return found
 
 
-def main(name: str, device: str = "cpu") -> None:
+def losses(kernels: PointwiseKernels, layout: ParallelLayout, more: dict[str, Any]) -> list[float]:
+    """Losses of steps of plain gradient descent on two pairs, one with a shared prefix."""
+    shape = ModelShape.from_config({**SHAPE, **more})
+    model = build_reward_model(shape, layout, num_attributes=1, precision=Precision.fp32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            drawn = torch.randn(weight.shape, generator=generator)
+            weight.copy_(drawn * (0.05 if weight.dim() > 1 else 1.0))
+    use_pointwise_kernels(model, kernels)
+    wrapped = wrap_for_training(model).train()
+    batch = PackedBatch.pack(
+        [[*range(3, 33)], [*range(3, 23), 7, 8, 9], [*range(40, 70)], [*range(90, 100)]],
+        Records.of(range(2), [2, 2]),
+        groups=[Group(2, 20), Group(2, 0)],
+    ).to(torch.cuda.current_device())
+    found = []
+    for _ in range(4):
+        wrapped.zero_grad_buffer()
+        rewards = wrapped(batch)
+        loss = F.softplus(rewards[1::2] - rewards[::2]).mean()
+        loss.backward()
+        found.append(loss.item())
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight -= 0.01 * weight.main_grad  # type: ignore[attr-defined]
+    return found
+
+
+def kernels_by_name(name: str, device: str) -> PointwiseKernels:
     # On a CPU the formulas are checked as torch.compile traces them: no code is made of them.
     if name == "compile" and device == "cpu":
-        kernels = compiled_kernels(backend="aot_eager")
-    else:
-        kernels = load_kernels(PointwiseChoice(name))
-    found = {"errors": errors(kernels, device), "variant": variant_rows(kernels, device)}
+        return compiled_kernels(backend="aot_eager")
+    return load_kernels(PointwiseChoice(name))
+
+
+def main(device: str, *names: str) -> None:
+    found, rows = {}, 300 if device == "cuda" else 13
+    with launch():
+        layout = initialize_layout()
+        for name in names:
+            kernels = kernels_by_name(name, device)
+            found[name] = {
+                "errors": errors(kernels, device, rows),
+                "variant": variant_rows(kernels, device, rows),
+                "losses": [
+                    [losses(each, layout, more) for each in (EAGER, kernels)] for more in MODELS
+                ],
+            }
     print(json.dumps(found))
 
 

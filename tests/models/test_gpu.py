@@ -13,14 +13,16 @@ import torch
 
 from nemo_aligner.batch.packed import CachedPrefix, Group, PackedBatch
 from nemo_aligner.config.common import Precision
-from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.distributed.gpu_products import chunk_sizes, invariant_linear_on_gpu
+from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.packed import _attend_one_by_one, varlen_kernel
 from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, Scores
+from nemo_aligner.models.pointwise.choice import available_kernels
 from nemo_aligner.models.step import infer
 from tests import families, tiny
 from tests.models.attention.rings import attend_in_ring
 from tests.models.graphed import PACKS, gradients, load
+from tests.models.test_pointwise import check_implementation
 from tests.serving.engine.company import LONGEST, Case, draw_texts, write_cases
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -100,6 +102,18 @@ def test_varlen_kernel_sees_cached_beginnings(window: int | None) -> None:
             each(query, key, value, segments, scores) for each in (kernel, _attend_one_by_one)
         )
         torch.testing.assert_close(ours.float(), wanted.float(), atol=2e-2, rtol=2e-2)
+
+
+def test_pointwise_kernels_are_right_and_train_alike() -> None:
+    """All that are installed; Triton's rows have the same bits alone and among others."""
+    names = [each.value for each in available_kernels(torch.device("cuda"))]
+    done = tiny.run_script(
+        "tests/models/pointwise_ops.py", "cuda", *names, env={"CUDA_VISIBLE_DEVICES": "0"}
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert "triton" in found
+    for name in names:
+        check_implementation(found[name], is_invariant=name == "triton")
 
 
 def test_prefix_cache_changes_no_reward_on_a_gpu(tmp_path: Path) -> None:

@@ -130,14 +130,7 @@ class PackedAttention(MegatronModule):
         if self.rotation is not None:
             turning = rotate(turning, *segments.tables[self.rotation])
         query, key = turning[:, :, :-1].flatten(1, 2), turning[:, :, -1]
-        if segments.query_scale is not None:
-            query = query * segments.query_scale
-        if self._goes_round(segments):
-            return self._read(ring.attend(query, key, value, segments, self.scores), segments)
-        key, value = segments.gathered(key, value)
-        key, value = segments.with_cached(self.layer_number, key, value)
-        attend = _attention_for(query, self.scores)
-        return self._read(attend(query, key, value, segments, self.scores), segments)
+        return self.attend(query, key, value, segments)
 
     def _goes_round(self, segments: PackedSegments) -> bool:
         """False also beside a prefix cache: of what it has, each rank has the whole texts."""

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_aligner.batch.context import ContextShare
 from nemo_aligner.batch.packed import CacheUse, FixedSizes, PackedBatch
+from nemo_aligner.models.internals import saved_tensor_hooks
 from nemo_aligner.models.rotary import Tables
 from nemo_aligner.utils.host_transfer import all_to_device, to_device
 
@@ -437,16 +438,19 @@ def gathering_again(key: Tensor, value: Tensor, index: Tensor) -> Iterator[tuple
     own = torch.stack([key, value], dim=1)
     gathered = _gathered(own, index)
     numbers = {_storage(each): number for number, each in enumerate(gathered)}
-    shape, own, again = gathered[0].shape, own.detach(), dict[int, Tensor]()
+    shape, again = gathered[0].shape, dict[int, Tensor]()
+    pack, unpack = saved_tensor_hooks()
+    packed_own = pack(own.detach())
 
-    def keep(tensor: Tensor) -> Tensor | int:
-        return numbers.get(_storage(tensor), tensor) if tensor.shape == shape else tensor
+    def keep(tensor: Tensor) -> Any:
+        number = numbers.get(_storage(tensor)) if tensor.shape == shape else None
+        return pack(tensor) if number is None else number
 
-    def give(kept: Tensor | int) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
+    def give(kept: Any) -> Tensor:
+        if not isinstance(kept, int):
+            return unpack(kept)
         if kept not in again:
-            again.update(enumerate(_gathered(own, index)))
+            again.update(enumerate(_gathered(unpack(packed_own), index)))
         return again.pop(kept)
 
     with torch.autograd.graph.saved_tensors_hooks(keep, give):

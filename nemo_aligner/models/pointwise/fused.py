@@ -59,7 +59,7 @@ class Kernels(Protocol):
     def split_forward(
         self, mixed: Tensor, cos: Tensor, sin: Tensor, groups: int, channels: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute ``operations.SplitAndRotate``."""
+        """Compute ``operations.SplitOperation``."""
 
     def split_backward(
         self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor

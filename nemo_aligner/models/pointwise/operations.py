@@ -17,7 +17,7 @@ from nemo_aligner.config.model import PointwiseChoice
 from nemo_aligner.models.pointwise import eager
 
 
-class RMSNorm(Protocol):
+class NormOperation(Protocol):
     """Norm ``x [..., c]`` by ``weight [c] + offset`` and return it in ``dtype``."""
 
     def __call__(
@@ -25,8 +25,8 @@ class RMSNorm(Protocol):
     ) -> Tensor: ...
 
 
-class AddRMSNorm(Protocol):
-    """Compute ``x + alpha * added``, in the dtype of ``x``, and the ``RMSNorm`` of that sum."""
+class AddNormOperation(Protocol):
+    """Compute ``x + alpha * added``, in the dtype of ``x``, and the norm of that sum."""
 
     def __call__(
         self,
@@ -40,7 +40,7 @@ class AddRMSNorm(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-class SplitAndRotate(Protocol):
+class SplitOperation(Protocol):
     """Split ``mixed [T, 1, groups * (repeats + 2) * channels]``, and rotate queries and keys.
 
     Each group's channels are those of its query heads, its key and its value. ``cos`` and ``sin``
@@ -68,10 +68,10 @@ class PointwiseKernels:
     """
 
     name: str
-    rms_norm: RMSNorm
-    add_rms_norm: AddRMSNorm
+    rms_norm: NormOperation
+    add_rms_norm: AddNormOperation
     gated_silu: Callable[[Tensor], Tensor]
-    split_and_rotate: SplitAndRotate | None
+    split_and_rotate: SplitOperation | None
 
 
 EAGER = PointwiseKernels(

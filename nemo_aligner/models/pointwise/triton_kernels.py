@@ -316,72 +316,62 @@ def _rotate(
     """Split and rotate one token's heads, or in the backward pass rotate back and join them."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    group = head // (REPEATS + 2)
-    place = head % (REPEATS + 2)
-    is_query = (place < REPEATS) & (group < GROUPS)
-    is_key = (place == REPEATS) & (group < GROUPS)
-    is_value = (place == REPEATS + 1) & (group < GROUPS)
-    # Of each head: where it begins on both sides.
+    group, place = head // (REPEATS + 2), head % (REPEATS + 2)
+    is_head = group < GROUPS
+    is_query, is_key = is_head & (place < REPEATS), is_head & (place == REPEATS)
+    is_value = is_head & (place == REPEATS + 1)
+    # Where each head begins on both sides.
     mixed = mixed_ptr + ((token * GROUPS * (REPEATS + 2) + head) * CHANNELS)[:, None]
     query = query_ptr + ((token * GROUPS * REPEATS + group * REPEATS + place) * CHANNELS)[:, None]
     key = key_ptr + ((token * GROUPS + group) * CHANNELS)[:, None]
     value = value_ptr + ((token * GROUPS + group) * CHANNELS)[:, None]
+    heads, parts = (
+        (mixed, query, key, value),
+        (is_query[:, None], is_key[:, None], is_value[:, None]),
+    )
 
     pair = tl.arange(0, HALF_BLOCK)
     cos = tl.load(cos_ptr + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
     if IS_BACKWARD:
         sin = -sin
-    fits = (pair < HALF)[None, :]
-    first, second = pair[None, :], pair[None, :] + HALF
-    of_query, of_key = is_query[:, None] & fits, is_key[:, None] & fits
-    of_value = is_value[:, None] & fits
-    if IS_BACKWARD:
-        x = _load(query, key, value, first, of_query, of_key, of_value)
-        y = _load(query, key, value, second, of_query, of_key, of_value)
-    else:
-        of_any = (group < GROUPS)[:, None] & fits
-        x = tl.load(mixed + first, mask=of_any, other=0.0).to(tl.float32)
-        y = tl.load(mixed + second, mask=of_any, other=0.0).to(tl.float32)
-    turned_x = tl.where(of_value, x, x * cos[None, :] - y * sin[None, :])
-    turned_y = tl.where(of_value, y, y * cos[None, :] + x * sin[None, :])
-    turned_x = turned_x.to(mixed_ptr.dtype.element_ty)
-    turned_y = turned_y.to(mixed_ptr.dtype.element_ty)
-    if IS_BACKWARD:
-        of_any = (group < GROUPS)[:, None] & fits
-        tl.store(mixed + first, turned_x, mask=of_any)
-        tl.store(mixed + second, turned_y, mask=of_any)
-    else:
-        _store(query, key, value, first, turned_x, of_query, of_key, of_value)
-        _store(query, key, value, second, turned_y, of_query, of_key, of_value)
-
+    cos, sin, fits = cos[None, :], sin[None, :], (pair < HALF)[None, :]
+    x = _load(heads, pair[None, :], parts, fits, IS_BACKWARD)
+    y = _load(heads, pair[None, :] + HALF, parts, fits, IS_BACKWARD)
+    turned_x = tl.where(is_value[:, None], x, x * cos - y * sin)
+    turned_y = tl.where(is_value[:, None], y, y * cos + x * sin)
+    _store(heads, pair[None, :], turned_x, parts, fits, IS_BACKWARD)
+    _store(heads, pair[None, :] + HALF, turned_y, parts, fits, IS_BACKWARD)
     if REST > 0:
         # Channels behind those that are rotated.
-        rest = 2 * HALF + tl.arange(0, REST_BLOCK)
-        fits = (rest < CHANNELS)[None, :]
-        of_query, of_key = is_query[:, None] & fits, is_key[:, None] & fits
-        of_value = is_value[:, None] & fits
-        of_any = (group < GROUPS)[:, None] & fits
-        if IS_BACKWARD:
-            z = _load(query, key, value, rest[None, :], of_query, of_key, of_value)
-            tl.store(mixed + rest[None, :], z.to(mixed_ptr.dtype.element_ty), mask=of_any)
-        else:
-            z = tl.load(mixed + rest[None, :], mask=of_any, other=0.0)
-            _store(query, key, value, rest[None, :], z, of_query, of_key, of_value)
+        rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
+        fits = rest < CHANNELS
+        _store(heads, rest, _load(heads, rest, parts, fits, IS_BACKWARD), parts, fits, IS_BACKWARD)
 
 
 @triton.jit
-def _load(query, key, value, columns, of_query, of_key, of_value):
-    """Load each head's channels from the one of three tensors that has it, as fp32."""
-    x = tl.load(query + columns, mask=of_query, other=0.0).to(tl.float32)
-    y = tl.load(key + columns, mask=of_key, other=0.0).to(tl.float32)
-    z = tl.load(value + columns, mask=of_value, other=0.0).to(tl.float32)
-    return tl.where(of_query, x, tl.where(of_key, y, z))
+def _load(heads, columns, parts, fits, IS_BACKWARD: tl.constexpr):
+    """Load columns of each head, as fp32: from one tensor, or backward from the three parts."""
+    mixed, query, key, value = heads
+    is_query, is_key, is_value = parts
+    if not IS_BACKWARD:
+        mask = (is_query | is_key | is_value) & fits
+        return tl.load(mixed + columns, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(query + columns, mask=is_query & fits, other=0.0).to(tl.float32)
+    y = tl.load(key + columns, mask=is_key & fits, other=0.0).to(tl.float32)
+    z = tl.load(value + columns, mask=is_value & fits, other=0.0).to(tl.float32)
+    return tl.where(is_query, x, tl.where(is_key, y, z))
 
 
 @triton.jit
-def _store(query, key, value, columns, x, of_query, of_key, of_value):
-    """Store each head's channels to the one of three tensors that has it."""
-    tl.store(query + columns, x, mask=of_query)
-    tl.store(key + columns, x, mask=of_key)
-    tl.store(value + columns, x, mask=of_value)
+def _store(heads, columns, x, parts, fits, IS_BACKWARD: tl.constexpr):
+    """Store columns of each head: to the three parts, or backward to one tensor."""
+    mixed, query, key, value = heads
+    is_query, is_key, is_value = parts
+    x = x.to(mixed.dtype.element_ty)
+    if IS_BACKWARD:
+        tl.store(mixed + columns, x, mask=(is_query | is_key | is_value) & fits)
+    else:
+        tl.store(query + columns, x, mask=is_query & fits)
+        tl.store(key + columns, x, mask=is_key & fits)
+        tl.store(value + columns, x, mask=is_value & fits)
