@@ -158,9 +158,7 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     values of a common prefix are kept as often as the kernel gets them.
 
     Selective recomputation drops those copies, the log-sum-exp and the output, unless the next
-    linear layer needs it as its input. It keeps grouped queries twice: in the projection, in one
-    piece with keys and values, and as a contiguous copy. The fused kernel, which splits and rotates
-    them at once, keeps them once.
+    linear layer needs it as its input. It keeps grouped queries as ``_split_width`` says.
 
     If no kernel takes a whole pack with grouped heads (``equal_heads``), keys and values are kept
     for every head, 2 q, and the output twice.
@@ -180,8 +178,7 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     is_selective = plan.recompute is Recompute.selective
     if is_selective:
         output = q if keeps("linear_proj") and not is_last else 0
-        splits = plan.fused_kernels and not shape.qk_layernorm and shape.experts is None
-        heads, inner = 0, q + 2 * kv + output + (q if kv < q and not splits else 0)
+        heads, inner = 0, _split_width(shape, plan) + output
     if not is_last and shape.experts is None:
         inner += ((2 if shape.is_gated else 1) + keeps("linear_fc2")) * f
     elif not is_last:
@@ -199,6 +196,17 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     low = rank * size * len(adapter_widths(shape, layer))
     routed = 0 if is_last else _routed_bytes(shape, plan, layer)
     return states + low + routed + (inner * size + heads * FP32_BYTES) / plan.tp
+
+
+def _split_width(shape: ModelShape, plan: Plan) -> float:
+    """Numbers per token that selective recomputation keeps of queries, keys and values.
+
+    Grouped queries are kept twice: in the projection, in one piece with keys and values, and as a
+    contiguous copy. The fused kernel, which splits and rotates at once, makes three tensors of it.
+    """
+    _, _, q, kv = widths(shape)
+    is_fused = plan.fused_kernels and not shape.qk_layernorm and shape.experts is None
+    return q + 2 * kv + (q if kv < q and not is_fused else 0)
 
 
 def _rank_width(shape: ModelShape, plan: Plan) -> float:

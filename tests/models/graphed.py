@@ -92,19 +92,11 @@ def attend_by_bounds(
     return torch.cat(outputs)
 
 
-def infer_as_on_a_gpu(
-    self: PackedAttention, turning: Tensor, value: Tensor, segments: PackedSegments
-) -> Tensor:
-    query, key = turning[:, :, :-1].flatten(1, 2), turning[:, :, -1]
-    heads = (each.unsqueeze(1) for each in (query, key, value))
-    return self(*heads, packed_seq_params=segments)
-
-
 @pytest.fixture
 def attention_by_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU attention as on a GPU, and gradients that products do not add up themselves."""
     monkeypatch.setattr(packed, "_attention_for", lambda *unused: attend_by_bounds)
-    monkeypatch.setattr(PackedAttention, "infer_on_cpu", infer_as_on_a_gpu)
+    monkeypatch.setattr(PackedAttention, "infer_on_cpu", PackedAttention.infer_on_gpu)
     monkeypatch.setattr(backbone, "can_accumulate_weight_gradients", lambda *unused: False)
 
 
