@@ -15,7 +15,6 @@ from nemo_aligner.utils.host_transfer import pieces_of, room_for
 # chunks are there, since one arrives while the other one is updated.
 _CHUNK_NUMEL = 2**25
 
-
 # Of each group: fp32 weights, gradients and both moments, as lists of flat tensors.
 _Operands: TypeAlias = dict[int, tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]]
 # The elements of a shard from a position to another one.
