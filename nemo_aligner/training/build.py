@@ -247,15 +247,15 @@ def check_experts(config: TrainConfig | ServeCriticConfig, shape: ModelShape) ->
     """Refuse settings that do not go with a mixture of experts, or without one.
 
     Raises:
-        ConfigError: fp16 for experts, whose optimizer would have a loss scale of its own; or
-            settings of experts for a model that has none.
+        ConfigError: fp16 for experts, which is untested; or settings of experts for a model that
+            has none.
     """
     if shape.experts is None and getattr(config.model, "train_router", False):
         raise ConfigError("model.train_router: got true, wanted false: the model has no experts")
     if shape.experts is not None and config.trainer.precision is Precision.fp16:
         raise ConfigError(
-            "trainer.precision: got fp16, wanted bf16 or fp32 to train a mixture of experts, whose "
-            "optimizer would have a loss scale beside that of the other weights"
+            "trainer.precision: got fp16, wanted bf16 or fp32: training a mixture-of-experts model "
+            "in fp16 is untested"
         )
 
 
