@@ -59,7 +59,12 @@ def test_the_whole_hour_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
     assert found["tests"]["why"].startswith("it needs a GPU")
     assert found["training"]["why"] == "nowhere/trl: cannot be run: No such file or directory"
     rows = {name: part["rows"] for name, part in found.items()}
-    assert all(row["largest |difference|"] < 1e-4 for row in rows["scoring"][1::2])
+    ours = ["rows by default", "rows as they come"]
+    assert [row["settings"] for row in rows["scoring"]] == [*ours, "batch 4"] * 3
+    assert all(row["largest |difference|"] < 1e-4 for row in rows["scoring"][2::3])
+    assert [row["micro_batch_tokens"] for row in rows["width-1024"]] == [256, 512, 512]
+    assert all(row["tokens/s"] > 0 for row in rows["width-1024"])
+    assert rows["profile"][1]["what"] == "the step, not profiled"
     changed = [row["other bits"] for row in rows["invariance"] if row["rows of a product"] == 256]
     assert changed == [0] * 6
     assert [row["sequence"] for row in rows["mfu"]] == [64, 32]
@@ -77,9 +82,12 @@ def test_the_whole_hour_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
         assert row["measured/planned"] == pytest.approx(1, rel=0.1)
     page = (tmp_path / "first_hour.md").read_text()
     assert [line.partition(":")[0] for line in page.splitlines() if line.startswith("## ")] == [
-        f"## {name}" for name in found
+        *("## Goals, for one H100", "## The fastest settings"),
+        *(f"## {name}" for name in found),
     ]
     assert "| measured/planned |" in page
+    assert "model.micro_batch_tokens=" in page
+    assert "==== scoring" in (tmp_path / "first_hour.log").read_text()
 
 
 STOPPED = """
