@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, lacking
+from step_settings import fastest_so_far
 
 Row = dict[str, Any]
 _ONE_WIDTH = "without a GPU one width is enough"
@@ -21,12 +22,12 @@ _RANKS = 2  # of the part that reduces gradients: GPUs, or processes of a CPU
 # How much the comparisons do: for a GPU of 80 GiB, and in miniature.
 _OPTIONS = {
     "training": {
-        "cuda": "--steps=4 --warm-up=2 --global-batch=32 --turns=1 --trl-batch 8 "
-        "--trl-tuned 16 32 8 --micro-batch-tokens=16384",
+        "cuda": "--steps=4 --warm-up=4 --global-batch=32 --turns=1 --trl-batch 8 "
+        "--trl-tuned 16 32 8",
         "cpu": "--steps=1 --warm-up=1 --global-batch=4 --turns=1 --threads=1 --trl-batch 2",
     },
     "scoring": {
-        "cuda": "--pairs=128 --batch 16 32 64 --turns=3 --rows 0 256 1024 --cuda-graphs",
+        "cuda": "--pairs=128 --batch 16 32 64 --turns=3 --rows 0 256 --cuda-graphs",
         "cpu": "--pairs=2 --batch 4 --turns=1 --threads=1 --rows 0",
     },
     "vllm": {
@@ -159,11 +160,19 @@ def _comparison(part: str, script: str) -> Command:
         files = [f"--model={hour.work / 'hf'}", f"--data={hour.work / 'pairs.jsonl'}"]
         where = [f"--work={hour.work}", f"--output={hour.output(part)}", f"--device={hour.device}"]
         trl, vllm = f"--trl-python={hour.trl_python}", f"--vllm-python={hour.vllm_python}"
-        peer = {"training": [trl], "vllm": [vllm]}.get(part, [])
+        peer = {"training": [trl, *_our_settings(hour)], "vllm": [vllm]}.get(part, [])
         few = _OPTIONS[part][hour.device].split()
         return [sys.executable, str(ROOT / "benchmarks" / script), *files, *where, *peer, *few]
 
     return command
+
+
+def _our_settings(hour: Hour) -> list[str]:
+    """Train by the settings that were fastest at the width of the model that is compared on."""
+    best = fastest_so_far(hour.output("width-2048"))
+    if best is None or hour.model is not None:
+        return []
+    return ["--ours", *(f"model.{name}={json.dumps(v)}" for name, v in vars(best).items())]
 
 
 def _lacks(python: str, *modules: str) -> str | None:
@@ -187,11 +196,11 @@ def _lacks_two(hour: Hour) -> str | None:
     return None
 
 
-def _width(hidden: int) -> Part:
+def _width(hidden: int, seconds: int) -> Part:
     return Part(
         f"width-{hidden}",
         f"a step at a width of {hidden:,}, by kernels, graphs and micro-batch",
-        65,
+        seconds,
         _work(f"width-{hidden}"),
         read_rows,
         lambda hour: None if hour.device == "cuda" or hidden == 1024 else _ONE_WIDTH,
@@ -201,30 +210,31 @@ def _width(hidden: int) -> Part:
 # The most valuable first, so that running out of time loses the least. Up to "save" the limits sum
 # up to the nine minutes of gpu_first_hour.py.
 PARTS = (
-    _width(1024),
-    _width(2048),
-    _width(4096),
-    Part("model", "the model and pairs of the comparisons", 50, _work("model"), read_rows),
+    # The first one also compiles for the others.
+    _width(1024, 90),
+    _width(2048, 75),
+    _width(4096, 75),
+    Part("model", "the model and pairs of the comparisons", 60, _work("model"), read_rows),
     Part(
         "scoring",
         "scoring against transformers, by rows of a matmul and CUDA graphs",
-        90,
+        85,
         _comparison("scoring", "scoring.py"),
         read_benchmark,
         needs=("model",),
     ),
-    Part("memory", "memory against the planner, in GiB", 40, _work("memory"), read_rows),
+    Part("memory", "memory against the planner, in GiB", 30, _work("memory"), read_rows),
     Part(
         "training",
         "training against TRL's RewardTrainer",
-        95,
+        75,
         _comparison("training", "training.py"),
         read_benchmark,
         lambda hour: _lacks(hour.trl_python, "trl", "datasets", "accelerate"),
         ("model",),
     ),
-    Part("offload", "Adam's moments in host memory", 35, _work("offload"), read_rows),
-    Part("save", "how long a save holds training up", 35, _work("save"), read_rows),
+    Part("offload", "Adam's moments in host memory", 25, _work("offload"), read_rows),
+    Part("save", "how long a save holds training up", 25, _work("save"), read_rows),
     Part("profile", "where the time of a step goes", 60, _work("profile"), read_rows),
     Part("tests", "tests/models/test_gpu.py", 240, _tests, read_tests, _lacks_gpu),
     Part(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import geometric_mean
 from typing import Any
 
-from step_variants import fastest
+from step_settings import UP_TO, fastest
 
 Row = Mapping[str, Any]
 Rows = Mapping[str, Sequence[Row]]
@@ -49,7 +49,7 @@ def _figures(rows: Rows) -> Iterator[tuple[str, float | None, float, bool]]:
     """Name, measured and wanted figure of each goal, and whether less is better."""
     for width, (mfu, speed) in _WIDTHS.items():
         part = [row for row in rows.get(f"width-{width}", ()) if row.get("tokens/s")]
-        spread = [row for row in part if row["texts"].startswith("up to")]
+        spread = [row for row in part if row["texts"].startswith(UP_TO)]
         yield f"width {width:,}: MFU", _most(spread, "MFU"), mfu, False
         yield f"width {width:,}: tokens/s", _most(spread, "tokens/s"), speed, False
         if width == 2048:

@@ -29,7 +29,8 @@ import torch.distributed as dist
 from common import gpu_memory_used, matmul_rate, now, peak_gib
 from first_hour_machine import machine, model
 from step_profile import StepTrace, trace
-from step_variants import Experiment, fastest, time_variant
+from step_settings import fastest_so_far
+from step_variants import Experiment, time_variant
 from synthetic import (
     build_synthetic_learner,
     make_point,
@@ -184,21 +185,21 @@ def mfu(job: Job, layout: ParallelLayout) -> Iterator[Row]:
     machine, product = _machine(job), matmul_rate()
     for point in _in_time(job):
         shape, plan = _shape_and_plan(point)
-        steps = point["steps"]
-        seconds = _measured(point, layout, partial(_time, steps=steps)).get("seconds")
-        planned = step_time(shape, plan, machine).total
+        measure = partial(time_variant, steps=point["steps"], peak_flops=machine.flops)
+        found = _measured(point, layout, measure)
+        seconds, planned = found.get("s/step"), step_time(shape, plan, machine).total
         rate = _per(step_flops(shape, plan), seconds)
         yield {
             "sequence": point["sequence_length"],
             "hidden": shape.hidden_size,
             "layers": shape.num_layers,
             "10^9 parameters": shape.num_parameters() / 1e9,
-            "tokens/s": _per(_tokens(point), seconds),
+            "tokens/s": found.get("tokens/s"),
             "s/step": seconds,
             "planned s/step": planned,
             "measured/planned": _per(seconds, planned),
             "TFLOP/s": _per(rate, 1e12),
-            "MFU": _per(rate, machine.flops),
+            "MFU": found.get("MFU"),
             "of a product": _per(rate, product),
             "note": _note(seconds),
         }
@@ -240,12 +241,8 @@ def profile(job: Job, layout: ParallelLayout) -> Iterator[Row]:
 
 
 def _fastest_kernels(job: Job, width: int) -> dict[str, Any]:
-    """The settings of the fastest variant of a part before; none if there is no such part."""
-    try:
-        rows = json.loads((Path(job["work"]) / f"width-{width}.out").read_text())
-    except (OSError, ValueError):
-        return {}
-    best = fastest(rows)
+    """The kernels of the fastest variant in a part before; the defaults if there is none."""
+    best = fastest_so_far(Path(job["work"]) / f"width-{width}.out")
     if best is None:
         return {}
     return {"pointwise_kernels": best.pointwise_kernels, "cuda_graphs": best.cuda_graphs}
@@ -412,10 +409,6 @@ def _machine(job: Job) -> Machine:
 
 def _shape_and_plan(point: Job) -> tuple[ModelShape, Plan]:
     return ModelShape.from_config(point["model"]), plan_of(point)
-
-
-def _tokens(point: Job) -> int:
-    return point["pairs"] * (2 * point["sequence_length"] - point["prefix"])
 
 
 def _per(number: float | None, divisor: float | None) -> float | None:

@@ -43,6 +43,8 @@ _LEAST = 1.0  # second: in less no part does anything
 # In this time all parts up to "save" may take as long as their limits allow. In less time all
 # limits shrink alike, unless the parts are chosen; in more, the other parts follow.
 _MINUTES = 9.0
+# Times the limits: other programs may use the few cores that a rehearsal runs on.
+_PATIENCE = {"cuda": 1.0, "cpu": 4.0}
 # Asked by a signal, and looked for only where nothing is left behind.
 _STOP = threading.Event()
 Result = dict[str, Any]
@@ -55,6 +57,7 @@ def main() -> int:
     report = _Report(arguments.output, _about(hour, arguments), chosen)
     end = time.monotonic() + 60 * arguments.minutes
     share = 1.0 if arguments.parts else min(1.0, arguments.minutes / _MINUTES)
+    share *= _PATIENCE[hour.device]
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: _STOP.set())
     for part in chosen:

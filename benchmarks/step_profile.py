@@ -23,8 +23,9 @@ Event = Mapping[str, Any]
 
 # A kernel belongs to the first class that has one of these in its name, in lower case.
 CLASSES: dict[str, tuple[str, ...]] = {
-    # Before the others: torch.compile names its kernels after all operators that it fuses.
-    "fused pointwise": ("triton", "rms_norm_", "swiglu_", "_rope"),
+    # Before the others: torch.compile names its kernels after all operators that it fuses. The
+    # others are Liger's and models/pointwise/triton_kernels.py's.
+    "fused pointwise": ("triton", "_norm_", "swiglu_", "_silu_", "_rope", "_rotate"),
     "attention": ("flash", "fmha", "attention", "attn"),
     "optimizer": ("adam", "multi_tensor", "l2norm", "lpnorm"),
     # nvjet: cuBLAS for Hopper, in CUDA 12.8 and later.

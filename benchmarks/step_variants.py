@@ -8,12 +8,13 @@ with CUDA graphs and with other sizes of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from common import now, peak_gib
+from step_settings import UP_TO, Variant, fastest
 
 from nemo_aligner.models.pointwise.choice import available_kernels
 from nemo_aligner.training.learner import RewardLearner
@@ -22,20 +23,8 @@ Row = dict[str, Any]
 Point = dict[str, Any]
 _WARM_UP = 2
 _GRAPHS_WARM_UP = 5  # a graph is captured where a size comes a second time
-_UP_TO = "up to"
-# Safest first: a kernel that reads outside its memory ends the process. torch.compile comes last,
-# because it compiles for half a minute.
-_ORDER = ("eager", "liger", "triton", "compile")
-_SLOW_TO_START = "compile"
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Values of the settings ``model.*`` of these names."""
-
-    pointwise_kernels: str = "eager"
-    cuda_graphs: bool = False
-    micro_batch_tokens: int = 16384
+# These compile for up to half a minute at their first use, so the others come before.
+_SLOW_TO_START = ("compile", "liger")
 
 
 @dataclass(frozen=True)
@@ -60,13 +49,15 @@ class Experiment:
         """A row for each variant, as it is measured; the most telling come first."""
         rows: list[Row] = []
         usual = Variant(micro_batch_tokens=self.sizes[0])
-        choices = sorted((choice.value for choice in available_kernels()), key=_ORDER.index)
+        choices = [choice.value for choice in available_kernels()]
+        slow = [choice for choice in _SLOW_TO_START if choice in choices]
         for choice in choices:
-            if choice != _SLOW_TO_START:
+            if choice not in slow:
                 yield from self._add(rows, replace(usual, pointwise_kernels=choice))
         if torch.cuda.is_available():
             yield from self._add(rows, replace(fastest(rows) or usual, cuda_graphs=True))
-        for size in self.sizes[1:]:
+        larger, smaller = self.sizes[1:2], self.sizes[2:]
+        for size in larger:
             yield from self._add(rows, replace(fastest(rows) or usual, micro_batch_tokens=size))
         for length, pairs in self.fixed:
             # A pair has to fit.
@@ -75,15 +66,17 @@ class Experiment:
             texts = {"sequence_length": length, "pairs": pairs, "spread": False}
             yield from self._add(rows, variant, **texts)
         # A compiler of C++ takes longer than the rest of a rehearsal.
-        if _SLOW_TO_START in choices and torch.cuda.is_available():
-            yield from self._add(rows, replace(usual, pointwise_kernels=_SLOW_TO_START))
+        for choice in slow if torch.cuda.is_available() else ():
+            yield from self._add(rows, replace(usual, pointwise_kernels=choice))
+        for size in smaller:
+            yield from self._add(rows, replace(fastest(rows) or usual, micro_batch_tokens=size))
 
     def _add(self, rows: list[Row], variant: Variant, **changes: Any) -> Iterator[Row]:
         point = {**self.base, **asdict(variant), **changes}
         length = f"{point['sequence_length']:,} tokens"
         about = {
             "width": point["model"]["hidden_size"],
-            "texts": f"{_UP_TO} {length}" if point["spread"] else length,
+            "texts": f"{UP_TO} {length}" if point["spread"] else length,
             **asdict(variant),
         }
         if rows and self.seconds_left() < rows[0]["seconds in all"]:
@@ -96,15 +89,6 @@ class Experiment:
         yield row
 
 
-def fastest(rows: Sequence[Mapping[str, Any]]) -> Variant | None:
-    """The variant of most tokens/s on texts of different lengths; None if none was measured."""
-    measured = [row for row in rows if row.get("tokens/s") and row["texts"].startswith(_UP_TO)]
-    if not measured:
-        return None
-    best = max(measured, key=lambda row: row["tokens/s"])
-    return Variant(**{name: best[name] for name in Variant.__dataclass_fields__})
-
-
 def time_variant(learner: RewardLearner, steps: int, peak_flops: float) -> Row:
     """Speed of ``steps`` steps after some that are not timed, by the tokens that they have."""
     warm_up = _WARM_UP if learner.model.graphs is None else _GRAPHS_WARM_UP
@@ -113,9 +97,12 @@ def time_variant(learner: RewardLearner, steps: int, peak_flops: float) -> Row:
     first_seconds = now() - started
     for step in range(1, warm_up):
         learner.train_step(step)
+    graphs = learner.model.graphs
+    before = graphs and (graphs.replayed, graphs.eager)
     started = now()
     metrics = [learner.train_step(warm_up + step) for step in range(steps)]
     seconds = now() - started
+    by_graphs = graphs and f"{graphs.replayed - before[0]}, {graphs.eager - before[1]} without"
     tokens, flops = (sum(each[name] for each in metrics) for name in ("tokens", "flops"))
     return {
         "tokens/s": tokens / seconds,
@@ -123,6 +110,7 @@ def time_variant(learner: RewardLearner, steps: int, peak_flops: float) -> Row:
         "s/step": seconds / steps,
         "tokens a step": tokens / steps,
         "peak GiB": peak_gib(),
+        "packs by graphs": by_graphs,
         "first step, s": first_seconds,
         "first loss": first["loss"],
         "last loss": metrics[-1]["loss"],

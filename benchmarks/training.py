@@ -100,6 +100,7 @@ def _settings(arguments: argparse.Namespace, nemo: Path, precision: str) -> list
         "model.optim.sched.name=constant",
         "model.optim.sched.warmup_steps=0",
         f"trainer.precision={precision}",
+        *arguments.ours,
     ]
 
 
@@ -196,6 +197,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, required=True, help="a .gguf, or a folder")
     parser.add_argument("--data", type=Path, required=True, help="pairs")
+    parser.add_argument("--ours", nargs="+", default=[], help="more of our settings")
     parser.add_argument("--trl-python", default=sys.executable, help="with TRL; default: this one")
     parser.add_argument("--trl-batch", type=int, nargs="+", default=[8, 1], help="pairs")
     parser.add_argument(

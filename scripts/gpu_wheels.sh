@@ -22,12 +22,18 @@ comparisons=(
     'datasets>=4,<5' multiprocess dill requests urllib3 charset-normalizer
 )
 
+# The HTTP front, whose imports the part "invariance" needs; pip resolves what these need.
+serving=('fastapi>=0.115,<1' 'uvicorn>=0.54,<0.55' httptools 'pydantic>=2.8,<3')
+
 mkdir -p "$folder"
-"$python" -m pip download --quiet --disable-pip-version-check --dest "$folder" --no-deps \
-    --only-binary=:all: --python-version 3.12 --implementation cp \
-    --abi cp312 --abi abi3 --abi none \
-    --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform any \
-    "${engine[@]}" "${tests[@]}" "${comparisons[@]}"
+download() {
+    "$python" -m pip download --quiet --disable-pip-version-check --dest "$folder" \
+        --only-binary=:all: --python-version 3.12 --implementation cp \
+        --abi cp312 --abi abi3 --abi none \
+        --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform any "$@"
+}
+download --no-deps "${engine[@]}" "${tests[@]}" "${comparisons[@]}"
+download "${serving[@]}"
 # omegaconf's parser has no wheel on PyPI.
 "$python" -m pip wheel --quiet --disable-pip-version-check --wheel-dir "$folder" --no-deps \
     antlr4-python3-runtime==4.9.3

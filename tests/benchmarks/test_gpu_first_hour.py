@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -58,7 +59,12 @@ def test_the_whole_hour_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
     assert found["tests"]["why"].startswith("it needs a GPU")
     assert found["training"]["why"] == "nowhere/trl: cannot be run: No such file or directory"
     rows = {name: part["rows"] for name, part in found.items()}
-    assert all(row["largest |difference|"] < 1e-4 for row in rows["scoring"][1::2])
+    ours = ["rows by default", "rows as they come"]
+    assert [row["settings"] for row in rows["scoring"]] == [*ours, "batch 4"] * 3
+    assert all(row["largest |difference|"] < 1e-4 for row in rows["scoring"][2::3])
+    assert [row["micro_batch_tokens"] for row in rows["width-1024"]] == [256, 512, 512]
+    assert all(row["tokens/s"] > 0 for row in rows["width-1024"])
+    assert rows["profile"][1]["what"] == "the step, not profiled"
     changed = [row["other bits"] for row in rows["invariance"] if row["rows of a product"] == 256]
     assert changed == [0] * 6
     assert [row["sequence"] for row in rows["mfu"]] == [64, 32]
@@ -76,9 +82,12 @@ def test_the_whole_hour_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
         assert row["measured/planned"] == pytest.approx(1, rel=0.1)
     page = (tmp_path / "first_hour.md").read_text()
     assert [line.partition(":")[0] for line in page.splitlines() if line.startswith("## ")] == [
-        f"## {name}" for name in found
+        *("## Goals, for one H100", "## The fastest settings"),
+        *(f"## {name}" for name in found),
     ]
     assert "| measured/planned |" in page
+    assert "model.micro_batch_tokens=" in page
+    assert "==== scoring" in (tmp_path / "first_hour.log").read_text()
 
 
 STOPPED = """
@@ -221,6 +230,30 @@ def test_parts_fit_into_half_an_hour_and_80_gib_and_have_what_they_need_before(
     for point in (each for part in points.values() for each in part):
         held = fullest_stage(ModelShape.from_config(point["model"]), plan_of(point)).total
         assert held < 76 * 2**30, point
+
+
+def test_training_is_compared_by_the_fastest_settings(hour: ModuleType, tmp_path: Path) -> None:
+    (part,) = (part for part in hour.PARTS if part.name == "training")
+    context = hour.Hour("cuda", 1, "bf16", tmp_path, None, None, 989.0, "python", "python")
+    assert "--ours" not in part.command(context, 60.0)
+    row = {"texts": "up to 2,048 tokens", "tokens/s": 1.0, "pointwise_kernels": "triton"}
+    rows = [{**row, "cuda_graphs": True, "micro_batch_tokens": 32768}]
+    context.output("width-2048").write_text(json.dumps(rows))
+    words = part.command(context, 60.0)
+    assert words[words.index("--ours") + 1 :][:3] == [
+        'model.pointwise_kernels="triton"',
+        "model.cuda_graphs=true",
+        "model.micro_batch_tokens=32768",
+    ]
+
+
+def test_wheels_come_before_the_packages_of_the_machine(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "psutil-9.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("psutil/__init__.py", "raise SystemExit('from the wheel')")
+    command = [*SCRIPT[:2], "--wheels", str(tmp_path), *SCRIPT[2:]]
+    env = tiny.environment(TMPDIR=str(tmp_path))
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stderr) == (1, "from the wheel\n")
 
 
 def test_outcomes_of_tests_are_read(hour: ModuleType, tmp_path: Path) -> None:

@@ -1,0 +1,38 @@
+"""The settings that step_variants.py compares, and the fastest of its rows; needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+UP_TO = "up to"
+"""How a row calls texts of different lengths."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Values of the settings ``model.*`` of these names."""
+
+    pointwise_kernels: str = "eager"
+    cuda_graphs: bool = False
+    micro_batch_tokens: int = 16384
+
+
+def fastest(rows: Sequence[Mapping[str, Any]]) -> Variant | None:
+    """The variant of most tokens/s on texts of different lengths; None if none was measured."""
+    measured = [row for row in rows if row.get("tokens/s") and row["texts"].startswith(UP_TO)]
+    if not measured:
+        return None
+    best = max(measured, key=lambda row: row["tokens/s"])
+    return Variant(**{name: best[name] for name in Variant.__dataclass_fields__})
+
+
+def fastest_so_far(output: Path) -> Variant | None:
+    """The fastest variant of the rows that a part has written; None without such a file."""
+    try:
+        return fastest(json.loads(output.read_text()))
+    except (OSError, ValueError):
+        return None
