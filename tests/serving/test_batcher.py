@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.serving.engine.batcher import BackpressureLimit, Batcher, Meter
+from nemo_aligner.serving.backpressure import BackpressureLimit
+from nemo_aligner.serving.engine.batcher import Batcher, Meter
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.utils.errors import ServingError

@@ -94,6 +94,8 @@ def test_it_starts_before_its_backend_and_answers_until_sigterm_and_then_what_is
         with urllib.request.urlopen(f"{started.url}/ready", timeout=10) as ready:
             assert ready.status == 200
         assert rewards(post(f"{started.url}/v1/rewards", {"texts": ["ab"]})) == [total("ab")]
+        maps = Path(f"/proc/{started.ranks[0].pid}/maps").read_text()
+        assert ("uvloop" in maps, "libtorch" in maps) == (True, False)  # it holds no model
         lone.answer = in_a_while
         texts = [str(number) for number in range(8)]
         stop = partial(started.ranks[0].send_signal, signal.SIGTERM)
