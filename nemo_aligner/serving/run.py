@@ -16,12 +16,12 @@ from nemo_aligner.checkpoint.nemo.fingerprint import (
     fingerprint_of_ensemble,
     read_fingerprint,
 )
+from nemo_aligner.checkpoint.nemo.reward_model import check_expected_contract
 from nemo_aligner.checkpoint.run_lock import lock_run
 from nemo_aligner.config.load import idle_notes
 from nemo_aligner.config.model import layout_sizes
 from nemo_aligner.config.serving import ServeConfig, ServeCriticConfig
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.from_settings import check_expected
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
 from nemo_aligner.serving.critic import CriticBackend
@@ -50,12 +50,12 @@ def run_server(config: ServeConfig) -> int:
         if not Path(file).exists():
             raise CheckpointError(no_such_archive(Path(file)))
     _check_fingerprint(files, config.expect_fingerprint)
+    check_expected_contract(files[0], config.precision, config.expect_contract, "expect_contract")
     with launch(), ServerSocket(config.server) as port:
         layout = initialize_layout(**layout_sizes(config.model))
         for note in idle_notes(config, layout.num_ranks):
             say(note)
         models = [_load(file, config, layout, precision=config.precision) for file in files]
-        check_expected(models[0].contract, config.expect_contract, "expect_contract")
         scorer = RewardEnsemble(models) if len(models) > 1 else models[0]
         contracts = [model.contract for model in models]
         shaper = build_shaper(config.shaping, config.ensemble, contracts)
