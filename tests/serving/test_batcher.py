@@ -87,6 +87,17 @@ def test_what_calls_took_and_rows_waited_is_counted(model):
     assert counted["queue_seconds"] >= 0.1  # both rows of the second waited for the first
 
 
+def test_percentiles_are_of_requests_that_have_rewards() -> None:
+    meter = Meter()
+    meter.answered(1.0, rows=2, tokens=10)
+    for _ in range(9):
+        meter.answered(0.001, rows=0, tokens=0)  # all its rows were refused
+        meter.refused()
+    line = meter.take_line(0)
+    assert line is not None
+    assert line.endswith("0 in the queue | p50 1,000 ms, p99 1,000 ms | 9 refused")
+
+
 # Tokens of a call, what is asked for first and while that is scored, and the calls of it.
 CALLS: dict[str, tuple[int, list[list[int]], list[list[list[int]]], list[list[list[int]]]]] = {
     "one call of what came meanwhile": (

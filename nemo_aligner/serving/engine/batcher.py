@@ -347,9 +347,11 @@ class Meter:
         self._totals = _Totals()
 
     def answered(self, seconds: float, rows: int, tokens: int) -> None:
-        """A request has its rewards, ``seconds`` after it came."""
+        """A request has its answer, ``seconds`` after it came; ``rows`` have rewards."""
         with self._lock:
-            self._counts.seconds.append(seconds)
+            # One whose rows are all refused has waited for no model.
+            if rows:
+                self._counts.seconds.append(seconds)
             self._counts.requests += 1
             self._counts.rows += rows
             self._counts.tokens += tokens
@@ -402,9 +404,6 @@ class Meter:
         if counts.refused:
             parts.append(f"{counts.refused} refused")
         return " | ".join(parts)
-
-
-# Backpressure: a limit of the rows in flight.
 
 
 # Shared and exclusive use of the model.

@@ -206,11 +206,19 @@ class Front:
         self._add_own_routes(app)
         if scoring is None:
             return app
+        template_warnings = _TemplateWarnings()
         for path, routes in self._routes.items():
             about = "; ".join(route.about for route in routes)
             app.add_api_route(
                 path,
-                _RouteHandler(routes, scoring, self._config, self.metrics, self._bodies).handle,
+                _RouteHandler(
+                    routes,
+                    scoring,
+                    self._config,
+                    self.metrics,
+                    self._bodies,
+                    template_warnings,
+                ).handle,
                 methods=["POST"],
                 summary=about,
                 description=about,  # else the handler's docstring is on the page
@@ -286,6 +294,24 @@ class _App(FastAPI):
         return self.openapi_schema or {}
 
 
+class _TemplateWarnings:
+    """Logs the first sample of a server that is in another chat template, for each difference."""
+
+    def __init__(self) -> None:
+        self._noted: set[str] = set()
+
+    def note(self, path: str, row: int, fault: str) -> None:
+        """Log it, unless one with the same kind of fault was logged: a run has millions."""
+        kind = " ".join(fault.split()[:2])  # "it begins", "it has" no, or "it ends" with something
+        if kind not in self._noted:
+            self._noted.add(kind)
+            print(
+                f"Warning: {path}, row {row}: {fault}. Further ones are only counted "
+                "(foreign_template in /metrics)",
+                flush=True,
+            )
+
+
 class _RouteHandler:
     """Handler of a path's routes: body, request, rewards and answer, or a route's own failure."""
 
@@ -296,11 +322,12 @@ class _RouteHandler:
         config: FrontConfig,
         metrics: FrontMetrics,
         bodies: RequestBodies,
+        template_warnings: _TemplateWarnings,
     ) -> None:
         self._route, *self._others = routes
         self._scoring, self._config, self._metrics = scoring, config, metrics
         self._bodies = bodies
-        self._foreign_paths: set[str] = set()
+        self._template_warnings = template_warnings
 
     async def handle(self, request: Request) -> Response:
         """Answer by the route's protocol, and count the answer."""
@@ -388,20 +415,13 @@ class _RouteHandler:
     def _note_foreign_rows(
         self, route: Route[Any], request: ScoreRequest, foreign: Mapping[int, str]
     ) -> ScoreRequest:
-        """Log rows that are in another chat template, once a route, and reject them if set so.
+        """Log rows that are in another chat template, and reject them if set so.
 
         Raises:
             RequestError: they are rejected, and the route sets no rows aside.
         """
         row, fault = next(iter(foreign.items()))
-        if route.path not in self._foreign_paths:
-            self._foreign_paths.add(route.path)
-            print(
-                f"Warning: {route.path}: {len(foreign)} of {request.num_rows} texts are not "
-                f"written in the model's chat template; row {row}: {fault}. {FOREIGN_ADVICE}. "
-                "The metrics count the further ones (foreign_template)",
-                flush=True,
-            )
+        self._template_warnings.note(route.path, row, fault)
         if not self._config.reject_foreign_templates:
             return request
         if not route.sets_rows_aside:
