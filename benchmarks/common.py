@@ -274,6 +274,19 @@ def peak_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+def gpu_memory_used() -> float | None:
+    """GiB of the first GPU that all processes hold, by nvidia-smi; None without it.
+
+    It does not make a CUDA context in this process, which would be counted.
+    """
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+        return float(done.stdout.splitlines()[0]) / 2**10
+    except (OSError, subprocess.TimeoutExpired, IndexError, ValueError):
+        return None
+
+
 def matmul_rate() -> float:
     """FLOP/s of a large product in the precision that is trained in, by the faster library."""
     import torch

@@ -2,38 +2,41 @@
 
     python benchmarks/first_hour_work.py PART JOB OUTPUT
 
-JOB is JSON: device, precision, the peak that is assumed, the folder ``work``, and the model and
-pairs that were given. OUTPUT gets the rows that are there so far, after each: a part that is
-stopped leaves them.
+JOB is JSON: device, precision, the peak that is assumed, the seconds that the part may take, the
+folder ``work``, and the model and pairs that were given. OUTPUT gets the rows that are there so
+far, after each: a part that is stopped leaves them.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import random
-import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
-from common import matmul_rate, now, peak_gib, prepare_model
-from serving_model import WORDS, export, write_reward_model, write_tiny
+from common import gpu_memory_used, matmul_rate, now, peak_gib
+from first_hour_machine import machine, model
+from step_profile import StepTrace, trace
+from step_variants import Experiment, fastest, time_variant
 from synthetic import (
     build_synthetic_learner,
     make_point,
     measure_memory,
     plan_of,
     synthetic_model,
+    time_parts,
     without_overlap,
 )
 
@@ -42,11 +45,11 @@ from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.tools.doctor import examine
 from nemo_aligner.tools.planner import PlanRequest
-from nemo_aligner.training.cost import FP32_BYTES, Machine, Plan, step_flops, step_time, traffic
+from nemo_aligner.training.cost import FP32_BYTES, Plan, step_flops, traffic
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.memory import GIB, fullest_stage
+from nemo_aligner.training.step_time import Machine, peak_bandwidth, step_time
 
 Job = Mapping[str, Any]
 Row = dict[str, Any]
@@ -55,34 +58,16 @@ Measure = Callable[[RewardLearner], dict[str, Any]]
 _SEED = 1234
 _USUAL, _CALL = "a step, nothing being written", "the call of save"
 _DURING, _WRITTEN = "a step while it is written", "from the call until it is on disk"
-_OTHERS = ("flash_attn", "triton", "trl", "vllm")
-_COPIED = 2**30
-_PRODUCTS = "a large product, in bf16 on a GPU and in fp32 on a CPU"
-_FP32 = "torch's own choice, before the package makes it highest"
-_COPIES = "of a GiB from host memory"
-# What the comparisons take where no model is given: for a GPU of 80 GiB, and in miniature.
-_MODELS: dict[str, dict[str, Any]] = {
-    "cuda": {
-        "shape": {
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "initializer_range": 0.02,
-            "dtype": "bfloat16",
-        },
-        "pairs": 256,
-    },
-    # vLLM takes heads of 32.
-    "cpu": {"shape": {"hidden_size": 128, "intermediate_size": 256}, "pairs": 8},
-}
-_SIZE = ("sequence_length", "pairs", "micro_batch_tokens", "steps")
-_PROMPT, _REPLY = (10, 200), (10, 300)  # words
+# Layers and width of the Llamas that a step is measured on.
+WIDTHS = ((24, 1024), (16, 2048), (8, 4096))
+_TRACEBACK = 1500  # characters of it in a row
+_MARGIN = 3.0  # seconds before a part would be stopped, in which it begins nothing
 
 
 def main() -> None:
     name, job, output = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
+    job["end"] = psutil.Process().create_time() + job["seconds"] - _MARGIN
+    job["GiB before"] = gpu_memory_used() if name == "memory" else None
     if name in ALONE:
         _write(ALONE[name](job), output)
         return
@@ -138,6 +123,8 @@ def points_of(
         context = {**base, "sequence_length": 16384, "micro_batch_tokens": 32768}
     offload = [{**base, "steps": steps}]
     of_ranks = {"overlap": [base], "context": [context, mixture]}
+    of_ranks["profile"] = list(_profile_points(base, device))
+    of_ranks |= dict(_width_points(base, device))
     return {"mfu": mfu, "memory": memory, "offload": offload, "save": [base], **of_ranks}
 
 
@@ -149,8 +136,32 @@ def _mfu_points(base: Point) -> Iterator[Point]:
             pack = max(8192, 2 * length)
             sizes = {"sequence_length": length, "pairs": 2**15 // length}
             yield {**base, **sizes, "micro_batch_tokens": pack}
-    for layers, hidden in ((24, 1024), (8, 4096), (3, 8192)):
+    for layers, hidden in (WIDTHS[0], WIDTHS[2], (3, 8192)):
         yield {**base, "model": synthetic_model(layers, hidden)}
+
+
+def _width_points(base: Point, device: str) -> Iterator[tuple[str, list[Point]]]:
+    """The part of each width, and what its ``step_variants.Experiment`` begins with."""
+    if device != "cuda":
+        point = {**base, "spread": True, "sizes": (256, 512), "fixed": ((32, 4),), "steps": 1}
+        yield f"width-{WIDTHS[0][1]}", [point]
+        return
+    for layers, hidden in WIDTHS:
+        fixed = [(1024, 32)] + [(8192, 4)] * (hidden == 2048)
+        model = synthetic_model(layers, hidden)
+        # 40 pairs of 860 tokens on average, as many as 32 pairs of 1,024 have.
+        texts = {"spread": True, "sequence_length": 2048, "pairs": 40}
+        sizes = {"sizes": (16384, 32768, 8192), "fixed": fixed, "micro_batch_tokens": 16384}
+        yield f"width-{hidden}", [{**base, "model": model, **texts, **sizes, "steps": 4}]
+
+
+def _profile_points(base: Point, device: str) -> Iterator[Point]:
+    """Two micro-batches at each width: more would make the trace long, and show the same."""
+    if device != "cuda":
+        yield base
+        return
+    for layers, hidden in WIDTHS:
+        yield {**base, "model": synthetic_model(layers, hidden), "pairs": 8, "steps": 3}
 
 
 def _memory_points(base: Point) -> Iterator[Point]:
@@ -165,110 +176,13 @@ def _memory_points(base: Point) -> Iterator[Point]:
     yield {**base, "label": "moments in host memory", "cpu_offload": True}
 
 
-def machine(job: Job) -> Iterator[Row]:
-    """What the machine is and has, and its rates."""
-    for finding in examine():
-        yield {"what": finding.name, "found": finding.value, "note": finding.advice or ""}
-    yield from ({"what": name, "found": _version(name), "note": ""} for name in _OTHERS)
-    rate = f"{matmul_rate() / 1e12:.3g} TFLOP/s"
-    yield {"what": "products", "found": rate, "note": _PRODUCTS}
-    precision = torch.get_float32_matmul_precision()
-    yield {"what": "fp32 products", "found": precision, "note": _FP32}
-    if torch.cuda.is_available():
-        for name, pinned in (("pageable", False), ("pinned", True)):
-            rate = f"{_copy_rate(pinned) / 1e9:.3g} GB/s"
-            yield {"what": f"copies, {name}", "found": rate, "note": _COPIES}
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _copy_rate(pinned: bool) -> float:
-    """Bytes a second, the best of three."""
-    host = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=pinned).zero_()
-    device = torch.empty(_COPIED, dtype=torch.uint8, device="cuda")
-    best = float("inf")
-    for _ in range(3):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        device.copy_(host, non_blocking=True)
-        torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return _COPIED / best
-
-
-def model(job: Job) -> Iterator[Row]:
-    """The model and the pairs that the comparisons take, in ``work``.
-
-    ``hf`` and ``base.nemo`` are the same weights: of the GGUF, ``.nemo`` or Hugging Face folder of
-    the job, or random. ``pairs.jsonl`` is the job's data, or pairs of random words whose lengths
-    are spread as those of chats.
-    """
-    work, size = Path(job["work"]), _MODELS[job["device"]]
-    source = None if job["model"] is None else Path(job["model"])
-    hf = _prepare(source, work, size["shape"])
-    if job["data"] is not None:
-        shutil.copy(job["data"], work / "pairs.jsonl")
-    else:
-        _write_pairs(work / "pairs.jsonl", size["pairs"])
-    weights = sum(path.stat().st_size for path in hf.glob("*.safetensors"))
-    yield {"what": "model", "found": str(source or "random weights")}
-    yield {"what": "shape", "found": _shape_of(hf)}
-    yield {"what": "its weights", "found": f"{weights / 2**30:.3g} GiB"}
-    yield {"what": "pairs", "found": str(job["data"] or f"{size['pairs']} of random words")}
-
-
-def _prepare(source: Path | None, work: Path, shape: dict[str, Any]) -> Path:
-    """``work / "hf"`` and ``work / "base.nemo"``; the former is returned."""
-    hf, nemo = work / "hf", work / "base.nemo"
-    if source is not None and source.suffix == ".nemo":
-        nemo.symlink_to(source.resolve())
-        write_reward_model(nemo, work / "reward.nemo")
-        return export(work / "reward.nemo", hf)
-    if source is None:
-        source = write_tiny(hf, **shape)
-    found, _ = prepare_model(source, work)
-    if found != hf:
-        hf.symlink_to(found.resolve())
-    return hf
-
-
-def _write_pairs(path: Path, count: int) -> None:
-    """Pairs that share their prompt; a reply is as likely short as long."""
-    rng = random.Random(0)
-    words = WORDS.split()
-
-    def text(least: int, most: int) -> str:
-        length = round(least * (most / least) ** rng.random())
-        return " ".join(rng.choices(words, k=length))
-
-    with path.open("w") as lines:
-        for index in range(count):
-            pair = {
-                "prompt": f"{text(*_PROMPT)} {index}",
-                "chosen": text(*_REPLY),
-                "rejected": text(*_REPLY),
-            }
-            lines.write(json.dumps(pair) + "\n")
-
-
-def _shape_of(hf: Path) -> str:
-    config = json.loads((hf / "config.json").read_text())
-    keys = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
-    return ", ".join(f"{key} {config.get(key)}" for key in keys)
-
-
 def mfu(job: Job, layout: ParallelLayout) -> Iterator[Row]:
     """A step's speed at each point, beside the plan's; recomputation is not counted as work.
 
     ``MFU`` is of the peak that is assumed, ``of a product`` of a large matrix product's rate here.
     """
     machine, product = _machine(job), matmul_rate()
-    for point in job["points"]:
+    for point in _in_time(job):
         shape, plan = _shape_and_plan(point)
         steps = point["steps"]
         seconds = _measured(point, layout, partial(_time, steps=steps)).get("seconds")
@@ -290,12 +204,77 @@ def mfu(job: Job, layout: ParallelLayout) -> Iterator[Row]:
         }
 
 
+def variants(job: Job, layout: ParallelLayout) -> Iterator[Row]:
+    """Speed of a step at one width by pointwise kernels, CUDA graphs and micro-batch size."""
+    (base,) = job["points"]
+    peak = _machine(job).flops
+    measure = partial(time_variant, steps=base["steps"], peak_flops=peak)
+
+    def run(point: Point) -> Row:
+        try:
+            return _measured(point, layout, measure) or {"note": "out of memory"}
+        except Exception:
+            traceback.print_exc()
+            return {"note": traceback.format_exc()[-_TRACEBACK:]}
+
+    left = partial(_seconds_left, job)
+    yield from Experiment(base, base["sizes"], base["fixed"], run, left).rows()
+
+
+def profile(job: Job, layout: ParallelLayout) -> Iterator[Row]:
+    """Where the time of a step goes at each width; a width that fails has its traceback."""
+    for base in _in_time(job):
+        shape, plan = _shape_and_plan(base)
+        about = {"width": shape.hidden_size}
+        point = {**base, **_fastest_kernels(job, shape.hidden_size)}
+        try:
+            rows = _measured(point, layout, partial(_profile, plan=plan, steps=point["steps"]))
+            settings = {name: point.get(name) for name in ("pointwise_kernels", "cuda_graphs")}
+            yield {**about, "what": "settings", "note": json.dumps(settings)}
+            yield from ({**about, **row} for row in rows.get("rows", []))
+            if not rows:
+                yield {**about, "what": "the step", "note": "out of memory"}
+        except Exception:
+            failed = traceback.format_exc()[-_TRACEBACK:]
+            yield {**about, "what": "the step", "note": failed}
+
+
+def _fastest_kernels(job: Job, width: int) -> dict[str, Any]:
+    """The settings of the fastest variant of a part before; none if there is no such part."""
+    try:
+        rows = json.loads((Path(job["work"]) / f"width-{width}.out").read_text())
+    except (OSError, ValueError):
+        return {}
+    best = fastest(rows)
+    if best is None:
+        return {}
+    return {"pointwise_kernels": best.pointwise_kernels, "cuda_graphs": best.cuda_graphs}
+
+
+def _profile(learner: RewardLearner, plan: Plan, steps: int) -> dict[str, Any]:
+    usual = 1e3 * _time(learner, steps)["seconds"]
+    rows: list[Row] = [{"what": "the step, not profiled", "ms": usual, "share of a step": 1.0}]
+    layers = learner.model.config.num_layers
+    events = trace(lambda: learner.train_step(steps + 2))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows += StepTrace(events, device, layers, plan.packs.count).rows(usual)
+    # Last, because this wraps the learner's methods, which then wait for the device.
+    parts = time_parts(learner, steps)
+    whole = parts.pop("step")
+    for name, seconds in parts.items():
+        share, note = seconds / whole, "the device is waited for after each part"
+        rows.append({"what": name, "ms": 1e3 * seconds, "share of a step": share, "note": note})
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return {"rows": [{name: row.get(name) for name in columns} for row in rows]}
+
+
 def memory(job: Job, layout: ParallelLayout) -> Iterator[Row]:
     """GiB at the fullest moment of a step, beside the plan's, and what the allocator holds."""
-    for point in job["points"]:
+    measure = partial(_memory_of, before=job["GiB before"])
+    for point in _in_time(job):
         shape, plan = _shape_and_plan(point)
         planned = fullest_stage(shape, plan)
-        found = _measured(point, layout, _memory_of)
+        found = _measured(point, layout, measure)
         row: Row = {"setting": point["label"]}
         for part in ("weights", "gradients", "optimizer"):
             row[part] = _per(found.get(part), GIB)
@@ -308,6 +287,7 @@ def memory(job: Job, layout: ParallelLayout) -> Iterator[Row]:
             "planned": planned.total / GIB,
             "measured/planned": _per(found.get("total"), planned.total),
             "reserved": _per(found.get("reserved"), GIB),
+            "beside the allocator": found.get("outside"),
             "note": _note(found.get("total")),
         }
 
@@ -411,6 +391,8 @@ def context(job: Job, layout: ParallelLayout) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[Job, ParallelLayout], Iterator[Row]]] = {
+    **{f"width-{hidden}": variants for _, hidden in WIDTHS},
+    "profile": profile,
     "mfu": mfu,
     "memory": memory,
     "offload": offload,
@@ -423,15 +405,9 @@ ALONE: dict[str, Callable[[Job], Iterator[Row]]] = {"machine": machine, "model":
 
 def _machine(job: Job) -> Machine:
     """What ``nemo-aligner plan`` assumes, but for the peak, which is the job's."""
-    assumed = PlanRequest()
-    return Machine(
-        flops=job["tflops"] * 1e12,
-        efficiency=assumed.mfu,
-        intra_node=assumed.intra_node * 1e9,
-        inter_node=assumed.inter_node * 1e9,
-        ranks_per_node=assumed.gpus_per_node,
-        host=assumed.host * 1e9,
-    )
+    assumed = PlanRequest(tflops=job["tflops"]).machine()
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return replace(assumed, memory=peak_bandwidth(name) or assumed.memory)
 
 
 def _shape_and_plan(point: Job) -> tuple[ModelShape, Plan]:
@@ -465,15 +441,39 @@ def _measured(point: Job, layout: ParallelLayout, measure: Measure) -> dict[str,
     return found
 
 
+def _seconds_left(job: Job) -> float:
+    return job["end"] - time.time()
+
+
+def _in_time(job: Job) -> Iterator[Point]:
+    """The points of a job, as long as another one is likely to end in time."""
+    longest = 0.0
+    for index, point in enumerate(job["points"]):
+        if _seconds_left(job) < longest:
+            print(f"no time was left for {len(job['points']) - index} more points", flush=True)
+            return
+        start = time.perf_counter()
+        yield point
+        longest = max(longest, time.perf_counter() - start)
+
+
 def _note(found: object) -> str:
     return "out of memory" if found is None else ""
 
 
-def _memory_of(learner: RewardLearner) -> dict[str, Any]:
-    found = measure_memory(learner, 0)
+def _memory_of(learner: RewardLearner, before: float | None = None) -> dict[str, Any]:
+    """What ``measure_memory`` finds, and on a GPU also what the process holds.
+
+    ``before`` is how many GiB of the GPU were held before this process used it.
+    """
+    found: dict[str, Any] = measure_memory(learner, 0)
     if not torch.cuda.is_available():
         return found
-    return {**found, "reserved": torch.cuda.max_memory_reserved()}
+    found["reserved"] = torch.cuda.max_memory_reserved()
+    after = gpu_memory_used()
+    if before is not None and after is not None:
+        found["outside"] = after - before - torch.cuda.memory_reserved() / GIB
+    return found
 
 
 def _time(learner: RewardLearner, steps: int, overlaps: bool = True) -> dict[str, Any]:

@@ -6,8 +6,9 @@
 Each part is a process of its own with a time limit: one that fails, or takes too long, leaves the
 results of the others, and what it has found itself. ``--output`` gets ``first_hour.json`` and
 ``first_hour.md``, both anew after every part, a table per part, with what training/cost.py
-predicts beside what was measured. A part that cannot run here says why. Weights are random, or
-those of ``--model``; nothing is downloaded. Exit status: 1 if a part failed, 130 if stopped.
+predicts next to what was measured, and ``first_hour.log``, which has all that the parts printed. A
+part that cannot run here says why. Weights are random, or those of ``--model``; nothing is
+downloaded. Exit status: 1 if a part failed, 130 if stopped.
 
 A prediction rests on the peak of ``--tflops`` (989 by default: H100 and H200, dense bf16), of which
 40% are reached, as ``nemo-aligner plan`` assumes; on a CPU it means nothing.
@@ -24,49 +25,26 @@ import sys
 import tempfile
 import threading
 import time
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
-from common import (
-    ROOT,
-    choose_device,
-    environment,
-    how_it_ended,
-    lacking,
-    machine,
-    processor,
-    shown,
-)
+from common import choose_device, environment, how_it_ended, machine, processor
+from first_hour_page import render_page
+from first_hour_parts import PARTS, Hour, Part
 
 ASSUMED_TFLOPS = {"cuda": 989.0, "cpu": 0.1}
 _SAID = 2000  # characters of what a failed part printed last
 _POLL_S = 0.2
-_RANKS = 2  # of the part that reduces gradients: GPUs, or processes of a CPU
-# How much the comparisons do: for a GPU of 80 GiB, and in miniature.
-_OPTIONS = {
-    "training.py": {
-        "cuda": "--steps=4 --warm-up=2 --global-batch=32 --turns=2 --trl-batch 8 "
-        "--micro-batch-tokens=16384",
-        "cpu": "--steps=1 --warm-up=1 --global-batch=4 --turns=1 --threads=1 --trl-batch 2",
-    },
-    "scoring.py": {
-        "cuda": "--pairs=64 --batch=16 --turns=4",
-        "cpu": "--pairs=2 --batch=4 --turns=1 --threads=1",
-    },
-    "invariance.py": {
-        "cuda": "--pairs=16 --turns=3",
-        "cpu": "--pairs=2 --turns=1 --threads=1",
-    },
-}
+_LEAST = 1.0  # second: in less no part does anything
+# In this time all parts up to "save" may take as long as their limits allow. In less time all
+# limits shrink alike, unless the parts are chosen; in more, the other parts follow.
+_MINUTES = 9.0
 # Asked by a signal, and looked for only where nothing is left behind.
 _STOP = threading.Event()
-Row = dict[str, Any]
 Result = dict[str, Any]
 
 
@@ -76,11 +54,14 @@ def main() -> int:
     chosen = _with_needs(arguments.parts or [part.name for part in PARTS])
     report = _Report(arguments.output, _about(hour, arguments), chosen)
     end = time.monotonic() + 60 * arguments.minutes
+    share = 1.0 if arguments.parts else min(1.0, arguments.minutes / _MINUTES)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: _STOP.set())
     for part in chosen:
         if not _STOP.is_set():
-            report.add(_run(part, hour, report.results, end, arguments.threads))
+            limit = min(share * part.limit, end - time.monotonic())
+            result = _run(part, hour, report.results, limit, arguments.threads)
+            report.add(result, hour.log(part.name))
     report.write()
     print(f"\n{'stopped; what was found: ' if _STOP.is_set() else ''}{report.page}")
     if _STOP.is_set():
@@ -143,9 +124,12 @@ class _Report:
         self.page = folder / "first_hour.md"
         self.results: list[Result] = []
 
-    def add(self, result: Result) -> None:
+    def add(self, result: Result, log: Path) -> None:
+        """Add what became of a part, and what it printed, which all parts write to one file."""
         self.results.append(result)
         self.write()
+        with suppress(OSError), (self._folder / "first_hour.log").open("a") as logs:
+            logs.write(f"\n==== {result['part']}\n\n{log.read_text(errors='replace')}")
 
     def write(self) -> None:
         """Both files; each is whole at any time."""
@@ -162,18 +146,17 @@ def _write(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
-def _run(part: Part, hour: Hour, before: Sequence[Result], end: float, threads: int) -> Result:
-    """What became of a part; an interruption ends it, and is its state."""
-    why = _why_not(part, hour, before, end)
+def _run(part: Part, hour: Hour, before: Sequence[Result], limit: float, threads: int) -> Result:
+    """What became of a part, which gets ``limit`` seconds; an interruption ends it."""
+    why = _why_not(part, hour, before, limit)
     if why is not None:
         print(f"{part.name}: not run: {why}", flush=True)
         return _result(part, "not run", why)
-    limit = min(part.limit, end - time.monotonic())
     print(f"{part.name}: {part.about}, at most {limit:.0f} s", flush=True)
     start = time.monotonic()
-    log = hour.work / f"{part.name}.log"
+    log = hour.log(part.name)
     hour.output(part.name).unlink(missing_ok=True)
-    state, why = _wait(part.command(hour), log, limit, hour.device, threads)
+    state, why = _wait(part.command(hour, limit), log, limit, hour.device, threads)
     seconds = time.monotonic() - start
     rows: list[dict[str, Any]] = []
     remarks: list[str] = []
@@ -190,12 +173,12 @@ def _run(part: Part, hour: Hour, before: Sequence[Result], end: float, threads: 
     return _result(part, state, why, seconds=seconds, rows=rows, remarks=remarks)
 
 
-def _why_not(part: Part, hour: Hour, before: Sequence[Result], end: float) -> str | None:
+def _why_not(part: Part, hour: Hour, before: Sequence[Result], limit: float) -> str | None:
     states = {result["part"]: result["state"] for result in before}
     for need in part.needs:
         if states.get(need) != "done":
             return f"it needs the part {need}, which is {states.get(need)}"
-    if time.monotonic() >= end:
+    if limit <= _LEAST:
         return "no time is left"
     return part.lacks(hour)
 
@@ -287,245 +270,6 @@ def _parse() -> argparse.Namespace:
         if path is not None and not path.exists():
             parser.error(f"--{name}: there is no {path}")
     return arguments
-
-
-# The parts: what each shows, its command, what it needs, where its rows are.
-#
-# A part is a process of its own, so that it fails alone. Its limit is in seconds; together they
-# stay below half an hour.
-
-
-@dataclass(frozen=True)
-class Hour:
-    """What all parts have in common; the pythons are those of the other sides.
-
-    ``precision`` is that of points on random weights, ``tflops`` the peak that predictions assume.
-    """
-
-    device: str
-    gpus: int
-    precision: str
-    work: Path
-    model: Path | None
-    data: Path | None
-    tflops: float
-    trl_python: str
-    vllm_python: str
-
-    def output(self, part: str) -> Path:
-        """What a part has found, as it writes it."""
-        return self.work / f"{part}.out"
-
-
-@dataclass(frozen=True)
-class Part:
-    """One process. ``lacks`` says in a line why the part cannot run here; None is that it can."""
-
-    name: str
-    about: str
-    limit: int
-    command: Callable[[Hour], list[str]]
-    read: Callable[[Path], tuple[list[Row], list[str]]]
-    lacks: Callable[[Hour], str | None] = lambda hour: None
-    needs: tuple[str, ...] = ()
-
-
-def read_rows(output: Path) -> tuple[list[Row], list[str]]:
-    """Rows, and no remarks."""
-    return json.loads(output.read_text()), []
-
-
-def read_benchmark(output: Path) -> tuple[list[Row], list[str]]:
-    """The table of training.py or scoring.py, and how the other side failed."""
-    content = json.loads(output.read_text())
-    failures = [*content.get("failures", []), content.get("failure")]
-    return content["rows"], [failure for failure in failures if failure]
-
-
-def read_tests(output: Path) -> tuple[list[Row], list[str]]:
-    """A row for each test of pytest's XML."""
-    rows = []
-    for case in ElementTree.parse(output).iter("testcase"):
-        outcomes = [child for child in case if child.tag in ("failure", "error", "skipped")]
-        said = outcomes[0].get("message", "") if outcomes else ""
-        rows.append(
-            {
-                "test": case.get("name"),
-                "outcome": outcomes[0].tag if outcomes else "passed",
-                "seconds": float(case.get("time", 0)),
-                "said": said.partition("\n")[0][:200],
-            }
-        )
-    return rows, []
-
-
-def _work(part: str) -> Callable[[Hour], list[str]]:
-    """The command of a part of first_hour_work.py."""
-
-    def command(hour: Hour) -> list[str]:
-        job = {
-            "device": hour.device,
-            "precision": hour.precision,
-            "tflops": hour.tflops,
-            "work": str(hour.work),
-            "model": None if hour.model is None else str(hour.model),
-            "data": None if hour.data is None else str(hour.data),
-        }
-        script = str(ROOT / "benchmarks/first_hour_work.py")
-        return [sys.executable, script, part, json.dumps(job), str(hour.output(part))]
-
-    return command
-
-
-def _on_ranks(part: str) -> Callable[[Hour], list[str]]:
-    def command(hour: Hour) -> list[str]:
-        python, *rest = _work(part)(hour)
-        ranks = f"--nproc-per-node={_RANKS}"
-        return [python, "-m", "torch.distributed.run", "--standalone", ranks, *rest]
-
-    return command
-
-
-def _tests(hour: Hour) -> list[str]:
-    where = [str(ROOT / "tests/models/test_gpu.py"), f"--junitxml={hour.output('tests')}"]
-    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *where]
-
-
-def _comparison(part: str, script: str) -> Callable[[Hour], list[str]]:
-    """The command of a benchmark of its own, on the files of the part ``model``."""
-
-    def command(hour: Hour) -> list[str]:
-        files = [f"--model={hour.work / 'hf'}", f"--data={hour.work / 'pairs.jsonl'}"]
-        where = [f"--work={hour.work}", f"--output={hour.output(part)}", f"--device={hour.device}"]
-        trl, vllm = f"--trl-python={hour.trl_python}", f"--vllm-python={hour.vllm_python}"
-        peer = {"training": [trl], "vllm": [vllm]}.get(part, [])
-        few = _OPTIONS[script][hour.device].split()
-        return [sys.executable, str(ROOT / "benchmarks" / script), *files, *where, *peer, *few]
-
-    return command
-
-
-def _lacks(python: str, *modules: str) -> str | None:
-    try:
-        missing = lacking(*modules, python=python)
-    except OSError as error:
-        return f"{python}: cannot be run: {error.strerror}"
-    return f"{python} lacks {', '.join(missing)}" if missing else None
-
-
-def _lacks_gpu(hour: Hour) -> str | None:
-    if hour.device != "cuda":
-        return "it needs a GPU: every test of it would be skipped"
-    return _lacks(sys.executable, "pytest")
-
-
-def _lacks_two(hour: Hour) -> str | None:
-    """NCCL needs two GPUs; on a CPU the same goes over gloo."""
-    if hour.device == "cuda" and hour.gpus < _RANKS:
-        return f"NCCL needs two GPUs, and this machine has {hour.gpus}"
-    return None
-
-
-PARTS = (
-    Part("machine", "what is here, and its rates", 60, _work("machine"), read_rows),
-    Part("tests", "tests/models/test_gpu.py", 240, _tests, read_tests, _lacks_gpu),
-    Part("model", "the model and pairs of the comparisons", 120, _work("model"), read_rows),
-    Part(
-        "training",
-        "training against TRL's RewardTrainer",
-        240,
-        _comparison("training", "training.py"),
-        read_benchmark,
-        lambda hour: _lacks(hour.trl_python, "trl", "datasets", "accelerate"),
-        ("model",),
-    ),
-    Part(
-        "scoring",
-        "scoring against transformers",
-        120,
-        _comparison("scoring", "scoring.py"),
-        read_benchmark,
-        needs=("model",),
-    ),
-    Part(
-        "vllm",
-        "scoring against vLLM",
-        180,
-        _comparison("vllm", "scoring.py"),
-        read_benchmark,
-        lambda hour: _lacks(hour.vllm_python, "vllm"),
-        ("model",),
-    ),
-    Part(
-        "invariance",
-        "rewards in other company: bits that change, and what it costs that none does",
-        60,
-        _comparison("invariance", "invariance.py"),
-        read_benchmark,
-        needs=("model",),
-    ),
-    Part("mfu", "a step by sequence length and hidden size", 240, _work("mfu"), read_rows),
-    Part("memory", "memory against the planner, in GiB", 150, _work("memory"), read_rows),
-    Part("offload", "Adam's moments in host memory", 120, _work("offload"), read_rows),
-    Part("save", "how long a save holds training up", 90, _work("save"), read_rows),
-    Part(
-        "overlap",
-        "gradients reduced while others are computed",
-        90,
-        _on_ranks("overlap"),
-        read_rows,
-        _lacks_two,
-    ),
-    Part(
-        "context",
-        "texts that ranks share, and experts",
-        90,
-        _on_ranks("context"),
-        read_rows,
-        _lacks_two,
-    ),
-)
-
-
-# The page: Markdown, a table for each part.
-
-
-def render_page(content: Mapping[str, Any]) -> str:
-    """Everything of ``first_hour.json`` that a person reads."""
-    facts = [f"- {key}: {value}" for key, value in content.items() if key != "parts"]
-    states = [
-        {
-            "part": part["part"],
-            "what it shows": part["about"],
-            "state": part["state"],
-            "seconds": round(part["seconds"]),
-            "why": part["why"],
-        }
-        for part in content["parts"]
-    ]
-    pieces = ["# The first hour", "\n".join(facts), table(states)]
-    for part in content["parts"]:
-        pieces += _section(part)
-    return "\n\n".join(pieces) + "\n"
-
-
-def _section(part: Mapping[str, Any]) -> list[str]:
-    pieces = [f"## {part['part']}: {part['about']}"]
-    if part["state"] != "done":
-        pieces.append(f"{part['state']}: {part['why']}")
-    if part["rows"]:
-        pieces.append(table(part["rows"]))
-    return [*pieces, *(f"```\n{remark}\n```" for remark in part["remarks"])]
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table; a column without any content is left out."""
-    names = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
-    numbers = {name for name in names if any(isinstance(row[name], int | float) for row in rows)}
-    rule = ["---:" if name in numbers else "---" for name in names]
-    body = [[shown(row[name]) for name in names] for row in rows]
-    lines = [[cell.replace("|", "\\|") for cell in line] for line in [names, rule, *body]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 The three kinds of work of scoring.py, in fp32 and bf16 (in bf16 alone on a GPU), with products as
 they come, and of fixed numbers of rows; turn by turn. ``other bits`` counts the rewards that are
 not bit for bit those of the text alone. On a CPU other numbers of rows are taken, too, where they
-give the same bits; with ``--fixed`` they are not.
+give the same bits; with ``--fixed`` they are not. A GPU has the numbers that its trial took as one
+setting, ``tried``, and products of one number of rows as others; what the trial found is printed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from typing import Any
 from common import choose_device, machine, prepare_model, render, write_json
 from scoring_work import Ours, Work, add_work_options, our_scorer, works_of
 
-ROWS: dict[str, tuple[int, ...]] = {"cpu": (64, 128, 256, 512), "cuda": (256, 1024, 4096)}
+ROWS: dict[str, tuple[int | str | None, ...]] = {
+    "cpu": (None, 64, 128, 256, 512),
+    "cuda": (None, "tried", 256, 1024),
+}
+Setting = int | str | None
 
 
 def main() -> None:
@@ -44,10 +49,14 @@ def main() -> None:
         for precision in (Precision.fp32, Precision.bf16)[device == "cuda" :]:
             ours = our_scorer(nemo, precision, layout)
             for each in works_of(arguments.data, arguments.pairs, ours):
-                settings = (None, *ROWS[device])
-                rows += _compare(each, ours, precision.value, settings, arguments.turns)
+                rows += _compare(each, ours, precision.value, ROWS[device], arguments.turns)
                 print(f"\n{render(rows)}", flush=True)
-    about = {"machine": machine(), "model": str(arguments.model), "fixed": arguments.fixed}
+    about = {
+        "machine": machine(),
+        "model": str(arguments.model),
+        "fixed": arguments.fixed,
+        "trial": _tried_sizes() if device == "cuda" else None,
+    }
     print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items()))
     write_json(arguments.output, {**about, "rows": rows})
 
@@ -58,17 +67,43 @@ def _take_no_other_rows() -> None:
     cpu_products._has_same_bits = lambda size, weight, bias, rows: size == rows
 
 
-def _compare(
-    work: Work, ours: Ours, precision: str, settings: Sequence[int | None], turns: int
-) -> Iterator[dict[str, Any]]:
+# Of each setting what a GPU's trials found.
+_TRIED: dict[Setting, dict[Any, tuple[int, ...]]] = {}
+
+
+def _set_rows(model: Any, setting: Setting) -> None:
+    from nemo_aligner.config.model import ROWS_BY_DEVICE
+    from nemo_aligner.distributed import gpu_products
     from nemo_aligner.models.reward_model import make_batch_invariant
+
+    gpu_products._TRIED = _TRIED.setdefault(setting, {})
+    if setting == "tried":
+        make_batch_invariant(model, ROWS_BY_DEVICE)
+        return
+    assert not isinstance(setting, str)
+    sizes, gpu_products._SIZES = gpu_products._SIZES, ()
+    make_batch_invariant(model, setting)
+    gpu_products._SIZES = sizes
+
+
+def _tried_sizes() -> dict[str, str]:
+    """By the shape of a weight, in which numbers of rows it is multiplied."""
+    return {
+        f"{outputs} x {inputs}": f"{len(sizes)} sizes from {min(sizes)} to {max(sizes)} rows"
+        for (outputs, inputs, *_), sizes in _TRIED["tried"].items()
+    }
+
+
+def _compare(
+    work: Work, ours: Ours, precision: str, settings: Sequence[Setting], turns: int
+) -> Iterator[dict[str, Any]]:
     from nemo_aligner.tools.invariance import count_changed, score_alone
 
-    seconds: dict[int | None, list[float]] = {rows: [] for rows in settings}
+    seconds: dict[Setting, list[float]] = {rows: [] for rows in settings}
     changed = {}
     for turn in range(turns + 1):
         for rows in settings:
-            make_batch_invariant(ours.model, rows)
+            _set_rows(ours.model, rows)
             start = time.perf_counter()
             together = ours.score(work.token_lists)
             if turn:  # the first one makes kernels, and tries them

@@ -68,12 +68,12 @@ def main() -> None:
 def _scorer(path: Path, layout: Any, precision: Any) -> Any:
     """As a server's, but with weights that can be overwritten."""
     from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
-    from nemo_aligner.config.model import BATCH_INVARIANT_ROWS
+    from nemo_aligner.config.model import ROWS_BY_DEVICE
     from nemo_aligner.models.reward_model import make_batch_invariant
     from nemo_aligner.serving.engine.scorer import RewardScorer
 
     loaded = load_reward_model(path, layout, precision)
-    make_batch_invariant(loaded.model, BATCH_INVARIANT_ROWS)
+    make_batch_invariant(loaded.model, ROWS_BY_DEVICE)
     tokens = max(8192, loaded.contract.seq_length)
     return RewardScorer(loaded.model, loaded.contract, loaded.tokenizer, layout, tokens)
 

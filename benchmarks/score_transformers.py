@@ -25,7 +25,7 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         start = time.perf_counter()
-        rewards = _score(model, asked["token_lists"], job["batch"], asked["is_sorted"])
+        rewards = _score(model, asked["token_lists"], asked["batch"], asked["is_sorted"])
         seconds = time.perf_counter() - start
         print(json.dumps({"seconds": seconds, "rewards": rewards}), file=answers, flush=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,8 +83,18 @@ class Products:
         return time.perf_counter() - start
 
 
-def our_scorer(nemo: Path, precision: Any, layout: Any, freeze: bool = False) -> Ours:
-    """Of texts that are cut to 2,048 tokens; with ``freeze`` as fast as a server's."""
+def our_scorer(
+    nemo: Path,
+    precision: Any,
+    layout: Any,
+    freeze: bool = False,
+    settings: Mapping[str, Any] | None = None,
+) -> Ours:
+    """Load a scorer of texts, which are cut to 2,048 tokens.
+
+    With ``freeze`` it is as fast as a server's. ``settings`` are those of ``model.*`` that differ
+    from their defaults.
+    """
     from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
     from nemo_aligner.config.common import Overlong
     from nemo_aligner.config.model import DataConfig, ModelConfig
@@ -92,10 +102,13 @@ def our_scorer(nemo: Path, precision: Any, layout: Any, freeze: bool = False) ->
     from nemo_aligner.models.reward_model import freeze_for_scoring, make_batch_invariant
     from nemo_aligner.serving.engine.scorer import RewardScorer
 
-    config = ModelConfig(data=DataConfig(seq_length=2048, overlong=Overlong.truncate_left))
+    data = DataConfig(seq_length=2048, overlong=Overlong.truncate_left)
+    config = ModelConfig(data=data, **(settings or {}))
     pretrained = load_pretrained(nemo, layout, num_attributes=1, precision=precision)
     model, tokenizer = pretrained.model.eval(), pretrained.tokenizer
     make_batch_invariant(model, config.invariant_rows)
+    if config.cuda_graphs:
+        model.use_cuda_graphs()
     if freeze:
         freeze_for_scoring(model)
     contract = build_contract(config, tokenizer, precision)

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
 from nemo_aligner.config.common import Precision, RecordKind
-from nemo_aligner.config.model import OptimConfig, Recompute
+from nemo_aligner.config.model import ModelConfig, OptimConfig, PointwiseChoice, Recompute
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.token_index import TokenSequences
@@ -40,9 +40,9 @@ from nemo_aligner.models import reward_model
 from nemo_aligner.models.experts import routers, take_load
 from nemo_aligner.models.lora import train_adapters_alone
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.training.cost import Plan, even_packs
+from nemo_aligner.training.build import build_optimized
+from nemo_aligner.training.cost import Plan, even_packs, step_flops
 from nemo_aligner.training.learner import RewardLearner
-from nemo_aligner.training.optimizer import build_optimizer
 
 TIMED = ("data", "forward", "backward", "reduce", "optimizer")
 PLANNED = ("tp", "cp", "pp", "dp", "sequence_parallel", "ring", "recompute_layers", "freeze_layers")
@@ -118,7 +118,7 @@ def measure_point(job: dict[str, Any]) -> dict[str, Any] | None:
         before = resident_bytes()
         learner = build_synthetic_learner(shape, layout, job)
         measured = measure_memory(learner, before)
-        parts = _time_steps(learner, job["steps"]) if job["steps"] else {"step": 0.0}
+        parts = time_parts(learner, job["steps"]) if job["steps"] else {"step": 0.0}
         if job["save"]:
             parts |= _time_checkpoint(learner)
         found = {
@@ -141,7 +141,11 @@ def measure_point(job: dict[str, Any]) -> dict[str, Any] | None:
 def build_synthetic_learner(
     shape: ModelShape, layout: ParallelLayout, job: dict[str, Any]
 ) -> RewardLearner:
-    """A learner with random weights, on pairs of random tokens."""
+    """A learner with random weights, on pairs of random tokens.
+
+    ``job`` is a point of ``make_point``. With ``spread`` the lengths of the sequences differ.
+    ``pointwise_kernels`` and ``cuda_graphs`` are the settings of these names.
+    """
     model = reward_model.build_reward_model(
         shape,
         layout,
@@ -157,35 +161,67 @@ def build_synthetic_learner(
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(std=0.02)
-    reward_model.freeze_lower_layers(model, job["freeze_layers"], shape.num_layers)
     reward_model.set_routers(model, trained=False, aux_loss_coeff=0.0)
     if shape.lora is not None:
         train_adapters_alone(model)
-    wrapped = reward_model.wrap_for_training(model)
-    optim = OptimConfig(lr=2e-5, cpu_offload=job["cpu_offload"])
-    optimizer = build_optimizer(wrapped, optim, 1.0, 1000)
-    train = _random_pairs(job["pairs"], job["sequence_length"], job["prefix"], shape.vocab_size)
+    wrapped, optimizer = build_optimized(model, shape, _options(job), 1.0, 1000)
+    train = _random_pairs(
+        job["pairs"],
+        job["sequence_length"],
+        job["prefix"],
+        shape.vocab_size,
+        job.get("spread", False),
+    )
     budget = job["micro_batch_tokens"]
     cost = shape.query_key_cost()
     loader = TrainLoader(train, job["pairs"], budget, _SEED, layout.dp_rank, layout.dp, cost)
     # The contract is for texts; these are tokens.
     data = TrainingData(train, [], cast(Any, None), BradleyTerry())
-    return RewardLearner(wrapped, optimizer, data, loader, layout, budget, cost)
+    return RewardLearner(
+        wrapped,
+        optimizer,
+        data,
+        loader,
+        layout,
+        budget,
+        cost,
+        count_flops=lambda packs: step_flops(shape, Plan(packs)),
+    )
 
 
-def _random_pairs(count: int, length: int, prefix: int, vocabulary: int) -> Any:
+def _options(job: Mapping[str, Any]) -> ModelConfig:
+    pointwise = job.get("pointwise_kernels")
+    return ModelConfig(
+        freeze_layers=job["freeze_layers"],
+        optim=OptimConfig(lr=2e-5, cpu_offload=job["cpu_offload"]),
+        pointwise_kernels=None if pointwise is None else PointwiseChoice(pointwise),
+        cuda_graphs=job.get("cuda_graphs", False),
+    )
 
+
+def _random_pairs(
+    count: int, length: int, prefix: int, vocabulary: int, spread: bool
+) -> TokenizedDataset:
+    """Pairs of sequences that share ``prefix`` tokens, each of ``length`` tokens at most.
+
+    All have that length, or with ``spread`` their logarithm is distributed evenly from an eighth of
+    it, much as the lengths of chats are.
+    """
     generator = torch.Generator().manual_seed(_SEED)
     sequences = torch.randint(1, vocabulary, (count, 2, length), generator=generator)
     sequences[:, 1, :prefix] = sequences[:, 0, :prefix]
     # So that the prefix is no longer than that.
     sequences[:, 0, prefix], sequences[:, 1, prefix] = 1, 2
-    lengths = torch.full((2 * count,), length - prefix)
+    lengths = torch.full((2 * count,), length)
+    if spread:
+        shares = 8 ** -torch.rand(2 * count, generator=generator)
+        lengths = (length * shares).long().clamp(min=prefix + 1)
+    rows = zip(sequences.flatten(0, 1).numpy(), lengths.tolist(), strict=True)
     return TokenizedDataset(
         kind=RecordKind.comparison,
         name="train",
-        sequences=TokenSequences.of(list(sequences.flatten(0, 1).numpy())),
-        records=Records.of(range(count), [2] * count, reply_lengths=lengths),
+        sequences=TokenSequences.of([tokens[:size] for tokens, size in rows]),
+        records=Records.of(range(count), [2] * count, reply_lengths=lengths - prefix),
         origins=[Origin("random", line + 1) for line in range(count)],
         sources=[""] * count,
         reports=[],
@@ -245,18 +281,13 @@ def _bytes(tensors: Any) -> float:
 def _standing_bytes(learner: RewardLearner) -> dict[str, float]:
     parameters = list(learner.model.parameters())
     weights = _storages(parameters)
-    inner = [part.optimizer for part in learner.optimizer._optimizer.chained_optimizers]
-    held = [value for part in inner for state in part.state.values() for value in state.values()]
-    held += [p for part in inner for group in part.param_groups for p in group["params"]]
     return {
         "weights": _bytes(parameters),
         "gradients": _bytes(p.main_grad for p in parameters if p.requires_grad),
         "optimizer": _bytes(
             t
-            for t in held
-            if isinstance(t, torch.Tensor)
-            and t.device == parameters[0].device
-            and t.untyped_storage().data_ptr() not in weights
+            for t in learner.optimizer.state_tensors()
+            if t.device == parameters[0].device and t.untyped_storage().data_ptr() not in weights
         ),
     }
 
@@ -358,7 +389,7 @@ def _stopwatch(seconds: dict[str, float]) -> Callable[..., Any]:
     return wrap
 
 
-def _time_steps(learner: RewardLearner, steps: int) -> dict[str, float]:
+def time_parts(learner: RewardLearner, steps: int) -> dict[str, float]:
     """Seconds of a step and of its parts, means over ``steps``; ``other`` is what is left.
 
     Of the other ranks' time, ``other`` has the wait for the adjacent pipeline stages, and

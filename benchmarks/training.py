@@ -6,8 +6,9 @@
 Both train all weights in fp32 on the CPU, in bf16 on a GPU. TRL gets the very token ids; for each
 of ``--trl-batch`` it is run as many times as ours, in turn, and the speed-up is the median of the
 ratios. The first step of a run is not timed: it waits for memory, and for kernels to be chosen.
-``--trl-python`` is another environment's, with a TRL of its own. A TRL that dies, as on a machine
-whose memory is too small for its batch, leaves a dash instead of its figures.
+``--trl-tuned`` adds TRL as it is tuned by hand: FlashAttention 2, Liger's kernels, and the fastest
+of several batches. ``--trl-python`` is another environment's, with a TRL of its own. A TRL that
+dies, as on a machine whose memory is too small for its batch, leaves a dash instead of its figures.
 Peak memory is the process's on the CPU, the allocator's on a GPU. MFU counts ``6 * parameters`` per
 real token, against the rate of a large matrix product measured here.
 """
@@ -15,11 +16,16 @@ real token, against the rate of a large matrix product measured here.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -67,19 +73,20 @@ def main() -> None:
     }
     ours = {**both, "settings": _settings(arguments, nemo, precision)}
     theirs = {**both, "hf": str(hf), "lr": LR}
-    peak_rate = matmul_rate()
-    rows: list[dict[str, Any]] = []
-    failures: list[str] = []
-    for batch_size in arguments.trl_batch:
-        found = _compare(arguments, ours, {**theirs, "batch_size": batch_size})
-        rows += _rows(found, batch_size, arguments, _parameters(hf), peak_rate)
-        print(f"\n{render(rows)}", flush=True)
-        if found.failure is not None:
-            failures.append(f"TRL, batch {batch_size}: {found.failure}")
-            print(f"\n{failures[-1]}", flush=True)
+    peers = {
+        f"TRL, batch {size}": {**theirs, "batch_sizes": [size]} for size in arguments.trl_batch
+    }
+    if arguments.trl_tuned:
+        peers["TRL, tuned"] = {**theirs, "batch_sizes": arguments.trl_tuned, "is_tuned": True}
     about = {"machine": machine(), "model": str(arguments.model), "precision": precision}
+    measure = partial(_rows, arguments=arguments, parameters=_parameters(hf), peak=matmul_rate())
+    for found in _compare(arguments, ours, peers):
+        rows = measure(found)
+        failures = [f"{name}: {failure}" for name, failure in found.failures.items()]
+        # Whoever stops this benchmark has what is measured so far.
+        write_json(arguments.output, {**about, "rows": rows, "failures": failures})
+    print(f"\n{render(rows)}", *failures, sep="\n\n", flush=True)
     print("\n" + ", ".join(f"{key}: {value}" for key, value in about.items()))
-    write_json(arguments.output, {**about, "rows": rows, "failures": failures})
 
 
 def _settings(arguments: argparse.Namespace, nemo: Path, precision: str) -> list[str]:
@@ -96,69 +103,75 @@ def _settings(arguments: argparse.Namespace, nemo: Path, precision: str) -> list
     ]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Found:
-    """What every run of each has printed, and how TRL failed, if it did: then it has no runs."""
+    """What every run of each has printed, and how a TRL failed, if it did: it then has no runs."""
 
     ours: list[dict[str, Any]]
-    trl: list[dict[str, Any]]
-    failure: str | None
+    trl: dict[str, list[dict[str, Any]]]
+    failures: dict[str, str]
 
 
-def _compare(arguments: argparse.Namespace, ours: dict[str, Any], theirs: dict[str, Any]) -> Found:
-    runs: list[dict[str, Any]] = []
-    trl: list[dict[str, Any]] = []
-    failure: str | None = None
+def _compare(
+    arguments: argparse.Namespace, ours: dict[str, Any], peers: Mapping[str, dict[str, Any]]
+) -> Iterator[Found]:
+    """What is measured so far, after each run: in every turn ours, then each way of TRL."""
+    found = Found([], {name: [] for name in peers}, {})
     for turn in range(arguments.turns):
         print(f"turn {turn + 1} of {arguments.turns}: ours", end="", flush=True)
-        runs.append(run_worker("training.py", "ours", ours, arguments.threads))
-        # What has failed once is not asked again.
-        if failure is None:
-            print(", TRL", end="", flush=True)
+        found.ours.append(run_worker("training.py", "ours", ours, arguments.threads))
+        yield found
+        for name, job in peers.items():
+            # What has failed once is not asked again.
+            if name in found.failures:
+                continue
+            print(f", {name.partition(',')[0] if len(peers) == 1 else name}", end="", flush=True)
             try:
                 python = arguments.trl_python
-                trl.append(
-                    run_worker("training.py", "trl", theirs, arguments.threads, python=python)
-                )
+                run = run_worker("training.py", "trl", job, arguments.threads, python=python)
+                found.trl[name].append(run)
             except WorkerFailed as error:
-                failure = str(error)
+                found.trl[name] = []
+                found.failures[name] = str(error)
+            yield found
         print(flush=True)
-    if failure is not None:
-        return Found(runs, [], failure)
-    losses = [found[0]["losses"][0] for found in (runs, trl)]
-    print(f"loss of the first batch: ours {losses[0]:.6f}, TRL {losses[1]:.6f}")
+    for name, runs in found.trl.items():
+        if runs:
+            _check_losses(arguments, name, found.ours[0]["losses"][0], runs[0]["losses"][0])
+
+
+def _check_losses(arguments: argparse.Namespace, name: str, ours: float, theirs: float) -> None:
+    print(f"loss of the first batch: ours {ours:.6f}, {name} {theirs:.6f}")
     # TRL rounds what it logs; 16 bits round everything.
     allowed = 1e-3 if arguments.device == "cpu" else 2e-2
-    if abs(losses[0] - losses[1]) > allowed * max(losses):
+    if abs(ours - theirs) > allowed * max(ours, theirs):
         sys.exit("the losses differ: these are not the same computations")
-    return Found(runs, trl, None)
 
 
 def _rows(
-    found: Found,
-    batch_size: int,
-    arguments: argparse.Namespace,
-    parameters: int,
-    peak_rate: float,
+    found: Found, arguments: argparse.Namespace, parameters: int, peak: float
 ) -> list[dict[str, Any]]:
     pairs = arguments.steps * arguments.global_batch
     tokens = found.ours[0]["tokens"]
-    ours, trl = ([sum(run["seconds"]) for run in runs] for runs in (found.ours, found.trl))
 
-    def row(label: str, seconds: list[float], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    def row(label: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+        seconds = [sum(run["seconds"]) for run in runs]
+        ours = [sum(run["seconds"]) for run in found.ours[: len(runs)]]
         return {
             "trainer": label,
             "pairs/s": pairs / median(seconds) if runs else None,
             "real tokens/s": tokens / median(seconds) if runs else None,
-            "MFU": 6 * parameters * tokens / median(seconds) / peak_rate if runs else None,
+            "MFU": 6 * parameters * tokens / median(seconds) / peak if runs else None,
             "peak GiB": max(run["peak_gib"] for run in runs) if runs else None,
+            "ours is faster by": median_of_ratios(ours, seconds) if runs else None,
         }
 
-    ratio = median_of_ratios(ours, trl) if found.trl else None
-    return [
-        {**row("nemo_aligner", ours, found.ours), "ours is faster by": ""},
-        {**row(f"TRL, batch {batch_size}", trl, found.trl), "ours is faster by": ratio},
-    ]
+    rows = [{**row("nemo_aligner", found.ours), "ours is faster by": ""}]
+    for name, runs in found.trl.items():
+        sizes = {run["batch_size"] for run in runs} if name == "TRL, tuned" else {}
+        label = ", batch ".join([name, *(str(size) for size in sizes)])
+        rows.append(row(label, runs))
+    return rows
 
 
 def _hidden_size(hf: Path) -> int:
@@ -185,6 +198,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="pairs")
     parser.add_argument("--trl-python", default=sys.executable, help="with TRL; default: this one")
     parser.add_argument("--trl-batch", type=int, nargs="+", default=[8, 1], help="pairs")
+    parser.add_argument(
+        "--trl-tuned",
+        type=int,
+        nargs="+",
+        default=[],
+        help="also TRL with FlashAttention and Liger, in the fastest of these batches",
+    )
     parser.add_argument("--steps", type=int, default=2, help="a run (default 2)")
     parser.add_argument("--warm-up", type=int, default=1, help="untimed steps first (default 1)")
     parser.add_argument("--turns", type=int, default=2, help="runs of each (default 2)")
@@ -229,7 +249,6 @@ def train_ours(job: dict[str, Any]) -> dict[str, Any]:
         head = learner.model.rm_head.weight
         with torch.no_grad():
             head.copy_(torch.from_numpy(np.load(job["head"])))
-        learner.optimizer._optimizer.reload_model_params()
         seconds, losses = [], []
         for step in range(len(batches)):
             begun = now()
@@ -245,7 +264,27 @@ def train_ours(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_trl(job: dict[str, Any]) -> dict[str, Any]:
-    """Train the same steps by TRL's RewardTrainer, timed; its environment needs no more."""
+    """Train the same steps by TRL's RewardTrainer, timed; its environment needs no more.
+
+    Of several sizes of a batch the fastest counts; one that memory is too small for is left out.
+    """
+    import torch
+
+    runs = []
+    for size in job["batch_sizes"]:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        with suppress(torch.OutOfMemoryError):
+            runs.append(_train_trl(job, size))
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    if not runs:
+        raise MemoryError(f"none of the batches {job['batch_sizes']} fits")
+    return min(runs, key=lambda run: sum(run["seconds"]))
+
+
+def _train_trl(job: dict[str, Any], batch_size: int) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -257,7 +296,10 @@ def train_trl(job: dict[str, Any]) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(job["hf"])
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForSequenceClassification.from_pretrained(
-        job["hf"], num_labels=1, dtype=torch.bfloat16 if gpu else torch.float32
+        job["hf"],
+        num_labels=1,
+        dtype=torch.bfloat16 if gpu else torch.float32,
+        attn_implementation=_fastest_attention() if job.get("is_tuned") else None,
     )
     model.config.pad_token_id = tokenizer.pad_token_id
     with torch.no_grad():
@@ -268,8 +310,8 @@ def train_trl(job: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = RewardConfig(
             output_dir=folder,
-            per_device_train_batch_size=job["batch_size"],
-            gradient_accumulation_steps=job["global_batch_size"] // job["batch_size"],
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=job["global_batch_size"] // batch_size,
             max_steps=job["warm_up"] + job["steps"],
             learning_rate=job["lr"],
             lr_scheduler_type="constant",
@@ -281,6 +323,9 @@ def train_trl(job: dict[str, Any]) -> dict[str, Any]:
             report_to="none",
             bf16=gpu,
             use_cpu=not gpu,
+            # Liger's kernels need a GPU. Its loss is for language models alone.
+            use_liger_kernel=gpu and job.get("is_tuned", False),
+            liger_kernel_config={"fused_linear_cross_entropy": False},
             disable_tqdm=True,
         )
         trainer = RewardTrainer(
@@ -292,7 +337,35 @@ def train_trl(job: dict[str, Any]) -> dict[str, Any]:
         )
         trainer.train()
     seconds = clock.seconds[job["warm_up"] :]
-    return {"seconds": seconds, "losses": clock.losses, "peak_gib": peak_gib()}
+    return {
+        "seconds": seconds,
+        "losses": clock.losses,
+        "peak_gib": peak_gib(),
+        "batch_size": batch_size,
+    }
+
+
+def _fastest_attention() -> str:
+    """The name of an attention that transformers computes by FlashAttention 2.
+
+    Without the package flash-attn it is torch's. That kernel takes no mask, and needs none: texts
+    are padded on the right, and no token attends to what comes after it.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if find_spec("flash_attn") is not None:
+        return "flash_attention_2"
+
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        options["is_causal"] = True
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return sdpa_attention_forward(module, query, key, value, None, **options)
+
+    # transformers takes a name with "flash" for one of its own.
+    AttentionInterface.register("causal_sdpa", attend)
+    return "causal_sdpa"
 
 
 class _Clock:

@@ -194,6 +194,8 @@ def _trained(config: TrainConfig) -> RewardModel:
         "model.sequence_parallel": model.sequence_parallel,
         "model.batch_invariant": model.batch_invariant,
         "model.batch_invariant_rows": model.batch_invariant_rows,
+        "model.cuda_graphs": model.cuda_graphs,
+        "model.pointwise_kernels": model.pointwise_kernels and model.pointwise_kernels.value,
         "model.micro_batch_tokens": max(model.micro_batch_tokens, model.data.seq_length),
     }
     return RewardModel({"rm_model_file": folder / CHECKPOINTS_NAME / MODEL_NAME, **settings})

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_aligner.batch.context import ContextShare
 from nemo_aligner.batch.pairs import PairRows, pair_rows
-from nemo_aligner.utils.host_transfer import to_device
+from nemo_aligner.utils.host_transfer import all_to_device, to_device
 
 # Sequences and packs that use a pool of keys and values computed before.
 
@@ -52,11 +52,9 @@ class CacheUse:
     stored: Tensor
     slots: Tensor
 
-    def to(self, device: torch.device | str) -> CacheUse:
-        taken, stored, slots = (
-            to_device(each, device) for each in (self.taken, self.stored, self.slots)
-        )
-        return CacheUse(self.lengths, taken, stored, slots)
+    def tensors(self) -> list[Tensor]:
+        """``taken``, ``stored`` and ``slots``."""
+        return [self.taken, self.stored, self.slots]
 
 
 # Records own rewards and labels; a PackedBatch is the one form in which data reaches a model.
@@ -361,6 +359,21 @@ class ReplyRows:
 
 
 @dataclass(frozen=True)
+class FixedSizes:
+    """Sizes that a pack has in common with others, for kernels with shapes that do not change.
+
+    Attributes:
+        segments: how many there are in attention, those without a token included.
+        keys: of all segments, where some begin with others; None where none does.
+        length: upper bound of the queries, and of the keys, of a segment.
+    """
+
+    segments: int
+    keys: int | None
+    length: int
+
+
+@dataclass(frozen=True)
 class PackedBatch:
     """Sequences laid end to end, without padding between them; a common prefix is there once.
 
@@ -387,7 +400,8 @@ class PackedBatch:
         replies: what is read of each sequence instead of its last token; None is that alone.
         spoken: ``[2, M]`` rows of replies, what predicts them and they themselves; None is nothing.
         share: the tokens that this rank of a context parallel group computes; None is all of them.
-        filled: tokens of a filler segment at the tail.
+        filled: tokens of filler segments at the tail.
+        sizes: those that attention is filled up to; None is as many as there are.
     """
 
     tokens: Tensor
@@ -402,6 +416,7 @@ class PackedBatch:
     spoken: ReplyRows | None = None
     share: ContextShare | None = None
     filled: int = 0
+    sizes: FixedSizes | None = None
 
     @classmethod
     def pack(
@@ -485,6 +500,12 @@ class PackedBatch:
         """The same batch with a filler segment at the tail, so that T divides by ``multiple``."""
         return self._filled(-self.num_tokens % multiple)
 
+    def filled_to(self, tokens: int, longest: int) -> PackedBatch:
+        """The same batch with filler segments of at most ``longest`` tokens, so that T is
+        ``tokens``.
+        """
+        return self._filled(tokens - self.num_tokens, longest)
+
     def shared(
         self, rank: int, ranks: int, multiple: int, every_token: bool = False
     ) -> PackedBatch:
@@ -500,19 +521,20 @@ class PackedBatch:
         replies = None if self.replies is None else self.replies.shared(share)
         return replace(filled, share=share, replies=replies)
 
-    def _filled(self, fill: int) -> PackedBatch:
-        """The same batch with ``fill`` more tokens, in a segment of their own."""
+    def _filled(self, fill: int, longest: int | None = None) -> PackedBatch:
+        """The same batch with ``fill`` more tokens, in segments of at most ``longest``."""
         if fill == 0:
             return self
-        total = self.cu_seqlens.new_tensor([self.num_tokens + fill])
+        longest = longest or fill
+        lengths = [min(longest, fill - start) for start in range(0, fill, longest)]
+        ends = self.cu_seqlens.new_tensor(lengths).cumsum(0) + self.num_tokens
+        positions = torch.arange(fill, device=self.tokens.device) % longest
         return replace(
             self,
             tokens=torch.cat([self.tokens, self.tokens.new_zeros(fill)]),
-            position_ids=torch.cat(
-                [self.position_ids, torch.arange(fill, device=self.tokens.device)]
-            ),
-            cu_seqlens=torch.cat([self.cu_seqlens, total]),
-            prefixes=torch.cat([self.prefixes, self.prefixes.new_tensor([-1])]),
+            position_ids=torch.cat([self.position_ids, positions]),
+            cu_seqlens=torch.cat([self.cu_seqlens, ends.to(self.cu_seqlens.dtype)]),
+            prefixes=torch.cat([self.prefixes, self.prefixes.new_full((len(lengths),), -1)]),
             filled=fill,
         )
 
@@ -522,18 +544,20 @@ class PackedBatch:
         What the host plans by stays: the bounds and beginnings of the segments, the rows, and which
         rewards a record owns.
         """
-        labels = self.records.labels
-        moved = replace(labels, values=to_device(labels.values, device))
+        labels, cached = self.records.labels, self.cached
+        given = [self.tokens, self.position_ids, self.scored_tokens, labels.values]
+        indices = [] if cached is None else cached.tensors()
+        tokens, positions, scored, values, *moved = all_to_device([*given, *indices], device)
         replies, spoken = (
             None if rows is None else rows.to(device) for rows in (self.replies, self.spoken)
         )
         return replace(
             self,
-            tokens=to_device(self.tokens, device),
-            position_ids=to_device(self.position_ids, device),
-            scored_tokens=to_device(self.scored_tokens, device),
-            records=replace(self.records, labels=moved),
-            cached=None if self.cached is None else self.cached.to(device),
+            tokens=tokens,
+            position_ids=positions,
+            scored_tokens=scored,
+            records=replace(self.records, labels=replace(labels, values=values)),
+            cached=None if cached is None else CacheUse(cached.lengths, *moved),
             replies=replies,
             spoken=spoken,
             share=None if self.share is None else self.share.to(device),

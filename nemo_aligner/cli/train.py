@@ -184,6 +184,10 @@ def _add_batch(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--lora-rank", type=int, metavar="N", help="as model.lora.rank")
     group.add_argument("--cpu-offload", action="store_true", help="as model.optim.cpu_offload=true")
     group.add_argument(
+        "--activations-offload", action="store_true",
+        help="as model.activations_offload=true (default: if nothing fits without)",
+    )  # fmt: skip
+    group.add_argument(
         "--recompute", choices=["auto", "none", "selective", "full"],
         help="default auto: as few layers as fit",
     )  # fmt: skip
@@ -194,8 +198,12 @@ def _add_speed(group: argparse._ArgumentGroup) -> None:
         "--tflops", type=float, metavar="N", help="peak of a GPU (default 989: H100, H200 in bf16)"
     )
     group.add_argument(
-        "--mfu", type=float, metavar="FRACTION", help="of it that computation reaches (default 0.4)"
+        "--memory-bandwidth", type=float, metavar="GB/S", help="of a GPU's memory (3350: H100)"
     )
+    group.add_argument(
+        "--mfu", type=float, metavar="FRACTION",
+        help="of --tflops that computation reaches (default: by kind of work, as measured)",
+    )  # fmt: skip
     group.add_argument("--intra-node", type=float, metavar="GB/S", help="of a GPU (450: NVLink 4)")
     group.add_argument("--inter-node", type=float, metavar="GB/S", help="of a GPU (50: 400 Gb/s)")
     group.add_argument("--host", type=float, metavar="GB/S", help="to host memory (50: PCIe 5)")

@@ -139,6 +139,8 @@ _LAYOUT = (
     "model.sequence_parallel",
     "model.batch_invariant",
     "model.batch_invariant_rows",
+    "model.cuda_graphs",
+    "model.pointwise_kernels",
 )
 IDLE_IN_EVALUATION: tuple[IdleRule, ...] = (
     ({"server": ANY}, (*_LAYOUT, "model.micro_batch_tokens")),

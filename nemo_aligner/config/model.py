@@ -178,7 +178,17 @@ class ContextExchange(Enum):
     p2p = "p2p"
 
 
-BATCH_INVARIANT_ROWS = 256
+class PointwiseChoice(Enum):
+    """Implementations of RMSNorm, SwiGLU and RoPE."""
+
+    eager = "eager"
+    compile = "compile"
+    liger = "liger"
+    triton = "triton"
+
+
+ROWS_BY_DEVICE = 0
+"""Rows of a product (see ``LayoutConfig.invariant_rows``) where none are set."""
 
 
 ANY_ROWS: IdleRule = ({"model.batch_invariant": False}, ("model.batch_invariant_rows",))
@@ -190,9 +200,11 @@ class LayoutConfig:
     """Batch invariance of rewards and parallel layout, of every model that is trained or scores."""
 
     batch_invariant: bool = setting(True, "rewards have the same bits alone and in any batch")
-    batch_invariant_rows: int = setting(
-        BATCH_INVARIANT_ROWS,
-        "rows per matrix product; CPUs also use others that give the same bits",
+    batch_invariant_rows: int | None = setting(
+        None, "rows per matmul, and others of the same bits; null: by device"
+    )
+    cuda_graphs: bool = setting(
+        False, "launch a pack's kernels as one CUDA graph, on a GPU of one rank"
     )
     tensor_model_parallel_size: int = setting(1, "number of ranks that share each layer")
     pipeline_model_parallel_size: int = setting(1, "number of pipeline stages")
@@ -206,6 +218,9 @@ class LayoutConfig:
     )
     sequence_parallel: bool = setting(
         False, "also split norms along the tokens; needs tensor parallelism"
+    )
+    pointwise_kernels: PointwiseChoice | None = setting(
+        None, "RMSNorm, SwiGLU and RoPE; null: triton on a GPU, else eager"
     )
 
     def __post_init__(self) -> None:
@@ -234,8 +249,8 @@ class LayoutConfig:
 
     @property
     def invariant_rows(self) -> int | None:
-        """``batch_invariant_rows`` where rewards are to be batch invariant."""
-        return self.batch_invariant_rows if self.batch_invariant else None
+        """Rows of a product for ``make_batch_invariant``; None: rewards may depend on the batch."""
+        return (self.batch_invariant_rows or ROWS_BY_DEVICE) if self.batch_invariant else None
 
 
 def layout_sizes(model: LayoutConfig) -> dict[str, Any]:
@@ -262,6 +277,12 @@ class ScorerModelConfig(LayoutConfig):
 
 
 # The model to train.
+
+LAYERS_NOT_OFFLOADED = 2
+"""Last layers of a model whose activations stay on the GPU with ``activations_offload``.
+
+When the backward pass begins, copies of theirs would just have left, and come back at once.
+"""
 
 
 class Recompute(Enum):
@@ -389,6 +410,9 @@ class ModelConfig(LayoutConfig):
     )
     activations_checkpoint_num_layers: int | None = setting(
         None, "with full: recompute the first N layers of a stage; null: all"
+    )
+    activations_offload: bool = setting(
+        False, "keep activations for the backward pass in host memory"
     )
     freeze_layers: int = setting(0, "number of lowest layers to freeze, with the embeddings")
     train_router: bool = setting(False, "also train which experts a mixture's tokens go to")

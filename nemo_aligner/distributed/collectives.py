@@ -63,6 +63,16 @@ def agree_on(flags: Sequence[bool], device: torch.device | str) -> list[bool]:
     return [bool(value) for value in box.tolist()]
 
 
+def most_of_model(count: int) -> int:
+    """Return the largest ``count`` of the tensor and pipeline parallel ranks of one model."""
+    group = parallel_state.get_model_parallel_group()
+    if group.size() == 1:
+        return count
+    box = to_device(torch.tensor(count), current_device())
+    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=group)
+    return int(box)
+
+
 def on_main(function: Callable[[], T]) -> T:
     """Run ``function`` on rank 0; return its result, or raise its error, on every rank."""
     outcome: tuple[T | None, Exception | None] = (None, None)

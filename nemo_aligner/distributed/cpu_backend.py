@@ -93,8 +93,13 @@ def _retarget(constant: Any) -> Any:
 def _stub_torch_cuda() -> None:
     import torch
 
+    def of_cpu(name: str) -> Any:
+        # A function of its own: torch.compile rejects a torch.cuda.synchronize that is torch.cpu's.
+        function = getattr(torch.cpu, name)
+        return lambda *args, **kwargs: function(*args, **kwargs)
+
     for name in ("current_device", "synchronize", "current_stream"):
-        setattr(torch.cuda, name, getattr(torch.cpu, name))
+        setattr(torch.cuda, name, of_cpu(name))
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     torch.cuda.get_rng_state = lambda *args: torch.get_rng_state()  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]

@@ -26,6 +26,8 @@ from torch.autograd import Function
 _FEWEST, _LARGE = 8, 2**22
 MOST_ROWS = 512
 """Rows of a product, at most."""
+BATCH_INVARIANT_ROWS = 256
+"""Rows of a batch invariant product unless set; see ``invariant_linear_on_cpu``."""
 # In steps, which are half as long up to the second number; then of products that sum over rows.
 _STEP, _FINELY = 16, 128
 _SUMMED_CHUNK, _SUMMED_STEP = 1024, 64
@@ -169,22 +171,23 @@ def _kept(weight: Tensor, bias: Tensor | None, rows: int, kind: tuple[Any, ...])
 
 def _has_same_bits(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> bool:
     """Try if a product of ``size`` rows gives each row the bits of one of ``rows`` rows."""
-    drawn, drawn_weight, drawn_bias = _that_cancel(weight, bias, rows)
+    drawn, drawn_weight, drawn_bias = that_cancel(weight, bias, rows)
     wanted = _any_product(drawn, drawn_weight, drawn_bias)
     repeated = torch.arange(size) % rows
     found = _any_product(drawn[repeated], drawn_weight, drawn_bias)
     return bool((found == wanted[repeated]).all())
 
 
-def _that_cancel(
+def that_cancel(
     weight: Tensor, bias: Tensor | None, rows: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draw ``rows`` rows, and a weight and a bias like those given, whose exact product is 0.
 
     What is computed is then rounding errors alone, and another order of sums has others. Beside a
-    sum that is not 0, bf16 rounds nearly all of them away.
+    sum that is not 0, bf16 rounds nearly all of them away. On the device of ``weight``, whose rows
+    repeat, so that few are drawn.
     """
-    count = weight.size(1)
+    count, device = weight.size(1), weight.device
     generator = torch.Generator().manual_seed(0)
 
     def draw(rows: int) -> Tensor:
@@ -193,15 +196,16 @@ def _that_cancel(
         return drawn.to(weight.dtype)
 
     x, w = draw(rows), draw(min(weight.size(0), _FEW))
-    w = w[torch.arange(weight.size(0)) % _FEW]
     order = torch.randperm(count, generator=generator)
     first, second = order[: count // 2], order[count // 2 : count // 2 * 2]
     x[:, second], w[:, second] = x[:, first], -w[:, first]
     x[:, order[count // 2 * 2 :]] = 0
     if bias is not None and count > 1:
-        bias = draw(1)[0, :1].expand_as(bias).contiguous()
-        x[:, first[0]], x[:, second[0]], w[:, first[0]] = 1, 0, -bias
-    return x, w if weight.layout is torch.strided else reordered_for_products(w), bias
+        same_bias = draw(1)[0, :1]
+        x[:, first[0]], x[:, second[0]], w[:, first[0]] = 1, 0, -same_bias
+        bias = same_bias.to(device).expand_as(bias).contiguous()
+    w = w.to(device)[torch.arange(weight.size(0), device=device) % _FEW]
+    return x.to(device), w if weight.layout is torch.strided else reordered_for_products(w), bias
 
 
 def _any_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -286,15 +290,16 @@ class ChunkedLinear(Function):
     ) -> Tensor:
         # The input is needed only for the gradient of the weight.
         kept = input if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(kept, weight)
+        ctx.save_for_backward(kept)
+        # Not saved: under hooks on saved tensors an alias without Megatron's marks would come back.
+        ctx.weight = weight
         ctx.main_grad = getattr(weight, "main_grad", None) if fused else None
         ctx.group = group
         return linear_in_chunks(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        input, weight = ctx.saved_tensors
+        (grad,), (input,), weight = grads, ctx.saved_tensors, ctx.weight
         to_input = to_weight = to_bias = summed = None
         if ctx.needs_input_grad[0]:
             to_input = linear_in_chunks(grad, weight.t())

@@ -225,6 +225,8 @@ def _archive(config: EvaluateConfig, name: str, layout: ParallelLayout) -> Rewar
         precision=config.precision,
         micro_batch_tokens=config.model.micro_batch_tokens,
         invariant_rows=config.model.invariant_rows,
+        cuda_graphs=config.model.cuda_graphs,
+        pointwise_kernels=config.model.pointwise_kernels,
         watch=Counter("scoring", "texts").show,
     )
     return RewardSource.of(scorer, name)

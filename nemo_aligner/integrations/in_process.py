@@ -65,6 +65,8 @@ class InProcessScorer:
                 precision=config.precision,
                 micro_batch_tokens=config.model.micro_batch_tokens,
                 invariant_rows=config.model.invariant_rows,
+                cuda_graphs=config.model.cuda_graphs,
+                pointwise_kernels=config.model.pointwise_kernels,
                 prefix_cache_tokens=config.prefix_cache_tokens,
             )
             return cls(scorer, config.cpu_offload, started.pop_all())

@@ -16,7 +16,6 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -32,6 +31,7 @@ from nemo_aligner.config.model import ContextExchange, Recompute
 from nemo_aligner.distributed.cpu_products import MOST_ROWS
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models import kernels
+from nemo_aligner.models.activations import ACTIVATIONS
 from nemo_aligner.models.attention.packed import LastTokenAttention, PackedAttention
 from nemo_aligner.models.attention.segments import PackedSegments
 from nemo_aligner.models.experts import COUNTED, Counted, MixtureOfExperts
@@ -42,16 +42,15 @@ from nemo_aligner.models.layers import (
     NoNorm,
     RowLinear,
     SequenceParallelRMSNorm,
-    Shared,
-    by_whole_rows,
-    gated_gelu,
-    gated_silu,
     learns,
-    rms_norm,
     rows_now,
-    squared_relu,
     sum_in_rank_order,
 )
+from nemo_aligner.models.pointwise.eager import (
+    Shared,
+    rms_norm,
+)
+from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import ConfigError
 
@@ -206,14 +205,14 @@ class AcrossHeadsRMSNorm(SequenceParallelRMSNorm):
         self._is_plain = self._group.size() == 1 and self.zero_heads == 0
         self._shared = Shared((self.heads - self.zero_heads) * hidden_size, self._total)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         rows = x.flatten(1)
         if self._is_plain:
             return super().forward(rows).view(x.shape)
         width = rows.size(-1)
         weight = self.weight.narrow(0, self._group.rank() * width, width)
-        if self._is_zero_centered:
-            weight = weight.float() + 1
+        if self._offset:
+            weight = weight.float() + self._offset
         return rms_norm(rows, weight, self._eps, self._dtype, self._shared).view(x.shape)
 
     def _total(self, partial: Tensor) -> Tensor:
@@ -303,37 +302,6 @@ def layer_spec(
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.other_norm)
 
 
-class _Activation(MegatronModule):
-    """Activation as a module, the only form that megatron-core 0.17 and later accept."""
-
-    function: Callable[[Tensor], Tensor]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if self.training or hidden.is_cuda:
-            return self.function(hidden)
-        return by_whole_rows(self.function, hidden)
-
-
-class _SwiGLU(_Activation):
-    function = staticmethod(gated_silu)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if not self.training and kernels.take(hidden.unflatten(-1, (2, -1))):
-            return kernels.gated_silu(hidden)
-        return super().forward(hidden)
-
-
-class _GeGLU(_Activation):
-    function = staticmethod(gated_gelu)
-
-
-class _SquaredReLU(_Activation):
-    function = staticmethod(squared_relu)
-
-
-_ACTIVATIONS = {"swiglu": _SwiGLU, "geglu": _GeGLU, "squared-relu": _SquaredReLU}
-
-
 def _residual_add(multiplier: float) -> Callable[[bool, bool], Callable[..., Tensor]]:
     """Plain residual addition for megatron-core's bias-dropout-add: there is no bias or dropout.
 
@@ -377,7 +345,7 @@ def _layer(parts: _Parts, shape: ModelShape, layer: type, core_attention: type) 
     mlp = MLPSubmodules(
         linear_fc1=parts.norm_linear,
         linear_fc2=parts.row_linear,
-        activation_func=_ACTIVATIONS[shape.activation],
+        activation_func=ACTIVATIONS[shape.activation],
     )
     mlp_norm, key_map = parts.mlp_norm(shape)
     submodules = TransformerLayerSubmodules(
@@ -398,23 +366,28 @@ def _layer(parts: _Parts, shape: ModelShape, layer: type, core_attention: type) 
 
 
 def _mixture(shape: ModelShape) -> type:
-    options = {"shape": shape.experts, "activation": _ACTIVATIONS[shape.activation]}
+    options = {"shape": shape.experts, "activation": ACTIVATIONS[shape.activation]}
     return type("Experts", (MixtureOfExperts,), options)
 
 
-# Decoder layers: megatron-core's, with a short way through them for inference.
+# Decoder layers: megatron-core's, with shorter code paths through them.
 
 
 class PackedLayer(TransformerLayer):
     """``[T, 1, hidden] -> [T, 1, hidden]``; sequence parallelism splits T over TP.
 
-    For inference the same modules are called one after the other: megatron-core's way through them
-    is 330 operations, of which on a CPU most cost more than what they compute. TransformerEngine's
-    modules keep that way.
+    The same modules are called one after the other: megatron-core's code path through them is 330
+    operations, most of which take longer to launch than to compute. TransformerEngine's modules,
+    and mixtures of experts in training, keep megatron-core's path.
 
     Args:
         residual_multiplier: factor of what is added to the residual stream.
+
+    Attributes:
+        pointwise: the kernels between the matrix products, but for scoring on a CPU.
     """
+
+    pointwise: PointwiseKernels = EAGER
 
     def __init__(self, *args: Any, residual_multiplier: float = 1.0, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -427,15 +400,71 @@ class PackedLayer(TransformerLayer):
         packed_seq_params: PackedSegments | None = None,
         **options: Any,
     ) -> tuple[Tensor, Any]:
-        if learns(self) or isinstance(self.input_layernorm, IdentityOp):
+        is_mixture = isinstance(self.mlp, MixtureOfExperts)
+        if isinstance(self.input_layernorm, IdentityOp) or (learns(self) and is_mixture):
             options["packed_seq_params"] = packed_seq_params
-            if isinstance(self.mlp, MixtureOfExperts) and packed_seq_params is not None:
+            if is_mixture and packed_seq_params is not None:
                 counted = packed_seq_params.remembered(COUNTED, Counted)
                 self.mlp.router.records = counted.records
                 self.mlp.router.counted = self._counted(counted)
             return super().forward(hidden_states, *args, **options)
         assert packed_seq_params is not None
+        if learns(self):
+            return self._learn(hidden_states, packed_seq_params), None
         return self._infer(hidden_states, packed_seq_params), None
+
+    def _learn(self, hidden: Tensor, segments: PackedSegments) -> Tensor:
+        """Compute the layer with gradients.
+
+        Modules are called, not their ``forward``: their hooks wait for weights that Megatron is
+        still gathering.
+        """
+        attended = self._attend_in_training(self.input_layernorm(hidden), segments)
+        added, _ = self.self_attention.linear_proj(attended)
+        hidden, normed = self._add_and_norm(self._read(hidden, segments), added)
+        inner, _ = self.mlp.linear_fc1(normed)
+        added, _ = self.mlp.linear_fc2(self.mlp.activation_func(inner))
+        return torch.add(hidden, added, alpha=self._multiplier)
+
+    def _add_and_norm(self, hidden: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(self.pre_mlp_layernorm, SequenceParallelRMSNorm):
+            return self.pre_mlp_layernorm(hidden, added, self._multiplier)
+        hidden = torch.add(hidden, added, alpha=self._multiplier)
+        return hidden, self.pre_mlp_layernorm(hidden)
+
+    def _attend_in_training(self, normed: Tensor, segments: PackedSegments) -> Tensor:
+        """Compute attention of the normed ``[T, 1, hidden]`` -> ``[T, 1, heads * c]``."""
+        attention = self.self_attention
+        core = attention.core_attention
+        if self._splits_and_rotates:
+            mixed, _ = attention.linear_qkv(normed)
+            heads = self._split_and_rotate(mixed, segments)
+            attend = partial(core.attend, segments=segments)
+        else:
+            heads = attention.get_query_key_value_tensors(normed)
+            attend = partial(core, packed_seq_params=segments)
+        if attention.checkpoint_core_attention and self.training:
+            return tensor_parallel.checkpoint(attend, False, *heads)
+        return attend(*heads)
+
+    @property
+    def _splits_and_rotates(self) -> bool:
+        """Tell if a kernel makes heads of what linear_qkv returns.
+
+        It does not norm queries and keys, and is not for layers without RoPE.
+        """
+        has_rope = self.self_attention.core_attention.rotation is not None
+        has_kernel = self.pointwise.split_and_rotate is not None
+        return has_kernel and has_rope and not self.config.qk_layernorm
+
+    def _split_and_rotate(
+        self, mixed: Tensor, segments: PackedSegments
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        attention, split_and_rotate = self.self_attention, self.pointwise.split_and_rotate
+        assert split_and_rotate is not None
+        cos, sin = segments.tables[attention.core_attention.rotation]
+        groups = attention.num_query_groups_per_partition
+        return split_and_rotate(mixed, cos, sin, groups, attention.hidden_size_per_attention_head)
 
     def _counted(self, counted: Counted) -> int:
         return counted.tokens
@@ -458,6 +487,8 @@ class PackedLayer(TransformerLayer):
         can_add = self._multiplier == 1 and kernels.can_add(hidden, added)
         if can_add and isinstance(norm, SequenceParallelRMSNorm) and norm.is_kernels:
             normed = norm.add(hidden, added)
+        elif hidden.is_cuda:
+            hidden, normed = self._add_and_norm(hidden, added)
         else:
             hidden = self._sum(added, hidden)
             normed = norm.forward(hidden)
@@ -483,6 +514,9 @@ class PackedLayer(TransformerLayer):
     def _attend(self, mixed: Tensor, segments: PackedSegments) -> Tensor:
         """``[T, 1, groups * (repeats + 2) * c]``, of linear_qkv, -> ``[T, 1, heads * c]``."""
         attention = self.self_attention
+        core = attention.core_attention
+        if mixed.is_cuda and self._splits_and_rotates:
+            return core.attend(*self._split_and_rotate(mixed, segments), segments)
         groups = attention.num_query_groups_per_partition
         grouped = mixed.view(mixed.size(0), groups, -1, attention.hidden_size_per_attention_head)
         turning, value = grouped[:, :, :-1], grouped[:, :, -1]
@@ -490,12 +524,8 @@ class PackedLayer(TransformerLayer):
             query, key = turning[:, :, :-1], turning[:, :, -1:]
             normed = attention.q_layernorm(query), attention.k_layernorm(key)
             turning = torch.cat(normed, dim=2)
-        if mixed.is_cpu:
-            return attention.core_attention.infer_on_cpu(turning, value, segments)
-        query, key = turning[:, :, :-1].flatten(1, 2), turning[:, :, -1]
-        return attention.core_attention(
-            *(each.unsqueeze(1) for each in (query, key, value)), packed_seq_params=segments
-        )
+        infer = core.infer_on_cpu if mixed.is_cpu else core.infer_on_gpu
+        return infer(turning, value, segments)
 
     def _read(self, hidden: Tensor, segments: PackedSegments) -> Tensor:
         """The rows of the residual stream that the rest of the layer computes."""

@@ -406,13 +406,14 @@ class _Products(Function):
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, weight: Tensor, counts: RowCounts) -> Tensor:
-        ctx.save_for_backward(given if ctx.needs_input_grad[1] else None, weight)
-        ctx.counts = counts
+        ctx.save_for_backward(given if ctx.needs_input_grad[1] else None)
+        # Not saved: under hooks on saved tensors an alias without Megatron's marks would come back.
+        ctx.weight, ctx.counts = weight, counts
         return _rows_times(given, weight.flatten(1, -2).mT, counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (grad,), (given, weight) = grads, ctx.saved_tensors
+        (grad,), (given,), weight = grads, ctx.saved_tensors, ctx.weight
         to_given = to_weight = None
         if ctx.needs_input_grad[0]:
             to_given = _rows_times(grad, weight.flatten(1, -2), ctx.counts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -63,3 +63,61 @@ def scale_rotary_frequencies(rope: Any, scaling: RopeScaling) -> Tensor:
         high_freq_factor=scaling.high_freq_factor,
         original_max_position_embeddings=scaling.old_context_len,
     )
+
+
+def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """Return the hooks that pack and unpack saved tensors here; without any, both do nothing.
+
+    Only the innermost hooks are called: those inside others have to call them.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) or (_unchanged, _unchanged)
+
+
+def _unchanged(saved: Tensor) -> Tensor:
+    return saved
+
+
+def keep_weights_out_of_saved_tensors() -> None:
+    """Have megatron-core's linear layers work under hooks on saved tensors, in this process.
+
+    Under such hooks autograd gives the backward pass an alias of the weight without Python
+    attributes, and so without Megatron's ``grad_added_to_main_grad``.
+    """
+    layers.LinearWithGradAccumulationAndAsyncCommunication = _LinearUnderHooks
+
+
+_MegatronLinear: Any = layers.LinearWithGradAccumulationAndAsyncCommunication
+
+
+class _LinearUnderHooks(_MegatronLinear):  # type: ignore[misc]
+    """megatron-core's function, whose backward pass gets the weight itself."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, *options: Any) -> Tensor:
+        ctx.weight = weight
+        return _MegatronLinear.forward(ctx, input, weight, *options)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _MegatronLinear.backward(_WithWeight(ctx), *grads)
+
+
+class _WithWeight:
+    """A function's context, in which the second saved tensor is the weight itself."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx = ctx
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, Tensor]:
+        input, _ = self._ctx.saved_tensors
+        return input, self._ctx.weight
+
+
+def allow_recompiles(count: int) -> None:
+    """Let ``torch.compile`` compile a function ``count`` times before it runs it eagerly."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(count, config.recompile_limit)

@@ -1,4 +1,4 @@
-"""Linear layers, norms and gated activations of a decoder.
+"""Linear layers and norms of a decoder.
 
 A GEMM chooses its kernel, and with it the order of its sums, by the number of rows. A batch
 invariant model therefore computes chunks of a fixed number of rows, the last one padded, and sums
@@ -7,10 +7,7 @@ tensor parallel partial results in rank order.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +23,11 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
-from torch.autograd import Function
 
 from nemo_aligner.distributed.cpu_products import invariant_linear_on_cpu
+from nemo_aligner.distributed.gpu_products import invariant_linear_on_gpu
 from nemo_aligner.models import kernels
+from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
 from nemo_aligner.models.shape import LORA_A, LORA_B
 
 
@@ -44,11 +42,10 @@ def learns(module: torch.nn.Module) -> bool:
 def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
     """Compute ``input [..., i]`` by ``weight [o, i]`` -> ``[..., o]`` in chunks of ``rows`` rows.
 
-    On a CPU other chunk sizes are used where a trial gave the same bits.
+    Other chunk sizes are used where a trial gave the same bits.
     """
-    if input.is_cpu:
-        return invariant_linear_on_cpu(input, weight, bias, rows)
-    return in_chunks(lambda piece: F.linear(piece, weight, bias), input, rows)
+    multiply = invariant_linear_on_cpu if input.is_cpu else invariant_linear_on_gpu
+    return multiply(input, weight, bias, rows)
 
 
 def in_chunks(function: Callable[[Tensor], Tensor], input: Tensor, rows: int) -> Tensor:
@@ -218,7 +215,12 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
 
     Its weight is marked under sequence parallelism: it sees only this rank's tokens, and Megatron
     sums the gradients of marked parameters over the TP ranks.
+
+    Attributes:
+        pointwise: the kernels that compute it, except in inference on a CPU.
     """
+
+    pointwise: PointwiseKernels = EAGER
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
@@ -227,13 +229,24 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._eps = eps
-        self._is_zero_centered = config.layernorm_zero_centered_gamma
+        self._offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
         self._dtype = config.params_dtype
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, added: Tensor | None = None, alpha: float = 1.0) -> Any:
+        """Norm ``x [..., c]``, or first add to it.
+
+        The sum is made here because Megatron waits in a hook of the module for a weight that is
+        still being gathered.
+
+        Returns:
+            The normed ``x``; or with ``added`` the sum ``x + alpha * added`` and the normed sum.
+        """
+        eps, offset, dtype = self._eps, self._offset, self._dtype
+        if added is not None:
+            return self.pointwise.add_rms_norm(x, added, self.weight, eps, offset, dtype, alpha)
         if self.is_kernels and kernels.take(x):
-            return kernels.rms_norm(x, self._factors(), self._eps, self._dtype)
-        return rms_norm(x, self._factors(), self._eps, self._dtype)
+            return kernels.rms_norm(x, self._factors(), eps, dtype)
+        return self.pointwise.rms_norm(x, self.weight, eps, offset, dtype)
 
     def add(self, x: Tensor, added: Tensor) -> Tensor:
         """Add to ``x`` in place, where ``kernels.can_add``, and norm the sum."""
@@ -245,7 +258,7 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         return not self.training and self._dtype in kernels.FLOATS
 
     def _factors(self) -> Tensor:
-        return self.weight.float() + 1 if self._is_zero_centered else self.weight
+        return self.weight.float() + self._offset if self._offset else self.weight
 
 
 class SequenceParallelLayerNorm1P(torch.nn.LayerNorm):
@@ -278,144 +291,3 @@ class NoNorm(torch.nn.Module):
 
 
 NORMS = {"RMSNorm": SequenceParallelRMSNorm, "LayerNorm": SequenceParallelLayerNorm1P}
-
-
-# Pointwise parts of a layer as autograd functions that save only their input.
-#
-# Composed of torch operations, each would keep several tensors of its input's size and make as many
-# passes over memory; on a CPU that is a third of a layer's memory and a tenth of its time.
-
-# Most elements that one thread computes: at::internal::GRAIN_SIZE, and GELU's own (Activation.cpp).
-_GRAIN, _GELU_GRAIN = 2**15, 2**14
-
-
-def gated_silu(x: Tensor) -> Tensor:
-    """``[..., 2 f] -> [..., f]``: ``silu(gate) * linear`` (SwiGLU, Shazeer 2020), gate first.
-
-    Only ``x`` is kept for the backward.
-    """
-    return _Gated.apply(x, F.silu, torch.ops.aten.silu_backward.grad_input)
-
-
-def gated_gelu(x: Tensor) -> Tensor:
-    """GEGLU (Shazeer 2020) with GELU's tanh approximation, as in Gemma; see ``gated_silu``."""
-    return _Gated.apply(x, _gelu, _gelu_backward)
-
-
-def by_whole_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply ``function`` to ``x [T, ..., c]`` on a CPU with bits that do not depend on T.
-
-    torch splits the elements evenly over its threads, and computes the remainder of a thread's
-    share past whole vectors with a different exponential. Padding with zero rows until every
-    thread gets whole rows keeps the remainder in the same place of each row.
-    """
-    if x.size(0) == 0:
-        return function(x)
-    rows, width = x.size(0), x.numel() // x.size(0) // 2
-    fitting = next(count for count in itertools.count(rows) if _splits_by_rows(count, width))
-    if fitting == rows:
-        return function(x)
-    return function(F.pad(x, (0, 0) * (x.dim() - 1) + (0, fitting - rows)))[:rows]
-
-
-def _splits_by_rows(rows: int, width: int) -> bool:
-    """Check that each thread gets whole rows, by torch's general grain size and by GELU's."""
-    numbers, threads = rows * width, torch.get_num_threads()
-    by_grains = min(threads, -(-numbers // _GRAIN))
-    return rows % by_grains == 0 and (numbers <= _GELU_GRAIN or rows % threads == 0)
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    """Compute ``relu(x)^2`` (Primer, So et al. 2021), keeping ``relu(x)`` for the backward."""
-    return F.relu(x).square()
-
-
-_gelu = partial(F.gelu, approximate="tanh")
-_gelu_backward = partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")
-
-
-class _Gated(Function):
-    """``activation(gate) * linear``; ``derivative`` is the backward of ``activation``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, activation: Callable[..., Tensor], derivative: Callable[..., Tensor]
-    ) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.activation, ctx.derivative = activation, derivative
-        gate, linear = x.chunk(2, dim=-1)
-        return activation(gate).mul_(linear)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (x,), (grad,) = ctx.saved_tensors, grads
-        gate, linear = x.chunk(2, dim=-1)
-        out = torch.empty_like(x)
-        to_gate, to_linear = out.chunk(2, dim=-1)
-        scratch = ctx.activation(gate)
-        torch.mul(grad, scratch, out=to_linear)
-        torch.mul(grad, linear, out=scratch)
-        ctx.derivative(scratch, gate, grad_input=to_gate)
-        return out, None, None
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A norm of rows that lie in parts on several ranks.
-
-    Attributes:
-        width: channels of a whole row.
-        total: sums ``[..., 1]`` over the ranks.
-    """
-
-    width: int
-    total: Callable[[Tensor], Tensor]
-
-
-def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    dtype: torch.dtype | None = None,
-    shared: Shared | None = None,
-) -> Tensor:
-    """Compute ``x / sqrt(mean(x^2) + eps) * weight`` over the last dim (Zhang and Sennrich 2019).
-
-    In fp32, returned in ``dtype`` (that of ``x`` by default). Keeps ``x`` and one number per row
-    for the backward. On CUDA torch's fused kernel is used if ``weight`` has the dtype of ``x`` or
-    ``x`` is fp32, unless ranks share the rows.
-    """
-    dtype = x.dtype if dtype is None else dtype
-    if shared is None and x.is_cuda and x.dtype in (weight.dtype, torch.float32):
-        return F.rms_norm(x, (x.size(-1),), weight.to(x.dtype), eps).to(dtype)
-    return _RMSNorm.apply(x, weight, eps, dtype, shared or Shared(x.size(-1), _alone))
-
-
-def _alone(partial: Tensor) -> Tensor:
-    return partial
-
-
-class _RMSNorm(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, shared: Shared
-    ) -> Tensor:
-        wide = x.float()
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = shared.total(norm.square_()).div_(shared.width).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        ctx.shared = shared
-        return (wide * scale).mul_(weight).to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        x, weight, scale = ctx.saved_tensors
-        grad, wide_weight = grads[0].float(), weight.float()
-        normed = x.float() * scale
-        product = grad * normed
-        to_weight = product.flatten(0, -2).sum(0)
-        mean = torch.matmul(product, wide_weight).unsqueeze(-1)
-        mean = ctx.shared.total(mean).div_(ctx.shared.width)
-        to_x = torch.mul(grad, wide_weight, out=product)
-        to_x.addcmul_(normed, mean, value=-1).mul_(scale)
-        return to_x.to(x.dtype), to_weight.to(weight.dtype), None, None, None

@@ -1,13 +1,14 @@
 """GPTRewardModel: a pretrained decoder with an fp32 reward head on each sequence's last token.
 
-Also here: the head, freezing, Megatron's data parallel wrapper, and batch invariance.
+Also here: freezing, Megatron's data parallel wrapper, and batch invariance.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from functools import wraps
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial, wraps
 from itertools import zip_longest
 from typing import Any
 
@@ -22,8 +23,11 @@ from torch import Tensor
 
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.model import Recompute
+from nemo_aligner.config.model import ROWS_BY_DEVICE, Recompute
+from nemo_aligner.distributed import gpu_products
+from nemo_aligner.distributed.collectives import most_of_model
 from nemo_aligner.distributed.cpu_products import (
+    BATCH_INVARIANT_ROWS,
     reordered_for_products,
     row_multiple,
     try_all_sizes,
@@ -37,20 +41,38 @@ from nemo_aligner.models.attention.segments import (
     sum_of_group,
 )
 from nemo_aligner.models.backbone import layer_spec, transformer_config, use_transformer_engine
-from nemo_aligner.models.experts import COUNTED, Counted, MixtureOfExperts, routers
+from nemo_aligner.models.cuda_graphs import (
+    Capture,
+    CudaCapture,
+    DecoderGraphs,
+    DecoderInputs,
+    why_not_graphed,
+    why_not_graphed_in_training,
+)
+from nemo_aligner.models.experts import (
+    COUNTED,
+    Counted,
+    ExpertLinear,
+    MixtureOfExperts,
+    Router,
+    routers,
+)
+from nemo_aligner.models.fixed_sizes import round_up_rows
 from nemo_aligner.models.internals import fused_output_layer_allowed
 from nemo_aligner.models.layers import (
     ColumnLinear,
     RowLinear,
     in_chunks,
-    invariant_linear,
     learns,
     rows_now,
 )
 from nemo_aligner.models.lora import LoraDropout, attach_adapters
+from nemo_aligner.models.pointwise.choice import choose_kernels
+from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
 from nemo_aligner.models.readout import mean_of_replies, spoken_losses
-from nemo_aligner.models.rotary import ByLength, Tables, query_scale, rotations
-from nemo_aligner.models.shape import HeadShape, ModelShape
+from nemo_aligner.models.reward_head import HeadLayer, RewardHead
+from nemo_aligner.models.rotary import ByLength, query_scale, rotations
+from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.host_transfer import to_device
 from nemo_aligner.utils.processes import is_main
@@ -71,7 +93,12 @@ class GPTRewardModel(GPTModel):
 
     Attributes:
         rotation_by_length: of ``ModelShape``: which texts may share a beginning.
+        graphs: CUDA graphs by which packs run (``use_cuda_graphs``); None without.
+        smallest_chunk: fewest rows of a batch invariant product on a GPU, on any rank of the model;
+            None on a CPU, and where rewards may depend on the batch.
     """
+
+    graphs: DecoderGraphs | None = None
 
     def __init__(
         self,
@@ -100,6 +127,7 @@ class GPTRewardModel(GPTModel):
             )
         self.reads_every_token = reads_every_token
         self.reply_marker = reply_marker
+        self.smallest_chunk: int | None = None
         self._rotations = rotations(shape, self.rotary_pos_emb)
         self.spoken_marker: tuple[int, ...] | None = None
         self._vocab_size = shape.vocab_size
@@ -119,7 +147,7 @@ class GPTRewardModel(GPTModel):
             # A parameter that gets no gradient would keep its bucket from being reduced.
             del self.output_layer
             self.rm_head = RewardHead(shape.hidden_size, num_attributes, seed, shape.head)
-        self._lora_dropout = lora_dropout
+        self.lora_dropout = lora_dropout
         if shape.lora is not None:
             attach_adapters(self, shape.lora, lora_dropout)
 
@@ -131,13 +159,28 @@ class GPTRewardModel(GPTModel):
         """
         self.spoken_marker = marker
 
+    def use_cuda_graphs(self, capture: Capture | None = None) -> None:
+        """Run packs by CUDA graphs from now on, where it can be; says why if not.
+
+        Packs then have fixed sizes (``fixed_sizes``). ``capture`` is a test's.
+        """
+        why = why_not_graphed(self) if capture is None else None
+        if why is not None:
+            if is_main():
+                logger.warning(f"model.cuda_graphs: not used, because {why}")
+            return
+        why_not_training = partial(why_not_graphed_in_training, self)
+        modules = [self.embedding, self.decoder]
+        capture = capture or CudaCapture()
+        self.graphs = DecoderGraphs(self._decode, modules, capture, why_not_training)
+
     def begin_step(self, step: int, losses_per_record: float = 1.0) -> None:
         """Prepare for the forward passes of a training step, counted from 0.
 
         ``losses_per_record`` is how many losses the step's mean counts for each of its records.
         """
-        if self._lora_dropout is not None:
-            self._lora_dropout.begin_step(step)
+        if self.lora_dropout is not None:
+            self.lora_dropout.begin_step(step)
         for router in routers(self).values():
             router.losses_per_record = losses_per_record
 
@@ -151,28 +194,20 @@ class GPTRewardModel(GPTModel):
             ``[T, num_attributes]``; on the others hidden states ``[T, 1, hidden]`` for the next
             stage (``T / tp`` tokens under sequence parallelism).
         """
-        positions = batch.of_own(batch.position_ids)
         rows, count = self._read_rows(batch)
         # The last layer goes on with these alone.
         wanted = rows if batch.spoken is None else torch.cat([rows, batch.spoken.index[0]])
-        segments = PackedSegments.of(
-            batch,
-            self._tables(batch),
-            self._rows_of_head(wanted),
-            pool,
-            self._query_scale(positions),
-        )
-        if self._lora_dropout is not None and self.training:
-            self._lora_dropout.begin(batch, segments)
+        segments = PackedSegments.of(batch, (), self._rows_of_head(wanted, batch), pool)
+        if self.lora_dropout is not None and self.training:
+            self.lora_dropout.begin(batch, segments)
         # megatron-core gives its layers nothing else of the pack: a router asks the segments.
         segments.remembered(COUNTED, lambda: _counted(batch, len(wanted)))
-        hidden = self.decoder(
-            hidden_states=self._embedded(batch, positions) if self.pre_process else None,
-            attention_mask=None,
-            # PackedAttention rotates, in far fewer passes over memory than megatron-core.
-            rotary_pos_emb=None,
-            packed_seq_params=segments,
-        )
+        tokens, positions = batch.of_own(batch.tokens), batch.of_own(batch.position_ids)
+        inputs, by_length = DecoderInputs(tokens, positions, segments), self._by_length(batch)
+        if self.graphs is None or batch.sizes is None or by_length is not None:
+            hidden = self._decode(inputs, by_length)
+        else:
+            hidden = self.graphs.run(inputs, self.training)
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
@@ -196,6 +231,22 @@ class GPTRewardModel(GPTModel):
         losses = spoken_losses(said, targets, lengths, words, size, tp)
         return torch.cat([outputs, losses], dim=1)
 
+    def _decode(self, inputs: DecoderInputs, by_length: ByLength | None = None) -> Tensor:
+        """Compute all but the head; reads nothing of a pack but ``inputs``' tensors and sizes."""
+        positions, dtype = inputs.positions, self.config.params_dtype
+        segments = replace(
+            inputs.segments,
+            tables=tuple(each.tables(positions, dtype, by_length) for each in self._rotations),
+            query_scale=self._query_scale(positions),
+        )
+        return self.decoder(
+            hidden_states=self._embedded(inputs.tokens, positions) if self.pre_process else None,
+            attention_mask=None,
+            # PackedAttention rotates, in far fewer passes over memory than megatron-core.
+            rotary_pos_emb=None,
+            packed_seq_params=segments,
+        )
+
     def _read_rows(self, batch: PackedBatch) -> tuple[Tensor, int]:
         """Which of this rank's tokens the head reads, and how many outputs all ranks have."""
         rows = batch.scored_tokens
@@ -208,9 +259,9 @@ class GPTRewardModel(GPTModel):
             rows = batch.share.read_rows
         return rows, count
 
-    def _embedded(self, batch: PackedBatch, positions: Tensor) -> Tensor:
-        """Embed this rank's tokens, at these ``positions`` -> ``[T, 1, hidden]``."""
-        embedded = self.embedding(batch.of_own(batch.tokens)[None], positions[None])
+    def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Embed ``tokens [T]`` at these ``positions`` -> ``[T, 1, hidden]``."""
+        embedded = self.embedding(tokens[None], positions[None])
         embedded = embedded.to(self.stream_dtype)
         if self._embedding_scale != 1:
             embedded = embedded * self._embedding_scale
@@ -236,10 +287,15 @@ class GPTRewardModel(GPTModel):
         """Multiple to which packs of ``count`` tokens, or rows that the head reads, are padded.
 
         Sequence parallelism splits them evenly over the ranks. In evaluation it also keeps torch
-        from its other kernels for a single row and for the remainder of a vector.
+        from its other kernels for a single row and for the remainder of a vector, and on a GPU
+        batch invariant products from padding each by itself.
         """
         ranks = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
-        return ranks if self.training else ranks * row_multiple(count // ranks)
+        if self.training:
+            return ranks
+        if self.smallest_chunk is not None:
+            return ranks * gpu_products.row_multiple(count // ranks, self.smallest_chunk)
+        return ranks * row_multiple(count // ranks)
 
     def new_key_value_pool(self, slots: int) -> KeyValuePool:
         """Allocate a pool for this rank's layers and query groups, in the model's dtype."""
@@ -253,12 +309,6 @@ class GPTRewardModel(GPTModel):
             config.params_dtype,
             next(self.parameters()).device,
         )
-
-    def _tables(self, batch: PackedBatch) -> tuple[Tables, ...]:
-        """Cosines and sines of every rotation at the positions of this rank's tokens."""
-        dtype, by_length = self.config.params_dtype, self._by_length(batch)
-        positions = batch.of_own(batch.position_ids)
-        return tuple(each.tables(positions, dtype, by_length) for each in self._rotations)
 
     def _by_length(self, batch: PackedBatch) -> ByLength | None:
         """Which rotations a pack's texts have; None if all have the one of short texts."""
@@ -276,10 +326,12 @@ class GPTRewardModel(GPTModel):
             return None
         return query_scale(self._query_scaling, position_ids, self.config.params_dtype)
 
-    def _rows_of_head(self, rows: Tensor) -> Tensor:
-        """Pad ``rows`` with 0 to a multiple of ``row_multiple``, above 0."""
+    def _rows_of_head(self, rows: Tensor, batch: PackedBatch) -> Tensor:
+        """Pad ``rows`` with 0 to a multiple of ``row_multiple``, above 0, or to a fixed size."""
         count = max(rows.numel(), 1)
         padded = count + -count % self.row_multiple(count)
+        if batch.sizes is not None:
+            padded = round_up_rows(count)
         return F.pad(rows, (0, padded - rows.numel()))
 
     def sharded_state_dict(
@@ -339,98 +391,8 @@ def build_reward_model(
         reply_marker=reply_marker,
         lora_dropout=lora_dropout,
     )
+    use_pointwise_kernels(model, choose_kernels(None))
     return model.to(torch.cuda.current_device())
-
-
-# The reward head. It stays in fp32 whatever the backbone's dtype: rewards of good and bad replies
-# differ by less than bf16 resolves.
-
-_HEAD_INIT_STD = 0.02
-
-
-class _Layer(torch.nn.Module):
-    """A linear layer with an fp32 weight on this rank's device."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        device = torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(weight.to(device))
-        self.bias = None if bias is None else torch.nn.Parameter(bias.to(device))
-
-    def forward(self, hidden: Tensor, rows: int | None) -> Tensor:
-        """``[S, in] -> [S, out]``, in products of ``rows`` rows unless None (see ``rows_now``).
-
-        Call the module rather than read its weight: under ``overlap_param_gather`` Megatron waits
-        in a forward pre-hook for weights that are still being gathered.
-        """
-        if rows is None:
-            return F.linear(hidden, self.weight, self.bias)
-        return invariant_linear(hidden, self.weight, self.bias, rows)
-
-
-class RewardHead(_Layer):
-    """``[S, hidden] -> [S, outputs]`` in fp32, replicated on all TP ranks.
-
-    A linear map without bias by default. ``shape`` can add biases and a hidden layer with a ReLU,
-    whose result has the same bits on every processor. ``invariant_rows`` as in ``ColumnLinear``.
-    """
-
-    invariant_rows: int | None = None
-
-    def __init__(
-        self, hidden_size: int, num_outputs: int, seed: int, shape: HeadShape | None = None
-    ) -> None:
-        sizes = (shape or HeadShape()).tensors(num_outputs, hidden_size)
-        # Drawn on the CPU from its own generator: every device and layout gets the same head.
-        generator = torch.Generator().manual_seed(seed)
-        drawn = {name: _draw(size, name, generator) for name, size in sizes.items()}
-        super().__init__(drawn["weight"], drawn.get("bias"))
-        self.learned: torch.nn.Parameter | None = None
-        self.auxiliary: _Layer | None = None
-        self.hidden = None
-        if "hidden.weight" in drawn:
-            self.hidden = _Layer(drawn["hidden.weight"], drawn.get("hidden.bias"))
-
-    def learn_beside(self, start: Sequence[float]) -> None:
-        """Append scalars that an objective learns, ``start`` at first, to each text's outputs."""
-        if start:
-            numbers = torch.tensor(start, dtype=torch.float32, device=self.weight.device)
-            self.learned = torch.nn.Parameter(numbers)
-            self.learned.is_of_objective = True  # type: ignore[attr-defined]
-
-    def train_beside(self, heads: int, seed: int) -> None:
-        """Add ``heads`` of one matrix, which read what the last layer reads.
-
-        Their outputs, and the cosine of each one's weights with the first output's, are appended to
-        each text's outputs.
-        """
-        if heads:
-            # Not the numbers that the head itself was drawn from.
-            generator = torch.Generator().manual_seed(seed + 1)
-            size = (heads, self.weight.size(1))
-            self.auxiliary = _Layer(_draw(size, "auxiliary.weight", generator), None)
-
-    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
-        hidden, rows = hidden.float(), rows_now(self)
-        if self.hidden is not None:
-            hidden = self.hidden(hidden, rows).relu()
-        outputs = super().forward(hidden, rows)
-        if self.auxiliary is not None:
-            others = self.auxiliary(hidden, rows)
-            cosines = F.cosine_similarity(self.weight[:1], self.auxiliary.weight)
-            outputs = torch.cat([outputs, others, cosines.expand(len(outputs), -1)], dim=1)
-        if self.learned is not None:
-            outputs = torch.cat([outputs, self.learned.expand(len(outputs), -1)], dim=1)
-        return outputs
-
-
-def _draw(size: tuple[int, ...], name: str, generator: torch.Generator) -> Tensor:
-    tensor = torch.zeros(size, dtype=torch.float32)
-    if len(size) == 1:
-        return tensor
-    # Keeps the variance of its input through the ReLU (He et al. 2015).
-    std = (2 / size[1]) ** 0.5 if name == "hidden.weight" else _HEAD_INIT_STD
-    return tensor.normal_(std=std, generator=generator)
 
 
 # Training: frozen layers, and Megatron's data parallel wrapper.
@@ -526,8 +488,12 @@ _ENGINE = "megatron.core.extensions.transformer_engine"
 def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
     """Compute all products of ``model`` in chunks of ``rows`` rows in evaluation mode.
 
-    None switches it off.
+    ``ROWS_BY_DEVICE`` leaves the number to the device; None switches it off. On a GPU other sizes
+    are tried here, not at the first texts. Every rank of the model calls it.
     """
+    is_on_gpu = next(model.parameters()).is_cuda
+    if rows == ROWS_BY_DEVICE:
+        rows = gpu_products.default_rows() if is_on_gpu else BATCH_INVARIANT_ROWS
     engine = [each for each in model.modules() if type(each).__module__ == _ENGINE]
     if rows is not None and engine and model.config.sequence_parallel:
         if is_main():
@@ -548,6 +514,31 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
         layer.invariant_rows = rows
         if "forward" not in vars(layer):
             layer.forward = _in_chunks(layer)  # type: ignore[method-assign]
+    model.smallest_chunk = None
+    if is_on_gpu and rows is not None:
+        model.smallest_chunk = _try_on_gpu(model, rows)
+
+
+def _try_on_gpu(model: GPTRewardModel, rows: int) -> int:
+    """Try the products of a model on its GPU, and return the fewest rows of a decoder's."""
+    for weight, bias in _products(model):
+        gpu_products.chunk_sizes(weight, bias, rows)
+    layers = _invariant_layers(model)
+    smallest = [min(gpu_products.chunk_sizes(each.weight, each.bias, rows)) for each in layers]
+    # TransformerEngine's layers, which are not among these, have chunks of one size. All ranks of
+    # the model have to make the same packs.
+    return most_of_model(max(smallest, default=rows))
+
+
+def _products(model: GPTRewardModel) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the weight ``[o, i]`` and the bias of every product; of equal experts the first."""
+    for module in model.modules():
+        if isinstance(module, ColumnLinear | RowLinear | HeadLayer | torch.nn.Linear):
+            yield module.weight, module.bias
+        elif isinstance(module, Router):
+            yield module.weight.float(), None
+        elif isinstance(module, ExpertLinear):
+            yield module.weight[0].flatten(0, -2), None
 
 
 def freeze_for_scoring(model: GPTRewardModel) -> None:

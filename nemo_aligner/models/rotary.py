@@ -157,7 +157,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos: ``[T, 1, 1, r]`` in the dtype of ``x``.
         sin: like ``cos``.
     """
-    return _Rotate.apply(x, cos, sin)
+    return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _rotated(x, cos, sin)
 
 
 class _Rotate(Function):

@@ -19,8 +19,9 @@ from nemo_aligner.contract.turns import reply_start
 from nemo_aligner.distributed.collectives import PipelineMessages, current_device
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.segments import KeyValuePool, chains_of
+from nemo_aligner.models.fixed_sizes import pad_to_fixed_sizes
 from nemo_aligner.models.reward_model import GPTRewardModel
-from nemo_aligner.utils.host_transfer import to_device
+from nemo_aligner.utils.host_transfer import Arriving, to_device, to_host_later
 
 _MOST_PARTS = 50
 # Packs of a part for each stage after the first: the pipeline's bubble is then a sixteenth.
@@ -151,6 +152,25 @@ def gather_rewards(
     Returns:
         ``[S, A]`` float32 on the CPU, the same on every rank. Collective: one all-reduce.
     """
+    return _gathered(rewards, batches, shape, layout).cpu()
+
+
+def gather_rewards_later(
+    rewards: Tensor | None,
+    batches: Sequence[PackedBatch],
+    shape: tuple[int, int],
+    layout: ParallelLayout,
+) -> Arriving[Tensor]:
+    """``gather_rewards`` without waiting for the device."""
+    return to_host_later(_gathered(rewards, batches, shape, layout))
+
+
+def _gathered(
+    rewards: Tensor | None,
+    batches: Sequence[PackedBatch],
+    shape: tuple[int, int],
+    layout: ParallelLayout,
+) -> Tensor:
     gathered = torch.zeros(shape, device=current_device())
     # Each row is written by one rank and is 0 on all others, so that the sum has its bits. Tensor
     # and context parallel ranks all have the same rewards; stages before the last have none.
@@ -159,7 +179,7 @@ def gather_rewards(
         gathered[to_device(rows, rewards.device)] = rewards
     if dist.get_world_size() > 1:
         dist.all_reduce(gathered)
-    return gathered.cpu()
+    return gathered
 
 
 def _run(
@@ -213,6 +233,8 @@ def _run_schedule(
 
 def _prepared(batch: PackedBatch, model: GPTRewardModel, layout: ParallelLayout) -> PackedBatch:
     """Pad a pack, or cut it for this rank of a context parallel group."""
+    if model.graphs is not None and model.graphs.are_used(model.training):
+        return pad_to_fixed_sizes(batch)
     multiple = model.row_multiple(batch.num_tokens // layout.cp)
     if layout.cp == 1:
         return batch.padded_to_multiple(multiple)

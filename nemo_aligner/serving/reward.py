@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 
 from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.contract.contract import ScoringContract
@@ -19,7 +20,7 @@ from nemo_aligner.contract.readout import LOG_ODDS, PROBABILITY
 from nemo_aligner.contract.steps import aggregate_texts
 from nemo_aligner.serving.endpoints import Endpoint, reward_endpoints
 from nemo_aligner.serving.engine.batcher import Batcher
-from nemo_aligner.serving.engine.executor import ModelRanks, Operation
+from nemo_aligner.serving.engine.executor import Launch, ModelRanks, Operation
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import TokenScorer
 from nemo_aligner.serving.engine.shaping import RewardShaper
@@ -31,6 +32,7 @@ from nemo_aligner.serving.scoring import (
     check_num_rows,
     insert_refused,
 )
+from nemo_aligner.utils.host_transfer import Arriving
 
 _COMPUTE = "compute rewards"
 # Name of this server among those of ``probe`` and ``statistics``.
@@ -49,7 +51,8 @@ class RewardBackend:
 
     @property
     def operations(self) -> Mapping[str, Operation]:
-        return {_COMPUTE: self._compute}
+        # Only a GPU computes while the host plans the next call.
+        return {_COMPUTE: Launch(self._begin) if torch.cuda.is_available() else self._compute}
 
     def reset_cache(self) -> None:
         self.scorer.reset_cache()
@@ -63,8 +66,11 @@ class RewardBackend:
         return LocalService(self, ranks)
 
     def _compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        return self._begin(rows).wait()
+
+    def _begin(self, rows: Sequence[Row]) -> Arriving[list[np.ndarray]]:
         self.prepare()
-        return self.scorer.compute(rows)
+        return self.scorer.begin(rows)
 
 
 class LocalService(ScoringService):

@@ -82,6 +82,8 @@ def _load(
         layout,
         micro_batch_tokens=config.model.micro_batch_tokens,
         invariant_rows=config.model.invariant_rows,
+        cuda_graphs=config.model.cuda_graphs,
+        pointwise_kernels=config.model.pointwise_kernels,
         prefix_cache_tokens=config.server.prefix_cache_tokens,
         **kinds,
     )

@@ -31,7 +31,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
     read_text_rules,
 )
 from nemo_aligner.config.common import Precision, RecordKind
-from nemo_aligner.config.model import BATCH_INVARIANT_ROWS, Recompute
+from nemo_aligner.config.model import ROWS_BY_DEVICE, Recompute
 from nemo_aligner.contract.contract import NoTemplateError, OverlongError, ScoringContract
 from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.data.demo import build_demo_pairs
@@ -480,7 +480,7 @@ def _scored(
     checkpoint: Path, texts: list[Any], precision: Precision, layout: ParallelLayout
 ) -> dict[str, np.ndarray]:
     model = load_reward_model(checkpoint, layout, precision)
-    make_batch_invariant(model.model, BATCH_INVARIANT_ROWS)
+    make_batch_invariant(model.model, ROWS_BY_DEVICE)
     small = model.contract.seq_length
 
     def scoring(budget: int, cached: int = 0) -> Score:

@@ -11,8 +11,9 @@ from math import gcd
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import DataConfig, LoraConfig, ModelConfig, Recompute
 from nemo_aligner.models.shape import LoraShape, ModelShape
-from nemo_aligner.training.cost import Machine, Plan, StepTime, even_packs, step_time
+from nemo_aligner.training.cost import Plan, even_packs
 from nemo_aligner.training.memory import GIB, Memory, fullest_stage
+from nemo_aligner.training.step_time import Machine, StepTime, step_time
 from nemo_aligner.utils.errors import ConfigError
 
 # Tokens of a chunk, of which a context parallel rank has two of each text: with fewer its matrix
@@ -47,6 +48,7 @@ class Planner:
     recompute: Recompute | None = None
     freeze_layers: int = 0
     cpu_offload: bool = False
+    activations_offload: bool = False
 
     def candidates(self, gpus: int) -> list[Candidate]:
         """List every layout of ``gpus``; tensor parallel groups stay inside a node."""
@@ -75,17 +77,26 @@ class Planner:
 
     def _candidate(self, plan: Plan) -> Candidate:
         tried = self._recomputations(plan)
-        # Bisection works because each plan keeps less than the one before it.
-        index = bisect_left(tried, True, key=self._fits)
-        chosen = tried[min(index, len(tried) - 1)]
-        memory = fullest_stage(self.shape, chosen)
-        return Candidate(chosen, memory, step_time(self.shape, chosen, self.machine))
+        if plan.activations_offload:
+            # Recomputing is the faster one where copies take longer than computing.
+            fitting = [each for each in tried if self._fits(each)] or tried[-1:]
+            chosen = min(fitting, key=lambda each: self._time(each).total)
+        else:
+            # Bisection works because each plan keeps less than the one before it.
+            index = bisect_left(tried, True, key=self._fits)
+            chosen = tried[min(index, len(tried) - 1)]
+        return Candidate(chosen, fullest_stage(self.shape, chosen), self._time(chosen))
+
+    def _time(self, plan: Plan) -> StepTime:
+        return step_time(self.shape, plan, self.machine)
 
     def _recomputations(self, plan: Plan) -> list[Plan]:
         """List plans by recomputation: none, then one layer more each, then all."""
         if self.recompute is not None:
             return [replace(plan, recompute=self.recompute)]
         full = replace(plan, recompute=Recompute.full)
+        if plan.activations_offload:
+            return [replace(plan, recompute=Recompute.none), full]
         layers = self.shape.num_layers // plan.pp
         some = [replace(full, recompute_layers=count) for count in range(1, layers)]
         return [replace(plan, recompute=Recompute.none), *some, full]
@@ -139,7 +150,9 @@ class Planner:
                 precision=self.precision,
                 freeze_layers=self.freeze_layers,
                 cpu_offload=self.cpu_offload,
+                activations_offload=self.activations_offload,
                 equal_heads=self._copies_keys(),
+                fused_kernels=True,
             )
 
     def _shares_of_experts(self, replicas: int) -> list[int]:
@@ -170,8 +183,9 @@ class PlanRequest:
     """Settings of a plan; None is training's default.
 
     ``gpu_memory`` and ``reserve`` (for CUDA, NCCL and fragmentation) are in GiB, ``tflops`` is the
-    peak of a GPU, of which ``mfu`` is reached, and ``intra_node``, ``inter_node`` and ``host`` are
-    GB/s per GPU. ``global_batch_tokens`` overrides ``global_batch_size``.
+    peak of a GPU, and ``memory_bandwidth``, ``intra_node``, ``inter_node`` and ``host`` are GB/s
+    per GPU. ``mfu`` is the share of the peak that is reached; None takes that of each kind of work
+    (``training/step_time.py``). ``global_batch_tokens`` overrides ``global_batch_size``.
     """
 
     gpu_memory: float = 80
@@ -184,9 +198,11 @@ class PlanRequest:
     freeze_layers: int = 0
     lora_rank: int = 0
     cpu_offload: bool = False
+    activations_offload: bool = False
     recompute: str = "auto"
     tflops: float = 989
-    mfu: float = 0.4
+    memory_bandwidth: float = 3350
+    mfu: float | None = None
     intra_node: float = 450
     inter_node: float = 50
     host: float = 50
@@ -206,7 +222,7 @@ class PlanRequest:
         lora = LoraShape.from_settings(LoraConfig(rank=self.lora_rank)) if self.lora_rank else None
         return Planner(
             replace(shape, lora=lora or shape.lora),
-            self._machine(),
+            self.machine(),
             usable=(self.gpu_memory - self.reserve) * GIB,
             batch=batch,
             length=length,
@@ -215,9 +231,11 @@ class PlanRequest:
             recompute=None if self.recompute == "auto" else Recompute(self.recompute),
             freeze_layers=self.freeze_layers,
             cpu_offload=self.cpu_offload,
+            activations_offload=self.activations_offload,
         )
 
-    def _machine(self) -> Machine:
+    def machine(self) -> Machine:
+        """The machine that is assumed."""
         return Machine(
             flops=self.tflops * 1e12,
             efficiency=self.mfu,
@@ -225,6 +243,7 @@ class PlanRequest:
             inter_node=self.inter_node * 1e9,
             ranks_per_node=self.gpus_per_node,
             host=self.host * 1e9,
+            memory=self.memory_bandwidth * 1e9,
         )
 
     def _check(self, shape: ModelShape, pair: int) -> None:
@@ -233,7 +252,8 @@ class PlanRequest:
         above_zero = "a number above 0"
         checks = [
             ("tflops", self.tflops > 0, above_zero),
-            ("mfu", 0 < self.mfu <= 1, "more than 0, at most 1"),
+            ("memory_bandwidth", self.memory_bandwidth > 0, above_zero),
+            ("mfu", self.mfu is None or 0 < self.mfu <= 1, "more than 0, at most 1"),
             ("intra_node", self.intra_node > 0, above_zero),
             ("inter_node", self.inter_node > 0, above_zero),
             ("host", self.host > 0, above_zero),
@@ -296,6 +316,7 @@ def render_heading(name: str, planner: Planner, request: PlanRequest) -> str:
     frozen = f", {planner.freeze_layers} layers frozen" if planner.freeze_layers else ""
     experts = "" if shape.experts is None else f"{shape.experts}, "
     frozen += "" if shape.lora is None else f", LoRA of {shape.lora}"
+    reached = "" if request.mfu is None else f" at {request.mfu:.0%}"
     return (
         f"{name}: {shape.num_layers} layers, hidden {shape.hidden_size}, "
         f"{shape.num_parameters() / 1e9:.2f} billion parameters, {experts}"
@@ -303,7 +324,8 @@ def render_heading(name: str, planner: Planner, request: PlanRequest) -> str:
         f"A step: {planner.batch} pairs of 2 x {planner.length} tokens, in packs of at most "
         f"{planner.budget} tokens\n"
         f"A GPU: {request.gpu_memory:g} GiB, of which {request.reserve:g} are left free; "
-        f"assumed: {request.tflops:g} TFLOP/s at {request.mfu:.0%}, "
+        f"assumed: {request.tflops:g} TFLOP/s{reached}, {request.memory_bandwidth:g} GB/s of "
+        "memory, "
         f"{request.intra_node:g} GB/s in a node of {request.gpus_per_node}, "
         f"{request.inter_node:g} GB/s beyond\n"
     )
@@ -316,14 +338,15 @@ def render_layouts(planner: Planner, gpus: int, top: int) -> str:
         ConfigError: none fits; the message says what would.
     """
     candidates = planner.candidates(gpus)
-    found = planner.ranked(candidates)
+    planner, found = _with_offload_if_needed(planner, gpus, planner.ranked(candidates))
     if not found:
         raise ConfigError(_what_would_fit(planner, gpus, candidates))
     shown = f", the fastest {top} of them above" if len(found) > top else ""
+    offload = " with offloaded activations" * planner.activations_offload
     return "\n".join(
         [
             _render([_row(planner, each) for each in found[:top]]),
-            f"\n{len(found)} of {len(candidates)} layouts on {gpus} GPUs fit{shown}. "
+            f"\n{len(found)} of {len(candidates)} layouts on {gpus} GPUs fit{offload}{shown}. "
             "The first one:",
             *(f"  {line}" for line in settings_of(found[0].plan)),
         ]
@@ -335,10 +358,22 @@ def render_best(planner: Planner, numbers: Sequence[int]) -> str:
     rows = []
     for gpus in numbers:
         found = planner.ranked(planner.candidates(gpus))
-        row = _row(planner, found[0]) if found else {"layout": "none fits"}
+        used, found = _with_offload_if_needed(planner, gpus, found)
+        row = _row(used, found[0]) if found else {"layout": "none fits"}
         rows.append({"GPUs": str(gpus), **row})
     columns = max(rows, key=len)
     return _render([{name: row.get(name, "") for name in columns} for row in rows])
+
+
+def _with_offload_if_needed(
+    planner: Planner, gpus: int, found: list[Candidate]
+) -> tuple[Planner, list[Candidate]]:
+    """Offload activations as well where no layout was ``found`` to fit without."""
+    if found:
+        return planner, found
+    offloading = replace(planner, activations_offload=True)
+    found = offloading.ranked(offloading.candidates(gpus))
+    return (offloading, found) if found else (planner, [])
 
 
 def settings_of(plan: Plan) -> list[str]:
@@ -354,6 +389,8 @@ def settings_of(plan: Plan) -> list[str]:
     ]
     if plan.cpu_offload:
         settings.append("model.optim.cpu_offload=true")
+    if plan.activations_offload:
+        settings.append("model.activations_offload=true")
     if plan.recompute_layers is not None:
         settings.append(f"model.activations_checkpoint_num_layers={plan.recompute_layers}")
     return settings
@@ -368,6 +405,7 @@ def _row(planner: Planner, candidate: Candidate) -> dict[str, str]:
         "packs": str(plan.packs.count),
         **{part: f"{getattr(memory, part) / GIB:.1f}" for part in parts},
         "GiB": f"{memory.total / GIB:.1f}",
+        **({"host GiB": f"{memory.host / GIB:.1f}"} if memory.host else {}),
         "s/step": f"{time.total:.3g}",
         "idle": f"{time.bubble / time.total:.0%}",
         "sending": f"{time.sending / time.total:.0%}",
@@ -376,10 +414,11 @@ def _row(planner: Planner, candidate: Candidate) -> dict[str, str]:
 
 
 def _recompute(plan: Plan) -> str:
-    """Describe what is recomputed: by kind, or the number of layers in a stage."""
+    """Describe what is recomputed, by kind or the number of layers in a stage, and offloaded."""
+    offloaded = ", offloaded" * plan.activations_offload
     if plan.recompute_layers is None:
-        return plan.recompute.value
-    return f"{plan.recompute_layers} layers"
+        return plan.recompute.value + offloaded
+    return f"{plan.recompute_layers} layers{offloaded}"
 
 
 def _what_would_fit(planner: Planner, gpus: int, candidates: Sequence[Candidate]) -> str:

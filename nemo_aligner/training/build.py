@@ -41,7 +41,10 @@ from nemo_aligner.losses.base import (
     reads_language,
     start_of_learned,
 )
+from nemo_aligner.models.activation_offload import offload_activations
 from nemo_aligner.models.lora import LoraDropout, train_adapters_alone
+from nemo_aligner.models.pointwise.choice import choose_kernels
+from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
 from nemo_aligner.models.reward_model import (
     GPTRewardModel,
     check_freezing,
@@ -216,6 +219,9 @@ def build_optimized(
         ConfigError: no layer is left to train, or see ``build_optimizer``.
     """
     make_batch_invariant(model, options.invariant_rows)
+    use_pointwise_kernels(model, choose_kernels(options.pointwise_kernels))
+    if options.cuda_graphs:
+        model.use_cuda_graphs()
     # What is frozen has to be so before it is wrapped: Megatron gives every parameter that requires
     # a gradient a place in its buffers, and the optimizer takes its parameters from there.
     freeze_lower_layers(model, options.freeze_layers, shape.num_layers)
@@ -272,6 +278,8 @@ def _load(config: TrainConfig, data: TrainingData, layout: ParallelLayout) -> Pr
         reply_marker=data.contract.reply_marker,
         lora_dropout=LoraDropout.from_settings(options.lora, options.seed),
     )
+    if options.activations_offload:
+        offload_activations(pretrained.model)
     _begin_head(config, data, pretrained)
     if pretrained.model.post_process:
         # Only now: archives have weights of texts' outputs, and none of an objective's own.

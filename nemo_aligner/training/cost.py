@@ -1,11 +1,11 @@
-"""Cost of a training step by arithmetic alone: FLOPs, bytes sent, time.
+"""Cost of a training step by arithmetic alone: FLOPs and bytes sent.
 
 Counted from the modules in ``nemo_aligner/models`` and from megatron-core 0.16's schedules and
-optimizer; ``memory.py`` has the bytes in memory. The terms are those of Narayanan et al. 2021,
-"Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM". h, f, q and kv
-are the widths of a hidden state, of the MLP, of all queries and of all keys; t, c, p and d the
-sizes of tensor, context, pipeline and data parallelism; m the packs of a data parallel rank in a
-step.
+optimizer; ``memory.py`` has the bytes in memory and ``step_time.py`` the time. The terms are those
+of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM". h, f, q and kv are the widths of a hidden state, of the MLP, of all queries and of all
+keys; t, c, p and d the sizes of tensor, context, pipeline and data parallelism; m the packs of a
+data parallel rank in a step.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Plan(LayoutSizes):
     ``recompute_layers``: number of layers that ``Recompute.full`` recomputes in a stage, from its
     first; None is all. ``equal_heads``: attention copies keys and values for every query head, as
     in fp32 on GPUs (``models/attention``), because no kernel takes grouped heads there.
+    ``fused_kernels``: norms and RoPE are those of a GPU (``models/pointwise``), not torch's.
     """
 
     packs: Packs
@@ -58,8 +59,10 @@ class Plan(LayoutSizes):
     freeze_layers: int = 0
     train_router: bool = False
     cpu_offload: bool = False
+    activations_offload: bool = False
     num_attributes: int = 1
     equal_heads: bool = False
+    fused_kernels: bool = False
     expert_load: float = 1.0
 
     @property
@@ -95,42 +98,6 @@ class Traffic:
     expert: float
     pipeline: float
     data: float
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Speed of one rank: peak FLOP/s and the share of it that matrix products reach; bytes/s to
-    other ranks in its node, to other nodes, and to host memory."""
-
-    flops: float
-    efficiency: float
-    intra_node: float
-    inter_node: float
-    ranks_per_node: int = 8
-    host: float = 50e9
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of a step by cause, without what overlaps with other work."""
-
-    compute: float
-    bubble: float
-    tensor: float
-    context: float
-    expert: float
-    pipeline: float
-    data: float
-    host: float
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.bubble + self.sending
-
-    @property
-    def sending(self) -> float:
-        ranks = self.tensor + self.context + self.expert + self.pipeline + self.data
-        return ranks + self.host
 
 
 def even_packs(pairs: int, length: int, budget: int, prefix: int = 0) -> Packs:
@@ -362,6 +329,17 @@ def pack_flops(shape: ModelShape, plan: Plan, stage: int) -> Flops:
     return Flops(forward, backward, recomputed)
 
 
+def stage_attention_flops(shape: ModelShape, plan: Plan, stage: int) -> float:
+    """The part of ``pack_flops`` that attention's two products of queries and keys have."""
+    total = 0.0
+    for layer in stage_layers(shape, plan, stage):
+        _, attention = _layer_flops(shape, plan, last=layer == shape.num_layers - 1)
+        passes = 3 if has_backward(plan, stage, layer) else 1
+        is_again = is_recomputed(shape, plan, layer) or plan.recompute is Recompute.selective
+        total += attention * (passes + (is_again and passes == 3))
+    return total
+
+
 def step_flops(shape: ModelShape, plan: Plan) -> float:
     """Count FLOPs of the whole model on all packs of a step, without recomputation."""
     stages = [pack_flops(shape, plan, stage) for stage in range(plan.pp)]
@@ -422,70 +400,3 @@ def traffic(shape: ModelShape, plan: Plan, stage: int) -> Traffic:
 def _reduced(parameters: int, ranks: int) -> float:
     """Numbers that a ring of ``ranks`` has each send to reduce-scatter so many."""
     return (ranks - 1) / ranks * parameters
-
-
-def step_time(shape: ModelShape, plan: Plan, machine: Machine) -> StepTime:
-    """Estimate the seconds of a step on ``machine``.
-
-    1F1B leaves a stage idle for ``(p - 1) / m`` of its m packs' time (Narayanan et al. 2021,
-    section 2.2). Reducing gradients overlaps with the backward pass of the last pack, and gathering
-    weights with the forward pass of the first; nothing else overlaps. Offloaded moments travel to
-    the GPU and back: two fp32 numbers each way, 16 bytes per parameter.
-    """
-    stages = range(plan.pp)
-    slowest = max(pack_flops(shape, plan, stage).total for stage in stages)
-    per_pack = slowest / plan.tp / plan.cp / (machine.flops * machine.efficiency)
-    sent = [traffic(shape, plan, stage) for stage in stages]
-    inside = machine.ranks_per_node
-
-    def bandwidth(ranks: int) -> float:
-        return machine.intra_node if ranks <= inside else machine.inter_node
-
-    tensor = max(each.tensor for each in sent) / bandwidth(plan.tp)
-    # megatron numbers ranks with tensor parallelism innermost, then context and data parallelism,
-    # then stages.
-    context = max(each.context for each in sent) / bandwidth(plan.tp * plan.cp)
-    expert = max(each.expert for each in sent) / bandwidth(plan.tp * plan.ep)
-    data = max(each.data for each in sent) / bandwidth(plan.tp * plan.replicas)
-    pipeline = max(each.pipeline for each in sent) / bandwidth(plan.num_ranks)
-    idle = (plan.pp - 1) / plan.packs.count
-    compute = per_pack * plan.packs.count
-    trained = max(parameters(shape, plan, stage, trainable=True) for stage in stages)
-    moments = 4 * FP32_BYTES * trained / plan.replicas if plan.cpu_offload else 0.0
-    return StepTime(
-        compute,
-        bubble=idle * (compute + tensor + context + expert),
-        tensor=tensor,
-        context=context,
-        expert=expert,
-        pipeline=pipeline,
-        data=max(0.0, data - per_pack),
-        host=moments / machine.host,
-    )
-
-
-# Peak throughput of GPUs, by name.
-
-# TFLOP/s of dense matrix products in 16 bits, and in fp32 without TF32, from NVIDIA's data sheets;
-# those that state figures "with sparsity" are halved. None: not meant for training in fp32.
-# The first name that occurs in the device's name counts, so longer ones come first.
-_PEAKS: tuple[tuple[str, float, float | None], ...] = (
-    ("GB200", 2500.0, None),  # 360 PFLOP/s of an NVL72 "with sparsity": 5 of each GPU
-    ("B200", 2250.0, None),
-    ("H200 NVL", 835.0, 60.0),
-    ("H200", 989.0, 67.0),
-    ("H100 NVL", 835.0, 60.0),
-    ("H100 PCIe", 756.0, 51.0),
-    ("H100", 989.0, 67.0),
-    ("A100", 312.0, 19.5),
-    ("L40S", 362.0, 91.6),
-)
-
-
-def peak_flops(device_name: str, precision: Precision) -> float | None:
-    """Peak FLOP/s of one GPU by the name that torch gives it; None if unknown."""
-    for name, half, single in _PEAKS:
-        if name in device_name:
-            peak = single if precision is Precision.fp32 else half
-            return None if peak is None else peak * 1e12
-    return None

@@ -134,9 +134,7 @@ class CriticLearner:
     def _train_step(self, batch: Rollout) -> ValueStep:
         begun = time.perf_counter()
         packs = self._pack(batch)
-        values = compute_gradients(
-            self._ddp, self.optimizer, packs, self._layout, self._objective.loss
-        )
+        values = compute_gradients(self._ddp, packs, self._layout, self._objective.loss)
         # Before the update, as a learner of rewards does: a step that fails leaves the weights.
         total, count = self._sum_over_ranks(values, packs)
         if not math.isfinite(total):

@@ -21,6 +21,8 @@ from nemo_aligner.distributed.layout import LayoutSizes, check_sizes
 from nemo_aligner.losses.base import count_outputs
 from nemo_aligner.models.attention.packed import copies_keys, why_gathered
 from nemo_aligner.models.attention.segments import chains_of
+from nemo_aligner.models.pointwise.choice import choose_kernels
+from nemo_aligner.models.pointwise.operations import EAGER
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.training.build import (
     build_data,
@@ -151,6 +153,7 @@ def _plan(
         cpu_offload=options.optim.cpu_offload,
         num_attributes=num_outputs,
         equal_heads=torch.cuda.is_available() and copies_keys(shape, dtype),
+        fused_kernels=choose_kernels(options.pointwise_kernels) is not EAGER,
     )
 
 

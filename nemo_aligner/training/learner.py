@@ -115,7 +115,7 @@ class RewardLearner:
         # LoRA's dropout hashes the step, so that a resumed run draws the masks of this one.
         self.model.begin_step(step, self._losses_per_record(plan))
         loss = self._loss_of(plan)
-        mine = compute_gradients(self._ddp, self.optimizer, plan.packs, self._layout, loss)
+        mine = compute_gradients(self._ddp, plan.packs, self._layout, loss)
         # Read before the update, which moves both on: they are those of this step.
         dataset, loss_scale, lr = self.data.train, self.optimizer.loss_scale, self.optimizer.lr
         done = StepRecords(
@@ -164,7 +164,7 @@ class RewardLearner:
         # An overflow of fp16 is not an error while the loss scale can still be halved.
         if not update.applied and not update.skipped:
             what = _wrong_gradient(update, loss_scale)
-            raise gradient_error(done, self._ddp, self.optimizer, self.objective.loss, what)
+            raise gradient_error(done, self._ddp, self.objective.loss, what)
         norm = {"grad_norm": update.grad_norm} if update.applied else {}
         if loss_scale is None:
             return norm
@@ -223,7 +223,6 @@ class RewardLearner:
 
 def compute_gradients(
     model: Any,
-    optimizer: Optimizer,
     packs: Sequence[PackedBatch],
     layout: ParallelLayout,
     loss: RewardLoss | Tensor,
@@ -233,10 +232,7 @@ def compute_gradients(
     ``model`` is Megatron's data parallel wrapper.
     """
     model.train()
-    # Two kinds of gradients: Megatron's DDP accumulates into fp32 buffers (``main_grad``), and the
-    # optimizer copies its shard of them into the ``grad`` of its fp32 weights.
     model.zero_grad_buffer()
-    optimizer.zero_grad()
     return forward_backward(model, packs, layout, loss)
 
 
@@ -480,7 +476,6 @@ def _loss_blame(index: int, rewards: Tensor, record: Records, loss: RewardLoss) 
 def gradient_error(
     step: StepRecords,
     model: Any,
-    optimizer: Optimizer,
     loss: RewardLoss,
     what: str,
 ) -> TrainingError:
@@ -496,7 +491,7 @@ def gradient_error(
         # All ranks take the same record: Megatron sums gradients over them within this call.
         dataset = step.dataset
         packs = pack_records(dataset, [record], dataset.num_tokens(record))
-        compute_gradients(model, optimizer, packs, step.layout, loss)
+        compute_gradients(model, packs, step.layout, loss)
         if agree(not _has_finite_gradients(model), step.device):
             blames += gather_objects(_Blame.of(index, _gradient_norm(model)))
     indices = _by_blame(blames)

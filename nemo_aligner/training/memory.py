@@ -13,7 +13,7 @@ from functools import partial
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
-from nemo_aligner.config.model import Recompute
+from nemo_aligner.config.model import LAYERS_NOT_OFFLOADED, Recompute
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.training.cost import (
     FP32_BYTES,
@@ -39,7 +39,8 @@ class Memory:
     """Bytes of one rank at the peak of a step.
 
     ``activations`` is what the backward pass needs of all packs in flight, and ``transient`` what
-    exists only at that moment.
+    exists only at that moment. ``host`` are bytes of page-locked host memory, which are no part of
+    ``total``: offloaded activations, and Adam's moments with ``cpu_offload``.
     """
 
     weights: float
@@ -47,6 +48,7 @@ class Memory:
     optimizer: float
     activations: float
     transient: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -71,12 +73,15 @@ def memory(shape: ModelShape, plan: Plan, stage: int) -> Memory:
     shares = (trained - own + own * plan.ep) / plan.replicas
     # 1F1B: stage s of p has run p - s packs forward when the first one's gradient arrives.
     packs = min(plan.packs.count, plan.pp - stage)
+    moments_on_host = 2 * trained if plan.cpu_offload else 0
     return Memory(
         weights=size * (parameters(shape, plan, stage) - head) + FP32_BYTES * head,
         gradients=FP32_BYTES * trained,
         optimizer=FP32_BYTES * (moments + copies) / trained * shares if trained else 0.0,
         activations=packs * pack_activations(shape, plan, stage),
         transient=transient(shape, plan, stage),
+        host=packs * offloaded_bytes(shape, plan, stage)
+        + (FP32_BYTES * moments_on_host / trained * shares if trained else 0.0),
     )
 
 
@@ -86,20 +91,43 @@ def fullest_stage(shape: ModelShape, plan: Plan) -> Memory:
 
 
 def pack_activations(shape: ModelShape, plan: Plan, stage: int) -> float:
-    """Bytes that a stage's rank keeps of one pack between its forward and its backward pass.
+    """Bytes that a stage's rank keeps of one pack on the GPU between forward and backward pass.
 
-    That is what the layers keep, the cosines and sines of the tokens' positions, and the output
-    that the stage sent to the next one, which megatron holds until its gradient is back.
+    That is what the layers keep that are not offloaded, the cosines and sines of the tokens'
+    positions, and the output that the stage sent to the next one, which megatron holds until its
+    gradient is back. It holds what the stage received, too, of which offloading keeps a copy.
     """
-    kept = [
+    trained = _trained_layers(shape, plan, stage)
+    kept = sum(
         _layer_bytes(shape, plan, layer)
-        for layer in stage_layers(shape, plan, stage)
-        if has_backward(plan, stage, layer)
-    ]
+        for layer in trained
+        if not is_offloaded(shape, plan, layer)
+    )
+    if plan.activations_offload and stage > 0:
+        kept += _state(shape, plan)
     rotation = shape.kv_channels * shape.rotary_percentage * ELEMENT_BYTES[plan.precision]
     rotation *= 1 if shape.rotary_base_local is None else 2
     sent = _state(shape, plan) if stage < plan.pp - 1 else 0.0
-    return plan.tokens * (sum(kept) + sent + rotation * bool(kept))
+    return plan.tokens * (kept + sent + rotation * bool(trained))
+
+
+def offloaded_bytes(shape: ModelShape, plan: Plan, stage: int) -> float:
+    """Bytes of one pack that a stage's rank copies to host memory, and back."""
+    layers = _trained_layers(shape, plan, stage)
+    offloaded = [layer for layer in layers if is_offloaded(shape, plan, layer)]
+    received = _state(shape, plan) if offloaded and stage > 0 else 0.0
+    return plan.tokens * (sum(_layer_bytes(shape, plan, each) for each in offloaded) - received)
+
+
+def is_offloaded(shape: ModelShape, plan: Plan, layer: int) -> bool:
+    """Return True if host memory has what a layer keeps (``models/activation_offload``)."""
+    return plan.activations_offload and layer < shape.num_layers - LAYERS_NOT_OFFLOADED
+
+
+def _trained_layers(shape: ModelShape, plan: Plan, stage: int) -> list[int]:
+    """Layers of a stage that have a backward pass."""
+    layers = stage_layers(shape, plan, stage)
+    return [layer for layer in layers if has_backward(plan, stage, layer)]
 
 
 def _layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
@@ -118,7 +146,8 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     - input and output of each norm, 2 h, or h without it; sequence parallelism splits them over t
     - rotated queries, keys and values, q + 2 kv, and the attention's output, q
     - both products of a gated MLP, 2 f, and their combination, f (without a gate f and f)
-    - with norms of queries and keys, the queries, q, and the unsplit projection, q + 2 kv
+    - with norms of queries and keys, the queries, q, and the unsplit projection, q + 2 kv; fused
+      kernels keep contiguous copies of queries and keys, q + kv, instead
     - with norms of what is added to the residual stream, their inputs, h each
     - with LoRA, the input of each linear layer that has it, and the r outputs of A
 
@@ -129,8 +158,7 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     values of a common prefix are kept as often as the kernel gets them.
 
     Selective recomputation drops those copies, the log-sum-exp and the output, unless the next
-    linear layer needs it as its input. It keeps grouped queries twice: in the projection, in one
-    piece with keys and values, and as a contiguous copy.
+    linear layer needs it as its input. It keeps grouped queries as ``_split_width`` says.
 
     If no kernel takes a whole pack with grouped heads (``equal_heads``), keys and values are kept
     for every head, 2 q, and the output twice.
@@ -150,14 +178,14 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     is_selective = plan.recompute is Recompute.selective
     if is_selective:
         output = q if keeps("linear_proj") and not is_last else 0
-        heads, inner = 0, q + 2 * kv + output + (q if kv < q else 0)
+        heads, inner = 0, _split_width(shape, plan) + output
     if not is_last and shape.experts is None:
         inner += ((2 if shape.is_gated else 1) + keeps("linear_fc2")) * f
     elif not is_last:
         inner += (2 + keeps("linear_fc2")) * _rank_width(shape, plan)
     if shape.qk_layernorm:
         # Selective recomputation has the projection in one piece as it is.
-        inner += q + kv if is_selective else 2 * q + 2 * kv
+        inner += q + kv if is_selective or plan.fused_kernels else 2 * q + 2 * kv
         per_head = shape.num_attention_heads + shape.num_query_groups
         heads += 2 * plan.tp if shape.qk_layernorm_across_heads else per_head
     split = plan.tp if plan.sequence_parallel else 1
@@ -168,6 +196,17 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     low = rank * size * len(adapter_widths(shape, layer))
     routed = 0 if is_last else _routed_bytes(shape, plan, layer)
     return states + low + routed + (inner * size + heads * FP32_BYTES) / plan.tp
+
+
+def _split_width(shape: ModelShape, plan: Plan) -> float:
+    """Numbers per token that selective recomputation keeps of queries, keys and values.
+
+    Grouped queries are kept twice: in the projection, in one piece with keys and values, and as a
+    contiguous copy. The fused kernel, which splits and rotates at once, makes three tensors of it.
+    """
+    _, _, q, kv = widths(shape)
+    is_fused = plan.fused_kernels and not shape.qk_layernorm and shape.experts is None
+    return q + 2 * kv + (q if kv < q and not is_fused else 0)
 
 
 def _rank_width(shape: ModelShape, plan: Plan) -> float:
@@ -227,19 +266,24 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
     a pack's gathered states.
     """
     tokens, size = plan.tokens, ELEMENT_BYTES[plan.precision]
-    layers = list(stage_layers(shape, plan, stage))
-    trained = [layer for layer in layers if has_backward(plan, stage, layer)]
+    trained = _trained_layers(shape, plan, stage)
     kept = pack_activations(shape, plan, stage)
     moments, over = [0.0], 0.0
-    if len(trained) < len(layers):
+    if len(trained) < len(stage_layers(shape, plan, stage)):
         # Nothing of this pack is kept yet: three MLP products, and five hidden states in flight.
         states = 5 * _state(shape, plan)
         moments.append(tokens * (states + 3 * mlp_width(shape) * size / plan.tp) - kept)
     for layer in reversed(trained):
         is_last = layer == shape.num_layers - 1
         in_layer = _in_last_layer(shape, plan) if is_last else _in_mlp(shape, plan, layer)
-        moments.append(in_layer - over)
-        over += tokens * _layer_bytes(shape, plan, layer)
+        # Offloaded layers are on the GPU one ahead of their backward pass.
+        near = [each for each in trained if each in (layer - 1, layer)]
+        moving = sum(
+            _layer_bytes(shape, plan, each) for each in near if is_offloaded(shape, plan, each)
+        )
+        moments.append(in_layer + tokens * moving - over)
+        if not is_offloaded(shape, plan, layer):
+            over += tokens * _layer_bytes(shape, plan, layer)
     if stage == 0 and plan.freeze_layers == 0 and shape.lora is None:
         gradient = embedding_size(shape, plan) * size + tokens * shape.hidden_size * size
         moments.append(gradient - kept)

@@ -1,51 +1,32 @@
-"""AdamW through megatron-core's distributed optimizer: construction, schedule, clipping, steps."""
+"""The optimizer of a run: AdamW on DDP's flat buffers, its schedule, clipping and loss scale."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.optimizer import (
-    OptimizerConfig,
-    ParamKey,
-    ParamPredicate,
-    distrib_optimizer,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from nemo_aligner.config.model import OptimConfig
-from nemo_aligner.training.optimizer_state import (
-    MOMENTS,
-    OffloadedStates,
-    gather_in_reused_memory,
-    load_own_shard,
-)
-from nemo_aligner.utils.host_transfer import before_writing, host_zeros
+from nemo_aligner.distributed.collectives import current_device, gather_objects
+from nemo_aligner.training.adamw import AdamW, Ferry
+from nemo_aligner.training.optimizer_state import MOMENTS, Shard, ShardedState
+from nemo_aligner.utils.host_transfer import before_writing
 
 # A step, and the state to save and load.
 
-MIN_LOSS_SCALE = 1.0
-# The form of the optimizer's state that any layout can read. Of data parallel ranks with the same
-# shard of the model, only one gathers it, in host memory.
-_SHARDING = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
-}
-_COUNT = "steps"
-# Settings that a resumed run takes from its config, not from its checkpoint.
-_SETTINGS = ("lr", "max_lr", "min_lr", "lr_mult", "weight_decay", "betas", "eps")
 _SKIPPED = "skipped_steps"
+_EPSILON = 1e-6  # added to a norm that divides, as in Megatron and torch
 
 
 @dataclass(frozen=True)
@@ -65,181 +46,259 @@ class Update:
 
 
 class Optimizer:
-    """Megatron's optimizer and its scheduler.
+    """AdamW on this rank's shards of the model's weights, and its schedule.
 
     Attributes:
+        param_groups: hyperparameters of each group of parameters, the same on every rank.
+        loss_scale: of the next step in fp16; None in fp32 and bf16.
         skipped_steps: overflows of fp16 since the start of the run.
     """
 
     def __init__(
         self,
-        optimizer: Any,
+        model: DistributedDataParallel,
+        states: Sequence[ShardedState],
+        param_groups: Sequence[dict[str, Any]],
+        adamw: AdamW,
         scheduler: OptimizerParamScheduler,
-        offloaded: Sequence[OffloadedStates] = (),
+        clip_grad: float,
     ) -> None:
-        self._optimizer = optimizer
+        """Take what ``build_optimizer`` builds: ``states`` of dense parameters, then of experts."""
+        self._model = model
+        self._states = states
+        self.param_groups = param_groups
+        self._adamw = adamw
         self._scheduler = scheduler
-        self._offloaded = offloaded
-        self._loss_scale: float | None = None  # cached for the next step
+        self._clip_grad = clip_grad
+        self._loss_scale = LossScale() if model.module.config.fp16 else None
         self.skipped_steps = 0
-        groups = optimizer.param_groups
-        self._settings = [{key: group[key] for key in _SETTINGS} for group in groups]
-        # Keys depend on the AdamW implementation: a checkpoint of another one has others.
-        self._own = [{key: group[key] for key in group if key != "params"} for group in groups]
+        self._gradients = [shard.gradients for state in states for shard in state.shards]
+        self._counted = [_gradients_to_count(state.shards) for state in states]
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step, where none of its own multiplies it."""
-        group = self._optimizer.param_groups[0]
-        return float(group["lr"] / group["lr_mult"])
-
-    def zero_grad(self) -> None:
-        self._optimizer.zero_grad()
+        return float(self._scheduler.get_lr({"lr_mult": 1.0}))
 
     @property
     def loss_scale(self) -> float | None:
         """Loss scale of the next step in fp16; None in fp32 and bf16."""
-        if self._loss_scale is None and self._optimizer.config.fp16:
-            self._loss_scale = float(self._optimizer.get_loss_scale())  # synchronises
-        return self._loss_scale
+        return None if self._loss_scale is None else self._loss_scale.value
 
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Multiply ``loss`` by the loss scale; unchanged in fp32 and bf16."""
+        return loss if self._loss_scale is None else loss * self._loss_scale.value
+
+    @torch.no_grad()
     def step(self) -> Update:
         """Update the weights if the gradient is finite; collective, same result on every rank.
 
         As in Megatron's training loop, a skipped step does not advance the learning rate.
         """
-        scale, self._loss_scale = self.loss_scale, None
-        # Megatron's step() split up: in fp32 and bf16 it would apply a gradient that is not finite,
-        # and report it afterwards.
-        # prepare_grads copies this rank's shard of the summed gradients to the fp32 weights. In
-        # fp16 it also divides by the loss scale, tells if any rank overflowed, and sets the next.
-        if self._optimizer.prepare_grads():
+        overflows, norm = self._measure_gradients()
+        if self._loss_scale is not None:
             # At the least scale there is no lower one to try: the gradient itself is at fault.
-            skipped = scale is not None and scale > MIN_LOSS_SCALE
-            self.skipped_steps += skipped
-            return Update(math.nan, applied=False, skipped=skipped)
-        norm = gradient_norm(self._optimizer.chained_optimizers)
+            skipped = overflows and self._loss_scale.value > MIN_LOSS_SCALE
+            self._loss_scale.update(overflows)
+            if overflows:
+                self.skipped_steps += skipped
+                return Update(math.nan, applied=False, skipped=skipped)
         if not math.isfinite(norm):
             return Update(norm, applied=False, skipped=False)
-        limit = self._optimizer.config.clip_grad
-        if limit > 0:
-            clip_gradients(self._optimizer.chained_optimizers, limit, norm)
+        factor = self._clip_grad / (norm + _EPSILON)  # Pascanu et al. 2013
+        if 0 < factor < 1 and self._gradients:
+            torch._foreach_mul_(self._gradients, factor)
         before_writing()  # a save may still be copying weights and moments
-        # Each rank updates its shard. With several, the next forward pass gathers the weights as it
-        # comes to them, bucket by bucket (see ``finish_update``).
-        self._optimizer.step_with_ready_grads()
+        self._adamw.step(self.param_groups, self._scheduler.num_steps + 1)
+        # Each rank has updated its shards. If gathering overlaps, the next forward pass gathers the
+        # weights as it comes to them, bucket by bucket (see ``finish_update``).
+        if not self._model.ddp_config.overlap_param_gather:
+            self._model.start_param_sync()
         self._scheduler.step(1)
         return Update(norm, applied=True, skipped=False)
 
+    def _measure_gradients(self) -> tuple[bool, float]:
+        """Tell if any gradient overflowed fp16, and their L2 norm over all ranks; collective.
+
+        In fp16 it divides the gradients by the loss scale. The host waits for the GPU once.
+        """
+        # A rank without gradients takes part with 0. Shards do not overlap, and copies on other
+        # tensor parallel ranks are left out, so the squares of all ranks add up to the whole.
+        sums = torch.zeros(1 + len(self._counted), device=current_device())
+        if self._loss_scale is not None and self._gradients:
+            inverse = torch.full((1,), 1 / self._loss_scale.value, device=sums.device)
+            torch._amp_foreach_non_finite_check_and_unscale_(self._gradients, sums[:1], inverse)
+        for number, gradients in enumerate(self._counted, 1):
+            if gradients:
+                # Parameter by parameter: on a CPU one sum of billions of squares loses digits.
+                sums[number] = get_total_norm(gradients) ** 2.0
+        dist.all_reduce(sums, group=parallel_state.get_intra_distributed_optimizer_instance_group())
+        overflows, *squares = sums.tolist()
+        return overflows > 0, math.sqrt(sum(squares))
+
     def state_tensors(self) -> list[Tensor]:
-        """List this rank's fp32 weights and moments of all parameters."""
-        found = []
-        for part in self._optimizer.chained_optimizers:
-            for group in part.optimizer.param_groups:
-                for parameter in group["params"]:
-                    state = part.optimizer.state[parameter]
-                    found += [parameter.data, *(state[key] for key in MOMENTS)]
-        return found
+        """List this rank's fp32 weights and moments, a view for each parameter."""
+        return [
+            shard.state[key][segment.start : segment.stop]
+            for state in self._states
+            for shard in state.shards
+            for segment in shard.segments
+            for key in ("param", *MOMENTS)
+        ]
 
     def finish_update(self) -> None:
         """Wait until every rank has all updated weights; collective.
 
         A training step needs no such call: its forward pass waits for weights as it uses them.
         """
-        for part in self._optimizer.chained_optimizers:
-            for model in part.model_chunks:
-                if model.ddp_config.overlap_param_gather:
-                    _finish_gathering(model)
+        if not self._model.ddp_config.overlap_param_gather:
+            return
+        for group in self._model.bucket_groups + self._model.expert_parallel_bucket_groups:
+            if not group.param_gather_dispatched or group.param_gather_handle is not None:
+                group.start_param_sync(force_sync=True)
 
     def sharded_state_dict(
         self, model_state: dict[str, Any], is_loading: bool = False
     ) -> dict[str, Any]:
-        """Megatron's sharded state dict of the optimizer, given that of the model.
+        """Sharded state dict of the optimizer, given that of the model.
 
         For a save it holds copies in host memory: 12 bytes for each trained parameter on the first
         rank of a data parallel group. They may still be in flight; they have arrived when the next
         tensors given to ``copy_beside`` have. The next call reuses the memory, so this one's result
         must have been written by then.
         """
-        self._count_steps_without_parameters()
-        for moments in self._offloaded:
-            moments.wait()
-        state = self._optimizer.sharded_state_dict(
-            model_state, is_loading=is_loading, metadata=dict(_SHARDING)
-        )
-        for part in self._parts(state):
-            # This rank has nothing to save; an empty entry would differ from other ranks'.
-            if not part["param_state"]:
-                del part["param_state"]
-            if "grad_scaler" in part:
-                # Megatron compares entries across ranks, and tensors on two devices differ.
-                part["grad_scaler"]["scale"] = part["grad_scaler"]["scale"].cpu()
-        state[_SKIPPED] = self.skipped_steps
-        return state
+        self._adamw.wait()
+        parts = [
+            self._sharded_part(state, bool(number), model_state, is_loading)
+            for number, state in enumerate(self._states)
+        ]
+        whole: dict[Any, Any] = dict(enumerate(parts)) if len(parts) > 1 else parts[0]
+        return {**whole, _SKIPPED: self.skipped_steps}
 
-    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Load the state after ``step`` steps; learning rate and similar stay as configured."""
+    def _sharded_part(
+        self, state: ShardedState, is_expert: bool, model_state: dict[str, Any], is_loading: bool
+    ) -> dict[str, Any]:
+        """What megatron-core's optimizer saves for dense parameters, or for those of experts."""
+        step = float(self._scheduler.num_steps)
+        groups = [
+            {**group, "step": step}
+            for group in self.param_groups
+            if group["is_expert_parallel"] == is_expert
+        ]
+        part: dict[str, Any] = {
+            "optimizer": {"param_groups": groups},
+            "param_state_sharding_type": "fully_reshardable",
+        }
+        tensors = state.to_load(model_state) if is_loading else state.to_save(model_state)
+        # A rank may have nothing to save; an empty entry would differ from other ranks'.
+        if tensors:
+            part["param_state"] = tensors
+        if self._loss_scale is not None:
+            part["grad_scaler"] = self._loss_scale.state_dict()
+        return part
+
+    def load_state_dict(self, state: dict[Any, Any], step: int) -> None:
+        """Load the state after ``step`` steps; hyperparameters stay as configured."""
+        self._adamw.wait()
         # Missing in checkpoints of versions before fp16.
-        self.skipped_steps = int(state.pop(_SKIPPED, 0))
-        updates = step - self.skipped_steps
-        self._restore_settings()
-        parts = zip(self._parts(state), self._optimizer.chained_optimizers, strict=True)
-        for saved, part in parts:
-            _recognise_groups(saved["optimizer"]["param_groups"], part.param_groups)
-        self._optimizer.load_state_dict(state)
-        self._loss_scale = None
-        self._restore_settings()
-        for group in self._optimizer.param_groups:
-            if distrib_optimizer.HAVE_APEX_OR_TE:
-                group["step"] = updates
+        self.skipped_steps = int(state.get(_SKIPPED, 0))
+        count = len(self._states)
+        parts = [state] if count == 1 else [state[number] for number in range(count)]
+        for sharded, part in zip(self._states, parts, strict=True):
+            sharded.put(part.get("param_state", {}))
+        if self._loss_scale is not None:
+            self._loss_scale.load_state_dict(parts[0]["grad_scaler"])
         self._scheduler.num_steps = 0
-        self._scheduler.step(updates)
-
-    def _parts(self, state: dict[Any, Any]) -> list[dict[str, Any]]:
-        """The state of each of Megatron's optimizers; that of experts has buffers of its own."""
-        count = len(self._optimizer.chained_optimizers)
-        return [state] if count == 1 else [state[number] for number in range(count)]
-
-    def _restore_settings(self) -> None:
-        """Restore each group's own settings after megatron-core has overwritten them.
-
-        It copies those of a saved group with the same weight decay, whenever it loads and before,
-        to learn what to load. Keys differ between torch's, Apex's and TransformerEngine's AdamW.
-        """
-        groups = self._optimizer.param_groups
-        for group, values, own in zip(groups, self._settings, self._own, strict=True):
-            group.update(values)
-            for key, value in own.items():
-                group.setdefault(key, value)
-
-    def _count_steps_without_parameters(self) -> None:
-        """Give torch's AdamW a step count where all is frozen, as megatron-core reads one."""
-        for part in self._optimizer.chained_optimizers:
-            state = part.optimizer.state
-            if not distrib_optimizer.HAVE_APEX_OR_TE and set(state) <= {_COUNT}:
-                state[_COUNT] = {"step": torch.tensor(float(self._scheduler.num_steps))}
+        self._scheduler.step(step - self.skipped_steps)
 
 
-def _finish_gathering(model: DistributedDataParallel) -> None:
-    for group in model.bucket_groups + model.expert_parallel_bucket_groups:
-        if not group.param_gather_dispatched or group.param_gather_handle is not None:
-            group.start_param_sync(force_sync=True)
+def _gradients_to_count(shards: Sequence[Shard]) -> list[Tensor]:
+    """List the gradients of each parameter that this rank adds to the norm.
 
-
-def _recognise_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
-    """Let a load match ``saved`` groups to ``groups`` when learning rates have changed.
-
-    Since 0.19 megatron-core compares the overrides of a group, rates among them. The order of
-    groups is the same in every run.
+    Matrices come first, as in megatron-core's groups: earlier versions added squares in that order,
+    so a run that goes on keeps its rounding.
     """
-    for entry, group in zip(saved, groups, strict=False):
-        entry.update({key: group[key] for key in ("max_lr", "min_lr", "lr_mult") if key in group})
+    pairs = [(shard, segment) for shard in shards for segment in shard.segments]
+    pairs.sort(key=lambda pair: pair[1].parameter.dim() == 1)
+    return [
+        shard.gradients[segment.start : segment.stop]
+        for shard, segment in pairs
+        if param_is_not_tensor_parallel_duplicate(segment.parameter)
+    ]
+
+
+MIN_LOSS_SCALE = 1.0
+_LOSS_SCALE_WINDOW = 1000
+_HYSTERESIS = 2
+
+
+@dataclass
+class LossScale:
+    """Loss scale of fp16: halved from the second overflow on, doubled after 1,000 steps without.
+
+    It counts as megatron-core's ``DynamicGradScaler`` does and has its state, but on the host,
+    which would have to wait for the GPU to read it.
+    """
+
+    value: float = 2.0**16
+    growth_tracker: int = 0
+    hysteresis_tracker: int = _HYSTERESIS
+
+    def update(self, overflows: bool) -> None:
+        """Count a step."""
+        if overflows:
+            self.growth_tracker = 0
+            self.hysteresis_tracker -= 1
+            if self.hysteresis_tracker <= 0:
+                self.value = max(self.value / 2, MIN_LOSS_SCALE)
+            return
+        self.growth_tracker += 1
+        if self.growth_tracker == _LOSS_SCALE_WINDOW:
+            self.growth_tracker, self.hysteresis_tracker = 0, _HYSTERESIS
+            self.value *= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "scale": torch.tensor([self.value]),
+            "growth_tracker": self.growth_tracker,
+            "hysteresis_tracker": self.hysteresis_tracker,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value = float(state["scale"])
+        self.growth_tracker = state["growth_tracker"]
+        self.hysteresis_tracker = state["hysteresis_tracker"]
 
 
 # Construction and schedule.
 
-# Multiple of the learning rate for scalars that an objective learns.
+# Multiple of the learning rate for scalars that an objective learns: logarithms have further to go
+# than weights.
 _OBJECTIVE_LR = 100.0
+
+
+class _Group(NamedTuple):
+    """What parameters of a group have in common; sorted, dense ones come before experts'."""
+
+    is_expert: bool
+    is_of_objective: bool
+    lr_mult: float
+    decays: bool
+
+    def hyperparameters(self, config: OptimConfig) -> dict[str, Any]:
+        """What the scheduler reads, and by what megatron-core's loader tells groups."""
+        assert config.lr is not None
+        scale = _OBJECTIVE_LR if self.is_of_objective else 1.0
+        return {
+            "max_lr": scale * config.lr,
+            "min_lr": scale * config.sched.min_lr,
+            "lr_mult": self.lr_mult,
+            "wd_mult": float(self.decays),
+            "betas": tuple(config.betas),
+            "eps": config.eps,
+            "is_expert_parallel": self.is_expert,
+            "is_decoupled_lr": False,
+        }
 
 
 def build_optimizer(
@@ -259,92 +318,91 @@ def build_optimizer(
     Raises:
         ConfigError: see ``SchedulerConfig.last_decay_step``.
     """
-    model_config = model.module.config
-    settings = _settings(model_config, config, clip_grad)
-    groups = {**_groups(settings), **_rates(model, config)}
-    optimizer = get_megatron_optimizer(settings, [model], groups)
-    for part in optimizer.chained_optimizers:
-        _create_moments(part, on_host=config.cpu_offload)
-        if not distrib_optimizer.HAVE_APEX_OR_TE:
-            _mend_torch_adamw(part)
-        gather_in_reused_memory(part)
-        load_own_shard(part)
+    group_of = _groups(model, config)
+    # Ranks have other parameters under pipeline parallelism, and save the same groups.
+    groups = sorted(set().union(*gather_objects(set(group_of.values()))))
+    param_groups = [group.hyperparameters(config) for group in groups]
+    states = _build_states(model, any(group.is_expert for group in groups), config.cpu_offload)
+    adamw = AdamW(
+        [shard for state in states for shard in state.shards],
+        {parameter: groups.index(group) for parameter, group in group_of.items()},
+        config.betas,
+        config.eps,
+        _build_ferry() if config.cpu_offload else None,
+    )
+    scheduler = _build_scheduler(param_groups, config, total_steps)
+    optimizer = Optimizer(model, states, param_groups, adamw, scheduler, clip_grad)
     # Megatron's schedules look for both in the model's config. The first runs after the last
     # micro-batch: it waits for gradients to be reduced over data parallel ranks, sums those of
     # norms over tensor parallel ones under sequence parallelism, and divides by the global count.
+    model_config = model.module.config
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
-    parts = optimizer.chained_optimizers if config.cpu_offload else ()
-    offloaded = [OffloadedStates(part.optimizer) for part in parts]
-    scheduler = _build_scheduler(optimizer, config, settings.lr, total_steps)
-    return Optimizer(optimizer, scheduler, offloaded)
+    return optimizer
 
 
-def _settings(
-    model_config: TransformerConfig, config: OptimConfig, clip_grad: float
-) -> OptimizerConfig:
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=config.lr,
-        min_lr=config.sched.min_lr,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.betas[0],
-        adam_beta2=config.betas[1],
-        adam_eps=config.eps,
-        bf16=model_config.bf16,
-        fp16=model_config.fp16,
-        # Halved from the second overflow on, doubled after this many steps without one.
-        initial_loss_scale=2.0**16,
-        min_loss_scale=MIN_LOSS_SCALE,
-        loss_scale_window=1000,
-        hysteresis=2,
-        params_dtype=model_config.params_dtype,
-        use_distributed_optimizer=True,
-        clip_grad=clip_grad,
+def _build_states(
+    model: DistributedDataParallel, has_experts: bool, moments_on_host: bool
+) -> list[ShardedState]:
+    """Build the state of dense parameters and, if any rank has some, that of experts.
+
+    Copies of an expert are on other ranks than those of the rest, so its buffers are, too.
+    """
+    whole = parallel_state.get_data_parallel_group_gloo(
+        with_context_parallel=True, partial_data_parallel=True
     )
-
-
-def _groups(settings: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
-    # megatron-core miscounts the parameters of a group with mixed dtypes, so the fp32 head gets its
-    # own group.
-    in_fp32 = ParamPredicate(
-        "in_fp32", lambda each: each.dtype is torch.float32 and not _is_of_objective(each)
+    if not has_experts:
+        return [ShardedState(model.buffers, whole, "", moments_on_host)]
+    of_expert = parallel_state.get_expert_data_parallel_group_gloo(
+        partial_expert_data_parallel=True
     )
-    # Logarithms have further to go than weights.
-    of_objective = ParamPredicate("of_objective", _is_of_objective)
-    faster = ParamGroupOverride(
-        max_lr=_OBJECTIVE_LR * settings.lr, min_lr=_OBJECTIVE_LR * (settings.min_lr or 0.0)
-    )
-    return {
-        **get_standard_config_overrides(settings),
-        ParamKey(predicate=in_fp32): ParamGroupOverride(max_lr=settings.lr),
-        ParamKey(predicate=of_objective): faster,
-    }
+    return [
+        ShardedState(model.buffers, whole, "chained_0.", moments_on_host),
+        ShardedState(model.expert_parallel_buffers, of_expert, "chained_1.", moments_on_host),
+    ]
 
 
-def _rates(
+def _build_ferry() -> Ferry | None:
+    """None without a GPU: weights and moments are in host memory both."""
+    device = current_device()
+    return Ferry(device) if device.type == "cuda" else None
+
+
+def _groups(
     model: DistributedDataParallel, config: OptimConfig
-) -> dict[ParamKey, ParamGroupOverride]:
-    """Groups of the parameters with rates of their own, by the multiple that each has."""
-    inside, multiples = model.module, dict[torch.nn.Parameter, float]()
-    layers = inside.config.num_layers
-    if config.layer_lr_decay != 1:
-        parts = [(layer, layer.layer_number) for layer in inside.decoder.layers]
-        parts += [(inside.embedding, 0)] if inside.pre_process else []
-        for part, number in parts:
-            multiple = config.layer_lr_decay ** (layers - number)
-            multiples |= dict.fromkeys(part.parameters(), multiple)
-    if config.head_lr_mult != 1 and inside.post_process:
-        of_head = (each for each in inside.rm_head.parameters() if not _is_of_objective(each))
-        multiples |= dict.fromkeys(of_head, config.head_lr_mult)
+) -> dict[torch.nn.Parameter, _Group]:
+    """The group of each trained parameter."""
+    multiples = _lr_multiples(model.module, config)
     return {
-        ParamKey(
-            predicate=ParamPredicate(
-                f"lr_mult_{multiple}", lambda each, own=multiple: multiples.get(each) == own
-            )
-        ): ParamGroupOverride(lr_mult=multiple)
-        for multiple in sorted(set(multiples.values()) - {1.0})
+        parameter: _Group(
+            is_expert=not getattr(parameter, "allreduce", True),
+            is_of_objective=_is_of_objective(parameter),
+            lr_mult=multiples.get(parameter, 1.0),
+            decays=parameter.dim() != 1 and not name.endswith(".bias"),
+        )
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
     }
+
+
+def _lr_multiples(model: Any, config: OptimConfig) -> dict[torch.nn.Parameter, float]:
+    """Multiples of the learning rate, of the parameters that have one."""
+    multiples: dict[torch.nn.Parameter, float] = {}
+    if config.layer_lr_decay != 1:
+        parts = [(layer, layer.layer_number) for layer in model.decoder.layers]
+        parts += [(model.embedding, 0)] if model.pre_process else []
+        for part, number in parts:
+            multiple = config.layer_lr_decay ** (model.config.num_layers - number)
+            multiples |= dict.fromkeys(part.parameters(), multiple)
+    if config.head_lr_mult != 1 and model.post_process:
+        of_head = (each for each in model.rm_head.parameters() if not _is_of_objective(each))
+        multiples |= dict.fromkeys(of_head, config.head_lr_mult)
+    return multiples
+
+
+def _is_of_objective(parameter: torch.nn.Parameter) -> bool:
+    """True for a scalar that a loss learns, as opposed to a weight."""
+    return getattr(parameter, "is_of_objective", False)
 
 
 class _Scheduler(OptimizerParamScheduler):
@@ -354,20 +412,16 @@ class _Scheduler(OptimizerParamScheduler):
         return super().get_lr(param_group) * param_group["lr_mult"]
 
 
-def _is_of_objective(parameter: torch.nn.Parameter) -> bool:
-    """True for a scalar that a loss learns, as opposed to a weight."""
-    return getattr(parameter, "is_of_objective", False)
-
-
 def _build_scheduler(
-    optimizer: Any, config: OptimConfig, lr: float, total_steps: int
+    param_groups: Sequence[dict[str, Any]], config: OptimConfig, total_steps: int
 ) -> OptimizerParamScheduler:
+    assert config.lr is not None
     warmup = config.sched.warmup_steps
     return _Scheduler(
-        optimizer,
+        SimpleNamespace(param_groups=param_groups),
         # NeMo's warmup: step k of w (from 1) has k / (w + 1) of the rate, so none has zero.
-        init_lr=lr / (warmup + 1),
-        max_lr=lr,
+        init_lr=config.lr / (warmup + 1),
+        max_lr=config.lr,
         min_lr=config.sched.min_lr,
         lr_warmup_steps=warmup,
         lr_decay_steps=config.sched.last_decay_step(total_steps),
@@ -377,105 +431,3 @@ def _build_scheduler(
         wd_incr_steps=total_steps,
         wd_incr_style="constant",
     )
-
-
-def _create_moments(optimizer: Any, on_host: bool) -> None:
-    """Create Adam's state, which a save or load needs before the first step does."""
-    parameters = [each for group in optimizer.optimizer.param_groups for each in group["params"]]
-    wanted = [each.detach() for each in parameters for _ in MOMENTS]
-    zeros = iter(host_zeros(wanted) if on_host else map(torch.zeros_like, wanted))
-    for parameter in parameters:
-        optimizer.optimizer.state[parameter].update({key: next(zeros) for key in MOMENTS})
-
-
-def _mend_torch_adamw(optimizer: Any) -> None:
-    """Adapt torch's AdamW, which megatron-core uses without Apex and TransformerEngine."""
-    for group in optimizer.optimizer.param_groups:
-        group["fused"] = True  # one pass over the state instead of a dozen
-        for parameter in group["params"]:
-            state = optimizer.optimizer.state[parameter]
-            state["step"] = torch.tensor(0.0, device=parameter.device)
-    _load_step_counts(optimizer)
-    _read_step_counts_at_once(optimizer)
-
-
-def _load_step_counts(optimizer: Any) -> None:
-    """Let a load keep the step counts of torch's AdamW, one tensor per parameter.
-
-    Megatron's loader has one count per group, as Apex and TransformerEngine do. It would drop
-    these, or share one tensor among parameters, each of which then increments it.
-    """
-    copy = optimizer._set_main_param_and_optimizer_states
-    optimizer._set_main_param_and_optimizer_states = partial(_copy_with_step, optimizer, copy)
-
-
-def _copy_with_step(
-    optimizer: Any, copy: Any, parameter: Tensor, tensors: dict[str, Tensor]
-) -> None:
-    group, order = optimizer.model_param_group_index_map[parameter]
-    state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
-    if "step" in state:
-        state["step"] = state["step"].clone()
-        tensors = {**tensors, "step": state["step"]}
-    copy(parameter, tensors)
-
-
-def _read_step_counts_at_once(optimizer: Any) -> None:
-    """Make torch's AdamW return its step counts on the host, with a single copy.
-
-    megatron-core reads each parameter's, and would wait for the GPU each time.
-    """
-    give = optimizer.optimizer.state_dict
-    optimizer.optimizer.state_dict = partial(_with_counts_on_host, give)
-
-
-def _with_counts_on_host(give: Any) -> dict[str, Any]:
-    given = give()
-    states = {key: state for key, state in given["state"].items() if "step" in state}
-    if not states:
-        return given
-    counts = torch.stack([state["step"] for state in states.values()]).cpu()
-    on_host = {
-        key: {**state, "step": count}
-        for (key, state), count in zip(states.items(), counts, strict=True)
-    }
-    return {**given, "state": {**given["state"], **on_host}}
-
-
-# Gradient norm and clipping with one synchronisation; without Apex and TransformerEngine
-# megatron-core synchronises for every parameter.
-
-_EPSILON = 1e-6  # as in Megatron and torch
-
-
-def gradient_norm(optimizers: Sequence[Any]) -> float:
-    """L2 norm of the gradients of all ranks, each parameter counted once; collective."""
-    squares = []
-    # Every rank, in the order of ``optimizers``, which is that of the parameter groups on all. One
-    # without gradients in a group takes part with 0. Shards do not overlap, and Megatron leaves out
-    # copies on other tensor parallel ranks, so the squares of all ranks add up to the whole.
-    for optimizer in optimizers:
-        gradients = _gradients_for_norm(optimizer)
-        square = torch.zeros(1, device=torch.cuda.current_device())
-        if gradients:
-            square += get_total_norm(gradients) ** 2.0
-        dist.all_reduce(square, group=optimizer.get_grad_stats_parallel_group())
-        squares.append(square)
-    return math.sqrt(sum(torch.cat(squares).tolist()))
-
-
-def _gradients_for_norm(optimizer: Any) -> list[Tensor]:
-    """Gradients that this rank contributes to the global norm; renamed in megatron-core 0.17."""
-    newer = getattr(optimizer, "get_grads_for_grad_norm", None)
-    return optimizer.get_main_grads_for_grad_norm() if newer is None else newer()
-
-
-def clip_gradients(optimizers: Sequence[Any], limit: float, norm: float) -> None:
-    """Scale gradients of norm ``norm`` down to ``limit`` if it is larger (Pascanu et al. 2013)."""
-    factor = limit / (norm + _EPSILON)
-    if factor >= 1.0:
-        return
-    for optimizer in optimizers:
-        gradients = [each.grad for each in optimizer.get_parameters() if each.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)  # all of them with as few kernels as possible

@@ -5,7 +5,9 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +24,16 @@ def to_device(host: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type != "cuda" or not host.is_cpu:
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def all_to_device(hosts: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
+    """``to_device`` of several tensors; to a GPU by one copy, into memory that they share."""
+    if torch.device(device).type != "cuda" or not all(host.is_cpu for host in hosts):
+        return [to_device(host, device) for host in hosts]
+    memory = torch.empty(room_for(hosts), dtype=torch.uint8, pin_memory=True)
+    for piece, host in zip(pieces_of(memory, hosts), hosts, strict=True):
+        piece.copy_(host)
+    return pieces_of(memory.to(device, non_blocking=True), hosts)
 
 
 # Device to host, on a stream beside the kernels.
@@ -58,6 +70,47 @@ def copy_beside(copies: Iterable[tuple[Tensor, Tensor]]) -> Wait:
     arrived = torch.cuda.Event(blocking=True)
     arrived.record(beside)
     return arrived.synchronize
+
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True)
+class Arriving(Generic[T]):
+    """A value that the device may still be computing.
+
+    Attributes:
+        has_arrived: tells, without waiting, whether ``wait`` would return at once.
+        wait: returns the value once it is there, or raises what its computation has raised.
+    """
+
+    has_arrived: Callable[[], bool]
+    wait: Callable[[], T]
+
+    @classmethod
+    def now(cls, value: T) -> Arriving[T]:
+        return cls(lambda: True, lambda: value)
+
+    def then(self, function: Callable[[T], U]) -> Arriving[U]:
+        """What ``function`` makes of the value, on the host, by whoever waits."""
+        return Arriving(self.has_arrived, lambda: function(self.wait()))
+
+
+def to_host_later(source: Tensor) -> Arriving[Tensor]:
+    """Copy ``source`` to the host as soon as it is computed, without waiting here."""
+    if not source.is_cuda:
+        return Arriving.now(source)
+    host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+    host.copy_(source, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return host
+
+    return Arriving(copied.query, wait)
 
 
 def before_writing() -> None:

@@ -51,8 +51,9 @@ def test_the_whole_hour_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
     states = {name: part["state"] for name, part in found.items()}
     assert states == {
         **dict.fromkeys(("machine", "model", "scoring", "mfu", "memory", "offload"), "done"),
-        **dict.fromkeys(("save", "overlap", "context", "invariance"), "done"),
-        **dict.fromkeys(("tests", "training", "vllm"), "not run"),
+        **dict.fromkeys(("save", "overlap", "context", "invariance", "profile"), "done"),
+        "width-1024": "done",
+        **dict.fromkeys(("tests", "training", "vllm", "width-2048", "width-4096"), "not run"),
     }
     assert found["tests"]["why"].startswith("it needs a GPU")
     assert found["training"]["why"] == "nowhere/trl: cannot be run: No such file or directory"
@@ -83,7 +84,7 @@ def test_the_whole_hour_is_rehearsed_without_a_gpu(tmp_path: Path) -> None:
 STOPPED = """
 import sys
 import gpu_first_hour
-from gpu_first_hour import Part, read_rows
+from first_hour_parts import Part, read_rows
 
 write = "open(sys.argv[1], 'w').write('[{}]')"
 gpu_first_hour.PARTS = [
@@ -91,7 +92,7 @@ gpu_first_hour.PARTS = [
         name,
         "a part",
         60,
-        lambda hour, name=name, ends=ends: [
+        lambda hour, seconds, name=name, ends=ends: [
             *(sys.executable, "-c", f"import sys, time; {write}; time.sleep({ends})"),
             str(hour.output(name)),
         ],
@@ -132,6 +133,8 @@ WRITES = "open(out, 'w').write('[{\"a\": 1}]')"
 def run(hour: ModuleType, tmp_path: Path) -> Callable[..., dict[str, dict[str, Any]]]:
     """What became of parts, by name; their programs find the file for their rows in ``out``."""
 
+    read_rows = importlib.import_module("first_hour_parts").read_rows
+
     def run_parts(
         seconds: float = 60.0, limit: float = 20, **parts: str | tuple[str, dict[str, Any]]
     ) -> dict[str, dict[str, Any]]:
@@ -140,9 +143,9 @@ def run(hour: ModuleType, tmp_path: Path) -> Callable[..., dict[str, dict[str, A
         for name, given in parts.items():
             program, more = (given, {}) if isinstance(given, str) else given
             words = [sys.executable, "-c", f"out = {str(context.output(name))!r}\n{program}"]
-            kind, read = hour.Part, hour.read_rows
-            part = kind(name, "a part", limit, lambda _, words=words: words, read, **more)
-            results.append(hour._run(part, context, results, time.monotonic() + seconds, 1))
+            command = lambda _, seconds, words=words: words  # noqa: E731
+            part = hour.Part(name, "a part", limit, command, read_rows, **more)
+            results.append(hour._run(part, context, results, min(limit, seconds), 1))
         return {result["part"]: result for result in results}
 
     return run_parts
@@ -226,7 +229,7 @@ def test_outcomes_of_tests_are_read(hour: ModuleType, tmp_path: Path) -> None:
     xml = tmp_path / "out.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
     subprocess.run([*command, str(tests), f"--junitxml={xml}"], capture_output=True, cwd=tmp_path)
-    rows, _ = hour.read_tests(xml)
+    rows, _ = importlib.import_module("first_hour_parts").read_tests(xml)
     assert [(row["test"], row["outcome"]) for row in rows] == [
         ("test_good", "passed"),
         ("test_bad", "failure"),
@@ -236,7 +239,7 @@ def test_outcomes_of_tests_are_read(hour: ModuleType, tmp_path: Path) -> None:
 
 def test_a_column_without_content_is_no_column(hour: ModuleType) -> None:
     rows = [{"a|b": "x|y", "n": 1.23456, "none": None}, {"a|b": "", "n": None, "none": ""}]
-    assert hour.table(rows).splitlines() == [
+    assert importlib.import_module("first_hour_page").table(rows).splitlines() == [
         "| a\\|b | n |",
         "| --- | ---: |",
         "| x\\|y | 1.23 |",

@@ -69,6 +69,7 @@ CASES = {
     "recompute_one_layer": Case(
         (RECOMPUTE, "model.activations_checkpoint_num_layers=1"), like="ranking"
     ),
+    "offload": Case(("model.activations_offload=true",), like="ranking"),
     "recompute_onednn": Case((RECOMPUTE,), like="ranking", by_onednn=True),
     "lora": Case(LORA, evaluated="pairs"),
     "zero_groups": Case(wide=True),

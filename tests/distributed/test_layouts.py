@@ -83,10 +83,11 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
     """By one launch, each where it has code of its own; in fp16 pp2's first stage is frozen."""
     at = {
         "tp2": ("ranking", "onednn", "plackett_luce", "bins", "formats", "zero_groups"),
-        "tp2_sp": ("onednn", "language", "trajectories", "least_step"),
-        "pp2": ("pairs_and_ratings", "fp16", "against_length"),
+        "tp2_sp": ("onednn", "offload", "language", "trajectories", "least_step"),
+        "pp2": ("offload", "pairs_and_ratings", "fp16", "against_length"),
         "dp2": (
             "onednn",
+            "offload",
             "learned_ties",
             "quantiles",
             "odin",
@@ -95,8 +96,9 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
             "trajectories",
             "least_step",
         ),
-        "cp2_ring": ("recompute",),
+        "cp2_ring": ("recompute", "offload"),
         "cp2": (
+            "offload",
             "recompute",
             "learned_ties",
             "quantiles",

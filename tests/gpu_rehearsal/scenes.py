@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import wraps
@@ -15,13 +16,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_aligner.batch.packed import Group, PackedBatch, Records
+from nemo_aligner.batch.packed import CachedPrefix, Group, PackedBatch, Records, Stored
 from nemo_aligner.checkpoint.run import RunCheckpoints
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import load_config
-from nemo_aligner.config.model import OptimConfig, Recompute
+from nemo_aligner.config.model import OptimConfig, PointwiseChoice, Recompute
 from nemo_aligner.config.serving import ServeCriticConfig
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import (
@@ -31,11 +32,16 @@ from nemo_aligner.distributed.layout import (
     initialize_layout,
 )
 from nemo_aligner.losses.pairwise import BradleyTerry
-from nemo_aligner.models.layers import Shared, _RMSNorm
+from nemo_aligner.models.activation_offload import offload_activations
+from nemo_aligner.models.cuda_graphs import why_not_graphed
 from nemo_aligner.models.offload import OffloadManager
+from nemo_aligner.models.pointwise.choice import load_kernels
+from nemo_aligner.models.pointwise.eager import Shared, _RMSNorm
+from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
 from nemo_aligner.models.reward_model import (
     build_reward_model,
     freeze_lower_layers,
+    make_batch_invariant,
     set_routers,
     wrap_for_training,
 )
@@ -48,12 +54,13 @@ from nemo_aligner.training.cost import Plan, even_packs
 from nemo_aligner.training.critic import CriticLearner, open_critic
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.loggers import Timers
-from nemo_aligner.training.memory import pack_activations
-from nemo_aligner.training.optimizer import build_optimizer
+from nemo_aligner.training.memory import pack_activations, transient
+from nemo_aligner.training.optimizer import Optimizer, build_optimizer
 from nemo_aligner.utils import host_transfer
 from nemo_aligner.utils.host_transfer import host_zeros
-from tests.gpu_rehearsal.streams import Streams, play_streams
+from tests.gpu_rehearsal.streams import Stream, Streams, play_streams
 from tests.gpu_rehearsal.watch import CUDA, Watch
+from tests.models.graphed import RecordedCapture
 from tests.training.critic_steps import make_rollout
 
 # Llama 3 8B's proportions.
@@ -74,6 +81,7 @@ PHASES = {
     "save": (RunCheckpoints, "save"),
     "load": (RunCheckpoints, "load"),
     "score": (RewardScorer, "score_token_lists"),
+    "begin": (RewardScorer, "begin"),
     "values": (CriticLearner, "values"),
     "critic step": (CriticLearner, "_train_step"),
     "move": (OffloadManager, "move"),
@@ -89,10 +97,8 @@ def mark_phases(watch: Watch) -> None:
     )
 
     # The count of overflows comes back as one, as all from a fake GPU.
-    overflows = MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
-    MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan = lambda self: (
-        overflows(self) and False
-    )
+    measure_gradients = Optimizer._measure_gradients
+    Optimizer._measure_gradients = lambda self: (False, measure_gradients(self)[1])
 
     def mark(owner: type, method: str, phase: str) -> None:
         function = getattr(owner, method)
@@ -196,26 +202,33 @@ def one_rank(
     freeze_layers: int = 0,
     prefix: int = 0,
     scored: bool = True,
+    kernels: str | None = None,
+    offload: bool = False,
+    unheeded: Sequence[str] = (),
 ) -> Found:
     shape = ModelShape.from_config(config)
     kinds = {"precision": Precision(precision), "recompute": Recompute(recompute)}
     model = build_reward_model(shape, layout, num_attributes=1, **kinds)
+    if kernels is not None:
+        use_pointwise_kernels(model, load_kernels(PointwiseChoice(kernels)))
     freeze_lower_layers(model, freeze_layers, shape.num_layers)
     set_routers(model, trained=False, aux_loss_coeff=0.0)
+    if offload:
+        offload_activations(model)
     wrapped = wrap_for_training(model)
     optimizer = build_optimizer(wrapped, OptimConfig(lr=1e-5), 1.0, 10)
     batches = packs_of(layout, prefix)
     for packs in (batches[:1], batches):
-        with watch.during("step"):
+        with watch.during("step"), watching_streams(offload, unheeded) as races:
             wrapped.train()
             wrapped.zero_grad_buffer()
-            optimizer.zero_grad()
             rewards = forward_backward(wrapped, packs, layout, BradleyTerry().loss)
             gather_rewards(rewards, packs, (8 * layout.dp, 1), layout)
             assert optimizer.step().applied
     modules = [str(type(each).__mro__) for each in model.modules()]
     found = {
         **vars(watch.phases["step"]),
+        "races": races,
         "engine_modules": sum("transformer_engine.pytorch" in each for each in modules),
     }
     if layout.pp == 1:
@@ -224,14 +237,86 @@ def one_rank(
         if layout.cp > 1:
             batch = batch.shared(layout.cp_rank, layout.cp, 1)
         pack = even_packs(2, (tokens // 2 + prefix) // 2, tokens, prefix)
-        plan = Plan(pack, freeze_layers=freeze_layers, **sizes, **kinds)
+        kinds["activations_offload"] = offload
+        plan = Plan(
+            pack, freeze_layers=freeze_layers, fused_kernels=kernels is None, **sizes, **kinds
+        )
         found["planned"] = pack_activations(shape, plan, 0)
         found["kept"] = kept_bytes(watch, wrapped, batch.to(CUDA))
+        if offload:
+            wrapped.zero_grad_buffer()
+            before = watch.allocated()
+            with PeakBytes(watch) as live:
+                forward_backward(wrapped, batches[:1], layout, BradleyTerry().loss)
+            found["peak"] = live.peak - before
+            found["planned peak"] = found["planned"] + transient(shape, plan, 0)
     optimizer.finish_update()
     if scored:
         infer(wrapped, batches, layout)
     RunCheckpoints("unused").reserve(model, optimizer)
     return found
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes on the GPU after any operation."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch, self.peak = watch, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is not torch.ops.prim.device.default:
+            self.peak = max(self.peak, self._watch.allocated())
+        return out
+
+
+@contextmanager
+def watching_streams(is_wanted: bool, unheeded: Sequence[str]) -> Iterator[Counter[str]]:
+    """Note races, while calls of the methods of streams that are ``unheeded`` do nothing."""
+    if not is_wanted:
+        yield Counter()
+        return
+    with Streams() as streams, ExitStack() as without:
+        for name in unheeded:
+            without.enter_context(mock.patch.object(Stream, name))
+        yield streams.races
+
+
+def graphs(watch: Watch, shape: Found, prefix: int) -> Found:
+    """Steps and scores, with and without cached beginnings, whose packs are captured."""
+    captured: Found = {"waits": [], "bytes_to_gpu": 0, "parts": 0}
+
+    @contextmanager
+    def capturing() -> Iterator[None]:
+        with watch.during("captured"):
+            yield
+        seen = watch.phases["captured"]
+        captured["waits"] += list(seen.waits)
+        captured["bytes_to_gpu"] += seen.bytes_to_gpu
+        captured["parts"] += 1
+
+    dist.init_process_group("nccl", rank=0, world_size=1)
+    layout = initialize_layout()
+    kinds = {"precision": Precision.bf16, "num_attributes": 1}
+    model = build_reward_model(ModelShape.from_config({**SHAPE, **shape}), layout, **kinds)
+    make_batch_invariant(model, 256)
+    why = why_not_graphed(model)
+    model.use_cuda_graphs(RecordedCapture(capturing))
+    assert model.graphs is not None
+    wrapped = wrap_for_training(model)
+    wrapped.train()
+    for _ in range(3):
+        forward_backward(wrapped, packs_of(layout, prefix)[:1], layout, BradleyTerry().loss)
+    pool, slots = model.new_key_value_pool(256), torch.arange(64)
+    cached = CachedPrefix(slots)
+    for _ in range(3):
+        stores = PackedBatch.pack([TOKENS[:80]], stored=[Stored(0, slots)])
+        takes = PackedBatch.pack([TOKENS[:80], TOKENS[:70]], groups=[Group(2, 66, cached)])
+        for batch in (*packs_of(layout, prefix)[:1], stores, takes):
+            infer(wrapped, [batch], layout, pool)
+    counts = {"replayed": model.graphs.replayed, "eager": model.graphs.eager}
+    return {"why": why, "captured": captured, **counts}
 
 
 def packs_of(layout: ParallelLayout, prefix: int) -> list[PackedBatch]:

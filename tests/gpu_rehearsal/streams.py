@@ -2,12 +2,14 @@
 
 Operations are made at once, in the order in which they are asked for. Of a GPU's streams each knows
 only of what it has waited for (Lamport 1978, "Time, Clocks, and the Ordering of Events"): one that
-reads what another has written, or writes what another has touched, must know of that. What becomes
-of memory that is let go, and what the host reads, is not seen.
+reads what another has written, or writes what another has touched, must know of that; and so must
+the stream that memory belongs to, when it is let go and given to another tensor. What the host
+reads is not seen.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +55,7 @@ class Stream(_Stream):
     host: ClassVar[
         Known
     ] = {}  # what it has waited for is over for all that it asks for from then on
+    recorded: ClassVar[set[int]] = set()  # storages whose other users the allocator was told of
 
     def __init__(self, *unused: Any, **more: Any) -> None:
         self.number = len(Stream.every)
@@ -94,6 +97,7 @@ def play_streams() -> None:
     cuda.current_stream = lambda *unused: current[-1]  # type: ignore[assignment]
     cuda.default_stream = lambda *unused: current[0]  # type: ignore[assignment]
     cuda.synchronize = wait_for_all  # type: ignore[assignment]
+    torch.Tensor.record_stream = lambda self, stream: Stream.recorded.add(_storage(self))  # type: ignore
 
 
 class Streams(TorchDispatchMode):
@@ -105,6 +109,8 @@ class Streams(TorchDispatchMode):
         self.copies: Counter[str] = Counter()
         # Of each storage, by stream, when it last read it, and when it last wrote to it.
         self._touched: dict[int, dict[bool, Known]] = {}
+        # Of each storage that was made since: the stream that its memory belongs to.
+        self._owners: dict[int, Stream] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -123,7 +129,25 @@ class Streams(TorchDispatchMode):
             if isinstance(tensor, FakeTensor) and _storage(tensor) not in touched:
                 self._touched.pop(_storage(tensor), None)  # new, though it lies where another did
                 self._touch(func, _storage(tensor), True)
+                self._own(tensor)
         return out
+
+    def _own(self, tensor: Tensor) -> None:
+        storage = _storage(tensor)
+        if storage not in self._owners:
+            self._owners[storage] = Stream.current[-1]
+            gone = weakref.finalize(tensor.untyped_storage(), self._let_go, storage, _place())
+            gone.atexit = False
+
+    def _let_go(self, storage: int, place: str) -> None:
+        """The allocator may hand it out again, to whoever computes on the stream it belongs to."""
+        owner = self._owners.pop(storage)
+        touched = self._touched.pop(storage, {})
+        for stream, time in (item for known in touched.values() for item in known.items()):
+            is_over = stream == owner.number or time <= owner.known.get(stream, 0)
+            if not is_over and time > Stream.host.get(stream, 0) and storage not in Stream.recorded:
+                self.races[f"memory of {place} is let go while another stream uses it"] += 1
+        Stream.recorded.discard(storage)
 
     def _touch(self, func: Any, storage: int, is_written: bool) -> None:
         known, number = Stream.current[-1].known, Stream.current[-1].number

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.gpu_rehearsal.conftest import Rehearse, Task
-from tests.gpu_rehearsal.test_commands import DECISIONS, FP16, Seen, ended_well, unexpected
+from tests.gpu_rehearsal.test_commands import DECISIONS, Seen, ended_well, unexpected
 
 FLASH = ("torch_attn._varlen_attn.default", "aten._flash_attention_forward.default")
 LAYERS_AND_PACKS = 2 * 2
@@ -43,6 +43,8 @@ ALONE = {
     "prefix, no groups": steps(shape={"num_query_groups": 4}, prefix=96),
     "selective, prefix": steps(recompute="selective", prefix=64),
     "full": steps(recompute="full"),
+    "eager": steps(kernels="eager"),
+    "selective, eager": steps(recompute="selective", kernels="eager"),
     "frozen, no groups": steps(shape={"num_query_groups": 4}, freeze_layers=1),
     "window, norms": steps(shape={"window_size": 32, "qk_layernorm": True, "qkv_bias": True}),
 }
@@ -58,6 +60,18 @@ MIXTURES = {
     "experts": steps(shape=EXPERTS, scored=False),
     "experts, tp2+sp": steps({"tp": 2, "sequence_parallel": True}, EXPERTS, scored=False),
 }
+SIX_LAYERS = {"num_layers": 6}  # four of them are offloaded, of each stage of two three or one
+OFFLOADS = {
+    "offload": steps(shape=SIX_LAYERS, offload=True),
+    "offload, full": steps(shape=SIX_LAYERS, offload=True, recompute="full"),
+    "offload, tp2+sp": steps({"tp": 2, "sequence_parallel": True}, SIX_LAYERS, offload=True),
+    "offload, pp2": steps({"pp": 2}, SIX_LAYERS, offload=True),
+    "offload, cp2": steps({"cp": 2}, SIX_LAYERS, prefix=64, offload=True),
+}
+UNHEEDED = {
+    name: steps(shape=SIX_LAYERS, offload=True, unheeded=[name])
+    for name in ("wait_event", "wait_stream")
+}
 # What has no kernel, and is computed by SDPA.
 REFUSED = {
     "Turing": steps(given={"major": 7, "minor": 5}, precision="fp16"),
@@ -70,6 +84,13 @@ ACCEPTED = {
     "old torch": steps(modules=OLD_TORCH),
     "old torch, prefix": steps(modules=OLD_TORCH, prefix=64),
     "cap by flash-attn": steps(shape=WITH_CAP, modules=FLASH_ATTN),
+}
+GRAPHS = {
+    "graphs": {"run": "graphs", "with": {"shape": {}, "prefix": 0}},
+    "graphs, prefix, window": {
+        "run": "graphs",
+        "with": {"shape": {"window_size": 32, "qk_layernorm": True}, "prefix": 64},
+    },
 }
 # As under ``srun --gpus-per-task=1``.
 ONE_GPU: Task = {
@@ -95,7 +116,8 @@ def seen_of(rehearse: Rehearse, name: str, tasks: dict[str, Task], *stubs: str) 
 
 @pytest.fixture(scope="module")
 def plain(rehearse: Rehearse) -> dict[str, Seen]:
-    tasks = {**LAYOUTS, **ALONE, **MIXTURES, **REFUSED, **ACCEPTED, "one GPU": ONE_GPU}
+    kinds = {**LAYOUTS, **ALONE, **MIXTURES, **REFUSED, **ACCEPTED, **GRAPHS}
+    tasks = {**kinds, **OFFLOADS, **UNHEEDED, "one GPU": ONE_GPU}
     return seen_of(rehearse, "plain", tasks)
 
 
@@ -129,12 +151,11 @@ def test_rehearsed_ranks_make_the_same_collectives_and_wait_for_no_micro_batch(
 ) -> None:
     wrong = {}
     for stubs, found in (("", plain), ("engine", with_engine), ("apex", with_apex)):
-        for name in found.keys() - {"one GPU"}:
+        for name in found.keys() - {"one GPU", *GRAPHS}:
             seen = found[name]
             said = differences(seen["collectives"])
-            allowed = DECISIONS["step"] | (FP16 if name == "Turing" else {})
             for rank in seen["ranks"]:
-                said += unexpected({"phases": {"step": rank}}, {"step": allowed})
+                said += unexpected({"phases": {"step": rank}}, {"step": DECISIONS["step"]})
             if not any(rank.values() for rank in seen["collectives"]) and name in LAYOUTS:
                 said.append("nothing was sent")
             wrong[stubs, name] = said
@@ -145,12 +166,28 @@ def test_rehearsed_step_keeps_the_bytes_that_planning_counts(plain: dict[str, Se
     """Of torch's layers: what TransformerEngine's keep no stub can say."""
     wrong = {
         name: (rank["kept"], rank["planned"])
-        for name in [*LAYOUTS, *ALONE, *MIXTURES]
+        for name in [*LAYOUTS, *ALONE, *MIXTURES, *OFFLOADS]
         for rank in plain[name]["ranks"]
         if "kept" in rank and rank["kept"] != pytest.approx(rank["planned"], rel=0.03)
     }
     assert not wrong
     assert all("kept" in plain[name]["ranks"][0] for name in ALONE)
+
+
+def test_rehearsed_offload_has_two_layers_on_the_gpu_and_no_race(plain: dict[str, Seen]) -> None:
+    for name in OFFLOADS:
+        for rank in plain[name]["ranks"]:
+            assert not rank["races"], name
+            if "peak" in rank:
+                assert rank["peak"] == pytest.approx(rank["planned peak"], rel=0.05), name
+    # Without one kind of wait another stream's memory is read, overwritten or given away.
+    expected = {
+        "wait_event": {"reads what another stream writes", "let go while another stream uses it"},
+        "wait_stream": {"reads what another stream writes", "writes what another stream writes"},
+    }
+    for name, kinds in expected.items():
+        (rank,) = plain[name]["ranks"]
+        assert {kind for kind in kinds for race in rank["races"] if race.endswith(kind)} == kinds
 
 
 def flash_calls(seen: Seen) -> int:
@@ -164,12 +201,48 @@ def test_rehearsed_kernel_is_called_once_a_layer_and_pack_or_not_at_all(
 ) -> None:
     """Also torch 2.8's and 2.9's, where beginnings are shared, and flash-attn's with a cap."""
     calls = {name: flash_calls(plain[name]) for name in [*ALONE, *REFUSED, *ACCEPTED]}
-    again = {"selective, prefix", "full"}  # in the backward once more
+    again = {"selective, prefix", "selective, eager", "full"}  # in the backward once more
     for name in again:
         assert calls.pop(name) > LAYERS_AND_PACKS
     assert calls == {name: 0 if name in REFUSED else LAYERS_AND_PACKS for name in calls}
     alone = plain["one GPU"]  # a process that sees one GPU takes it
     assert alone["device"] == "cuda:0"
+
+
+def test_rehearsed_graphs_capture_nothing_that_waits(plain: dict[str, Seen]) -> None:
+    """Nor anything that reads the host's memory, which a replay would read again."""
+    for name in GRAPHS:
+        seen = plain[name]
+        assert seen["why"] is None
+        assert seen["captured"]["waits"] == [], name
+        assert seen["captured"]["bytes_to_gpu"] == 0
+        # Of four kinds of packs each the first one runs without.
+        assert (seen["replayed"], seen["eager"]) == (8, 4)
+        # When captured and when replayed; of two steps also the backward.
+        assert seen["captured"]["parts"] == 4 + 8 + 2
+
+
+def test_rehearsed_layers_launch_fused_kernels_between_their_products(
+    plain: dict[str, Seen],
+) -> None:
+    """The final norm is one more for each pack."""
+    packs = LAYERS_AND_PACKS // 2
+
+    def launched(name: str) -> dict[str, int]:
+        (rank,) = plain[name]["ranks"]
+        return {key: count for key, count in rank["operations"].items() if "triton" in key}
+
+    norms, rest = 2 * LAYERS_AND_PACKS + packs, LAYERS_AND_PACKS
+    assert launched("alone") == {
+        "triton _norm_forward": norms,
+        "triton _norm_backward": norms,
+        "triton _rotate": 2 * rest,
+        "triton _silu_forward": rest,
+        "triton _silu_backward": rest,
+    }
+    assert launched("eager") == {}
+    # Queries and keys are normed between the split and the rotation.
+    assert "triton _rotate" not in launched("window, norms")
 
 
 def test_rehearsed_experts_are_multiplied_by_one_kernel(plain: dict[str, Seen]) -> None:

@@ -19,7 +19,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)
-_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default)
+_PRODUCTS = (
+    aten.mm.default,
+    aten.mm.out,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.addmm.out,
+)
 _INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 # Where query, key, value and the bounds of their sequences stand among the arguments.
 _FLASH = {
@@ -67,6 +73,11 @@ class Watch(TorchDispatchMode):
         """The host waits for the GPU, here."""
         self.unfinished = 0
         self._seen.waits[f"{what} at {_place()}"] += 1
+
+    def launched(self, kernel: str) -> None:
+        """A kernel of Triton's begins."""
+        self.unfinished += 1
+        self._seen.operations[f"triton {kernel}"] += 1
 
     def meet(self, operation: str, group: Any, *sizes: str) -> int:
         """A collective of ``group``; how many it had so far."""
@@ -126,7 +137,7 @@ class Watch(TorchDispatchMode):
         if func is aten._foreach_copy_.default:
             for pair in zip(*args[:2], strict=True):
                 self._on_gpu(aten.copy_.default, (*pair, *args[2:]), kwargs)
-            return args[0]
+            return None
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             self._note_copy("to host", args[0], *args[2:], **kwargs)
             return _for_real(func, *args, **kwargs)

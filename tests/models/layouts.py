@@ -109,7 +109,6 @@ def step(
     optimizer = build_optimizer(wrapped, config, 1.0, 10)
     wrapped.train()
     wrapped.zero_grad_buffer()
-    optimizer.zero_grad()
     packs = batches(layout, model.rotation_by_length, apart=archive.stem in MIXTURES)
     before = forward_backward(wrapped, packs, layout, BradleyTerry().loss)
     update = optimizer.step()

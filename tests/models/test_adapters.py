@@ -195,7 +195,6 @@ def train(
     for _ in range(steps):
         wrapped.train()
         wrapped.zero_grad_buffer()
-        optimizer.zero_grad()
         loss = loss_of(wrapped(PACK))
         loss.backward()
         wrapped.finish_grad_sync()

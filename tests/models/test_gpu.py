@@ -12,10 +12,18 @@ import pytest
 import torch
 
 from nemo_aligner.batch.packed import CachedPrefix, Group, PackedBatch
+from nemo_aligner.config.common import Precision
+from nemo_aligner.distributed.gpu_products import chunk_sizes, invariant_linear_on_gpu
+from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.packed import _attend_one_by_one, varlen_kernel
 from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, Scores
+from nemo_aligner.models.pointwise.choice import available_kernels
+from nemo_aligner.models.step import infer
 from tests import families, tiny
 from tests.models.attention.rings import attend_in_ring
+from tests.models.graphed import PACKS, gradients, load
+from tests.models.test_pointwise import check_implementation
+from tests.serving.engine.company import LONGEST, Case, draw_texts, write_cases
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NO_KERNEL = "torch has no such kernel (windows: 2.11; soft-capping: none), nor is flash-attn here"
@@ -96,6 +104,18 @@ def test_varlen_kernel_sees_cached_beginnings(window: int | None) -> None:
         torch.testing.assert_close(ours.float(), wanted.float(), atol=2e-2, rtol=2e-2)
 
 
+def test_pointwise_kernels_are_right_and_train_alike() -> None:
+    """All that are installed; Triton's rows have the same bits alone and among others."""
+    names = [each.value for each in available_kernels(torch.device("cuda"))]
+    done = tiny.run_script(
+        "tests/models/pointwise_ops.py", "cuda", *names, env={"CUDA_VISIBLE_DEVICES": "0"}
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert "triton" in found
+    for name in names:
+        check_implementation(found[name], is_invariant=name == "triton")
+
+
 def test_prefix_cache_changes_no_reward_on_a_gpu(tmp_path: Path) -> None:
     """In bf16 what is put together in another order differs by roundings, and by no more."""
     archive = families.write_base_nemo(tmp_path / "llama3.nemo", "llama3")
@@ -110,6 +130,56 @@ def test_prefix_cache_changes_no_reward_on_a_gpu(tmp_path: Path) -> None:
     assert found["range"] > 0.3
     assert max(found["worst"].values()) < 0.05 * found["range"]
     assert found["counts"]["4096"]["cached"] > 0
+
+
+def test_cuda_graphs_give_the_same_rewards_and_gradients(
+    tmp_path: Path, layout: ParallelLayout
+) -> None:
+    """Of two sizes of packs, and with weights that change between replays."""
+    base = tiny.write_base_nemo(tmp_path / "base.nemo")
+    plainly, model = (
+        load(base, layout, capture, precision=Precision.bf16) for capture in (False, None)
+    )
+    packs = [pack for kind in PACKS.values() for pack in kind]
+    for _ in range(2):
+        for pack in packs:
+            assert torch.equal(infer(model, [pack], layout), infer(plainly, [pack], layout))
+        for each in (model, plainly):
+            with torch.no_grad():
+                each.decoder.layers[1].mlp.linear_fc1.weight.mul_(1.5)
+    assert (model.graphs.replayed, model.graphs.eager) == (2 * len(packs) - 2, 2)
+    wanted, found = (gradients(each, packs, layout) for each in (plainly, model))
+    assert (model.graphs.replayed, model.graphs.eager) == (4 * len(packs) - 4, 4)
+    # The backward of flash attention sums in an order that changes from run to run.
+    for name, gradient in found.items():
+        assert (gradient - wanted[name]).norm() < 0.03 * wanted[name].norm(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_have_the_same_bits_for_a_row_in_any_number_of_rows(dtype: torch.dtype) -> None:
+    """Of a decoder's shapes, of a LoRA adapter's and of a head's; see ``gpu_products``."""
+    torch.manual_seed(0)
+    kind = {"device": "cuda", "dtype": dtype}
+    for outputs, inputs in ((3072, 2048), (2048, 5632), (16, 2048), (2048, 16), (1, 2048)):
+        x, weight = torch.randn(9000, inputs, **kind), torch.randn(outputs, inputs, **kind)
+        for bias in (None, torch.randn(outputs, **kind)):
+            assert outputs <= 16 or len(chunk_sizes(weight, bias, 1024)) > 1
+            every = invariant_linear_on_gpu(x, weight, bias, 1024)
+            for start, end in ((0, 1), (64, 200), (1024, 1900), (5, 4200), (8999, 9000)):
+                ours = invariant_linear_on_gpu(x[start:end], weight, bias, 1024)
+                assert torch.equal(ours, every[start:end]), (outputs, inputs, start, end)
+            wanted = torch.nn.functional.linear(x, weight, bias)
+            torch.testing.assert_close(every, wanted, atol=inputs**0.5 * 2e-2, rtol=2e-2)
+
+
+def test_rewards_have_the_same_bits_in_any_company_on_a_gpu(tmp_path: Path) -> None:
+    """Of the defaults, alone and in packs of many sizes, with and without a prefix cache."""
+    archive = tiny.write_reward_nemo(tmp_path / "reward.nemo", seq_length=LONGEST)
+    case = Case(str(archive), draw_texts(100, LONGEST, 90), orders=6)
+    cases = write_cases(tmp_path / "cases.json", {"tiny": case})
+    script, settings = "tests/serving/engine/company.py", {"CUDA_VISIBLE_DEVICES": "0"}
+    done = tiny.run_script(script, str(cases), "one", env=settings, fresh=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == {"one": {"tiny": {"fp32": 0, "bf16": 0}}}
 
 
 def train(base: Path, pairs: Path, run: Path, *settings: str) -> list[float]:

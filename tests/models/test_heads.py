@@ -22,7 +22,8 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import LORA_TARGETS, HeadConfig
 from nemo_aligner.contract.scorer import score_all
-from nemo_aligner.models.reward_model import RewardHead, build_reward_model
+from nemo_aligner.models.reward_head import RewardHead
+from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.shape import (
     HeadShape,
     LoraShape,

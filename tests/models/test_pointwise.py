@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +19,7 @@ from torch import Tensor
 from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models import kernels
-from nemo_aligner.models.layers import (
+from nemo_aligner.models.pointwise.eager import (
     by_whole_rows,
     gated_gelu,
     gated_silu,
@@ -25,6 +30,7 @@ from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.rotary import rotate
 from nemo_aligner.models.shape import ModelShape
 from tests import tiny
+from tests.environments import kept_environment, make_environment
 
 Function = Callable[..., Tensor]
 
@@ -135,6 +141,44 @@ def test_activations_and_norm_are_their_formulas() -> None:
         same(ours, plain, draw(5, 1, 14), atol=1e-12)
     # It is computed in fp32, whatever comes in.
     same(rms_norm, plain_rms_norm, draw(5, 1, 16), draw(16), 1e-5, atol=3e-6)
+
+
+OPERATIONS = "tests/models/pointwise_ops.py"
+# In roundings of the dtype, relative to the largest value.
+WORST_ERROR = 8.0
+
+
+def check_implementation(found: dict[str, Any], *, is_invariant: bool) -> None:
+    assert max(found["errors"].values()) < WORST_ERROR, found["errors"]
+    if is_invariant:
+        assert found["variant"] == []
+    for eager, ours in found["losses"]:
+        np.testing.assert_allclose(ours, eager, rtol=1e-5)
+        assert eager[-1] < eager[0]
+
+
+def test_compiled_formulas_are_right() -> None:
+    done = tiny.run_script(OPERATIONS, "cpu", "compile", fresh=True)
+    check_implementation(json.loads(done.stdout.splitlines()[-1])["compile"], is_invariant=False)
+
+
+# Its interpreter needs an older numpy than 2.4.
+TRITON = ("triton==3.6.0", "numpy<2.4")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+def test_triton_kernels_are_right_in_its_interpreter() -> None:
+    """And a row has the same bits alone and among others, forward and backward."""
+    folder = kept_environment("triton", TRITON, lambda folder: make_environment(folder, *TRITON))
+    done = subprocess.run(
+        [str(folder / "bin" / "python"), OPERATIONS, "cpu", "triton"],
+        env=tiny.environment(TRITON_INTERPRET="1"),
+        capture_output=True,
+        text=True,
+        cwd=tiny.ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    check_implementation(json.loads(done.stdout.splitlines()[-1])["triton"], is_invariant=True)
 
 
 def test_norm_in_bf16_stays_bf16() -> None:

@@ -21,10 +21,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nemo_aligner.serving.engine.executor import ModelRanks
+from nemo_aligner.serving.engine.executor import Launch, ModelRanks
 from nemo_aligner.utils.errors import ServingError
+from nemo_aligner.utils.host_transfer import Arriving
 
-HEARTBEAT_SECS, TIMEOUT_SECS = 0.1, 2.0
+HEARTBEAT_SECS, TIMEOUT_SECS, LAUNCHED_SECS = 0.1, 2.0, 0.2
 
 
 # What a rank notes where it is told to forget.
@@ -44,6 +45,24 @@ def make_score(rank: int, heard: list[list[list[int]]]) -> Callable[[list[list[i
         return rewards.unsqueeze(1).numpy()
 
     return score
+
+
+def make_launch(rank: int, heard: list[list[list[int]]]) -> Callable[[list[list[int]]], Any]:
+    def begin(token_lists: list[list[int]]) -> Arriving[np.ndarray]:
+        heard.append(token_lists)
+        mark, begun = token_lists[0][0], time.monotonic()
+        if mark == 668 and rank == 1:
+            raise RuntimeError(f"rank {rank}\ncannot")
+
+        def wait() -> np.ndarray:
+            time.sleep(max(0.0, begun + LAUNCHED_SECS - time.monotonic()))
+            if mark == 666:
+                raise RuntimeError(f"rank {rank}\ncannot")
+            return np.array([[float(sum(ids))] for ids in token_lists])
+
+        return Arriving(lambda: time.monotonic() > begun + LAUNCHED_SECS, wait)
+
+    return begin
 
 
 @contextmanager
@@ -86,6 +105,22 @@ def meet(mark: int) -> Callable[[ModelRanks], dict[str, Any]]:
     return run
 
 
+def launch(*marks: int) -> Callable[[ModelRanks], dict[str, Any]]:
+    """Calls that are there before the device is done with the first."""
+
+    def run(ranks: ModelRanks) -> dict[str, Any]:
+        answers = [ranks.submit("launch", [[mark]]) for mark in marks]
+        errors = [answer.exception() for answer in answers]
+        found = [
+            str(error) if error else answer.result().tolist()
+            for error, answer in zip(errors, answers, strict=True)
+        ]
+        ranks.stop()
+        return {"found": found, "failure": ranks.failure}
+
+    return run
+
+
 def notice_in_idleness(ranks: ModelRanks) -> dict[str, Any]:
     """The second rank is gone although nobody asks."""
     end = time.monotonic() + 15
@@ -104,6 +139,8 @@ SCENARIOS: dict[str, Callable[[ModelRanks], dict[str, Any]]] = {
     "second_fails_alone": meet(668),
     "first_fails_alone": meet(669),
     "second_dies": meet(667),
+    "launched": launch(1, 2, 666, 3, 4),
+    "launched_alone": launch(1, 668, 3),
     "second_dies_idle": notice_in_idleness,
     "first_dies_idle": leave,
 }
@@ -116,7 +153,7 @@ def be_rank(rank: int, name: str, folder: Path) -> None:
     )
     heard: list[list[list[int]]] = []
     ranks = ModelRanks(
-        {"score": make_score(rank, heard)},
+        {"score": make_score(rank, heard), "launch": Launch(make_launch(rank, heard))},
         lambda: heard.append(FORGOT),
         heartbeat_secs=HEARTBEAT_SECS,
         worker_timeout_secs=TIMEOUT_SECS,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
 from nemo_aligner.serving.engine import executor as ranks_module
-from nemo_aligner.serving.engine.executor import ModelRanks, RanksLostError
+from nemo_aligner.serving.engine.executor import Launch, ModelRanks, RanksLostError
 from nemo_aligner.utils.errors import ServingError
+from nemo_aligner.utils.host_transfer import Arriving
 from tests import tiny
 from tests.serving.forked_ranks import led
 
@@ -129,6 +131,50 @@ def test_two_ranks_hear_the_same_and_outlive_an_error_that_both_have(pairs: dict
     }
     assert found["follower"]["heard"] == [[[1, 2, 3], [4], [5, 6]], [[666]], [], [[7]]]
     assert found["codes"] == [0, 0]
+
+
+def test_two_ranks_begin_a_call_while_their_devices_compute_the_one_before(pairs: dict) -> None:
+    """One that fails took with it what was begun behind it, which is then begun again."""
+    found = pairs["launched"]
+    error = "rank 0: RuntimeError: rank 0\ncannot; rank 1: RuntimeError: rank 1\ncannot"
+    assert found["leader"] == {"found": [[[1]], [[2]], error, [[3]], [[4]]], "failure": None}
+    assert found["follower"]["heard"] == [[[1]], [[2]], [[666]], [[3]], [], [[3]], [[4]]]
+    assert found["codes"] == [0, 0]
+    # What one rank alone could not begin, and another call behind it, leaves the ranks apart.
+    apart = pairs["launched_alone"]
+    failure = "only some ranks could launch: rank 1: RuntimeError: rank 1\ncannot"
+    assert apart["leader"] == {"found": [[[1]], failure, failure], "failure": failure}
+    assert apart["codes"] == [0, 1]
+
+
+def test_one_rank_begins_what_waits_while_its_device_computes() -> None:
+    order: list[str] = []
+    done = threading.Event()
+
+    def begin(name: str) -> Arriving[str]:
+        order.append(f"begin {name}")
+
+        def wait() -> str:
+            done.wait(30)
+            order.append(f"end {name}")
+            return name
+
+        return Arriving(done.is_set, wait)
+
+    ranks = ModelRanks({"launch": Launch(begin), "plain": order.append})
+    with led(ranks):
+        first = ranks.submit("launch", "a")
+        while not order:
+            time.sleep(0.001)
+        second, plain = ranks.submit("launch", "b"), ranks.submit("plain", "alone")
+        while len(order) < 2:
+            time.sleep(0.001)
+        assert not first.done()
+        done.set()
+        assert (first.result(), second.result(), plain.result()) == ("a", "b", None)
+    ranks.stop()
+    # A plain operation may use what a launched one does: it waits for it.
+    assert order == ["begin a", "begin b", "end a", "end b", "alone"]
 
 
 def test_a_rank_that_is_lost_ends_all_while_it_scores_and_while_nobody_asks(pairs: dict) -> None:

@@ -75,7 +75,6 @@ def compare(layout: ParallelLayout, limit: float) -> dict[str, Any]:
     for step in range(len(SCALES)):
         of_ranks = [gradients_of(parameters, step, rank) for rank in range(layout.dp)]
         wrapped.zero_grad_buffer()
-        optimizer.zero_grad()
         for parameter, gradient in zip(parameters, of_ranks[layout.dp_rank], strict=True):
             parameter.main_grad.copy_(gradient)
         wrapped.start_grad_sync()

@@ -25,18 +25,16 @@ from nemo_aligner.models.reward_model import (
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.tools.planner import Planner, PlanRequest, preset, settings_of
 from nemo_aligner.training.cost import (
-    Machine,
     Packs,
     Plan,
     attended_keys,
     even_packs,
     pack_flops,
     parameters,
-    peak_flops,
-    step_time,
     traffic,
 )
 from nemo_aligner.training.memory import fullest_stage, memory, pack_activations
+from nemo_aligner.training.step_time import Machine, step_time
 from nemo_aligner.utils.errors import ConfigError
 from tests import tiny
 
@@ -306,23 +304,6 @@ def planned(job: dict[str, Any], expert_load: float) -> dict[str, float]:
         "step": found.activations + found.transient,
         "total": found.total,
     }
-
-
-def test_peak_goes_by_the_name_of_the_gpu() -> None:
-    bf16 = Precision.bf16
-    wanted = {
-        ("NVIDIA H200", bf16): 989e12,
-        ("NVIDIA H200", FP32): 67e12,
-        ("NVIDIA H100 PCIe", Precision.fp16): 756e12,
-        ("NVIDIA H100 80GB HBM3", bf16): 989e12,
-        ("NVIDIA A100-SXM4-80GB", bf16): 312e12,
-        ("NVIDIA B200", bf16): 2250e12,
-        ("NVIDIA B200", FP32): None,
-        ("NVIDIA GB200", bf16): 2500e12,
-        ("NVIDIA GH200 480GB", bf16): 989e12,
-        ("NVIDIA GeForce RTX 3060", bf16): None,
-    }
-    assert {key: peak_flops(*key) for key in wanted} == wanted
 
 
 def test_long_texts_are_offered_to_be_shared_and_short_ones_are_not() -> None:

@@ -31,8 +31,7 @@ HIGH = 2.0**40  # a loss scale at which the gradients of any step overflow fp16
 
 
 def set_scale(learner: RewardLearner, scale: float) -> None:
-    (part,) = learner.optimizer._optimizer.chained_optimizers
-    part.grad_scaler._scale.fill_(scale)
+    learner.optimizer._loss_scale.value = scale
 
 
 def weights(learner: RewardLearner) -> list[torch.Tensor]:

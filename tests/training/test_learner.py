@@ -185,7 +185,7 @@ def test_loss_of_a_whole_batch_has_the_gradient_of_one_pack(
     for learner, plan, loss in zip(
         (many, whole), plans, (many._loss_of(plans[0]), objective.loss), strict=True
     ):
-        compute_gradients(learner._ddp, learner.optimizer, plan.packs, layout, loss)
+        compute_gradients(learner._ddp, plan.packs, layout, loss)
         parameters = learner.model.parameters()
         gradients.append(torch.cat([each.main_grad.flatten() for each in parameters]))
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)

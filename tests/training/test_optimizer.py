@@ -11,8 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 
 from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
+from nemo_aligner.checkpoint.run_folder import STATE_NAME
+from nemo_aligner.checkpoint.weights import open_weights
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import OptimConfig, Schedule, SchedulerConfig
 from nemo_aligner.distributed.layout import ParallelLayout
@@ -25,6 +32,7 @@ from nemo_aligner.training.optimizer import Optimizer, Update, build_optimizer
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.refusals import check_damages
 from tests.distributed.late_copies import play_late_copies
+from tests.models import layouts
 from tests.training import poisoned
 
 
@@ -49,7 +57,6 @@ def build(
 def step(wrapped: Any, optimizer: Optimizer, gradient: float = 0.01) -> Update:
     """One update with the same gradient everywhere."""
     wrapped.zero_grad_buffer()
-    optimizer.zero_grad()
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.main_grad.fill_(gradient)
@@ -192,9 +199,7 @@ def test_settings_of_a_run_that_goes_on_are_its_own_and_not_its_checkpoints(
 ) -> None:
     def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
         names = ("max_lr", "min_lr", "weight_decay", "betas", "eps")
-        return [
-            {name: group[name] for name in names} for group in optimizer._optimizer.param_groups
-        ]
+        return [{name: group[name] for name in names} for group in optimizer.param_groups]
 
     first = build(layout, warmup_steps=0)
     step(*first)
@@ -206,16 +211,8 @@ def test_settings_of_a_run_that_goes_on_are_its_own_and_not_its_checkpoints(
     before = settings(second)
     checkpoints = RunCheckpoints(tmp_path)
     checkpoints.save(RunState(1, 1), first[0].module, first[1])
-    saved = checkpoints.list_saved()[-1]
-    # As if another kind of AdamW had written it: TransformerEngine's has keys that torch's lacks.
-    (path,) = saved.path.rglob("common.pt")
-    common = torch.load(path)
-    for group in common["optimizer"]["optimizer"]["param_groups"]:
-        del group["maximize"]
-    torch.save(common, path)
-    checkpoints.load(saved, wrapped.module, second)
+    checkpoints.load(checkpoints.list_saved()[-1], wrapped.module, second)
     assert settings(second) == before
-    assert all("maximize" in group for group in second._optimizer.param_groups)
     assert {group["eps"] for group in before} == {1e-3}
     assert {group["weight_decay"] for group in before} == {0.0, 0.3}
     # Its schedule is where the other one's was.
@@ -283,11 +280,12 @@ def test_updates_wait_for_a_save_and_change_nothing_of_it(
     wrapped, optimizer = build(layout, precision, cpu_offload=offload, warmup_steps=0)
     checkpoints = RunCheckpoints(tmp_path)
     checkpoints.reserve(wrapped.module, optimizer)
+    num_flat = 3 * sum(len(buffer.buckets) for buffer in wrapped.buffers)
     for number in (1, 2):  # the second save has the memory of the first
         step(wrapped, optimizer, 0.01 * number)
         expected = [each.clone() for each in (*wrapped.parameters(), *optimizer.state_tensors())]
         checkpoints.save(RunState(number, number), wrapped.module, optimizer)
-        assert stream.num_left == len(expected)
+        assert stream.num_left == len(list(wrapped.parameters())) + num_flat
         step(wrapped, optimizer, -0.5)
         assert stream.num_left == 0
     saved = checkpoints.latest()
@@ -335,5 +333,64 @@ def test_layers_and_head_have_rates_of_their_own(layout: ParallelLayout, tmp_pat
     checkpoints = RunCheckpoints(tmp_path)
     checkpoints.save(RunState(1, 1), model, optimizer)
     checkpoints.load(checkpoints.list_saved()[-1], model, optimizer)
-    rates = {group["lr"] for group in optimizer._optimizer.param_groups}
+    rates = {group["lr"] for group in optimizer.param_groups}
     assert sorted(rates) == pytest.approx([0.0001, 0.001, 0.01, 0.1])
+
+
+class MegatronOptimizer:
+    """megatron-core's distributed optimizer, which earlier versions trained and saved with."""
+
+    def __init__(self, wrapped: Any) -> None:
+        settings = OptimizerConfig(
+            optimizer="adam", lr=0.01, min_lr=0.0, weight_decay=0.1, adam_beta2=0.98,
+            params_dtype=torch.float32, use_distributed_optimizer=True, clip_grad=1.0,
+        )  # fmt: skip
+        overrides = get_standard_config_overrides(settings)
+        self.inner = get_megatron_optimizer(settings, [wrapped], overrides)
+        for group in self.inner.param_groups:  # as its scheduler does
+            group["weight_decay"] *= group["wd_mult"]
+
+    def finish_update(self) -> None:
+        """Its update is finished when its step returns."""
+
+    def sharded_state_dict(
+        self, model_state: dict[str, Any], is_loading: bool = False
+    ) -> dict[str, Any]:
+        kind = {"distrib_optim_sharding_type": "fully_reshardable"}
+        return self.inner.sharded_state_dict(model_state, is_loading=is_loading, metadata=kind)
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        self.inner.load_state_dict(state)
+
+
+def test_state_and_updates_are_those_of_megatron_cores_optimizer(
+    layout: ParallelLayout, two_ranks: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of a mixture of experts, whose state is saved apart; ours goes on from theirs."""
+    archive = Path(two_ranks["experts"])
+    models = [wrap_for_training(layouts.load(archive, layout)) for _ in range(2)]
+    config = OptimConfig(
+        lr=0.01, weight_decay=0.1, betas=[0.9, 0.98], eps=1e-8,
+        sched=SchedulerConfig(name=Schedule.constant, warmup_steps=0),
+    )  # fmt: skip
+    theirs, ours = MegatronOptimizer(models[0]), build_optimizer(models[1], config, 1.0, 10)
+    checkpoints = RunCheckpoints(tmp_path)
+    for number in (1, 2):
+        torch.manual_seed(number)
+        for parameter, twin in zip(*(model.parameters() for model in models), strict=True):
+            parameter.main_grad.normal_()
+            twin.main_grad.copy_(parameter.main_grad)
+        norm = theirs.inner.step()[1]
+        if number == 1:
+            checkpoints.save(RunState(1, 1), models[0].module, theirs)
+            (saved,) = checkpoints.list_saved()
+            stored_by_megatron = open_weights(saved.path / STATE_NAME).tensors
+            checkpoints.load(saved, models[1].module, ours)
+        else:
+            assert ours.step().grad_norm == pytest.approx(norm, rel=1e-6)
+        for parameter, twin in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(twin, parameter, rtol=0, atol=1e-7)
+    checkpoints.save(RunState(2, 2), models[1].module, ours)
+    stored = open_weights(checkpoints.list_saved()[-1].path / STATE_NAME).tensors
+    assert stored == stored_by_megatron
+    assert {name.partition(".")[0] for name in stored} == {"model", "chained_0", "chained_1"}

@@ -56,6 +56,14 @@ class PackedAttention(MegatronModule):
         is_ring = config.cp_comm_type == ContextExchange.p2p.value
         self.is_ring = is_ring and why_gathered(shape, config.params_dtype) is None
 
+    @property
+    def has_kernel(self) -> bool:
+        """True on a GPU where one kernel takes whole packs."""
+        config, scores = self.config, self.scores
+        if why_no_kernel(config.params_dtype, config.kv_channels) is not None:
+            return False
+        return varlen_kernel(scores.window is not None, scores.soft_cap is not None) is not None
+
     def forward(
         self,
         query: Tensor,
@@ -67,13 +75,17 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         if packed_seq_params is None:
             raise ValueError("attention needs the bounds of the packed sequences")
-        segments, scores = packed_seq_params, self.scores
         if self.rotation is not None:
-            query, key = (rotate(each, *segments.tables[self.rotation]) for each in (query, key))
-        query, key = query.squeeze(1), key.squeeze(1)
+            tables = packed_seq_params.tables[self.rotation]
+            query, key = (rotate(each, *tables) for each in (query, key))
+        query, key, value = (each.squeeze(1) for each in (query, key, value))
+        return self.attend(query, key, value, packed_seq_params)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
+        """Attend as ``forward`` does, by rotated queries ``[T, heads, c]`` and keys."""
+        scores = self.scores
         if segments.query_scale is not None:
             query = query * segments.query_scale
-        value = value.squeeze(1)
         if self._goes_round(segments):
             return self._read(ring.attend(query, key, value, segments, scores), segments)
         # Only in training: in inference the choice of kernel must not depend on the pack.
@@ -112,6 +124,13 @@ class PackedAttention(MegatronModule):
         attend = cpu_inference.attend_by_kernel if has_kernel else cpu_inference.attend
         out = attend(turned, value, self.layer_number, segments, self.scores)
         return self._read(out, segments)
+
+    def infer_on_gpu(self, turning: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
+        """``infer_on_cpu`` on a GPU, whose kernels read keys and values where they lie."""
+        if self.rotation is not None:
+            turning = rotate(turning, *segments.tables[self.rotation])
+        query, key = turning[:, :, :-1].flatten(1, 2), turning[:, :, -1]
+        return self.attend(query, key, value, segments)
 
     def _goes_round(self, segments: PackedSegments) -> bool:
         """False also beside a prefix cache: of what it has, each rank has the whole texts."""
@@ -448,8 +467,9 @@ def _packed(
     These kernels align the causal mask to the end of the keys, as prefixes require.
     """
     if segments.kv_index is None:
-        # A saved view of the values would keep the projection's whole output until the backward.
-        value = value.contiguous()
+        if torch.is_grad_enabled():
+            # A saved view would keep the projection's whole output until the backward.
+            value = value.contiguous()
     else:
         key, value = key[segments.kv_index], value[segments.kv_index]
     bounds = segments.cu_seqlens, segments.kv_cu_seqlens

@@ -18,9 +18,10 @@ from torch.autograd import Function
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_aligner.batch.context import ContextShare
-from nemo_aligner.batch.packed import CacheUse, PackedBatch
+from nemo_aligner.batch.packed import CacheUse, FixedSizes, PackedBatch
+from nemo_aligner.models.internals import saved_tensor_hooks
 from nemo_aligner.models.rotary import Tables
-from nemo_aligner.utils.host_transfer import to_device
+from nemo_aligner.utils.host_transfer import all_to_device, to_device
 
 Thing = TypeVar("Thing")
 
@@ -98,6 +99,8 @@ class PackedSegments:
         share: the tokens whose queries this rank of a context parallel group computes. Tables, the
             bounds of queries and ``last_token`` are then of these, and T is the whole pack's for
             keys and for all else.
+        sizes: that bounds and ``kv_index`` are filled up to; their length is the upper bound of
+            ``max_length`` and ``max_kv_length``. None is as many as there are.
     """
 
     tables: tuple[Tables, ...]
@@ -111,6 +114,7 @@ class PackedSegments:
     pool: KeyValuePool | None = None
     query_scale: Tensor | None = None
     share: ContextShare | None = None
+    sizes: FixedSizes | None = None
     qkv_format: str = "packed"
     _memory: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -129,15 +133,19 @@ class PackedSegments:
         device = last_token.device
         lengths = tuple(batch.cu_seqlens.diff().tolist())
         prefixes = tuple(batch.prefixes.tolist())
-        queries = keys = to_device(batch.cu_seqlens, device)
+        queries = keys = batch.cu_seqlens
         index = None
         if max(prefixes) >= 0 or batch.share is not None:
             cached = batch.cached.lengths if batch.cached is not None else ()
             own = queries_of(lengths, len(cached), batch.share)
             sizes, index = _keys_of(own, prefixes, (*cached, *lengths))
-            queries = to_device(_bounds([each.length for each in own]), device)
-            keys = to_device(_bounds(sizes), device)
-            index = to_device(index, device)
+            queries, keys = _bounds([each.length for each in own]), _bounds(sizes)
+        if batch.sizes is not None:
+            queries, keys, index = _pad_bounds(queries, keys, index, batch.sizes)
+        if index is None:
+            queries = keys = to_device(queries, device)
+        else:
+            queries, keys, index = all_to_device([queries, keys, index], device)
         return cls(
             tables,
             lengths,
@@ -150,6 +158,7 @@ class PackedSegments:
             pool,
             query_scale,
             batch.share,
+            batch.sizes,
         )
 
     def remembered(self, name: Hashable, make: Callable[[], Thing]) -> Thing:
@@ -163,6 +172,9 @@ class PackedSegments:
 
         Also stores in the pool what the pack is to leave there.
         """
+        if key.is_cuda and self.cached is not None and self.pool is not None:
+            keys, values = self.pool.exchange(layer_number, key, value, self.cached)
+            return keys, values
         kept = self.store(layer_number, key, value)
         if kept is None or self.cached is None or not self.cached.lengths:
             return key, value
@@ -213,11 +225,15 @@ class PackedSegments:
     @cached_property
     def max_length(self) -> int:
         """Most queries of a part."""
+        if self.sizes is not None:
+            return self.sizes.length
         return max(part.length for part in self.queries)
 
     @cached_property
     def max_kv_length(self) -> int:
         """Most keys of a query of the whole pack: kernels are chosen by it, on all ranks alike."""
+        if self.sizes is not None:
+            return self.sizes.length
         return max(
             length + sum(self.all_lengths[number] for number in chain)
             for length, chain in zip(self.lengths, self.chains, strict=True)
@@ -272,6 +288,25 @@ def _keys_of(
         sizes.append(sum(map(len, seen)))
         index += seen
     return sizes, torch.cat(index)
+
+
+def _pad_bounds(
+    queries: Tensor, keys: Tensor, index: Tensor | None, sizes: FixedSizes
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Add segments without queries to the bounds ``[G + 1]``, and keys to the ``index [K]``.
+
+    Returns:
+        Bounds ``[sizes.segments + 1]`` int32 of queries and keys, and the index ``[sizes.keys]``.
+        The segments that are added have the keys that are added, at most ``sizes.length`` each.
+    """
+    spare = sizes.segments + 1 - len(queries)
+    padded = torch.cat([queries, queries[-1:].expand(spare)])
+    if index is None or sizes.keys is None:
+        return padded, padded, index
+    missing = sizes.keys - len(index)
+    ends = (torch.arange(1, spare + 1) * sizes.length).clamp(max=missing)
+    bounds = torch.cat([keys, keys[-1] + ends.to(keys.dtype)])
+    return padded, bounds, torch.cat([index, index.new_zeros(missing)])
 
 
 def _bounds(lengths: Sequence[int]) -> Tensor:
@@ -365,6 +400,22 @@ class KeyValuePool:
         keys, values = self._layers[number]
         return keys, values
 
+    def exchange(self, number: int, key: Tensor, value: Tensor, use: CacheUse) -> Tensor:
+        """Store and take a layer's keys and values as ``use`` says, both by the same kernels.
+
+        On a GPU, where a pack of few tokens waits for its kernels to be launched.
+
+        Args:
+            key: ``[T, groups, c]`` of the pack; so is ``value``.
+
+        Returns:
+            ``[2, C + T, groups, c]``: the C tokens taken from the pool, then the pack's own.
+        """
+        kept, own = self._layers[number], torch.stack([key, value])
+        if use.stored.numel():
+            kept.index_copy_(1, use.slots, own.index_select(1, use.stored))
+        return torch.cat([kept.index_select(1, use.taken), own], dim=1) if use.lengths else own
+
 
 # Context parallelism: what ranks that have parts of one pack send to each other.
 
@@ -387,16 +438,19 @@ def gathering_again(key: Tensor, value: Tensor, index: Tensor) -> Iterator[tuple
     own = torch.stack([key, value], dim=1)
     gathered = _gathered(own, index)
     numbers = {_storage(each): number for number, each in enumerate(gathered)}
-    shape, own, again = gathered[0].shape, own.detach(), dict[int, Tensor]()
+    shape, again = gathered[0].shape, dict[int, Tensor]()
+    pack, unpack = saved_tensor_hooks()
+    packed_own = pack(own.detach())
 
-    def keep(tensor: Tensor) -> Tensor | int:
-        return numbers.get(_storage(tensor), tensor) if tensor.shape == shape else tensor
+    def keep(tensor: Tensor) -> Any:
+        number = numbers.get(_storage(tensor)) if tensor.shape == shape else None
+        return pack(tensor) if number is None else number
 
-    def give(kept: Tensor | int) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
+    def give(kept: Any) -> Tensor:
+        if not isinstance(kept, int):
+            return unpack(kept)
         if kept not in again:
-            again.update(enumerate(_gathered(own, index)))
+            again.update(enumerate(_gathered(unpack(packed_own), index)))
         return again.pop(kept)
 
     with torch.autograd.graph.saved_tensors_hooks(keep, give):

@@ -14,8 +14,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -24,11 +25,24 @@ import torch.distributed as dist
 from nemo_aligner.distributed.collectives import wait_for_device
 from nemo_aligner.distributed.cpu_products import FreedMemory
 from nemo_aligner.utils.errors import ServingError, first_line
+from nemo_aligner.utils.host_transfer import Arriving
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Operation = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """An operation that leaves its work to a device: the host may begin the next one meanwhile.
+
+    ``begin`` takes the operation's arguments, and is collective as an operation is.
+    """
+
+    begin: Callable[..., Arriving[Any]]
+
+
+Operation = Callable[..., Any] | Launch
 """Collective: each rank calls it with the same arguments; rank 0's result is the answer."""
 _Call = tuple[str, tuple[Any, ...]]
 """An operation's name and its arguments."""
@@ -40,14 +54,27 @@ class RanksLostError(ServingError):
 
 # Calls differ in size, so free memory between live blocks would grow for days.
 _CALLS_BETWEEN_TRIMS = 100
+# Seconds after which rank 0 looks again whether the device is done, or somebody wants more of it.
+_LOOK_EVERY_SECS = 2e-4
 # Workers wait in a broadcast while nobody asks, which may be for days.
 _NO_LIMIT = timedelta(days=365)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A call that this rank has begun; ``answer`` is rank 0's. A call that failed has arrived."""
+
+    call: _Call
+    arriving: Arriving[Any]
+    answer: Future[Any] | None
 
 
 class ModelRanks:
     """Runs operations, by name, on all ranks: rank 0 by ``run_leader``, workers by ``run_worker``.
 
-    Operations run one at a time, in the order of their submission. A worker that cannot go on ends
+    Operations run one at a time, in the order of their submission; while a ``Launch`` runs on the
+    device, the next one is begun behind it. If it then fails, the next one is begun again, as it
+    may have built on what the failed one was to leave behind. A worker that cannot go on ends
     its process with exit code 1. On rank 0 ``failure`` then says why (None while the ranks can go
     on), and everything submitted fails.
     """
@@ -74,6 +101,7 @@ class ModelRanks:
         self._lock = threading.Lock()
         self._open: set[Future[Any]] = set()
         self._leaving = threading.Event()
+        self._in_flight: _Begun | None = None
         self._freed = FreedMemory(steps=_CALLS_BETWEEN_TRIMS)
         self._calls: SimpleQueue[tuple[Future[Any], _Call] | None] = SimpleQueue()
         if self.world_size > 1:
@@ -119,9 +147,27 @@ class ModelRanks:
         with ThreadPoolExecutor(1, "drive") as beside:
             driving = beside.submit(drive)
             driving.add_done_callback(lambda _: self._calls.put(None))
-            while (call := self._calls.get()) is not None:
+            while (call := self._next_call()) is not None:
                 self._compute(*call)
             return driving.result()
+
+    def _next_call(self) -> tuple[Future[Any], _Call] | None:
+        """Wait for a call, until what is in flight has arrived; then end that first."""
+        while self._in_flight is not None:
+            try:
+                submitted = self._calls.get(timeout=_LOOK_EVERY_SECS)
+            except Empty:
+                if self._in_flight.arriving.has_arrived():
+                    self._end_in_flight()
+                continue
+            is_behind = submitted is not None and self._is_launch(submitted[1])
+            if not is_behind or self._in_flight.arriving.has_arrived():
+                self._end_in_flight()
+            return submitted
+        return self._calls.get()
+
+    def _is_launch(self, call: _Call) -> bool:
+        return isinstance(self._operations[call[0]], Launch)
 
     def run_worker(self) -> None:
         """Serve rank 0's calls until it stops; every rank but 0."""
@@ -132,7 +178,7 @@ class ModelRanks:
                 return
             payload = self._broadcast(torch.zeros(size, dtype=torch.uint8))
             # Pickle is safe here: it comes from rank 0, over a group of this server's processes.
-            self._attempt(pickle.loads(payload.numpy().data))
+            self._advance(pickle.loads(payload.numpy().data))
 
     def stop(self) -> None:
         """Release the workers and end the heartbeat; every rank calls it when idle."""
@@ -163,22 +209,19 @@ class ModelRanks:
             if not answer.set_running_or_notify_cancel():
                 self._open.remove(answer)
                 return
-        result: Any = None
-        error: Exception | None = None
-        try:
-            result = self._call_all(call)
-        except Exception as caught:
-            error = caught
-        with self._lock:
-            if answer not in self._open:
-                return
-            self._open.remove(answer)
-        if error is None:
-            answer.set_result(result)
-        else:
-            answer.set_exception(error)
+        with suppress(RanksLostError):  # everybody who waits has that error
+            is_dropped = True
+            while is_dropped and self.failure is None:
+                is_dropped = not self._tell_and_advance(call, answer)
 
-    def _call_all(self, call: _Call) -> Any:
+    def _end_in_flight(self) -> None:
+        if self.failure is not None:
+            self._in_flight = None  # whoever waits has an error, and nobody else may hear of it
+            return
+        with suppress(RanksLostError):
+            self._tell_and_advance(None, None)
+
+    def _tell_and_advance(self, call: _Call | None, answer: Future[Any] | None) -> bool:
         if self.world_size > 1:
             # Everything is built before the first byte goes out: nothing may raise in between.
             payload = torch.frombuffer(bytearray(pickle.dumps(call, protocol=5)), dtype=torch.uint8)
@@ -186,7 +229,25 @@ class ModelRanks:
             header = torch.tensor([payload.numel()], dtype=torch.int64)
             self._broadcast(header)
             self._broadcast(payload)
-        return self._attempt(call)
+        return self._advance(call, answer)
+
+    def _advance(self, call: _Call | None, answer: Future[Any] | None = None) -> bool:
+        """Begin ``call``, if any, then end the one in flight; and ``call`` if it is no ``Launch``.
+
+        Every rank does so in the same order, and learns of errors on others when a call ends.
+
+        Returns:
+            False if the call in flight has failed: ``call`` was then dropped.
+        """
+        before, self._in_flight = self._in_flight, None
+        begun = None if call is None else self._begin(call, answer)
+        if before is not None and not self._end(before, is_followed=begun is not None):
+            return begun is None
+        if begun is not None and self._is_launch(begun.call):
+            self._in_flight = begun
+        elif begun is not None:
+            self._end(begun)
+        return True
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._in_step():
@@ -203,24 +264,61 @@ class ModelRanks:
             self.fail(why)
             raise RanksLostError(why) from error
 
-    def _attempt(self, call: _Call) -> Any:
-        """Run an operation, and exchange errors with all ranks, so that they stay in step."""
-        operation, arguments = call
+    def _begin(self, call: _Call, answer: Future[Any] | None) -> _Begun:
+        """Begin an operation; what it raises is raised again by whoever waits for it."""
+        name, arguments = call
+        operation = self._operations[name]
+        try:
+            if isinstance(operation, Launch):
+                return _Begun(call, operation.begin(*arguments), answer)
+            return _Begun(call, Arriving.now(operation(*arguments)), answer)
+        except Exception as caught:
+            return _Begun(call, _failed(caught), answer)
+
+    def _end(self, begun: _Begun, is_followed: bool = False) -> bool:
+        """Wait for a call, and exchange errors with all ranks, so that they stay in step.
+
+        Args:
+            is_followed: another call was begun behind it.
+
+        Returns:
+            False if it has failed on any rank.
+        """
         found, error = None, None
         try:
-            found = self._operations[operation](*arguments)
+            found = begun.arriving.wait()
         except Exception as caught:
             error = caught
-            logger.exception("rank %d could not %s", self.rank, operation)
+            logger.exception("rank %d could not %s", self.rank, begun.call[0])
             self._lose_where_the_device_is_lost()
         self._freed.end_step()
         # After every call, also a good one: a rank that has failed alone must not go on by itself.
-        errors = self._acknowledge(error)
+        try:
+            errors = self._acknowledge(error)
+        except RanksLostError:
+            return False  # everybody who waits has that error
         if errors:
             self._reset_cache()
-        if self.rank == 0 and errors:
-            raise ServingError("; ".join(errors)) from error
-        return found
+        if is_followed and 0 < len(errors) < self.world_size:
+            # The next call has been planned, and perhaps sent to a device, with another cache than
+            # on the ranks that have failed.
+            self.fail(f"only some ranks could {begun.call[0]}: {'; '.join(errors)}")
+        if begun.answer is not None:
+            failed = ServingError("; ".join(errors)) if errors else None
+            if failed is not None:
+                failed.__cause__ = error
+            self._answer(begun.answer, found, failed)
+        return not errors
+
+    def _answer(self, answer: Future[Any], result: Any, error: Exception | None) -> None:
+        with self._lock:
+            if answer not in self._open:
+                return  # a rank was lost, and it has its error
+            self._open.remove(answer)
+        if error is None:
+            answer.set_result(result)
+        else:
+            answer.set_exception(error)
 
     def _lose_where_the_device_is_lost(self) -> None:
         """Some errors of CUDA stay: a process that has met one computes nothing any more."""
@@ -259,3 +357,10 @@ class ModelRanks:
                 return
             if self.rank == 0:
                 self._leaving.wait(self._heartbeat_secs)
+
+
+def _failed(error: Exception) -> Arriving[Any]:
+    def wait() -> Any:
+        raise error
+
+    return Arriving(lambda: True, wait)

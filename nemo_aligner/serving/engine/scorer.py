@@ -6,17 +6,19 @@ scored in process or over HTTP, alone or among others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from nemo_aligner.checkpoint.nemo.fingerprint import fingerprint_of_ensemble
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.model import BATCH_INVARIANT_ROWS
+from nemo_aligner.config.model import ROWS_BY_DEVICE, PointwiseChoice
 from nemo_aligner.contract.contract import EncodedText, ScoringContract, TextEncoder
 from nemo_aligner.contract.from_settings import describe_differences
 from nemo_aligner.contract.messages import Text
@@ -34,17 +36,20 @@ from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.data.packing import SequenceReads, pack_sequences
 from nemo_aligner.distributed.cpu_products import use_huge_pages
 from nemo_aligner.distributed.layout import ParallelLayout
+from nemo_aligner.models.pointwise.choice import choose_kernels
+from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
 from nemo_aligner.models.reward_model import (
     GPTRewardModel,
     freeze_for_scoring,
     make_batch_invariant,
     try_all_products,
 )
-from nemo_aligner.models.step import count_parts, gather_rewards, infer_in_parts
+from nemo_aligner.models.step import count_parts, gather_rewards_later, infer_in_parts
 from nemo_aligner.serving.engine.prefix_cache import CallPlan, PrefixCache
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ConfigError, ServingError
+from nemo_aligner.utils.host_transfer import Arriving
 
 # Tokens of a text whose attention takes every way: see models/attention/cpu_inference.py.
 _BEYOND_A_SPAN = 600
@@ -186,9 +191,18 @@ class RewardScorer:
             An array ``[s, A * K]`` float32 for each row, s the number of its ``reads`` or 1;
             ``read_outputs`` makes rewards of them. For no rows one array without rows.
         """
+        return self.begin(rows).wait()
+
+    def begin(self, rows: Sequence[Row]) -> Arriving[list[np.ndarray]]:
+        """Ask the device for what ``compute`` returns, without waiting for it.
+
+        Calls may be begun before those begun earlier have arrived, and have to be waited for in
+        their order. One that fails, here or when it is waited for, has emptied the prefix cache;
+        later ones that were already begun may have used what it was to leave there.
+        """
         positions = [row.positions for row in rows]
-        outputs = self._compute([row.ids for row in rows], positions)
-        return np.split(outputs, np.cumsum([*map(len, positions)])[:-1])
+        outputs = self._begin([row.ids for row in rows], positions)
+        return outputs.then(lambda each: np.split(each, np.cumsum([*map(len, positions)])[:-1]))
 
     def score_token_lists(self, token_lists: Sequence[Sequence[int]]) -> np.ndarray:
         """Rewards of token ids that ``check_tokens`` let pass."""
@@ -202,21 +216,35 @@ class RewardScorer:
         """
         return self.contract.rewards_of(outputs), self.contract.spreads_of(outputs)
 
-    def _compute(
+    def _begin(
         self, sequences: Sequence[np.ndarray], positions: Sequence[Sequence[int]]
-    ) -> np.ndarray:
+    ) -> Arriving[np.ndarray]:
         if not sequences:
-            return np.zeros((0, self._num_outputs), dtype=np.float32)
+            return Arriving.now(np.zeros((0, self._num_outputs), dtype=np.float32))
         reads = SequenceReads.number(positions) if self.contract.has_steps else None
+        with self._forgetting_failures():
+            arriving = self._score(sequences, reads)
+            if reads is not None:
+                # What is kept of steps has to be there before another call's blocks are placed.
+                return Arriving.now(arriving.wait())
+
+        def wait() -> np.ndarray:
+            with self._forgetting_failures():
+                return arriving.wait()
+
+        return Arriving(arriving.has_arrived, wait)
+
+    @contextmanager
+    def _forgetting_failures(self) -> Iterator[None]:
         try:
-            return self._score(sequences, reads)
+            yield
         except BaseException:  # Ctrl-C, too: what was planned counts as cached, and may be missing
             self.reset_cache()
             raise
 
     def _score(
         self, sequences: Sequence[np.ndarray], reads: Sequence[SequenceReads] | None
-    ) -> np.ndarray:
+    ) -> Arriving[np.ndarray]:
         count = len(sequences)
         plan = self._plan(sequences, reads)
         parts = count_parts(plan.computed, self._micro_batch_tokens, self._layout)
@@ -230,13 +258,18 @@ class RewardScorer:
             self._pool,
         )
         shape = (count if reads is None else sum(len(own.rows) for own in reads), self._num_outputs)
-        everyone = gather_rewards(rewards, plan.packs, shape, self._layout).numpy()
-        # Steps in cached blocks: the model has not computed them again, their outputs were kept.
-        for row, outputs in plan.known.items():
-            everyone[row] = outputs
-        plan.keep(everyone)
-        self.counts = self.counts.after(sum(map(len, sequences)), plan.computed, plan.cached)
-        return everyone
+
+        def finish(gathered: Tensor) -> np.ndarray:
+            everyone = gathered.numpy()
+            # Steps in cached blocks: the model has not computed them again, their outputs were
+            # kept.
+            for row, outputs in plan.known.items():
+                everyone[row] = outputs
+            plan.keep(everyone)
+            self.counts = self.counts.after(sum(map(len, sequences)), plan.computed, plan.cached)
+            return everyone
+
+        return gather_rewards_later(rewards, plan.packs, shape, self._layout).then(finish)
 
     def _plan(
         self, sequences: Sequence[np.ndarray], reads: Sequence[SequenceReads] | None
@@ -258,14 +291,18 @@ def load_scorer(
     micro_batch_tokens: int = 8192,
     watch: Watch = unwatched,
     prefix_cache_tokens: int = 0,
-    invariant_rows: int | None = BATCH_INVARIANT_ROWS,
+    invariant_rows: int | None = ROWS_BY_DEVICE,
+    pointwise_kernels: PointwiseChoice | None = None,
     can_offload: bool = False,
+    cuda_graphs: bool = False,
 ) -> RewardScorer:
     """The scorer of a reward model's ``.nemo``, on this rank's device; every rank calls it.
 
     ``precision`` None is the contract's; without ``prefix_cache_tokens`` nothing is cached. With
     ``invariant_rows`` (see ``make_batch_invariant``) a reward has the same bits in any batch.
     Weights that an OffloadGroup ``can_offload`` keep torch's layout, which on a CPU is slower.
+    With ``cuda_graphs`` packs run by them (``GPTRewardModel.use_cuda_graphs``).
+    ``pointwise_kernels`` as in ``choose_kernels``.
 
     Raises:
         CheckpointError: the archive is unsafe, incomplete, or has no scoring contract.
@@ -273,6 +310,9 @@ def load_scorer(
     """
     loaded = load_reward_model(path, layout, precision)
     make_batch_invariant(loaded.model, invariant_rows)
+    use_pointwise_kernels(loaded.model, choose_kernels(pointwise_kernels))
+    if cuda_graphs:
+        loaded.model.use_cuda_graphs()
     # Only now: it concerns the layers that were made batch invariant.
     if not can_offload:
         freeze_for_scoring(loaded.model)
@@ -349,8 +389,17 @@ class RewardEnsemble:
 
     def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """``RewardScorer.compute``, with M times the columns: ``[s, M * A * K]`` for each row."""
-        outputs = [member.compute(rows) for member in self._members]
-        return [np.concatenate(columns, axis=1) for columns in zip(*outputs, strict=True)]
+        return self.begin(rows).wait()
+
+    def begin(self, rows: Sequence[Row]) -> Arriving[list[np.ndarray]]:
+        """``RewardScorer.begin`` of all models."""
+        parts = [member.begin(rows) for member in self._members]
+
+        def wait() -> list[np.ndarray]:
+            outputs = [part.wait() for part in parts]
+            return [np.concatenate(columns, axis=1) for columns in zip(*outputs, strict=True)]
+
+        return Arriving(lambda: all(part.has_arrived() for part in parts), wait)
 
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """``[N, M * A]`` float32 rewards of ``outputs``, and their spreads, if any."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.model import BATCH_INVARIANT_ROWS
+from nemo_aligner.config.model import ROWS_BY_DEVICE
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
@@ -137,7 +137,7 @@ def scorers_of(
 
 
 def compare(
-    case: Case, layout: ParallelLayout, rows: int | None = BATCH_INVARIANT_ROWS
+    case: Case, layout: ParallelLayout, rows: int | None = ROWS_BY_DEVICE
 ) -> dict[str, int]:
     """By precision, the rewards of ``case`` that have other bits than those of the text alone."""
     return {
@@ -152,7 +152,7 @@ def alone(case: Case, layout: ParallelLayout) -> dict[str, list[list[float]]]:
     """By precision, the rewards of the texts of ``case``, each by itself."""
     return {
         precision.value: invariance.score_alone(
-            partial(score_tokens, scorers_of(case, layout, precision, BATCH_INVARIANT_ROWS)[0]),
+            partial(score_tokens, scorers_of(case, layout, precision, ROWS_BY_DEVICE)[0]),
             case.texts,
         ).tolist()
         for precision in PRECISIONS

@@ -1,0 +1,162 @@
+"""Where the time of a training step goes on a GPU: kernels by class, and the gaps between them.
+
+A part of the first hour, see gpu_first_hour.py. The rows of one step come from the trace that
+torch's profiler exports, whose categories (``kernel``, ``gpu_memcpy``, ``cuda_runtime``) are the
+same in all versions of torch. Without a GPU the operators of the CPU stand in for kernels, which
+only shows that the code works.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+Event = Mapping[str, Any]
+
+# A kernel belongs to the first class that has one of these in its name, in lower case.
+CLASSES: dict[str, tuple[str, ...]] = {
+    # Before the others: torch.compile names its kernels after all operators that it fuses.
+    "fused pointwise": ("triton", "rms_norm_", "swiglu_", "_rope"),
+    "attention": ("flash", "fmha", "attention", "attn"),
+    "optimizer": ("adam", "multi_tensor", "l2norm", "lpnorm"),
+    # nvjet: cuBLAS for Hopper, in CUDA 12.8 and later.
+    "matmul": ("gemm", "nvjet", "cutlass", "xmma", "gemv", "splitk", "aten::mm", "addmm", "cublas"),
+    "copies": ("memcpy", "memset", "copy_", "_copy", "catarray", "fillfunctor", "aten::to"),
+    "lookups": ("embedding", "index", "gather", "scatter", "sort", "scan"),
+    "pointwise": (
+        *("elementwise", "pointwise", "reduce", "norm", "silu"),
+        *("aten::mul", "aten::add", "aten::mean", "aten::rsqrt"),
+    ),
+}
+_ON_DEVICE = {"cuda": ("kernel", "gpu_memcpy", "gpu_memset"), "cpu": ("cpu_op",)}
+_TOP = 15
+_NAME_LENGTH = 90
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """The events of one step, and how many layers and micro-batches it had."""
+
+    events: Sequence[Event]
+    device: str
+    layers: int
+    micro_batches: int
+
+    def rows(self, usual_ms: float) -> Iterator[Row]:
+        """Rows of where the time goes; ``usual_ms`` is the step's time without the profiler."""
+        categories = _ON_DEVICE[self.device]
+        work = [event for event in self.events if event.get("cat") in categories]
+        if not work:
+            yield _row("the trace", note="it has no kernels: CUPTI may not be permitted here")
+            return
+        begin = min(event["ts"] for event in work)
+        span = max(event["ts"] + event["dur"] for event in work) - begin
+        busy = busy_time((event["ts"], event["ts"] + event["dur"]) for event in work)
+        yield _row("the step, profiled", span / 1e3, note="from its first kernel to its last")
+        yield self._share("kernels", work, busy, usual_ms)
+        idle = max(0.0, usual_ms - busy / 1e3)
+        gap = f"{1e3 * idle / len(work):.2f} us a kernel, of the step without the profiler"
+        yield _row("no kernel runs", idle, share=idle / usual_ms, note=gap)
+        yield from self._host_rows()
+        classes: dict[str, list[Event]] = {name: [] for name in (*CLASSES, "others")}
+        for event in work:
+            classes[kernel_class(event["name"])].append(event)
+        for name, events in classes.items():
+            yield self._share(name, events, _duration(events), usual_ms)
+        names: dict[str, list[Event]] = defaultdict(list)
+        for event in work:
+            names[event["name"]].append(event)
+        longest = sorted(names.items(), key=lambda item: -_duration(item[1]))[:_TOP]
+        for name, events in longest:
+            row = self._share(_short(name), events, _duration(events), usual_ms)
+            yield {**row, "note": kernel_class(name)}
+
+    def _host_rows(self) -> Iterator[Row]:
+        """What the host spends on launches, and how often it waits for the device."""
+        host = [e for e in self.events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+        launches = [event for event in host if "launch" in event["name"].lower()]
+        waits = [event for event in host if "synchronize" in event["name"].lower()]
+        for what, events in (("host: launches", launches), ("host: waits", waits)):
+            if events:
+                mean = f"{len(events)} calls of {_duration(events) / len(events):.1f} us"
+                yield _row(what, _duration(events) / 1e3, note=mean)
+
+    def _share(self, what: str, events: Sequence[Event], time_us: float, usual_ms: float) -> Row:
+        per_layer = len(events) / (self.layers * self.micro_batches)
+        return _row(what, time_us / 1e3, per_layer=per_layer, share=time_us / 1e3 / usual_ms)
+
+
+def _row(
+    what: str,
+    milliseconds: float | None = None,
+    *,
+    per_layer: float | None = None,
+    share: float | None = None,
+    note: str = "",
+) -> Row:
+    return {
+        "what": what,
+        "kernels a layer": per_layer,
+        "ms": milliseconds,
+        "share of a step": share,
+        "note": note,
+    }
+
+
+def kernel_class(name: str) -> str:
+    """The class of a kernel, by its name: one of ``CLASSES``, else ``others``."""
+    lowered = name.lower()
+    for label, parts in CLASSES.items():
+        if any(part in lowered for part in parts):
+            return label
+    return "others"
+
+
+def busy_time(intervals: Iterable[tuple[float, float]]) -> float:
+    """The time in which at least one interval ``(begin, end)`` lasts."""
+    total, latest = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, latest))
+        latest = max(latest, end)
+    return total
+
+
+def _duration(events: Sequence[Event]) -> float:
+    return float(sum(event["dur"] for event in events))
+
+
+def _short(name: str) -> str:
+    """A kernel's name without the namespaces and types that all have in common."""
+    for part in ("void ", "at::native::", "(anonymous namespace)::", "unrolled_", "c10::"):
+        name = name.replace(part, "")
+    return name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 3]}..."
+
+
+def trace(step: Callable[[], object]) -> list[Event]:
+    """The events of ``step``: kernels and launches of a GPU, or operators of a CPU.
+
+    On a GPU operators are not recorded, because that slows the host down several times, and a step
+    that waits for the host would look different.
+    """
+    gpu = torch.cuda.is_available()
+    activity = torch.profiler.ProfilerActivity
+    activities = [activity.CUDA if gpu else activity.CPU]
+    if gpu:
+        torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profiler:
+        step()
+        if gpu:
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        content = json.loads(path.read_text(errors="replace"))
+    return [event for event in content["traceEvents"] if event.get("ph") == "X"]

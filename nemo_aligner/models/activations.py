@@ -1,0 +1,53 @@
+"""Activations between the products of an MLP, as the modules that megatron-core builds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from nemo_aligner.models import kernels
+from nemo_aligner.models.pointwise.eager import (
+    by_whole_rows,
+    gated_gelu,
+    gated_silu,
+    squared_relu,
+)
+from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
+
+
+class _Activation(MegatronModule):
+    """Activation as a module, the only form that megatron-core 0.17 and later accept."""
+
+    function: Callable[[Tensor], Tensor]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training or hidden.is_cuda:
+            return self.function(hidden)
+        return by_whole_rows(self.function, hidden)
+
+
+class SwiGLU(_Activation):
+    """SwiGLU; ``pointwise`` computes it, except in inference on a CPU."""
+
+    function = staticmethod(gated_silu)
+    pointwise: PointwiseKernels = EAGER
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training or hidden.is_cuda:
+            return self.pointwise.gated_silu(hidden)
+        if kernels.take(hidden.unflatten(-1, (2, -1))):
+            return kernels.gated_silu(hidden)
+        return super().forward(hidden)
+
+
+class _GeGLU(_Activation):
+    function = staticmethod(gated_gelu)
+
+
+class _SquaredReLU(_Activation):
+    function = staticmethod(squared_relu)
+
+
+ACTIVATIONS = {"swiglu": SwiGLU, "geglu": _GeGLU, "squared-relu": _SquaredReLU}

@@ -1,0 +1,97 @@
+"""Pad packs to a few fixed sizes, so that a CUDA graph that was captured for one runs for others.
+
+A graph's kernels have the shapes of the pack that it was captured with. All that shapes depend on
+is therefore rounded up: tokens in steps of an eighth, and the rest, which costs next to nothing, in
+coarser ones. What is added computes nothing that anybody reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from nemo_aligner.batch.packed import CacheUse, FixedSizes, PackedBatch
+from nemo_aligner.models.attention.segments import chains_of
+
+_TOKEN_STEP = 128
+# Blocks of an attention kernel that find nothing to do end at once, but a launch is as long as they
+# are many: of a segment more as many as of the longest, and of 128 tokens more one a segment.
+_FEWEST_SEGMENTS, _SHORTEST = 16, 512
+_FEWEST_ROWS, _ROW_FACTOR = 16, 4
+
+
+def round_up_tokens(count: int) -> int:
+    """Round up to a multiple of 128 with at most four significant bits: at most an eighth more."""
+    octave = 1 << max(count - 1, 1).bit_length()
+    step = max(_TOKEN_STEP, octave // 16)
+    return -(-count // step) * step
+
+
+def round_up_rows(count: int) -> int:
+    """Round up the rows that a head reads: 16, 64 or 256, and above as tokens."""
+    rows = _FEWEST_ROWS
+    while rows < min(count, 2 * _TOKEN_STEP):
+        rows *= _ROW_FACTOR
+    return rows if count <= rows else round_up_tokens(count)
+
+
+def pad_to_fixed_sizes(batch: PackedBatch) -> PackedBatch:
+    """Pad a pack on the host, whose ``FixedSizes`` ``PackedSegments.of`` then fills up to.
+
+    Filler segments are behind the pack's own, and none is longer than ``FixedSizes.length``.
+    """
+    if batch.cached is not None:
+        batch = _with_fixed_cache(batch, batch.cached)
+    longest, _ = _key_counts(batch)
+    length = _power_of_two(longest, _SHORTEST)
+    tokens = round_up_tokens(batch.num_tokens)
+    filled = batch.filled_to(tokens, length)
+    _, keys = _key_counts(filled)
+    segments, padded_keys = len(filled.prefixes), None
+    if int(filled.prefixes.max()) >= 0:
+        step = tokens // 2
+        padded_keys = -(-keys // step) * step
+        # A kernel writes the gradients only of keys that are in a segment: they get some.
+        segments += -(-(padded_keys - keys) // length)
+    sizes = FixedSizes(_round_up_segments(segments), padded_keys, length)
+    return replace(filled, sizes=sizes)
+
+
+def _round_up_segments(count: int) -> int:
+    """Round up to a power of two, or three quarters of one."""
+    octave = _power_of_two(count, _FEWEST_SEGMENTS)
+    return octave * 3 // 4 if octave > _FEWEST_SEGMENTS and count <= octave * 3 // 4 else octave
+
+
+def _key_counts(batch: PackedBatch) -> tuple[int, int]:
+    """Count the keys, prefixes included, of the longest segment and of all segments."""
+    cached = () if batch.cached is None else batch.cached.lengths
+    lengths = [*cached, *batch.cu_seqlens.diff().tolist()]
+    chains = chains_of(batch.prefixes.tolist(), len(cached))
+    counts = [
+        lengths[number] + sum(lengths[part] for part in chain)
+        for number, chain in enumerate(chains, len(cached))
+    ]
+    return max(counts), sum(counts)
+
+
+def _with_fixed_cache(batch: PackedBatch, use: CacheUse) -> PackedBatch:
+    """Take and store fixed numbers of tokens: one more cached segment, and stores that repeat."""
+    taken, missing = use.taken, 0
+    if use.lengths:
+        missing = _power_of_two(len(taken), _TOKEN_STEP) - len(taken)
+    stored, slots = use.stored, use.slots
+    if len(stored):
+        # The last one again: whichever of them is written last, the slot has the same values.
+        more = _power_of_two(len(stored), _TOKEN_STEP) - len(stored)
+        stored, slots = (torch.cat([each, each[-1:].expand(more)]) for each in (stored, slots))
+    lengths, prefixes = use.lengths, batch.prefixes
+    if missing:
+        lengths, taken = (*lengths, missing), torch.cat([taken, taken.new_zeros(missing)])
+        prefixes = torch.where(prefixes >= len(use.lengths), prefixes + 1, prefixes)
+    return replace(batch, cached=CacheUse(lengths, taken, stored, slots), prefixes=prefixes)
+
+
+def _power_of_two(count: int, least: int) -> int:
+    return max(least, 1 << (count - 1).bit_length())

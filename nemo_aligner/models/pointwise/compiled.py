@@ -1,0 +1,121 @@
+"""The pointwise operations as plain formulas, each compiled by ``torch.compile``.
+
+Forward and backward are compiled separately, inside an autograd function: so nothing is traced
+through autograd, what is kept between them is explicit, and the code runs under no guard of
+autograd's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.config.model import PointwiseChoice
+from nemo_aligner.models.internals import allow_recompiles
+from nemo_aligner.models.pointwise.fused import fused_kernels
+from nemo_aligner.models.pointwise.operations import PointwiseKernels
+
+
+class CompiledKernels:
+    """``fused.Kernels`` by ``torch.compile`` with a ``backend``.
+
+    torch compiles for the first number of tokens, and once more for any number when a second one
+    comes. With packs of one size only the first, which is slightly faster, is ever used.
+    """
+
+    def __init__(self, backend: str) -> None:
+        # A function is compiled for each width, dtype and set of options that a model has.
+        allow_recompiles(64)
+
+        def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+            return torch.compile(function, backend=backend)
+
+        self.norm_forward = compiled(norm_forward)
+        self.norm_backward = compiled(norm_backward)
+        self.silu_forward = compiled(silu_forward)
+        self.silu_backward = compiled(silu_backward)
+        self.split_forward = compiled(split_forward)
+        self.split_backward = compiled(split_backward)
+
+
+def compiled_kernels(backend: str = "inductor") -> PointwiseKernels:
+    """Build the implementation; nothing is compiled before an operation is first called."""
+    return fused_kernels(PointwiseChoice.compile.value, CompiledKernels(backend))
+
+
+def norm_forward(
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    dtype: torch.dtype,
+    alpha: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``fused.Kernels``."""
+    total = x if added is None else torch.add(x, added, alpha=alpha)
+    wide = total.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return total, (wide * scale * (weight.float() + offset)).to(dtype), scale
+
+
+def norm_backward(
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    offset: float,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """See ``fused.Kernels``."""
+    wide = grad.float()
+    normed = total.float() * scale
+    weighted = wide * (weight.float() + offset)
+    to_sum = (weighted - normed * (weighted * normed).mean(-1, keepdim=True)) * scale
+    if grad_sum is not None:
+        to_sum = to_sum + grad_sum.float()
+    to_weight = (wide * normed).flatten(0, -2).sum(0).to(weight.dtype) if needs_weight else None
+    return to_sum.to(total.dtype), to_weight
+
+
+def silu_forward(x: Tensor) -> Tensor:
+    """See ``fused.Kernels``."""
+    gate, linear = x.float().chunk(2, dim=-1)
+    return (gate * torch.sigmoid(gate) * linear).to(x.dtype)
+
+
+def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """See ``fused.Kernels``."""
+    gate, linear = x.float().chunk(2, dim=-1)
+    wide, sigmoid = grad.float(), torch.sigmoid(gate)
+    to_gate = wide * linear * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat([to_gate, wide * gate * sigmoid], dim=-1).to(x.dtype)
+
+
+def split_forward(
+    mixed: Tensor, cos: Tensor, sin: Tensor, groups: int, channels: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``fused.Kernels``."""
+    heads = mixed.view(mixed.size(0), groups, -1, channels)
+    rotated = _rotated(heads[:, :, :-1], cos, sin)
+    query, key = rotated[:, :, :-1].flatten(1, 2), rotated[:, :, -1]
+    return query.contiguous(), key.contiguous(), heads[:, :, -1].contiguous()
+
+
+def split_backward(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See ``fused.Kernels``."""
+    groups = key.size(1)
+    rotated = torch.cat([query.unflatten(1, (groups, -1)), key.unsqueeze(2)], dim=2)
+    heads = torch.cat([_rotated(rotated, cos, -sin), value.unsqueeze(2)], dim=2)
+    return heads.flatten(1).unsqueeze(1)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.size(-1)
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    turned = (first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)
+    return torch.cat([*turned, x[..., 2 * half :]], dim=-1)

@@ -1,0 +1,196 @@
+"""The pointwise operations as autograd functions around fused forward and backward kernels.
+
+What is kept for the backward pass is what the eager functions keep: the input of a norm or of
+SwiGLU, one number per row of a norm, and RoPE's tables.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from nemo_aligner.models.pointwise import eager
+from nemo_aligner.models.pointwise.operations import PointwiseKernels
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Kernels(Protocol):
+    """Forward and backward kernels, which know nothing of autograd. All tensors are contiguous."""
+
+    def norm_forward(
+        self,
+        x: Tensor,
+        added: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        offset: float,
+        dtype: torch.dtype,
+        alpha: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the sum ``x + alpha * added`` (``x`` itself without ``added``), and its norm.
+
+        Returns:
+            The sum in the dtype of ``x``; its norm in ``dtype``; and the rows' factors
+            ``1 / sqrt(mean(sum^2) + eps)``, fp32, one for each row.
+        """
+
+    def norm_backward(
+        self,
+        grad: Tensor,
+        grad_sum: Tensor | None,
+        total: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        offset: float,
+        needs_weight: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the gradients of the sum, to which ``grad_sum`` is added, and of the weight."""
+
+    def silu_forward(self, x: Tensor) -> Tensor:
+        """Compute ``eager.gated_silu``."""
+
+    def silu_backward(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Compute the gradient of ``x``."""
+
+    def split_forward(
+        self, mixed: Tensor, cos: Tensor, sin: Tensor, groups: int, channels: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute ``operations.SplitOperation``."""
+
+    def split_backward(
+        self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Compute the gradient ``[T, 1, groups * (repeats + 2) * channels]`` from its parts'."""
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: Kernels,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        offset: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        x = x.contiguous()
+        _, normed, scale = kernels.norm_forward(x, None, weight, eps, offset, dtype, 1.0)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.kernels, ctx.offset = kernels, offset
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, weight, scale = ctx.saved_tensors
+        to_x, to_weight = ctx.kernels.norm_backward(
+            grads[0].contiguous(), None, x, weight, scale, ctx.offset, ctx.needs_input_grad[2]
+        )
+        return None, to_x, to_weight, None, None, None
+
+
+class _AddRMSNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: Kernels,
+        x: Tensor,
+        added: Tensor,
+        weight: Tensor,
+        eps: float,
+        offset: float,
+        dtype: torch.dtype,
+        alpha: float,
+    ) -> tuple[Tensor, Tensor]:
+        total, normed, scale = kernels.norm_forward(
+            x.contiguous(), added.contiguous(), weight, eps, offset, dtype, alpha
+        )
+        ctx.save_for_backward(total, weight, scale)
+        ctx.kernels, ctx.offset, ctx.alpha = kernels, offset, alpha
+        ctx.dtype_of_added = added.dtype
+        return total, normed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        total, weight, scale = ctx.saved_tensors
+        grad_sum, grad = (each.contiguous() for each in grads)
+        to_sum, to_weight = ctx.kernels.norm_backward(
+            grad, grad_sum, total, weight, scale, ctx.offset, ctx.needs_input_grad[3]
+        )
+        to_added = to_sum if ctx.alpha == 1 else to_sum * ctx.alpha
+        to_added = to_added.to(ctx.dtype_of_added)
+        return None, to_sum, to_added, to_weight, None, None, None, None
+
+
+class _GatedSiLU(Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Kernels, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        ctx.kernels = kernels
+        return kernels.silu_forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        (x,) = ctx.saved_tensors
+        return None, ctx.kernels.silu_backward(grads[0].contiguous(), x)
+
+
+class _SplitAndRotate(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: Kernels,
+        mixed: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        groups: int,
+        channels: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.kernels = kernels
+        return kernels.split_forward(mixed.contiguous(), cos, sin, groups, channels)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        query, key, value = (each.contiguous() for each in grads)
+        to_mixed = ctx.kernels.split_backward(query, key, value, *ctx.saved_tensors)
+        return None, to_mixed, None, None, None, None
+
+
+def fused_kernels(name: str, kernels: Kernels) -> PointwiseKernels:
+    """Make an implementation of ``kernels``; dtypes other than ``FLOATS`` are left to torch."""
+
+    def rms_norm(
+        x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype
+    ) -> Tensor:
+        if x.dtype not in FLOATS:
+            return eager.offset_rms_norm(x, weight, eps, offset, dtype)
+        return _RMSNorm.apply(kernels, x, weight, eps, offset, dtype)
+
+    def add_rms_norm(
+        x: Tensor,
+        added: Tensor,
+        weight: Tensor,
+        eps: float,
+        offset: float,
+        dtype: torch.dtype,
+        alpha: float,
+    ) -> tuple[Tensor, Tensor]:
+        if x.dtype not in FLOATS:
+            return eager.add_rms_norm(x, added, weight, eps, offset, dtype, alpha)
+        return _AddRMSNorm.apply(kernels, x, added, weight, eps, offset, dtype, alpha)
+
+    def gated_silu(x: Tensor) -> Tensor:
+        return _GatedSiLU.apply(kernels, x) if x.dtype in FLOATS else eager.gated_silu(x)
+
+    def split_and_rotate(
+        mixed: Tensor, cos: Tensor, sin: Tensor, groups: int, channels: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _SplitAndRotate.apply(kernels, mixed, cos, sin, groups, channels)
+
+    return PointwiseKernels(name, rms_norm, add_rms_norm, gated_silu, split_and_rotate)

@@ -1,0 +1,82 @@
+"""The pointwise operations by liger-kernel 0.8.5 or newer (Hsu et al. 2024, arXiv:2410.10989).
+
+Its own autograd functions, which compute norms in fp32 (``gemma`` is its name for that).
+"""
+
+from __future__ import annotations
+
+import torch
+from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+from liger_kernel.ops.rope import LigerRopeFunction
+from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
+from torch import Tensor
+
+from nemo_aligner.config.model import PointwiseChoice
+from nemo_aligner.models.pointwise import eager
+from nemo_aligner.models.pointwise.fused import FLOATS
+from nemo_aligner.models.pointwise.operations import PointwiseKernels
+
+_IN_FP32 = "gemma"
+# Not in the memory of the output's gradient: behind a sum, autograd gives the same gradient to
+# both summands.
+_IN_PLACE = False
+# One program per row for any number of rows, so that a row's bits do not depend on it.
+_BY_ROWS = True
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype) -> Tensor:
+    if x.dtype not in FLOATS:
+        return eager.offset_rms_norm(x, weight, eps, offset, dtype)
+    normed = LigerRMSNormFunction.apply(x, weight, eps, offset, _IN_FP32, _IN_PLACE, _BY_ROWS)
+    return normed.to(dtype)
+
+
+def _add_rms_norm(
+    x: Tensor,
+    added: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    dtype: torch.dtype,
+    alpha: float,
+) -> tuple[Tensor, Tensor]:
+    # Its sum has the dtype of what is added, and no factor.
+    if x.dtype is added.dtype and alpha == 1 and x.dtype in FLOATS:
+        normed, total = LigerFusedAddRMSNormFunction.apply(
+            added, x, weight, eps, offset, _IN_FP32, _IN_PLACE
+        )
+        return total, normed.to(dtype)
+    total = torch.add(x, added, alpha=alpha)
+    return total, _rms_norm(total, weight, eps, offset, dtype)
+
+
+def _gated_silu(x: Tensor) -> Tensor:
+    if x.dtype not in FLOATS:
+        return eager.gated_silu(x)
+    # Its gradient has two dimensions.
+    return LigerFusedGateUpSiLUMulFunction.apply(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+
+
+def _split_and_rotate(
+    mixed: Tensor, cos: Tensor, sin: Tensor, groups: int, channels: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, half = mixed.size(0), cos.size(-1)
+    grouped = mixed.view(tokens, groups, -1, channels)
+    query, key, value = grouped.split([grouped.size(2) - 2, 1, 1], dim=2)
+    # It rotates in place: these are copies. Its layout is [batch, heads, tokens, channels].
+    query, key = (
+        each.clone(memory_format=torch.contiguous_format)
+        .view(1, tokens, -1, channels)
+        .transpose(1, 2)
+        for each in (query, key)
+    )
+    tables = (each.view(1, tokens, half) for each in (cos, sin))
+    query, key = LigerRopeFunction.apply(query, key, *tables, None, 1, 2 * half)
+    query, key = (each.transpose(1, 2).squeeze(0) for each in (query, key))
+    return query, key, value.reshape(tokens, groups, channels)
+
+
+LIGER = PointwiseKernels(
+    PointwiseChoice.liger.value, _rms_norm, _add_rms_norm, _gated_silu, _split_and_rotate
+)

@@ -1,0 +1,90 @@
+"""The pointwise operations of a decoder layer that have several implementations.
+
+A layer's RMSNorm, SwiGLU and RoPE are bound by memory, and at small widths by the time that the
+host takes to launch their kernels. Fused kernels make one pass over memory, by one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.config.model import PointwiseChoice
+from nemo_aligner.models.pointwise import eager
+
+
+class NormOperation(Protocol):
+    """Norm ``x [..., c]`` by ``weight [c] + offset`` and return it in ``dtype``."""
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype
+    ) -> Tensor: ...
+
+
+class AddNormOperation(Protocol):
+    """Compute ``x + alpha * added``, in the dtype of ``x``, and the norm of that sum."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        added: Tensor,
+        weight: Tensor,
+        eps: float,
+        offset: float,
+        dtype: torch.dtype,
+        alpha: float,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class SplitOperation(Protocol):
+    """Split ``mixed [T, 1, groups * (repeats + 2) * channels]``, and rotate queries and keys.
+
+    Each group's channels are those of its query heads, its key and its value. ``cos`` and ``sin``
+    ``[T, 1, 1, r]`` rotate the first ``2 r`` channels of a head, as ``rotary.rotate`` does.
+
+    Returns:
+        Queries ``[T, groups * repeats, channels]``, keys and values ``[T, groups, channels]``, all
+        contiguous.
+    """
+
+    def __call__(
+        self, mixed: Tensor, cos: Tensor, sin: Tensor, groups: int, channels: int
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class PointwiseKernels:
+    """One implementation of the operations, each with its backward pass.
+
+    An implementation computes shapes and dtypes that it does not cover by the eager functions.
+
+    Attributes:
+        gated_silu: ``[..., 2 f] -> [..., f]``, see ``eager.gated_silu``.
+        split_and_rotate: None if attention splits and rotates by separate operations.
+    """
+
+    name: str
+    rms_norm: NormOperation
+    add_rms_norm: AddNormOperation
+    gated_silu: Callable[[Tensor], Tensor]
+    split_and_rotate: SplitOperation | None
+
+
+EAGER = PointwiseKernels(
+    PointwiseChoice.eager.value,
+    eager.offset_rms_norm,
+    eager.add_rms_norm,
+    eager.gated_silu,
+    split_and_rotate=None,
+)
+
+
+def use_pointwise_kernels(model: torch.nn.Module, kernels: PointwiseKernels) -> None:
+    """Compute all RMSNorms, SwiGLUs and RoPE of ``model`` by ``kernels`` from now on."""
+    for module in model.modules():
+        if isinstance(getattr(module, "pointwise", None), PointwiseKernels):
+            module.pointwise = kernels  # type: ignore[assignment]

@@ -1,0 +1,102 @@
+"""The reward head, in fp32 whatever the backbone's dtype.
+
+Rewards of good and bad replies differ by less than bf16 resolves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_aligner.models.layers import invariant_linear, rows_now
+from nemo_aligner.models.shape import HeadShape
+
+_HEAD_INIT_STD = 0.02
+
+
+class HeadLayer(torch.nn.Module):
+    """A linear layer with an fp32 weight on this rank's device."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(weight.to(device))
+        self.bias = None if bias is None else torch.nn.Parameter(bias.to(device))
+
+    def forward(self, hidden: Tensor, rows: int | None) -> Tensor:
+        """``[S, in] -> [S, out]``, in products of ``rows`` rows unless None (see ``rows_now``).
+
+        Call the module rather than read its weight: under ``overlap_param_gather`` Megatron waits
+        in a forward pre-hook for weights that are still being gathered.
+        """
+        if rows is None:
+            return F.linear(hidden, self.weight, self.bias)
+        return invariant_linear(hidden, self.weight, self.bias, rows)
+
+
+class RewardHead(HeadLayer):
+    """``[S, hidden] -> [S, outputs]`` in fp32, replicated on all TP ranks.
+
+    A linear map without bias by default. ``shape`` can add biases and a hidden layer with a ReLU,
+    whose result has the same bits on every processor. ``invariant_rows`` as in ``ColumnLinear``.
+    """
+
+    invariant_rows: int | None = None
+
+    def __init__(
+        self, hidden_size: int, num_outputs: int, seed: int, shape: HeadShape | None = None
+    ) -> None:
+        sizes = (shape or HeadShape()).tensors(num_outputs, hidden_size)
+        # Drawn on the CPU from its own generator: every device and layout gets the same head.
+        generator = torch.Generator().manual_seed(seed)
+        drawn = {name: _draw(size, name, generator) for name, size in sizes.items()}
+        super().__init__(drawn["weight"], drawn.get("bias"))
+        self.learned: torch.nn.Parameter | None = None
+        self.auxiliary: HeadLayer | None = None
+        self.hidden = None
+        if "hidden.weight" in drawn:
+            self.hidden = HeadLayer(drawn["hidden.weight"], drawn.get("hidden.bias"))
+
+    def learn_beside(self, start: Sequence[float]) -> None:
+        """Append scalars that an objective learns, ``start`` at first, to each text's outputs."""
+        if start:
+            numbers = torch.tensor(start, dtype=torch.float32, device=self.weight.device)
+            self.learned = torch.nn.Parameter(numbers)
+            self.learned.is_of_objective = True  # type: ignore[attr-defined]
+
+    def train_beside(self, heads: int, seed: int) -> None:
+        """Add ``heads`` of one matrix, which read what the last layer reads.
+
+        Their outputs, and the cosine of each one's weights with the first output's, are appended to
+        each text's outputs.
+        """
+        if heads:
+            # Not the numbers that the head itself was drawn from.
+            generator = torch.Generator().manual_seed(seed + 1)
+            size = (heads, self.weight.size(1))
+            self.auxiliary = HeadLayer(_draw(size, "auxiliary.weight", generator), None)
+
+    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        hidden, rows = hidden.float(), rows_now(self)
+        if self.hidden is not None:
+            hidden = self.hidden(hidden, rows).relu()
+        outputs = super().forward(hidden, rows)
+        if self.auxiliary is not None:
+            others = self.auxiliary(hidden, rows)
+            cosines = F.cosine_similarity(self.weight[:1], self.auxiliary.weight)
+            outputs = torch.cat([outputs, others, cosines.expand(len(outputs), -1)], dim=1)
+        if self.learned is not None:
+            outputs = torch.cat([outputs, self.learned.expand(len(outputs), -1)], dim=1)
+        return outputs
+
+
+def _draw(size: tuple[int, ...], name: str, generator: torch.Generator) -> Tensor:
+    tensor = torch.zeros(size, dtype=torch.float32)
+    if len(size) == 1:
+        return tensor
+    # Keeps the variance of its input through the ReLU (He et al. 2015).
+    std = (2 / size[1]) ** 0.5 if name == "hidden.weight" else _HEAD_INIT_STD
+    return tensor.normal_(std=std, generator=generator)

@@ -1,0 +1,233 @@
+"""Time of a training step by arithmetic: computation, what the host launches, and transfers.
+
+Computation is matmuls and attention, by their FLOPs, and passes over memory: pointwise kernels, the
+sums of gradients, and the optimizer. Each kind reaches a share of the GPU's peak that was measured
+(docs/gpu.md). ``cost.py`` explains the letters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.dtypes import ELEMENT_BYTES
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.training.cost import (
+    FP32_BYTES,
+    Plan,
+    has_backward,
+    is_recomputed,
+    mlp_width,
+    pack_flops,
+    parameters,
+    stage_attention_flops,
+    stage_layers,
+    traffic,
+    widths,
+)
+from nemo_aligner.training.memory import offloaded_bytes
+
+# Measured shares of an H200's peaks: 989 TFLOP/s in bf16, and 4.8 TB/s of memory (docs/gpu.md). The
+# seven steps there fix them: attention by the rows of 512 to 8,192 tokens, the others but the
+# host's by the widths of 2,048 and 4,096.
+MATMUL_SHARE = 0.72
+ATTENTION_SHARE = 0.275
+POINTWISE_SHARE = 0.32
+UPDATE_SHARE = 0.72
+# Seconds that the host takes to launch the forward and backward pass of a layer, by the width of
+# 1,024, where the GPU waits for it.
+HOST_SECONDS_PER_LAYER = 2.55e-3
+_FORWARD = 1 / 3  # part of these that is the forward pass's
+
+# Passes over memory of the eager pointwise kernels of a layer, reads and writes of both directions,
+# counted from the operations of ``models/layers.py``: per channel of a hidden state (norms,
+# residual sums and sums of their gradients), of the queries (RoPE and copies), and of the MLP.
+_HIDDEN_PASSES, _QUERY_PASSES = 26, 18
+_GATED_PASSES, _UNGATED_PASSES = 16, 10
+# Bytes per parameter: a weight's gradient is written in 16 bits and added to an fp32 buffer in each
+# pack; once in a step the buffer is cleared and reduced, and AdamW reads and writes its state.
+_GRADIENT_BYTES, _UPDATE_BYTES = 12, 50
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Speed of one rank: peak FLOP/s, and bytes/s to other ranks in its node, to other nodes, to
+    host memory and of its own memory.
+
+    ``efficiency`` is the share of ``flops`` that all computation reaches; None takes the measured
+    shares of each kind of work, and the host's time to launch it.
+    """
+
+    flops: float
+    efficiency: float | None
+    intra_node: float
+    inter_node: float
+    ranks_per_node: int = 8
+    host: float = 50e9
+    memory: float = 3.35e12
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by cause, without what overlaps with other work.
+
+    ``update`` is the optimizer's, and ``host`` transfers to host memory.
+    """
+
+    compute: float
+    update: float
+    bubble: float
+    tensor: float
+    context: float
+    expert: float
+    pipeline: float
+    data: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.update + self.bubble + self.sending
+
+    @property
+    def sending(self) -> float:
+        ranks = self.tensor + self.context + self.expert + self.pipeline + self.data
+        return ranks + self.host
+
+
+def step_time(shape: ModelShape, plan: Plan, machine: Machine) -> StepTime:
+    """Estimate the seconds of a step on ``machine``.
+
+    1F1B leaves a stage idle for ``(p - 1) / m`` of its m packs' time (Narayanan et al. 2021,
+    section 2.2). Reducing gradients overlaps with the backward pass of the last pack, and gathering
+    weights with the forward pass of the first; offloaded activations travel to the host during the
+    forward pass and back during the backward pass; nothing else overlaps. Offloaded moments travel
+    to the GPU and back: two fp32 numbers each way, 16 bytes per parameter.
+    """
+    stages = range(plan.pp)
+    per_pack = max(pack_time(shape, plan, stage, machine) for stage in stages)
+    sent = [traffic(shape, plan, stage) for stage in stages]
+    inside = machine.ranks_per_node
+
+    def bandwidth(ranks: int) -> float:
+        return machine.intra_node if ranks <= inside else machine.inter_node
+
+    tensor = max(each.tensor for each in sent) / bandwidth(plan.tp)
+    # megatron numbers ranks with tensor parallelism innermost, then context and data parallelism,
+    # then stages.
+    context = max(each.context for each in sent) / bandwidth(plan.tp * plan.cp)
+    expert = max(each.expert for each in sent) / bandwidth(plan.tp * plan.ep)
+    data = max(each.data for each in sent) / bandwidth(plan.tp * plan.replicas)
+    pipeline = max(each.pipeline for each in sent) / bandwidth(plan.num_ranks)
+    idle = (plan.pp - 1) / plan.packs.count
+    compute = per_pack * plan.packs.count
+    trained = max(parameters(shape, plan, stage, trainable=True) for stage in stages)
+    moments = 4 * FP32_BYTES * trained / plan.replicas if plan.cpu_offload else 0.0
+    copies = max(_copies_not_hidden(shape, plan, stage, machine) for stage in stages)
+    return StepTime(
+        compute,
+        update=_update_time(trained, plan, machine),
+        bubble=idle * (compute + tensor + context + expert),
+        tensor=tensor,
+        context=context,
+        expert=expert,
+        pipeline=pipeline,
+        data=max(0.0, data - per_pack),
+        host=moments / machine.host + plan.packs.count * copies,
+    )
+
+
+def pack_time(shape: ModelShape, plan: Plan, stage: int, machine: Machine) -> float:
+    """Seconds of a stage's forward and backward pass of one pack, without transfers.
+
+    The longer of what the GPU computes and what the host launches, which it does meanwhile.
+    """
+    ranks = plan.tp * plan.cp
+    total = pack_flops(shape, plan, stage).total / ranks
+    if machine.efficiency is not None:
+        return total / (machine.flops * machine.efficiency)
+    attention = stage_attention_flops(shape, plan, stage) / ranks
+    matmuls = (total - attention) / (machine.flops * MATMUL_SHARE)
+    computed = matmuls + attention / (machine.flops * ATTENTION_SHARE)
+    trained = parameters(shape, plan, stage, trainable=True)
+    moved = pointwise_bytes(shape, plan, stage) / POINTWISE_SHARE
+    moved += _GRADIENT_BYTES * trained / UPDATE_SHARE
+    launched = HOST_SECONDS_PER_LAYER * sum(
+        _passes(shape, plan, stage, layer) for layer in stage_layers(shape, plan, stage)
+    )
+    return max(computed + moved / machine.memory, launched)
+
+
+def pointwise_bytes(shape: ModelShape, plan: Plan, stage: int) -> float:
+    """Bytes that the pointwise kernels of a stage's rank read and write for one pack.
+
+    Past its attention the model's last layer has only the rows that the head reads: too few to
+    count.
+    """
+    h, _, q, _ = widths(shape)
+    split = plan.tp if plan.sequence_parallel else 1
+    norms = 2 if shape.pre_layernorms and shape.post_layernorms else 1
+    mlp = (_GATED_PASSES if shape.is_gated else _UNGATED_PASSES) * mlp_width(shape) / plan.tp
+    numbers = 0.0
+    for layer in stage_layers(shape, plan, stage):
+        is_last = layer == shape.num_layers - 1
+        hidden = _HIDDEN_PASSES * h * norms / split / (2 if is_last else 1)
+        own = hidden + _QUERY_PASSES * q / plan.tp + (0.0 if is_last else mlp)
+        numbers += _passes(shape, plan, stage, layer) * own
+    return plan.tokens * numbers * ELEMENT_BYTES[plan.precision]
+
+
+def _passes(shape: ModelShape, plan: Plan, stage: int, layer: int) -> float:
+    """Work of a layer in units of a forward and a backward pass."""
+    if not has_backward(plan, stage, layer):
+        return _FORWARD
+    return 1 + _FORWARD * is_recomputed(shape, plan, layer)
+
+
+def _update_time(trained: int, plan: Plan, machine: Machine) -> float:
+    """Seconds of the optimizer's step, whose state is split over the replicas."""
+    if machine.efficiency is not None:
+        return 0.0
+    moved = trained * (_GRADIENT_BYTES + _UPDATE_BYTES / plan.replicas)
+    return moved / (machine.memory * UPDATE_SHARE)
+
+
+def _copies_not_hidden(shape: ModelShape, plan: Plan, stage: int, machine: Machine) -> float:
+    """Seconds by which copies of a pack's activations take longer than the pass beside them."""
+    copied = offloaded_bytes(shape, plan, stage) / machine.host
+    flops, seconds = pack_flops(shape, plan, stage), pack_time(shape, plan, stage, machine)
+    forward = seconds * flops.forward / flops.total
+    return max(0.0, copied - forward) + max(0.0, copied - (seconds - forward))
+
+
+# Peaks of GPUs, by name.
+
+# TFLOP/s of dense matrix products in 16 bits, and in fp32 without TF32, and GB/s of memory, from
+# NVIDIA's data sheets; those that state figures "with sparsity" are halved. None: not meant for
+# training in fp32. The first name that occurs in the device's name counts, so longer ones come
+# first.
+_PEAKS: tuple[tuple[str, float, float | None, float], ...] = (
+    ("GB200", 2500.0, None, 8000.0),  # 360 PFLOP/s of an NVL72 "with sparsity": 5 of each GPU
+    ("B200", 2250.0, None, 8000.0),
+    ("H200 NVL", 835.0, 60.0, 4800.0),
+    ("H200", 989.0, 67.0, 4800.0),
+    ("H100 NVL", 835.0, 60.0, 3900.0),
+    ("H100 PCIe", 756.0, 51.0, 2000.0),
+    ("H100", 989.0, 67.0, 3350.0),
+    ("A100", 312.0, 19.5, 2039.0),
+    ("L40S", 362.0, 91.6, 864.0),
+)
+
+
+def peak_flops(device_name: str, precision: Precision) -> float | None:
+    """Peak FLOP/s of one GPU by the name that torch gives it; None if unknown."""
+    for name, half, single, _ in _PEAKS:
+        if name in device_name:
+            peak = single if precision is Precision.fp32 else half
+            return None if peak is None else peak * 1e12
+    return None
+
+
+def peak_bandwidth(device_name: str) -> float | None:
+    """Peak bytes/s of a GPU's own memory by the name that torch gives it; None if unknown."""
+    peaks = (bandwidth * 1e9 for name, *_, bandwidth in _PEAKS if name in device_name)
+    return next(peaks, None)

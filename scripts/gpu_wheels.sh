@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Downloads the wheels that the first hour on a GPU needs on a machine without internet, for
+# Python 3.12 on x86-64 Linux. The machine must have the rest: docs/gpu.md lists it.
+#
+#   bash scripts/gpu_wheels.sh [FOLDER]      default: wheels/
+#
+# Any Python with pip can run this. The folder can then be copied, and passed to
+# scripts/gpu_first_hour.sh --wheels FOLDER.
+set -euo pipefail
+folder="${1:-wheels}"
+python="$(command -v python3 || command -v python)"
+# More than this is rejected by some ways of carrying files to a machine.
+limit_mib=45
+
+# The engine: megatron-core, and what it and our settings import.
+engine=(megatron-core==0.16.1 omegaconf==2.3.0 psutil argcomplete lightning)
+# What tests/conftest.py needs next to pytest.
+tests=(pytest-xdist execnet)
+# Fused kernels, and TRL as the trainer to compare with; it needs datasets, and that the rest.
+comparisons=(
+    liger-kernel==0.8.5 trl==1.16.0
+    'datasets>=4,<5' multiprocess dill requests urllib3 charset-normalizer
+)
+
+mkdir -p "$folder"
+"$python" -m pip download --quiet --disable-pip-version-check --dest "$folder" --no-deps \
+    --only-binary=:all: --python-version 3.12 --implementation cp \
+    --abi cp312 --abi abi3 --abi none \
+    --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform any \
+    "${engine[@]}" "${tests[@]}" "${comparisons[@]}"
+# omegaconf's parser has no wheel on PyPI.
+"$python" -m pip wheel --quiet --disable-pip-version-check --wheel-dir "$folder" --no-deps \
+    antlr4-python3-runtime==4.9.3
+
+size="$(du -sk "$folder" | cut -f1)"
+ls -l "$folder"
+echo "$((size / 1024)) MiB in $folder"
+if ((size > limit_mib * 1024)); then
+    echo "$folder: more than $limit_mib MiB; remove older versions from it" >&2
+    exit 1
+fi

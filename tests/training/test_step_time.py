@@ -1,0 +1,125 @@
+"""The time of a step by the cost model, against what was measured and between plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.model import Recompute
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.tools.planner import preset
+from nemo_aligner.training.cost import Packs, Plan, even_packs, pack_flops, parameters
+from nemo_aligner.training.memory import fullest_stage, offloaded_bytes
+from nemo_aligner.training.step_time import (
+    HOST_SECONDS_PER_LAYER,
+    Machine,
+    pack_time,
+    peak_bandwidth,
+    peak_flops,
+    step_time,
+)
+
+H200 = Machine(989e12, None, intra_node=450e9, inter_node=50e9, memory=4.8e12)
+# docs/gpu.md: tokens of a text, hidden size and layers, seconds of a step of 65,536 tokens in bf16.
+MEASURED = [
+    (512, 2048, 16, 0.707),
+    (1024, 2048, 16, 0.736),
+    (2048, 2048, 16, 0.786),
+    (4096, 2048, 16, 0.890),
+    (8192, 2048, 16, 1.066),
+    (1024, 1024, 24, 0.498),
+    (1024, 4096, 8, 1.126),
+]
+
+
+def llama(layers: int, hidden: int) -> ModelShape:
+    """The model of ``benchmarks/synthetic.py``."""
+    config = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "ffn_hidden_size": 3 * hidden,
+        "num_attention_heads": hidden // 64,
+        "num_query_groups": max(2, hidden // 256),
+        "kv_channels": 64,
+        "vocab_size": 32000,
+        "max_position_embeddings": 32768,
+    }
+    return ModelShape.from_config(config)
+
+
+def test_step_time_is_that_of_the_measured_steps() -> None:
+    wrong = {}
+    for length, hidden, layers, seconds in MEASURED:
+        packs = even_packs(65536 // (2 * length), length, max(8192, 2 * length))
+        planned = step_time(llama(layers, hidden), Plan(packs), H200).total
+        if planned != pytest.approx(seconds, rel=0.02):
+            wrong[length, hidden] = planned, seconds
+    assert not wrong
+
+
+def test_small_layers_take_the_host_s_time_and_large_ones_the_gpu_s() -> None:
+    plan = Plan(even_packs(4, 1024, 8192))
+    small, large = llama(24, 1024), llama(8, 4096)
+    faster = replace(H200, flops=2 * H200.flops, memory=2 * H200.memory)
+    assert pack_time(small, plan, 0, H200) == pytest.approx(24 * HOST_SECONDS_PER_LAYER)
+    assert pack_time(small, plan, 0, faster) == pack_time(small, plan, 0, H200)
+    computed = pack_time(large, plan, 0, H200)
+    assert pack_time(large, plan, 0, faster) == pytest.approx(computed / 2)
+
+
+def test_copies_of_activations_hide_behind_computation_as_far_as_it_goes() -> None:
+    shape, _ = preset("8B")
+    plain = Plan(even_packs(4, 1024, 8192), recompute=Recompute.full)
+    offloaded = replace(plain, activations_offload=True)
+    states = 8192 * 30 * shape.hidden_size * 2  # of all layers but two
+    assert offloaded_bytes(shape, offloaded, 0) == states
+    machine = replace(H200, host=50e9)
+    assert step_time(shape, offloaded, machine) == step_time(shape, plain, machine)
+    # By a slow bus: one way beside the forward pass, the other beside the rest.
+    slow = replace(machine, host=1e9)
+    seconds = pack_time(shape, plain, 0, slow)
+    assert step_time(shape, offloaded, slow).host == pytest.approx(2 * states / 1e9 - seconds)
+
+
+def test_offloaded_activations_are_on_the_host_and_two_layers_on_the_gpu() -> None:
+    shape, _ = preset("8B")
+    plain = Plan(even_packs(4, 1024, 8192))
+    here, there = (
+        fullest_stage(shape, plain),
+        fullest_stage(shape, replace(plain, activations_offload=True)),
+    )
+    layer = here.activations - fullest_stage(replace(shape, num_layers=31), plain).activations
+    assert there.host == pytest.approx(30 * layer)
+    assert here.activations - there.activations == pytest.approx(30 * layer)
+    assert there.transient - here.transient == pytest.approx(layer, rel=0.3)
+    moments = fullest_stage(shape, replace(plain, cpu_offload=True))
+    assert moments.host == 8 * parameters(shape, plain, 0)
+
+
+def test_an_assumed_efficiency_takes_the_place_of_the_measured_shares() -> None:
+    plan = Plan(Packs(tokens=1000, sequences=10, keys=50, count=8))
+    time = step_time(llama(4, 1024), plan, replace(H200, efficiency=0.5))
+    assert time.update == 0
+    flops = pack_flops(llama(4, 1024), plan, 0).total
+    assert time.total == pytest.approx(8 * flops / (0.5 * 989e12))
+
+
+def test_peaks_go_by_the_name_of_the_gpu() -> None:
+    bf16, fp32 = Precision.bf16, Precision.fp32
+    wanted = {
+        ("NVIDIA H200", bf16): 989e12,
+        ("NVIDIA H200", fp32): 67e12,
+        ("NVIDIA H100 PCIe", Precision.fp16): 756e12,
+        ("NVIDIA H100 80GB HBM3", bf16): 989e12,
+        ("NVIDIA A100-SXM4-80GB", bf16): 312e12,
+        ("NVIDIA B200", bf16): 2250e12,
+        ("NVIDIA B200", fp32): None,
+        ("NVIDIA GB200", bf16): 2500e12,
+        ("NVIDIA GH200 480GB", bf16): 989e12,
+        ("NVIDIA GeForce RTX 3060", bf16): None,
+    }
+    assert {key: peak_flops(*key) for key in wanted} == wanted
+    assert peak_bandwidth("NVIDIA H100 80GB HBM3") == 3.35e12
+    assert peak_bandwidth("NVIDIA GeForce RTX 3060") is None
