@@ -150,6 +150,7 @@ _CALLED_BY_PEERS = {
     "model.activations_checkpoint_granularity": (
         "gradient_checkpointing activation_checkpointing recompute_granularity"
     ),
+    "model.activations_offload": "activation_offloading enable_activation_offloading",
     "pretrained_checkpoint.restore_from_path": "model_name_or_path model_name pretrain",
     "model.data.data_prefix.train": "dataset dataset_name train_files train_data_path",
     "model.data.data_prefix.validation": "eval_dataset val_files val_data_path",

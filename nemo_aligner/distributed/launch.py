@@ -27,6 +27,7 @@ from torch.distributed import TCPStore
 
 from nemo_aligner.distributed.cpu_products import keep_freed_memory, return_freed_memory
 from nemo_aligner.distributed.layout import destroy_layout
+from nemo_aligner.distributed.one_rank import ONE_RANK
 from nemo_aligner.utils.errors import ConfigError, LostRankError, PeerError, short
 from nemo_aligner.utils.processes import Process, find_process, settle
 
@@ -57,8 +58,8 @@ class Launch:
 def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
     """Initialise torch.distributed from the environment; tear it and the layout down at the end.
 
-    NCCL and one GPU per process where CUDA is available, else gloo on the CPU. If several ranks
-    fail in the block, one raises its error, see ``fail_once``.
+    NCCL and one GPU per process where CUDA is available, else gloo on the CPU; one process alone
+    has neither. If several ranks fail in the block, one raises its error, see ``fail_once``.
 
     Raises:
         ConfigError: the launcher's environment is incomplete, a local rank has no GPU, or there is
@@ -78,6 +79,8 @@ def launch(timeout_seconds: float = 1800.0) -> Iterator[Launch]:
         _split_cores(process.local_world_size)
         keep_freed_memory()
     backend = "nccl" if use_cuda else "gloo"
+    if process.world_size == 1:
+        backend = ONE_RANK
     timeout = timedelta(seconds=timeout_seconds)
     store, hook = _meet(process, timeout), sys.excepthook
     _init_process_group(process, backend, store, timeout)

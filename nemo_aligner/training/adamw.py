@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,11 @@ from nemo_aligner.utils.host_transfer import pieces_of, room_for
 # chunks are there, since one arrives while the other one is updated.
 _CHUNK_NUMEL = 2**25
 
+# Of each group: fp32 weights, gradients and both moments, as lists of flat tensors.
+_Operands: TypeAlias = dict[int, tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]]
+# The elements of a shard from a position to another one.
+_Piece: TypeAlias = tuple[Shard, int, int]
+
 
 class _Run(NamedTuple):
     """Adjacent elements of a shard with the same hyperparameters."""
@@ -22,23 +27,6 @@ class _Run(NamedTuple):
     group: int
     start: int
     stop: int
-
-
-class _Piece(NamedTuple):
-    """The elements of a shard from ``start`` to ``stop``."""
-
-    shard: Shard
-    start: int
-    stop: int
-
-
-class _Operands(NamedTuple):
-    """What a fused kernel updates: lists of flat fp32 tensors."""
-
-    params: list[Tensor]
-    gradients: list[Tensor]
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
 
 
 class AdamW:
@@ -55,17 +43,13 @@ class AdamW:
         self,
         shards: Sequence[Shard],
         group_of: Mapping[torch.nn.Parameter, int],
-        betas: Sequence[float],
-        eps: float,
         ferry: Ferry | None = None,
         chunk_numel: int = _CHUNK_NUMEL,
     ) -> None:
         self._shards = shards
         self._runs = {shard: _runs(shard, group_of) for shard in shards}
-        self._beta1, self._beta2 = betas
-        self._eps = eps
         self._ferry = ferry
-        whole = [_Piece(shard, 0, shard.weights.numel()) for shard in shards]
+        whole = [(shard, 0, shard.weights.numel()) for shard in shards]
         self._chunks = [whole] if ferry is None else list(_chunks(whole, chunk_numel))
         self._moments = [
             [shard.state[key][start:stop] for shard, start, stop in chunk for key in MOMENTS]
@@ -75,23 +59,22 @@ class AdamW:
         self._resident = self._operands(whole, self._moments[0]) if ferry is None else {}
 
     @torch.no_grad()
-    def step(self, groups: Sequence[Mapping[str, float]], count: int) -> None:
+    def step(self, groups: Sequence[Mapping[str, Any]], count: int) -> None:
         """Update the shards' weights by their gradients.
 
         Args:
-            groups: ``lr`` and ``weight_decay`` of each group.
+            groups: ``lr``, ``weight_decay``, ``betas`` and ``eps`` of each group.
             count: of updates, with this one, for the bias correction.
         """
         if not self._shards:
             return
-        counter = torch.full(
-            (), count, dtype=torch.float32, device=self._shards[0].gradients.device
-        )
+        device = self._shards[0].gradients.device
+        counter = torch.full((), count, dtype=torch.float32, device=device)
         if self._ferry is None:
-            self._update(self._resident, groups, counter)
+            _update(self._resident, groups, counter)
         else:
             for index, moments in enumerate(self._ferry.carry(self._moments)):
-                self._update(self._operands(self._chunks[index], moments), groups, counter)
+                _update(self._operands(self._chunks[index], moments), groups, counter)
         rounded = [shard for shard in self._shards if shard.weights.dtype is not torch.float32]
         if rounded:
             torch._foreach_copy_(
@@ -103,45 +86,40 @@ class AdamW:
         if self._ferry is not None:
             self._ferry.wait()
 
-    def _operands(
-        self, pieces: Sequence[_Piece], moments: Sequence[Tensor]
-    ) -> dict[int, _Operands]:
-        """The operands of ``pieces`` by group; ``moments`` are two tensors for each piece."""
-        operands: dict[int, _Operands] = {}
-        for piece, exp_avg, exp_avg_sq in zip(pieces, moments[::2], moments[1::2], strict=True):
+    def _operands(self, pieces: Sequence[_Piece], moments: Sequence[Tensor]) -> _Operands:
+        """Cut ``pieces`` into runs; of each piece there are two ``moments``."""
+        operands: _Operands = {}
+        for piece, *of_piece in zip(pieces, moments[::2], moments[1::2], strict=True):
             shard, start, stop = piece
-            params, gradients = shard.state["param"][start:stop], shard.gradients[start:stop]
-            for run in self._runs[shard]:
-                first, last = max(run.start, start) - start, min(run.stop, stop) - start
-                if first >= last:
-                    continue
-                lists = operands.setdefault(run.group, _Operands([], [], [], []))
-                flat = (params, gradients, exp_avg, exp_avg_sq)
-                for tensors, tensor in zip(lists, flat, strict=True):
-                    tensors.append(tensor[first:last])
+            flat = [shard.state["param"][start:stop], shard.gradients[start:stop], *of_piece]
+            for group, first, last in self._runs[shard]:
+                first, last = max(first, start) - start, min(last, stop) - start
+                if first < last:
+                    lists = operands.setdefault(group, ([], [], [], []))
+                    for tensors, tensor in zip(lists, flat, strict=True):
+                        tensors.append(tensor[first:last])
         return operands
 
-    def _update(
-        self,
-        operands: Mapping[int, _Operands],
-        groups: Sequence[Mapping[str, float]],
-        counter: Tensor,
-    ) -> None:
-        # torch.optim.AdamW ends in this call, too. It keeps a counter on the device for each
-        # parameter, and sorts all tensors by device and dtype in every step.
-        for index, lists in operands.items():
-            torch._fused_adamw_(
-                *lists,
-                [],
-                [counter] * len(lists.params),
-                lr=groups[index]["lr"],
-                beta1=self._beta1,
-                beta2=self._beta2,
-                weight_decay=groups[index]["weight_decay"],
-                eps=self._eps,
-                amsgrad=False,
-                maximize=False,
-            )
+
+def _update(operands: _Operands, groups: Sequence[Mapping[str, Any]], counter: Tensor) -> None:
+    """Update each group by one call, in which torch.optim.AdamW ends, too.
+
+    That keeps a counter on the device for each parameter, and sorts all tensors in every step.
+    """
+    for index, lists in operands.items():
+        group = groups[index]
+        torch._fused_adamw_(
+            *lists,
+            [],
+            [counter] * len(lists[0]),
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
 
 
 def _runs(shard: Shard, group_of: Mapping[torch.nn.Parameter, int]) -> list[_Run]:
@@ -161,14 +139,13 @@ def _runs(shard: Shard, group_of: Mapping[torch.nn.Parameter, int]) -> list[_Run
 
 def _chunks(pieces: Sequence[_Piece], numel: int) -> Iterator[list[_Piece]]:
     """Cut ``pieces`` into lists of ``numel`` elements, in order."""
-    chunk: list[_Piece] = []
-    room = numel
+    chunk, room = list[_Piece](), numel
     for shard, start, stop in pieces:
         while start < stop:
-            middle = min(stop, start + room)
-            chunk.append(_Piece(shard, start, middle))
-            room -= middle - start
-            start = middle
+            end = min(stop, start + room)
+            chunk.append((shard, start, end))
+            room -= end - start
+            start = end
             if room == 0:
                 yield chunk
                 chunk, room = [], numel

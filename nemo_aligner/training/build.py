@@ -220,6 +220,8 @@ def build_optimized(
     """
     make_batch_invariant(model, options.invariant_rows)
     use_pointwise_kernels(model, choose_kernels(options.pointwise_kernels))
+    if isinstance(options, ModelConfig) and options.activations_offload:
+        offload_activations(model)
     if options.cuda_graphs:
         model.use_cuda_graphs()
     # What is frozen has to be so before it is wrapped: Megatron gives every parameter that requires
@@ -245,15 +247,15 @@ def check_experts(config: TrainConfig | ServeCriticConfig, shape: ModelShape) ->
     """Refuse settings that do not go with a mixture of experts, or without one.
 
     Raises:
-        ConfigError: fp16 for experts, whose optimizer would have a loss scale of its own; or
-            settings of experts for a model that has none.
+        ConfigError: fp16 for experts, which is untested; or settings of experts for a model that
+            has none.
     """
     if shape.experts is None and getattr(config.model, "train_router", False):
         raise ConfigError("model.train_router: got true, wanted false: the model has no experts")
     if shape.experts is not None and config.trainer.precision is Precision.fp16:
         raise ConfigError(
-            "trainer.precision: got fp16, wanted bf16 or fp32 to train a mixture of experts, whose "
-            "optimizer would have a loss scale beside that of the other weights"
+            "trainer.precision: got fp16, wanted bf16 or fp32: training a mixture-of-experts model "
+            "in fp16 is untested"
         )
 
 
@@ -278,8 +280,6 @@ def _load(config: TrainConfig, data: TrainingData, layout: ParallelLayout) -> Pr
         reply_marker=data.contract.reply_marker,
         lora_dropout=LoraDropout.from_settings(options.lora, options.seed),
     )
-    if options.activations_offload:
-        offload_activations(pretrained.model)
     _begin_head(config, data, pretrained)
     if pretrained.model.post_process:
         # Only now: archives have weights of texts' outputs, and none of an objective's own.

@@ -151,6 +151,7 @@ def _plan(
         freeze_layers=options.freeze_layers,
         train_router=options.train_router,
         cpu_offload=options.optim.cpu_offload,
+        activations_offload=options.activations_offload,
         num_attributes=num_outputs,
         equal_heads=torch.cuda.is_available() and copies_keys(shape, dtype),
         fused_kernels=choose_kernels(options.pointwise_kernels) is not EAGER,
@@ -168,9 +169,10 @@ def _kept_keys(pack: PackedBatch) -> float:
 def _render_memory(memory: Memory, packs: Packs) -> str:
     parts = ("weights", "gradients", "optimizer", "activations", "transient")
     listed = ", ".join(f"{part} {getattr(memory, part) / GIB:.2f}" for part in parts)
+    host = f", and {memory.host / GIB:.2f} GiB of page-locked host memory" if memory.host else ""
     return (
-        f"memory of the fullest rank, by arithmetic: {memory.total / GIB:.2f} GiB ({listed}), "
-        f"with packs of {packs.tokens} tokens, the largest of the first steps; CUDA, NCCL "
+        f"memory of the fullest rank, by arithmetic: {memory.total / GIB:.2f} GiB ({listed})"
+        f"{host}, with packs of {packs.tokens} tokens, the largest of the first steps; CUDA, NCCL "
         "and fragmentation come on top"
     )
 

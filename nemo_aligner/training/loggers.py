@@ -21,6 +21,7 @@ from nemo_aligner.checkpoint.run_folder import METRICS_NAME
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.training import RunFolderConfig
 from nemo_aligner.metrics.table import BY_SOURCE, Shown, all_metrics, is_shown
+from nemo_aligner.training.memory import GIB
 from nemo_aligner.training.step_time import peak_flops
 from nemo_aligner.training.tracking import MetricsFile, build_tracked_loggers
 from nemo_aligner.utils.console import Progress, join_fields, say, show_number
@@ -342,6 +343,21 @@ class Gauges:
         if self.watts is not None:
             found["gpu_power_watts"] = self.watts()
         return found
+
+
+def describe_gpu_memory(device: torch.device | str) -> str | None:
+    """Describe what holds a GPU's memory, tensors or all else; None for a CPU."""
+    device = torch.device(device)
+    if not _is_gpu(device):
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, most = torch.cuda.memory_reserved(device), torch.cuda.max_memory_allocated(device)
+    outside = total - free - reserved
+    return (
+        f"GPU memory: {reserved / GIB:.1f} GiB held by torch, of which tensors took at most "
+        f"{most / GIB:.1f}; {outside / GIB:.1f} GiB outside of it (CUDA, its libraries, NCCL, and "
+        "other processes)"
+    )
 
 
 def known_peak(device: torch.device | str, precision: Precision) -> float | None:

@@ -151,11 +151,10 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     - with norms of what is added to the residual stream, their inputs, h each
     - with LoRA, the input of each linear layer that has it, and the r outputs of A
 
-    and in fp32 one statistic of each norm, and the log-sum-exp of every head.
-
-    Past attention the model's last layer has only the rows that the head reads: too few to count. A
-    frozen layer that passes a gradient on does not keep the inputs of its linear layers. Keys and
-    values of a common prefix are kept as often as the kernel gets them.
+    and in fp32 one statistic of each norm, and the log-sum-exp of every head. Past attention the
+    model's last layer has only the rows that the head reads: too few to count. A frozen layer that
+    passes a gradient on does not keep the inputs of its linear layers. Keys and values of a common
+    prefix are kept as often as the kernel gets them.
 
     Selective recomputation drops those copies, the log-sum-exp and the output, unless the next
     linear layer needs it as its input. It keeps grouped queries as ``_split_width`` says.
@@ -192,10 +191,14 @@ def _whole_layer_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     states = ((norms + inputs) * h * size + norms * FP32_BYTES) / split
     if shape.post_layernorms and not is_last:
         states += places * (h * size + FP32_BYTES) / split
+    states += _low_rank_bytes(shape, plan, layer) + _routed_bytes(shape, plan, layer)
+    return states + (inner * size + heads * FP32_BYTES) / plan.tp
+
+
+def _low_rank_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
+    """Bytes per token that a layer keeps of what LoRA's matrices A give."""
     rank = 0 if shape.lora is None else shape.lora.rank
-    low = rank * size * len(adapter_widths(shape, layer))
-    routed = 0 if is_last else _routed_bytes(shape, plan, layer)
-    return states + low + routed + (inner * size + heads * FP32_BYTES) / plan.tp
+    return rank * ELEMENT_BYTES[plan.precision] * len(adapter_widths(shape, layer))
 
 
 def _split_width(shape: ModelShape, plan: Plan) -> float:
@@ -230,7 +233,7 @@ def _routed_bytes(shape: ModelShape, plan: Plan, layer: int) -> float:
     parallelism splits the latter, but not the shared expert's input. Expert parallelism exchanges
     as many rows on average, of which the fullest rank gets ``plan.expert_load`` times as many.
     """
-    if shape.experts is None:
+    if shape.experts is None or layer == shape.num_layers - 1:
         return 0.0
     k, size = shape.experts.top_k, ELEMENT_BYTES[plan.precision]
     is_input_kept = keeps_input(shape, plan, layer, "linear_fc1")
@@ -294,10 +297,10 @@ def transient(shape: ModelShape, plan: Plan, stage: int) -> float:
 def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
     """Bytes on top of what is kept, in the backward pass of a layer's MLP.
 
-    The maximum of three moments: the second product; the gate, where f are freed and 4 f made; and
-    the first product, where 3 f are freed, and 2 f and the gradients of input and weight exist. (A
-    frozen layer has kept one f less and makes no weight gradient; without a gate the first product
-    has one f less.)
+    The maximum of three moments: the second product; the gate, where f are freed and 4 f made (3 f
+    by a fused kernel); and the first product, where 3 f are freed, and 2 f and the gradients of
+    input and weight exist. (A frozen layer has kept one f less and makes no weight gradient;
+    without a gate the first product has one f less.)
     """
     if shape.experts is not None:
         needed = _in_experts(shape, plan, layer)
@@ -313,7 +316,9 @@ def _in_mlp(shape: ModelShape, plan: Plan, layer: int) -> float:
     else:
         gradient = _weight_gradient(shape, plan, layer)
         weights = tokens * (h - f) + wide * gradient
-        needed = max(tokens * (f + h) + gradient, tokens * (wide + 1) * f, weights)
+        # The fused kernel of SwiGLU needs no scratch.
+        scratch = not (plan.fused_kernels and shape.activation == "swiglu")
+        needed = max(tokens * (f + h) + gradient, tokens * (wide + scratch) * f, weights)
     if is_recomputed(shape, plan, layer):
         # Everything the layer would have kept, recomputed, and its output.
         tokens_bytes = _whole_layer_bytes(shape, plan, layer)

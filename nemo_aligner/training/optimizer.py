@@ -318,7 +318,7 @@ def build_optimizer(
     Raises:
         ConfigError: see ``SchedulerConfig.last_decay_step``.
     """
-    group_of = _groups(model, config)
+    device, group_of = current_device(), _groups(model, config)
     # Ranks have other parameters under pipeline parallelism, and save the same groups.
     groups = sorted(set().union(*gather_objects(set(group_of.values()))))
     param_groups = [group.hyperparameters(config) for group in groups]
@@ -326,9 +326,8 @@ def build_optimizer(
     adamw = AdamW(
         [shard for state in states for shard in state.shards],
         {parameter: groups.index(group) for parameter, group in group_of.items()},
-        config.betas,
-        config.eps,
-        _build_ferry() if config.cpu_offload else None,
+        # Without a GPU, weights and moments are in host memory both.
+        Ferry(device) if config.cpu_offload and device.type == "cuda" else None,
     )
     scheduler = _build_scheduler(param_groups, config, total_steps)
     optimizer = Optimizer(model, states, param_groups, adamw, scheduler, clip_grad)
@@ -348,24 +347,15 @@ def _build_states(
 
     Copies of an expert are on other ranks than those of the rest, so its buffers are, too.
     """
-    whole = parallel_state.get_data_parallel_group_gloo(
-        with_context_parallel=True, partial_data_parallel=True
-    )
+    dense, expert = model.buffers, model.expert_parallel_buffers
+    group = parallel_state.get_data_parallel_group_gloo(True, partial_data_parallel=True)
     if not has_experts:
-        return [ShardedState(model.buffers, whole, "", moments_on_host)]
-    of_expert = parallel_state.get_expert_data_parallel_group_gloo(
-        partial_expert_data_parallel=True
-    )
+        return [ShardedState(dense, group, "", moments_on_host)]
+    of_expert = parallel_state.get_expert_data_parallel_group_gloo(True)
     return [
-        ShardedState(model.buffers, whole, "chained_0.", moments_on_host),
-        ShardedState(model.expert_parallel_buffers, of_expert, "chained_1.", moments_on_host),
+        ShardedState(dense, group, "chained_0.", moments_on_host),
+        ShardedState(expert, of_expert, "chained_1.", moments_on_host),
     ]
-
-
-def _build_ferry() -> Ferry | None:
-    """None without a GPU: weights and moments are in host memory both."""
-    device = current_device()
-    return Ferry(device) if device.type == "cuda" else None
 
 
 def _groups(

@@ -69,29 +69,23 @@ class Shard:
 
 def build_shards(buffer: Any, moments_on_host: bool) -> list[Shard]:
     """Build this rank's shard of each bucket of a DDP buffer, with moments of zero."""
-    group = buffer.data_parallel_group
+    rank, size = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
     shards = []
     for bucket in buffer.buckets:
-        weights, gradients = (
-            data.chunk(group.size())[group.rank()] for data in (bucket.param_data, bucket.grad_data)
-        )
-        begin = bucket.offset + group.rank() * weights.numel()
+        weights, gradients = bucket.param_data.chunk(size)[rank], bucket.grad_data.chunk(size)[rank]
+        begin = bucket.offset + rank * weights.numel()
+        segments = []
+        for parameter in bucket.params_list:
+            start, stop, _ = buffer.param_index_map[parameter]
+            first, last = max(start, begin), min(stop, begin + weights.numel())
+            if first < last:
+                segments.append(Segment(parameter, first - begin, last - begin, first - start))
         param = weights.float()
         like = [param] * len(MOMENTS)
         moments = host_zeros(like) if moments_on_host else map(torch.zeros_like, like)
         state = {"param": param, **dict(zip(MOMENTS, moments, strict=True))}
-        segments = _segments(buffer, bucket, begin, begin + weights.numel())
-        shards.append(Shard(weights, gradients, state, list(segments)))
+        shards.append(Shard(weights, gradients, state, segments))
     return shards
-
-
-def _segments(buffer: Any, bucket: Any, begin: int, end: int) -> Iterator[Segment]:
-    """Yield the segments of ``bucket`` between two positions of ``buffer``."""
-    for parameter in bucket.params_list:
-        start, stop, _ = buffer.param_index_map[parameter]
-        first, last = max(start, begin), min(stop, end)
-        if first < last:
-            yield Segment(parameter, first - begin, last - begin, first - start)
 
 
 # Saved and loaded.
@@ -132,15 +126,27 @@ class ShardedState:
         Of the ranks that share it only the first one has the result. Its tensors may still be in
         flight (``copy_beside``), and the next call overwrites them.
         """
+        size, is_first = self._group.size(), self._group.rank() == 0
         if not self._host:
-            self._host = [self._allocate(buffer) for buffer in self._buffers]
-        arrived = copy_beside(self._copies())
-        if self._group.size() > 1:
+            # The first rank holds the whole state of a buffer, the others what they send it.
+            numels = [
+                buffer.numel if is_first else buffer.numel // size for buffer in self._buffers
+            ]
+            self._host = [_host_memory(numel) for numel in numels]
+        placed = [
+            (shard, self._split(bucket, flat))
+            for buffer, shards, flat in zip(self._buffers, self._by_buffer, self._host, strict=True)
+            for bucket, shard in zip(buffer.buckets, shards, strict=True)
+        ]
+        arrived = copy_beside(
+            (parts[key][0], shard.state[key]) for shard, parts in placed for key in _STATE
+        )
+        if size > 1:
             arrived()
-            for buffer, flat in zip(self._buffers, self._host, strict=True):
-                for bucket in buffer.buckets:
-                    self._gather(bucket, flat)
-        return self._describe(model_state, self._host) if self._group.rank() == 0 else {}
+            for parts in chain.from_iterable(of_bucket.values() for _, of_bucket in placed):
+                gathered = list(parts) if is_first else None
+                torch.distributed.gather(parts[0], gathered, group=self._group, group_dst=0)
+        return self._describe(model_state, self._host) if is_first else {}
 
     def to_load(self, model_state: dict[str, Any]) -> dict[int, dict[str, list[ShardedTensor]]]:
         """Describe the rows that this rank's shards lie in, with memory for them."""
@@ -199,29 +205,6 @@ class ShardedState:
                 }
         return entries
 
-    def _allocate(self, buffer: Any) -> _Flat:
-        """Allocate host memory for the state of a buffer.
-
-        The first rank of the data parallel group holds all of it, the others what they send it.
-        """
-        first = self._group.rank() == 0
-        numel = buffer.numel if first else buffer.numel // self._group.size()
-        like = torch.empty(numel, dtype=torch.float32, device="meta")
-        return dict(zip(_STATE, host_zeros([like] * len(_STATE)), strict=True))
-
-    def _copies(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pair the parts of the host memory with the state that is copied there."""
-        for buffer, shards, flat in zip(self._buffers, self._by_buffer, self._host, strict=True):
-            for bucket, shard in zip(buffer.buckets, shards, strict=True):
-                parts = self._split(bucket, flat)
-                yield from ((parts[key][0], shard.state[key]) for key in _STATE)
-
-    def _gather(self, bucket: Any, flat: _Flat) -> None:
-        """Gather the shards of a bucket into the first rank's ``flat``; collective."""
-        for parts in self._split(bucket, flat).values():
-            gathered = list(parts) if self._group.rank() == 0 else None
-            torch.distributed.gather(parts[0], gathered, group=self._group, group_dst=0)
-
     def _split(self, bucket: Any, flat: _Flat) -> dict[str, Sequence[Tensor]]:
         """Split ``flat`` into the shards of a bucket, this rank's first.
 
@@ -232,6 +215,11 @@ class ShardedState:
             return {k: t[bucket.offset :][:numel].chunk(size) for k, t in flat.items()}
         start, length = bucket.offset // size, numel // size
         return {k: (t[start:][:length],) for k, t in flat.items()}
+
+
+def _host_memory(numel: int) -> _Flat:
+    like = torch.empty(numel, dtype=torch.float32, device="meta")
+    return dict(zip(_STATE, host_zeros([like] * len(_STATE)), strict=True))
 
 
 def _rows_of(entry: _Entry, start: int, end: int) -> Iterator[tuple[ShardedTensor, slice]]:

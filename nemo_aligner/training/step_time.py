@@ -39,11 +39,13 @@ UPDATE_SHARE = 0.72
 HOST_SECONDS_PER_LAYER = 2.55e-3
 _FORWARD = 1 / 3  # part of these that is the forward pass's
 
-# Passes over memory of the eager pointwise kernels of a layer, reads and writes of both directions,
-# counted from the operations of ``models/layers.py``: per channel of a hidden state (norms,
-# residual sums and sums of their gradients), of the queries (RoPE and copies), and of the MLP.
-_HIDDEN_PASSES, _QUERY_PASSES = 26, 18
-_GATED_PASSES, _UNGATED_PASSES = 16, 10
+# Passes over memory of the pointwise kernels of a layer, reads and writes of both directions, eager
+# and fused (``models/pointwise``): per channel of a hidden state (norms, residual sums and sums of
+# their gradients), of the queries (RoPE and copies), and of the MLP with a gate and without.
+_HIDDEN_PASSES = {False: 26, True: 22}
+_QUERY_PASSES = {False: 18, True: 8}
+_GATED_PASSES = {False: 16, True: 8}
+_UNGATED_PASSES = 10
 # Bytes per parameter: a weight's gradient is written in 16 bits and added to an fp32 buffer in each
 # pack; once in a step the buffer is cleared and reduced, and AdamW reads and writes its state.
 _GRADIENT_BYTES, _UPDATE_BYTES = 12, 50
@@ -166,12 +168,13 @@ def pointwise_bytes(shape: ModelShape, plan: Plan, stage: int) -> float:
     h, _, q, _ = widths(shape)
     split = plan.tp if plan.sequence_parallel else 1
     norms = 2 if shape.pre_layernorms and shape.post_layernorms else 1
-    mlp = (_GATED_PASSES if shape.is_gated else _UNGATED_PASSES) * mlp_width(shape) / plan.tp
+    fused = plan.fused_kernels
+    mlp = (_GATED_PASSES[fused] if shape.is_gated else _UNGATED_PASSES) * mlp_width(shape) / plan.tp
     numbers = 0.0
     for layer in stage_layers(shape, plan, stage):
         is_last = layer == shape.num_layers - 1
-        hidden = _HIDDEN_PASSES * h * norms / split / (2 if is_last else 1)
-        own = hidden + _QUERY_PASSES * q / plan.tp + (0.0 if is_last else mlp)
+        hidden = _HIDDEN_PASSES[fused] * h * norms / split / (2 if is_last else 1)
+        own = hidden + _QUERY_PASSES[fused] * q / plan.tp + (0.0 if is_last else mlp)
         numbers += _passes(shape, plan, stage, layer) * own
     return plan.tokens * numbers * ELEMENT_BYTES[plan.precision]
 

@@ -25,7 +25,13 @@ from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.readers import ReaderConfig, parse_file
 from nemo_aligner.data.records import PAIR_COLUMNS, Origin, reward_row, row_lines, write_lines
-from nemo_aligner.distributed.collectives import agree, agree_on, gather_objects, wait_for_device
+from nemo_aligner.distributed.collectives import (
+    agree,
+    agree_on,
+    current_device,
+    gather_objects,
+    wait_for_device,
+)
 from nemo_aligner.distributed.cpu_products import FreedMemory
 from nemo_aligner.metrics.table import Shown, all_metrics
 from nemo_aligner.training.learner import RewardLearner, rewards_of_texts
@@ -33,6 +39,7 @@ from nemo_aligner.training.loggers import (
     Gauges,
     StepProgress,
     Timers,
+    describe_gpu_memory,
     render_best,
     render_validation,
 )
@@ -194,6 +201,9 @@ class SupervisedTrainer:
             self._progress.say(
                 f"step {self._step}: skipped, fp16 overflowed at loss scale {scale:g}"
             )
+        memory = describe_gpu_memory(current_device()) if is_first else None
+        if memory is not None:
+            self._progress.say(memory)
         # A resumed run has no first step of its own to compare with.
         warning = self._divergence.add(metrics["loss"]) if self._start.step == 0 else None
         if warning:

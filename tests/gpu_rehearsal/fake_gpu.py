@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from nemo_aligner.distributed.one_rank import ONE_RANK, OneRankGroup
 from tests.gpu_rehearsal.watch import CUDA, Watch
 
 _CUDA, _META = 1, 14  # c10::DeviceType
@@ -65,6 +66,7 @@ def _play_cuda(watch: Watch) -> None:
     cuda.stream = contextlib.nullcontext
     cuda.get_device_properties = lambda *unused: watch
     cuda.memory_allocated = cuda.max_memory_allocated = lambda *unused: watch.allocated()
+    cuda.memory_reserved = cuda.memory_allocated
     cuda.get_device_name = lambda *unused: "NVIDIA H200"
     cuda.mem_get_info = lambda *unused: (0, watch.allocated())
     cuda.power_draw = lambda *unused: 500_000
@@ -95,7 +97,7 @@ def _play_tensors(watch: Watch) -> None:
 
 
 def _play_nccl(watch: Watch) -> None:
-    """torch's fake process group, for who asks for NCCL or gloo.
+    """torch's fake process group, for who asks for NCCL or gloo; that of one rank is real.
 
     Of other ranks it has what this one has itself, and it cannot be sent anything by them.
     """
@@ -106,10 +108,15 @@ def _play_nccl(watch: Watch) -> None:
     ) -> None:
         watch.settings |= {"backend": backend, "device_id": str(device_id)}
         watch.collectives.clear()
+        if backend == ONE_RANK:
+            start(ONE_RANK, store=dist.HashStore(), rank=rank, world_size=world_size)
+            return
         start("fake", store=FakeStore(), rank=rank, world_size=world_size)
         dist.group.WORLD._set_group_desc(f"world, {backend}")
 
     def new_group(ranks: Any = None, *unused: Any, backend: str | None = None, **more: Any) -> Any:
+        if backend is None and isinstance(dist.group.WORLD, OneRankGroup):
+            return add(ranks)
         members = f"{ranks}, {backend or 'nccl'}"
         number = watch.meet("new_group", None, members)
         return add(ranks, backend="fake", group_desc=f"group {number} of {members}")

@@ -31,6 +31,7 @@ from nemo_aligner.distributed.layout import (
     destroy_layout,
     initialize_layout,
 )
+from nemo_aligner.distributed.one_rank import ONE_RANK
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models.activation_offload import offload_activations
 from nemo_aligner.models.cuda_graphs import why_not_graphed
@@ -184,7 +185,8 @@ def steps(watch: Watch, sizes: Found, shape: Found, **options: Any) -> Found:
     wanted = LayoutSizes(**sizes)
     found: Found = {"collectives": [], "ranks": []}
     for rank in range(wanted.num_ranks):
-        dist.init_process_group("nccl", rank=rank, world_size=wanted.num_ranks)
+        backend = ONE_RANK if wanted.num_ranks == 1 else "nccl"
+        dist.init_process_group(backend, rank=rank, world_size=wanted.num_ranks)
         layout = initialize_layout(**wanted.given)
         found["ranks"].append(one_rank(watch, layout, {**SHAPE, **shape}, **options))
         found["collectives"].append(dict(watch.collectives))
@@ -296,7 +298,7 @@ def graphs(watch: Watch, shape: Found, prefix: int) -> Found:
         captured["bytes_to_gpu"] += seen.bytes_to_gpu
         captured["parts"] += 1
 
-    dist.init_process_group("nccl", rank=0, world_size=1)
+    dist.init_process_group(ONE_RANK, rank=0, world_size=1)
     layout = initialize_layout()
     kinds = {"precision": Precision.bf16, "num_attributes": 1}
     model = build_reward_model(ModelShape.from_config({**SHAPE, **shape}), layout, **kinds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 from itertools import product
 from pathlib import Path
 
@@ -19,11 +20,13 @@ from nemo_aligner.models.attention.packed import _attend_one_by_one, varlen_kern
 from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, Scores
 from nemo_aligner.models.pointwise.choice import available_kernels
 from nemo_aligner.models.step import infer
+from nemo_aligner.serving.engine.rows import Row
 from tests import families, tiny
 from tests.models.attention.rings import attend_in_ring
 from tests.models.graphed import PACKS, gradients, load
 from tests.models.test_pointwise import check_implementation
-from tests.serving.engine.company import LONGEST, Case, draw_texts, write_cases
+from tests.serving.engine.cached_layouts import score_ahead, scorers
+from tests.serving.engine.company import LONGEST, Case, draw_texts, traffic, write_cases
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NO_KERNEL = "torch has no such kernel (windows: 2.11; soft-capping: none), nor is flash-attn here"
@@ -180,6 +183,22 @@ def test_rewards_have_the_same_bits_in_any_company_on_a_gpu(tmp_path: Path) -> N
     script, settings = "tests/serving/engine/company.py", {"CUDA_VISIBLE_DEVICES": "0"}
     done = tiny.run_script(script, str(cases), "one", env=settings, fresh=True)
     assert json.loads(done.stdout.splitlines()[-1]) == {"one": {"tiny": {"fp32": 0, "bf16": 0}}}
+
+
+def test_calls_that_are_begun_ahead_have_the_bits_of_those_one_by_one(
+    tmp_path: Path, layout: ParallelLayout
+) -> None:
+    """Also with a prefix cache, whose keys the call before has perhaps not computed yet."""
+    archive = families.write_base_nemo(tmp_path / "llama3.nemo", "llama3")
+    plain, cached = scorers(archive, layout, (1024,), Precision.bf16)
+    calls = traffic(random.Random(1), 30)
+    one_by_one = [np.concatenate(plain.compute([Row.of(ids) for ids in call])) for call in calls]
+    assert all(map(np.array_equal, score_ahead(plain, calls), one_by_one))
+    # In bf16 keys that were computed in another pack differ by roundings.
+    limit = 0.05 * np.ptp(np.concatenate(one_by_one))
+    for ahead, wanted in zip(score_ahead(cached, calls), one_by_one, strict=True):
+        np.testing.assert_allclose(ahead, wanted, atol=limit)
+    assert cached.counts.cached > 0
 
 
 def train(base: Path, pairs: Path, run: Path, *settings: str) -> list[float]:

@@ -140,7 +140,7 @@ SCENARIOS: dict[str, Callable[[ModelRanks], dict[str, Any]]] = {
     "first_fails_alone": meet(669),
     "second_dies": meet(667),
     "launched": launch(1, 2, 666, 3, 4),
-    "launched_alone": launch(1, 668, 3),
+    "launched_alone": launch(668, 3),
     "second_dies_idle": notice_in_idleness,
     "first_dies_idle": leave,
 }

@@ -143,7 +143,7 @@ def test_two_ranks_begin_a_call_while_their_devices_compute_the_one_before(pairs
     # What one rank alone could not begin, and another call behind it, leaves the ranks apart.
     apart = pairs["launched_alone"]
     failure = "only some ranks could launch: rank 1: RuntimeError: rank 1\ncannot"
-    assert apart["leader"] == {"found": [[[1]], failure, failure], "failure": failure}
+    assert apart["leader"] == {"found": [failure, failure], "failure": failure}
     assert apart["codes"] == [0, 1]
 
 

@@ -81,6 +81,20 @@ def test_plan_recomputes_layers_where_memory_is_short(plan: Plan) -> None:
     assert float(row["GiB"]) <= 137 < more
 
 
+def test_plan_offloads_activations_where_nothing_fits_without(plan: Plan) -> None:
+    step = ("--params=8B", "--gpus=1", "--cpu-offload", "--seq-length=32768")
+    (row,) = rows(plan.shown(*step, "--gpu-memory=141"))
+    assert row["recompute"] == "26 layers"
+    shown = plan.shown(*step, "--gpu-memory=90")
+    (row,) = rows(shown)
+    assert row["recompute"] == "full, offloaded"
+    assert float(row["GiB"]) <= 86
+    # Adam's moments, 8 bytes a parameter, and the inputs of 30 layers.
+    inputs = 65536 * 4096 * 2 * 30
+    assert float(row["host GiB"]) == pytest.approx((8 * 7.504e9 + inputs) / 2**30, rel=0.01)
+    assert "  model.activations_offload=true" in shown.splitlines()
+
+
 def test_plan_says_what_would_fit_where_nothing_does(plan: Plan) -> None:
     message = plan.error("--params=70B", "--gpus=8")
     assert "no layout fits on 8 GPUs" in message

@@ -15,8 +15,10 @@ from nemo_aligner.training.adamw import AdamW, Ferry
 from nemo_aligner.training.optimizer import LossScale
 from nemo_aligner.training.optimizer_state import MOMENTS, Segment, Shard
 
-BETAS, EPS = (0.9, 0.98), 1e-6
-GROUPS = [{"lr": 0.1, "weight_decay": 0.1}, {"lr": 0.02, "weight_decay": 0.0}]
+GROUPS = [
+    {"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.98), "eps": 1e-6},
+    {"lr": 0.02, "weight_decay": 0.0, "betas": (0.8, 0.95), "eps": 1e-3},
+]
 # Of each parameter: where it begins in its shard, how long it is, and its group. Two in the first
 # shard are adjacent and of one group.
 LENGTH = 448
@@ -69,14 +71,11 @@ def test_shards_are_updated_as_torch_updates_parameters(
     group_of = {part.parameter: group for (_, part), group in zip(segments, groups, strict=True)}
     of_torch = [[p for p, group in group_of.items() if group == n] for n in range(len(GROUPS))]
     expected = torch.optim.AdamW(
-        [{"params": ps, **group} for ps, group in zip(of_torch, GROUPS, strict=True)],
-        betas=BETAS,
-        eps=EPS,
-        fused=True,
+        [{"params": ps, **group} for ps, group in zip(of_torch, GROUPS, strict=True)], fused=True
     )
     boat: Any = Boat()
     options = {} if chunk_numel is None else {"ferry": boat, "chunk_numel": chunk_numel}
-    adamw = AdamW(shards, group_of, BETAS, EPS, **options)
+    adamw = AdamW(shards, group_of, **options)
     for count in range(1, 4):
         for shard, segment in segments:
             gradient = torch.randn_like(segment.parameter)

@@ -389,7 +389,7 @@ def attend_by_kernel(
     repeats = width - 1
     key, value = segments.gathered(turned[:, :, -1], value)
     use, pool = segments.cached, segments.pool
-    kept: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+    kept: Tensor | tuple[None, None] = (None, None)
     stored: tuple[int | None, int | None, int] = (None, None, 0)
     if use is not None and pool is not None:
         kept = pool.layer(layer_number)

@@ -145,7 +145,9 @@ class PackedSegments:
         if index is None:
             queries = keys = to_device(queries, device)
         else:
-            queries, keys, index = all_to_device([queries, keys, index], device)
+            queries, keys = all_to_device([queries, keys], device)
+            # By itself: autograd keeps the bounds for the backward pass, but not this.
+            index = to_device(index, device)
         return cls(
             tables,
             lengths,
@@ -185,11 +187,12 @@ class PackedSegments:
         )
         return keys, values
 
-    def store(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+    def store(self, layer_number: int, key: Tensor, value: Tensor) -> Tensor | None:
         """Store in the pool what the pack of ``key``, ``value [T, groups, c]`` is to leave there.
 
         Returns:
-            The layer's pooled keys and values ``[slots, groups, c]``; None if the pack uses none.
+            The layer's pooled keys and values ``[2, slots, groups, c]``; None if the pack uses
+            none.
         """
         if self.cached is None or self.pool is None:
             return None
@@ -395,10 +398,9 @@ class KeyValuePool:
         for layer in self._layers.values():
             layer.zero_()
 
-    def layer(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[slots, groups, c]`` of a layer."""
-        keys, values = self._layers[number]
-        return keys, values
+    def layer(self, number: int) -> Tensor:
+        """Keys and values ``[2, slots, groups, c]`` of a layer."""
+        return self._layers[number]
 
     def exchange(self, number: int, key: Tensor, value: Tensor, use: CacheUse) -> Tensor:
         """Store and take a layer's keys and values as ``use`` says, both by the same kernels.
@@ -411,7 +413,7 @@ class KeyValuePool:
         Returns:
             ``[2, C + T, groups, c]``: the C tokens taken from the pool, then the pack's own.
         """
-        kept, own = self._layers[number], torch.stack([key, value])
+        kept, own = self.layer(number), torch.stack([key, value])
         if use.stored.numel():
             kept.index_copy_(1, use.slots, own.index_select(1, use.stored))
         return torch.cat([kept.index_select(1, use.taken), own], dim=1) if use.lengths else own

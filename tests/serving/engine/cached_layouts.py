@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from nemo_aligner.config.model import DataConfig, ModelConfig, RegressionConfig
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.segments import KeyValuePool
+from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from tests.serving.engine.company import print_at_layouts, traffic
 
@@ -73,6 +75,18 @@ def compare(
         "bytes": [scorer.prefix_cache_bytes for scorer in cached],
         "after_failure": after_failure(plain, cached[-1], layout),
     }
+
+
+def score_ahead(scorer: RewardScorer, calls: Sequence[Sequence[Sequence[int]]]) -> list[np.ndarray]:
+    """Outputs of calls, each of which is begun before the one before it is waited for."""
+    outputs, waiting = [], None
+    for call in calls:
+        begun = scorer.begin([Row.of(list(ids)) for ids in call])
+        if waiting is not None:
+            outputs.append(np.concatenate(waiting.wait()))
+        waiting = begun
+    assert waiting is not None
+    return [*outputs, np.concatenate(waiting.wait())]
 
 
 def after_failure(plain: RewardScorer, cached: RewardScorer, layout: ParallelLayout) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 
 from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.serving.engine.rows import Row
 from tests import families, tiny
 from tests.once import Once
 from tests.serving.engine import cached_layouts
-from tests.serving.engine.cached_layouts import CACHES, scorers
+from tests.serving.engine.cached_layouts import CACHES, score_ahead, scorers
+from tests.serving.engine.company import traffic
 
 # All keys at once, windows, and windows in every other layer with capped scores.
 CASES = ("llama3", "mistral_untied_window", "gemma2", "smollm3_untied_window", "gemma3")
@@ -80,6 +83,18 @@ def test_cached_rewards_are_those_without_a_cache_at_any_layout(archives: dict[s
     for name, by_case in found.items():
         for case, of_case in by_case.items():
             check(of_case, archives[case], SIZES[name], f"{case} at {name}")
+
+
+def test_calls_that_are_begun_ahead_have_the_rewards_of_those_one_by_one(
+    archives: dict[str, Path], layout: ParallelLayout
+) -> None:
+    plain, cached = scorers(archives["llama3"], layout, (1024,))
+    calls = traffic(random.Random(1), 12)
+    for ahead, call in zip(score_ahead(cached, calls), calls, strict=True):
+        wanted = np.concatenate(plain.compute([Row.of(ids) for ids in call]))
+        np.testing.assert_allclose(ahead, wanted, atol=1e-5)
+    assert cached.counts.cached > 0
+    assert cached.counts.asked == plain.counts.asked
 
 
 def test_cached_texts_of_any_length(archives: dict[str, Path], layout: ParallelLayout) -> None:

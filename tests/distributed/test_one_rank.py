@@ -1,0 +1,10 @@
+"""Collectives of one rank: every function of torch.distributed that is called on such groups."""
+
+from __future__ import annotations
+
+from tests import tiny
+
+
+def test_collectives_of_one_rank_return_what_it_gave() -> None:
+    done = tiny.run_script("tests/distributed/one_rank.py", fresh=True)
+    assert done.stdout == "all collectives ran\n"
