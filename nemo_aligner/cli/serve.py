@@ -83,7 +83,7 @@ def gateway_parser() -> Parser:
 def run_gateway(options: argparse.Namespace) -> int:
     """Answer until told to stop."""
     config = read_settings(GatewayRunConfig, options)
-    from nemo_aligner.serving.run import run_gateway
+    from nemo_aligner.serving.gateway import run_gateway
 
     return run_gateway(config)
 

@@ -48,6 +48,9 @@ class FrontConfig:
     max_request_bytes: int = setting(
         16 * 2**20, "largest request body in bytes, also once unpacked; larger ones get a 413"
     )
+    max_buffered_bytes: int = setting(
+        2**30, "most bytes of bodies in memory, of all requests; more get a 503"
+    )
     max_queue_rows: int = setting(
         8192, "most rows in flight; more get a 503, and in one request a 413"
     )
@@ -71,6 +74,7 @@ class FrontConfig:
         checks.port("port")
         checks.positive(
             "max_request_bytes",
+            "max_buffered_bytes",
             "max_queue_rows",
             "max_header_bytes",
             "max_chunks",

@@ -13,6 +13,7 @@ import numpy as np
 
 from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
 from nemo_aligner.checkpoint.nemo.fingerprint import check_expected_fingerprint, read_fingerprint
+from nemo_aligner.checkpoint.nemo.reward_model import check_expected_contract
 from nemo_aligner.config.common import Aggregate, Overlong, RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig
 from nemo_aligner.config.model import TRL_FORMAT, layout_sizes
@@ -185,6 +186,9 @@ def load_source(config: EvaluateConfig, layout: ParallelLayout) -> RewardSource:
         )
     elif config.expect_fingerprint is not None:
         raise _no_fingerprint(name, config.expect_fingerprint)
+    if key == "rm_model_file":
+        expected = config.expect_contract
+        check_expected_contract(name, config.precision, expected, "expect_contract")
     say(f"loading {name} ...")
     load = _archive if key == "rm_model_file" else _hugging_face
     return _expected(load(config, name, layout), config.expect_contract)

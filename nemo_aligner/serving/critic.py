@@ -21,17 +21,14 @@ from nemo_aligner.contract.readout import one_reward
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.distributed.cpu_products import resident_bytes
 from nemo_aligner.models.offload import OffloadGroup, OffloadManager, OffloadPolicy
+from nemo_aligner.serving.backpressure import BackpressureLimit
 from nemo_aligner.serving.endpoints import (
     Endpoint,
     check_num_bytes,
     contract_endpoint,
     decode_request,
 )
-from nemo_aligner.serving.engine.batcher import (
-    BackpressureLimit,
-    Batcher,
-    ReadWriteLock,
-)
+from nemo_aligner.serving.engine.batcher import Batcher, ReadWriteLock
 from nemo_aligner.serving.engine.executor import ModelRanks, Operation
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import RewardScorer

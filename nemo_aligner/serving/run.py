@@ -1,9 +1,7 @@
-"""Run a server from its settings until it is told to stop: reward model, critic or gateway."""
+"""Run a server from its settings until it is told to stop: reward model or critic."""
 
 from __future__ import annotations
 
-import logging
-import os
 import subprocess
 import tempfile
 import time
@@ -18,28 +16,21 @@ from nemo_aligner.checkpoint.nemo.fingerprint import (
     fingerprint_of_ensemble,
     read_fingerprint,
 )
+from nemo_aligner.checkpoint.nemo.reward_model import check_expected_contract
 from nemo_aligner.checkpoint.run_lock import lock_run
 from nemo_aligner.config.load import idle_notes
 from nemo_aligner.config.model import layout_sizes
-from nemo_aligner.config.serving import GatewayRunConfig, ServeConfig, ServeCriticConfig
+from nemo_aligner.config.serving import ServeConfig, ServeCriticConfig
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.from_settings import check_expected
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
-from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.critic import CriticBackend
-from nemo_aligner.serving.endpoints import reward_endpoints
 from nemo_aligner.serving.engine.scorer import RewardEnsemble, RewardScorer, load_scorer
 from nemo_aligner.serving.engine.shaping import build_shaper
-from nemo_aligner.serving.front.app import Front
-from nemo_aligner.serving.front.listen import FrontServer, ReadyFile, open_socket, url_of
-from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.reward import RewardBackend
 from nemo_aligner.serving.scoring import TemplateParts
 from nemo_aligner.serving.server import ServerSocket, serve
 from nemo_aligner.serving.service import Backend
-from nemo_aligner.serving.tokens import find_token, hide_password, warn_of_open_server
-from nemo_aligner.serving.upstream import UpstreamService
 from nemo_aligner.training.critic import CriticRun, open_critic
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, ServingError
@@ -59,12 +50,12 @@ def run_server(config: ServeConfig) -> int:
         if not Path(file).exists():
             raise CheckpointError(no_such_archive(Path(file)))
     _check_fingerprint(files, config.expect_fingerprint)
+    check_expected_contract(files[0], config.precision, config.expect_contract, "expect_contract")
     with launch(), ServerSocket(config.server) as port:
         layout = initialize_layout(**layout_sizes(config.model))
         for note in idle_notes(config, layout.num_ranks):
             say(note)
         models = [_load(file, config, layout, precision=config.precision) for file in files]
-        check_expected(models[0].contract, config.expect_contract, "expect_contract")
         scorer = RewardEnsemble(models) if len(models) > 1 else models[0]
         contracts = [model.contract for model in models]
         shaper = build_shaper(config.shaping, config.ensemble, contracts)
@@ -152,53 +143,6 @@ def _check_reads_alike(path: str, rewards: ScoringContract, critic: ScoringContr
             raise ConfigError(
                 f"rm_model_file: {path}: got {name} {got}, wanted the critic's, {wanted}"
             )
-
-
-# The gateway.
-
-
-def run_gateway(config: GatewayRunConfig) -> int:
-    """Answer every protocol in front of the backends; the exit code.
-
-    It starts without backends: ``/ready`` tells if any is available.
-
-    Raises:
-        AlignerError: the settings cannot be used, or the port is taken.
-    """
-    # Answers say which rows are refused or cut: a line for each would only fill the log.
-    logging.getLogger("nemo_aligner.serving.client.reward").setLevel(logging.ERROR)
-    settings = config.gateway
-    token = find_token(settings.token_file, settings.token_variable, "gateway.token")
-    backend_token = find_token(
-        config.backend_token_file, config.backend_token_variable, "backend_token"
-    )
-    client = RewardClient(
-        config.backends,
-        expect=config.expect_contract,
-        expect_fingerprint=config.expect_fingerprint,
-        timeout_s=settings.timeout_s,
-        wait_s=settings.retry_s,
-        retry_s=settings.retry_s,
-        max_connections=settings.max_connections,
-        token=backend_token,
-        in_callers_loop=True,
-    )
-    service = UpstreamService(client, settings)
-    endpoints = reward_endpoints(service, settings.max_queue_rows, kserve.OPTIONAL_NAMES)
-    listener = open_socket(settings)
-    url, ready = url_of(listener, settings), ReadyFile(settings.ready_file)
-
-    def announce() -> None:
-        ready.write(url)
-        print(f"Gateway at {url} (pid {os.getpid()})", flush=True)
-
-    front = Front(service, endpoints, settings, token, service.statistics)
-    server = FrontServer(front, settings, announce, ready.remove)
-    print(f"Backends: {', '.join(map(hide_password, config.backends))}", flush=True)
-    warn_of_open_server(settings.host, token, "gateway.token")
-    server.run(listener)
-    print("Stopped", flush=True)
-    return 0
 
 
 # A server in another process, for the duration of a block.

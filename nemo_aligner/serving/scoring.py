@@ -23,7 +23,7 @@ from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
-from nemo_aligner.serving.engine.batcher import BackpressureLimit
+from nemo_aligner.serving.backpressure import BackpressureLimit
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest, place_rows
 

@@ -82,6 +82,9 @@ _EXTRAS = {
     "wandb": "logging to Weights & Biases",
     "mlflow": "logging to MLflow",
 }
+# Servers need this extra's packages; without a fit one of the others only its purpose is lost.
+_EXTRA_OF_SERVERS = "serving"
+_PYTRITON = "nvidia-pytriton"
 _TORCH_OF_VARLEN = "2.10"
 
 
@@ -100,8 +103,9 @@ def packages() -> Iterator[Finding]:
     always = {requirement.name for requirement in ours.get("", [])}
     for extra, purpose in _EXTRAS.items():
         yield _optional(extra, purpose, ours.get(extra, []), always)
-    if importlib.util.find_spec("pytriton") is not None:
-        yield _triton_binary()
+    pytriton = next(iter(importlib.metadata.distributions(name=_PYTRITON)), None)
+    if pytriton is not None:
+        yield _triton_binary(pytriton)
 
 
 def gpu_packages() -> Iterator[Finding]:
@@ -208,6 +212,8 @@ def _required(requirement: Any) -> Finding:
 def _optional(extra: str, purpose: str, requirements: list[Any], always: set[str]) -> Finding:
     """Check an extra: installed as it should be, not installed, or installed and unfit.
 
+    An unfit one is ``missing`` only if the servers cannot start with it.
+
     ``always`` names what is installed without any extra, too: it does not show that the extra is.
     """
     findings = [_required(requirement) for requirement in requirements]
@@ -218,8 +224,8 @@ def _optional(extra: str, purpose: str, requirements: list[Any], always: set[str
     unfit = is_used and any(
         each.verdict is Verdict.missing and version_of(each.name) for each in findings
     )
-    advice = f"for {purpose}: {install_command(extra)}"
-    return Finding(f"[{extra}]", value, Verdict.missing if unfit else Verdict.note, advice)
+    verdict = Verdict.missing if unfit and extra == _EXTRA_OF_SERVERS else Verdict.note
+    return Finding(f"[{extra}]", value, verdict, f"for {purpose}: {install_command(extra)}")
 
 
 def _imports() -> Iterator[Finding]:
@@ -234,18 +240,17 @@ def _imports() -> Iterator[Finding]:
             yield Finding(name, value, Verdict.missing, f"pip install --force-reinstall {name}")
 
 
-def _triton_binary() -> Finding:
-    spec = importlib.util.find_spec("pytriton")
-    folders = [] if spec is None else list(spec.submodule_search_locations or [])
-    for folder in folders:
-        binary = Path(folder) / "tritonserver" / "bin" / "tritonserver"
-        if os.access(binary, os.X_OK):
-            return Finding("Triton", "installed, executable")
+def _triton_binary(pytriton: importlib.metadata.Distribution) -> Finding:
+    """Check that the installed PyTriton can start its server."""
+    binary = pytriton.locate_file("pytriton/tritonserver/bin/tritonserver")
+    if os.access(str(binary), os.X_OK):
+        return Finding("Triton", "installed, executable")
     return Finding(
         "Triton",
-        "no executable server in pytriton's folder",
-        Verdict.missing,
-        "pytriton's wheel for Linux has one: pip install --force-reinstall nvidia-pytriton",
+        "no executable server in PyTriton's folder",
+        Verdict.note,
+        "server.triton_port needs it, nothing else does: "
+        f"pip install --force-reinstall {_PYTRITON}",
     )
 
 

@@ -13,6 +13,7 @@ import gzip
 import json
 import subprocess
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.contract.messages import Text
+from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.contract.tokenizer import load_tokenizer
 from nemo_aligner.evaluation.run_task import TaskResult, run_task
 from nemo_aligner.evaluation.tasks import find_task
@@ -159,7 +161,7 @@ def test_rewardbench_verdicts_on_its_default_data_set(
     theirs = {name: [line for line in lines if line["subset"] == name] for name in parts}
     figures = json.loads((tmp_path / "core/out/model.json").read_text())["extra_results"]
     for subset, part in parts.items():
-        ours = ours_of(scorer.score, tmp_path, part)
+        ours = ours_of(partial(score_all, scorer), tmp_path, part)
         assert differing(ours, theirs[subset]) == []
         check_rewards(ours, theirs[subset], atol=1e-4)
         assert ours.rows[-1].value == pytest.approx(figures[subset])
@@ -171,7 +173,7 @@ def test_rewardbench_verdicts_on_its_default_data_set(
     cuts = RewardScorer(scorer.model, contract, tokenizer, layout, 8192)
     num_cut = 0
     for subset, part in parts.items():
-        ours = ours_of(cuts.score, tmp_path, part)
+        ours = ours_of(partial(score_all, cuts), tmp_path, part)
         whole = [
             number
             for number, each in enumerate(ours.predictions.rows)

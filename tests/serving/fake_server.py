@@ -24,6 +24,7 @@ from nemo_aligner.distributed.launch import launch
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import TokenCounts
 from nemo_aligner.utils.errors import DataError
+from nemo_aligner.utils.host_transfer import Arriving
 from nemo_aligner.utils.processes import report
 
 SEQ_LENGTH = 64
@@ -87,6 +88,9 @@ class FakeScorer:
 
     def read_outputs(self, outputs: np.ndarray) -> tuple[np.ndarray, None]:
         return outputs, None
+
+    def begin(self, rows: Sequence[Row]) -> Arriving[list[np.ndarray]]:
+        return Arriving.now(self.compute(rows))
 
     def compute(self, rows: Sequence[Row]) -> list[np.ndarray]:
         token_lists = [row.ids.tolist() for row in rows]

@@ -1,7 +1,8 @@
 """What a stranger may send: the server answers the next good request with the same bits.
 
 Its memory stays bounded, too. ``front/test_connection.py`` has the limits one by one; here a whole
-server with a model, and a critic's, are sent what has ended servers of others.
+server with a model is sent what has ended servers of others, and ``test_critic.py`` sends it to a
+critic's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import gzip
 import json
 import socket
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -53,15 +55,12 @@ def chunked(path: str, chunk: bytes, count: int) -> bytes:
     return head + (b"%x\r\n%s\r\n" % (len(chunk), chunk)) * count + b"0\r\n\r\n"
 
 
-def tensors(*inputs: object, binary: bytes = b"", headers: tuple[str, ...] = ()) -> bytes:
-    text = json.dumps({"inputs": inputs}).encode()
-    length = f"Inference-Header-Content-Length: {len(text)}"
-    return post(INFER, text + binary, *([length] if binary else []), *headers)
-
-
-def tensor(shape: list[int], datatype: str, size: int) -> dict[str, object]:
+def lying_tensor(path: str, shape: list[int], size: int) -> bytes:
+    """Eight bytes of token ids that are said to be of this shape and size."""
     parameters = {"binary_data_size": size}
-    return {"name": "tokens", "shape": shape, "datatype": datatype, "parameters": parameters}
+    tensor = {"name": "tokens", "shape": shape, "datatype": "INT64", "parameters": parameters}
+    text = json.dumps({"inputs": [tensor]}).encode()
+    return post(path, text + bytes(8), f"Inference-Header-Content-Length: {len(text)}")
 
 
 def rewards(texts: str) -> bytes:
@@ -69,48 +68,43 @@ def rewards(texts: str) -> bytes:
 
 
 DEEP = b"[" * 100_000
-# What is sent, and the statuses that may answer it.
-ATTACKS: dict[str, tuple[Callable[[], bytes], tuple[int, ...]]] = {
-    "one-byte chunks": (lambda: chunked(INFER, b"a", CHUNKS), (413,)),
+# What is sent to a path of inference, and the status that answers it.
+TENSOR_ATTACKS: dict[str, tuple[Callable[[str], bytes], int]] = {
+    "one-byte chunks": (lambda path: chunked(path, b"a", CHUNKS), 413),
+    "300 MB in chunks": (lambda path: chunked(path, b"a" * 65536, 4600), 413),
     "300 MB by its header": (
-        lambda: f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 300000000\r\n\r\n".encode(),
-        (413,),
-    ),
-    "300 MB in chunks": (lambda: chunked(INFER, b"a" * 65536, 4600), (413,)),
-    "1 MB of headers": (
-        lambda: b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 2**20 + b"\r\n\r\n",
-        (431,),
+        lambda path: (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 300000000\r\n\r\n".encode()
+        ),
+        413,
     ),
     "a gzip bomb": (
-        lambda: post("/v1/rewards", gzip.compress(bytes(400 * 10**6), 1), "Content-Encoding: gzip"),
-        (413,),
+        lambda path: post(path, gzip.compress(bytes(400 * 10**6), 1), "Content-Encoding: gzip"),
+        413,
     ),
+    "deep JSON tensors": (lambda path: post(path, b'{"inputs": ' + DEEP), 400),
+    "a tensor larger than its bytes": (lambda path: lying_tensor(path, [1, 2**40], 8), 400),
+    "a tensor with too many bytes": (lambda path: lying_tensor(path, [1, 1], 2**40), 400),
+    "a tensor of a negative size": (lambda path: lying_tensor(path, [1, -1], 8), 400),
+    "two lengths": (
+        lambda path: (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n"
+            "Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        ).encode(),
+        400,
+    ),
+    "no HTTP": (lambda path: bytes(range(256)) * 64, 400),
+    "1 MB of headers": (
+        lambda path: f"GET {path} HTTP/1.1\r\nHost: x\r\nA: {'a' * 2**20}\r\n\r\n".encode(),
+        431,
+    ),
+}
+TEXT_ATTACKS: dict[str, tuple[Callable[[], bytes], tuple[int, ...]]] = {
     "deep JSON": (lambda: post("/v1/rewards", b'{"texts": ' + DEEP), (400,)),
-    "deep JSON tensors": (lambda: post(INFER, b'{"inputs": ' + DEEP), (400,)),
     "a key twice": (lambda: post("/v1/rewards", b'{"texts": ["a"], "texts": ["b"]}'), (400,)),
     "half a surrogate pair": (lambda: rewards('["\\ud800"]'), (200, 400)),
     "an integer of 5,000 digits": (lambda: rewards(f"[{'1' * 5000}]"), (400,)),
     "NaN for a text": (lambda: rewards("[NaN]"), (400,)),
-    "a tensor larger than its bytes": (
-        lambda: tensors(tensor([1, 2**40], "INT64", 8), binary=bytes(8)),
-        (400,),
-    ),
-    "a tensor with too many bytes": (
-        lambda: tensors(tensor([1, 1], "INT64", 2**40), binary=bytes(8)),
-        (400,),
-    ),
-    "a tensor of a negative size": (
-        lambda: tensors(tensor([1, -1], "INT64", 8), binary=bytes(8)),
-        (400,),
-    ),
-    "two lengths": (
-        lambda: (
-            f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n"
-            "Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
-        ).encode(),
-        (400,),
-    ),
-    "no HTTP": (lambda: bytes(range(256)) * 64, (400,)),
 }
 
 
@@ -136,18 +130,31 @@ def attacked(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         assert started.stop() == [0], started.output()[-3000:]
 
 
+def check_survives(
+    server: Server, attacks: Iterable[tuple[str, bytes, tuple[int, ...]]], good: Callable[[], bytes]
+) -> None:
+    """After every attack ``good``, a request, has the answer that it had before."""
+    expected, grown_from, wrong = good(), memory(server), {}
+    for name, content, statuses in attacks:
+        answer = exchange(server.url, content)
+        if status_of(answer) not in statuses:
+            wrong[name] = answer[:300]
+        assert good() == expected, name
+    assert wrong == {}
+    assert memory(server) - grown_from < MOST_GROWTH
+    assert server.ranks[0].poll() is None
+
+
+def attacks_on_tensors(path: str) -> Iterator[tuple[str, bytes, tuple[int, ...]]]:
+    for name, (content, status) in TENSOR_ATTACKS.items():
+        yield f"{path}: {name}", content(path), (status,)
+
+
 def test_server_survives_what_ends_others(attacked: Server) -> None:
+    texts = ((name, content(), statuses) for name, (content, statuses) in TEXT_ATTACKS.items())
+    attacks = chain(attacks_on_tensors(INFER), texts)
     with RewardClient(attacked.url) as client:
-        expected = client.score(TEXTS)
-        grown_from, wrong = memory(attacked), {}
-        for name, (content, statuses) in ATTACKS.items():
-            answer = exchange(attacked.url, content())
-            if status_of(answer) not in statuses:
-                wrong[name] = answer[:300]
-            assert client.score(TEXTS).tobytes() == expected.tobytes(), name
-        assert wrong == {}
-        assert memory(attacked) - grown_from < MOST_GROWTH
-    assert attacked.ranks[0].poll() is None
+        check_survives(attacked, attacks, lambda: client.score(TEXTS).tobytes())
 
 
 def test_server_with_a_token_refuses_chunks_before_it_reads_them(tmp_path: Path) -> None:

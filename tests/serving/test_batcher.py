@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_aligner.serving.engine.batcher import BackpressureLimit, Batcher, Meter
+from nemo_aligner.serving.backpressure import BackpressureLimit
+from nemo_aligner.serving.engine.batcher import Batcher, Meter
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.utils.errors import ServingError
@@ -84,6 +85,17 @@ def test_what_calls_took_and_rows_waited_is_counted(model):
     assert counted["calls"] == 2
     assert counted["forward_seconds"] >= 0.05
     assert counted["queue_seconds"] >= 0.1  # both rows of the second waited for the first
+
+
+def test_percentiles_are_of_requests_that_have_rewards() -> None:
+    meter = Meter()
+    meter.answered(1.0, rows=2, tokens=10)
+    for _ in range(9):
+        meter.answered(0.001, rows=0, tokens=0)  # all its rows were refused
+        meter.refused()
+    line = meter.take_line(0)
+    assert line is not None
+    assert line.endswith("0 in the queue | p50 1,000 ms, p99 1,000 ms | 9 refused")
 
 
 # Tokens of a call, what is asked for first and while that is scored, and the calls of it.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+from nemo_aligner.config.serving import ServerConfig
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.serving.client import RewardCriticClient
 from nemo_aligner.serving.protocols.critic import DEFAULT_URL
@@ -21,7 +22,7 @@ from tests.docs.pages import blocks
 from tests.once import Once
 from tests.serving.servers import SERVE, Server, running
 from tests.serving.test_aligner_client import run_client
-from tests.serving.test_attacks import CHUNKS, chunked, exchange, status_of
+from tests.serving.test_attacks import attacks_on_tensors, check_survives
 from tests.training.critic_steps import ROWS, SETTINGS, WIDTH, make_rollout
 
 SERVE_CRITIC = "examples/serve_ppo_critic.py"
@@ -58,6 +59,7 @@ def both(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
         "trainer.ppo.offload_idle_model=true",
         "model.offload_adam_states=true",
         "model.pipeline_model_parallel_size=2",
+        f"server.max_request_bytes={ServerConfig().max_request_bytes}",  # a critic's is larger
     ]
     with running(folder, SERVE_CRITIC, *settings(model, folder, *more), ranks=2) as server:
         yield server
@@ -78,14 +80,14 @@ def rewards_and_values(client: RewardCriticClient) -> tuple[np.ndarray, np.ndarr
 
 
 def test_critic_survives_what_ends_others_and_says_how_it_is(both: Server) -> None:
-    """All of it in test_attacks.py; what a critic has learned since its last save would be lost."""
+    """What a critic has learned since its last save would be lost."""
     with RewardCriticClient(both.url) as client:
-        before = rewards_and_values(client)
         for path in ("/v2/models/critic_infer/infer", "/v2/models/critic_train/infer"):
-            answer = exchange(both.url, chunked(path, b"a", CHUNKS))
-            assert status_of(answer) == 413, answer[:300]
-        after = rewards_and_values(client)
-    assert [array.tobytes() for array in after] == [array.tobytes() for array in before]
+            check_survives(
+                both,
+                attacks_on_tensors(path),
+                lambda: b"".join(array.tobytes() for array in rewards_and_values(client)),
+            )
     for path, content in (("health", "ok"), ("ready", "ready"), ("metrics", 'backend="critic"')):
         with urllib.request.urlopen(f"{both.url}/{path}", timeout=30) as page:
             assert content in page.read().decode(), path

@@ -23,7 +23,7 @@ import pytest
 
 from nemo_aligner.config.serving import GatewayConfig
 from tests import tiny
-from tests.serving.client.misbehaving import Misbehaving, eventually
+from tests.serving.client.misbehaving import Misbehaving, eventually, failure
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.servers import gateway
 
@@ -94,6 +94,8 @@ def test_it_starts_before_its_backend_and_answers_until_sigterm_and_then_what_is
         with urllib.request.urlopen(f"{started.url}/ready", timeout=10) as ready:
             assert ready.status == 200
         assert rewards(post(f"{started.url}/v1/rewards", {"texts": ["ab"]})) == [total("ab")]
+        maps = Path(f"/proc/{started.ranks[0].pid}/maps").read_text()
+        assert ("uvloop" in maps, "libtorch" in maps) == (True, False)  # it holds no model
         lone.answer = in_a_while
         texts = [str(number) for number in range(8)]
         stop = partial(started.ranks[0].send_signal, signal.SIGTERM)
@@ -123,6 +125,20 @@ def test_of_two_backends_one_may_die_among_requests(
             words = json.load(ready)["backends"]
         assert words[second.url] == "ready"
         assert "connection refused" in words[first.url]
+        # The log has once that it left, and once that it came back.
+        name = f"{first.url}, reward_model"
+        lost = f"{name}: connection lost before the whole answer came; it is left out until"
+        assert started.output().count(lost) == 1
+        assert "answers again" not in started.output()
+        first.come()
+        first.answer = second.answer = lambda texts: None
+
+        def is_back() -> bool:
+            post(f"{started.url}/v1/rewards", {"texts": ["ab"]})
+            return f"{name}: it answers again" in started.output()
+
+        assert eventually(is_back)
+        assert started.output().count("answers again") == 1
 
 
 def test_by_tls_with_a_token_from_a_file(lone: Misbehaving, tmp_path: Path) -> None:
@@ -152,6 +168,11 @@ def test_by_tls_with_a_token_from_a_file(lone: Misbehaving, tmp_path: Path) -> N
         assert post(url, {"texts": ["ab"]}, None, trusted)[0] == 401
         with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
             post(url, {"texts": ["ab"]}, bearer)
+        for wrong, words in {
+            started.url: "not trusted (self-signed certificate). Set the environment variable SSL_",
+            lone.url.replace("http:", "https:"): "does not answer by TLS. Use http:// in the URL",
+        }.items():
+            assert words in failure(wrong)[1]
         request = urllib.request.Request(f"{started.url}/v1/contract", headers=bearer)
         with urllib.request.urlopen(request, context=trusted) as contract:
             assert json.load(contract)["hash"] == CONTRACT.hash

@@ -13,7 +13,12 @@ import pytest
 import torch
 
 from nemo_aligner.checkpoint.nemo.fingerprint import fingerprint_of_ensemble, read_fingerprint
-from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
+from nemo_aligner.checkpoint.nemo.reward_model import (
+    load_reward_model,
+    read_text_rules,
+    save_reward_model,
+)
+from nemo_aligner.config.common import Precision
 from nemo_aligner.config.serving import ServeConfig
 from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.scorer import score_all
@@ -153,7 +158,7 @@ def test_server_that_does_not_start_says_why(tmp_path: Path) -> None:
 
 
 def test_servers_with_another_model_than_the_expected_one_do_not_start(
-    archive: Path, tmp_path: Path
+    archive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before they load it; a server of several models has the fingerprint of all."""
     both = fingerprint_of_ensemble([read_fingerprint(archive)] * 2)
@@ -162,6 +167,14 @@ def test_servers_with_another_model_than_the_expected_one_do_not_start(
         run_server(config)
     config.ensemble.files = [str(archive)]
     with pytest.raises(ConfigError, match=rf"{both} \({archive}, {archive}\), wanted 0000"):
+        run_server(config)
+    monkeypatch.setattr("nemo_aligner.serving.run.load_scorer", None)
+    _, contract = read_text_rules(archive)
+    assert contract is not None
+    bf16 = contract.with_dtype(Precision.bf16).hash
+    config = ServeConfig(rm_model_file=str(archive), precision=Precision.bf16)
+    config.expect_contract = "0" * 64
+    with pytest.raises(ConfigError, match=f"with the scoring contract {bf16}, wanted 0000"):
         run_server(config)
 
 

@@ -9,7 +9,7 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,12 +93,12 @@ def test_doctor_gives_the_command_that_mends_a_version(
     ("pytriton", "numpy", "verdict"),
     [
         ("0.7.0", "1.26.4", Verdict.ok),
-        ("0.7.0", "2.1.0", Verdict.missing),
-        ("0.6.0", "1.26.4", Verdict.missing),
+        ("0.7.0", "2.1.0", Verdict.note),
+        ("0.6.0", "1.26.4", Verdict.note),
         (None, "2.1.0", Verdict.note),
     ],
 )
-def test_doctor_finds_numpy_2_wrong_where_triton_is_installed(
+def test_doctor_notes_numpy_2_where_triton_is_installed(
     monkeypatch: pytest.MonkeyPatch, pytriton: str | None, numpy: str, verdict: Verdict
 ) -> None:
     changes = {"numpy": numpy, "nvidia-pytriton": pytriton}
@@ -109,17 +109,26 @@ def test_doctor_finds_numpy_2_wrong_where_triton_is_installed(
     assert named("[triton]", found).verdict is verdict
 
 
-def test_doctor_misses_a_triton_that_may_not_run(
+def test_doctor_notes_a_triton_that_may_not_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    binary = tmp_path / "tritonserver" / "bin" / "tritonserver"
+    # A module that another process's client imports from elsewhere is no installed Triton.
+    monkeypatch.setitem(sys.modules, "pytriton", ModuleType("pytriton"))
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda **_: [])
+    assert "Triton" not in [each.name for each in doctor.packages()]
+
+    binary = tmp_path / "pytriton/tritonserver/bin/tritonserver"
     binary.parent.mkdir(parents=True)
     binary.write_text("")
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: spec)
-    assert doctor._triton_binary().verdict is Verdict.missing
+    installed = tmp_path / "nvidia_pytriton-0.7.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Name: nvidia-pytriton\nVersion: 0.7.0\n")
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    triton = named("Triton", doctor.packages())
+    assert (triton.verdict, "server.triton_port" in triton.advice) == (Verdict.note, True)
     binary.chmod(0o755)
-    assert doctor._triton_binary().verdict is Verdict.ok
+    assert named("Triton", doctor.packages()).verdict is Verdict.ok
 
 
 def cuda(major: int, count: int = 2) -> Any:

@@ -37,7 +37,7 @@ from nemo_aligner.config.model import (
     ScoredPosition,
 )
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.from_settings import build_contract
+from nemo_aligner.contract.from_settings import build_contract, check_expected
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.distributed.collectives import barrier, on_main
 from nemo_aligner.distributed.layout import ParallelLayout
@@ -91,6 +91,21 @@ def read_text_rules(path: str | Path) -> tuple[Tokenizer, ScoringContract | None
     with open_nemo(path, with_weights=False) as folder:
         tokenizer = folder.load_tokenizer()
         return tokenizer, contract_of(folder, tokenizer)
+
+
+def check_expected_contract(
+    path: str | Path, precision: Precision | None, expected: str | None, key: str
+) -> None:
+    """Refuse an archive whose contract is not ``expected``, before its weights are loaded.
+
+    Collective. An archive without a contract passes here; loading it fails.
+
+    Raises:
+        ConfigError: see ``check_expected``. ``precision`` is the one to load it with.
+    """
+    contract = None if expected is None else read_text_rules(path)[1]
+    if contract is not None:
+        check_expected(contract.with_dtype(precision), expected, key)
 
 
 def load_pretrained(

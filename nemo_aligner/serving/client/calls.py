@@ -239,7 +239,8 @@ def checked_urls(urls: Sequence[str]) -> list[str]:
     for url in urls:
         whole = (url if "://" in url else f"http://{url}").rstrip("/")
         parts = urlsplit(whole)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        is_whole = parts.scheme in ("http", "https") and parts.hostname
+        if not is_whole or parts.query or parts.fragment:
             raise ConfigError(f"url: got {hide_password(url)!r:.80}, wanted http://host:port")
         checked.append(whole)
     if not checked:

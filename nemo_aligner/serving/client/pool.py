@@ -237,7 +237,8 @@ class ServerPool:
                 else:
                     search.trouble_since = None
                 search.last_trouble = f"{server.name}: {error}"
-                self._say_trouble(search.last_trouble)
+                if not is_lost:  # which the server has logged
+                    self._say_trouble(search.last_trouble)
             except OtherContractError as error:
                 # In a rolling update: its reward is not used, and another server is asked.
                 server.leave_out(error.text)

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 
+from nemo_aligner.serving.client.causes import cause_of
 from nemo_aligner.serving.tokens import hide_password
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ServingError, one_line
@@ -80,7 +81,9 @@ async def _post(
         async with session.post(address.url, json=body, timeout=timeout) as answer:
             return JsonAnswer(answer.status, _read(await answer.text(errors="replace")))
     except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-        why = one_line(error) or f"nothing within {address.timeout_s:g} s"
+        is_tls = isinstance(error, aiohttp.ClientSSLError)
+        said = cause_of(error) if is_tls else one_line(error)
+        why = said or f"nothing within {address.timeout_s:g} s"
         raise ServingError(f"{address.name}: no answer: {why}") from error
 
 

@@ -67,7 +67,7 @@ class RewardClient(ServerClient[ServerPool]):
         """One ``url``, or those of several servers of the same model.
 
         Args:
-            url: ``http://host:port``
+            url: ``http://host:port``, and the prefix where a proxy has one: ``/rewards``
             model_name: what it is called on the servers
             expect: see above
             expect_fingerprint: of the only model whose rewards are accepted

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import aiohttp
 import numpy as np
@@ -29,6 +29,7 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import describe_differences
 from nemo_aligner.contract.sample_frame import SampleFrame
 from nemo_aligner.contract.turns import TurnEnd
+from nemo_aligner.serving.client.causes import CONNECT_S, HANDSHAKE_S, cause_of
 from nemo_aligner.serving.client.fingerprint import FingerprintCheck
 from nemo_aligner.serving.failures import (
     NO_TOKEN,
@@ -47,10 +48,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_CONNECT_S = 3.0
-# A request for rewards is limited by the call's deadline alone, as the model may be slow. These
-# cost a server nothing, so a late answer means that it hangs.
-_HANDSHAKE_S = 10.0
 _PROBE_S = 2.0  # somebody waits for the gateway's ``/ready`` or ``/metrics``
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 # With these and a body that is not KServe's, vLLM, our gateway or a proxy answers in its place.
@@ -104,6 +101,8 @@ class RemoteServer:
         self.handshake: asyncio.Task[None] | None = None
         self.again_at = 0.0
         self._has_said_when = False
+        # The log has that it is left out, and not yet that it is back.
+        self._is_missed = False
         self._failures = 0
         self._session, self._contract_check = session, contract_check
         self._model_name, self._reads_contract = model_name, reads_contract
@@ -160,7 +159,7 @@ class RemoteServer:
             UnavailableError: it gave no answer, and is left out for a while.
         """
         with self._asked():
-            return await self._contract(_HANDSHAKE_S)
+            return await self._contract(HANDSHAKE_S)
 
     async def turn_end(self) -> TurnEnd | None:
         """Text that its chat template writes after a reply; None if it writes nothing.
@@ -194,7 +193,7 @@ class RemoteServer:
         """Decode a part of what it publishes; None, and a warning, if that is missing."""
         with self._asked():
             try:
-                outputs = await self._publication(_HANDSHAKE_S)
+                outputs = await self._publication(HANDSHAKE_S)
                 return kserve.decode_template_part(outputs, name, from_dict)
             except UnavailableError:
                 raise
@@ -242,12 +241,18 @@ class RemoteServer:
             # Of many requests that are lost at once only the first may lengthen the pause.
             if self.is_ready(time.monotonic()):
                 self._back_off(error)
+                if self.limit is None and not self._is_missed:
+                    self._is_missed = True
+                    logger.warning("%s: %s; it is left out until it answers", self.name, error)
             raise
         finally:
             self.in_flight -= 1
         self._failures = 0
         if self.limit is not None:
             self.trouble = ""
+            if self._is_missed:
+                self._is_missed = False
+                logger.warning("%s: it answers again", self.name)
 
     async def _publication(self, timeout_s: float) -> Tensors:
         """Ask for all that it publishes: its contract, turn end and statistics."""
@@ -267,7 +272,7 @@ class RemoteServer:
             await self._ask("GET", f"models/{quote(self._model_name)}/ready")
             answer, _ = await self._ask("GET", f"models/{quote(self._model_name)}/config")
             limit = max(1, int(json.loads(answer)["max_batch_size"]))
-            await self._check_contract(_HANDSHAKE_S)
+            await self._check_contract(HANDSHAKE_S)
             self.limit, self.fault, self.trouble, self.again_at = limit, None, "", 0.0
         except RefusedError as error:
             self._on_refused_handshake(error)
@@ -286,12 +291,18 @@ class RemoteServer:
 
     def _on_refused_handshake(self, error: RefusedError) -> None:
         self.is_foreign = error.is_foreign
+        path = urlsplit(self._url).path
+        advice = (
+            f"; the URL's path, {short(path)}, must be a proxy's prefix or none" if path else ""
+        )
         if error.is_foreign:
-            self._back_off(UnavailableError(f"HTTP {error.status}: {error.message}; {_FOREIGN}"))
+            reason = f"HTTP {error.status}: {error.message}; {_FOREIGN}{advice}"
+            self._back_off(UnavailableError(reason))
         elif _is_unauthorized(error):
             self._refuse(error)
         else:  # its model is still being loaded
-            self._back_off(UnavailableError(f"{self._model_name} is not ready: {error.message}"))
+            reason = f"{self._model_name} is not ready: {error.message}{advice}"
+            self._back_off(UnavailableError(reason))
 
     async def _check_contract(self, timeout_s: float) -> None:
         """Raise OtherContractError; a lone server shows its contract by its first reward."""
@@ -324,6 +335,7 @@ class RemoteServer:
         self._back_off(UnavailableError(str(error).removeprefix(f"{self.name}: ")))
         self.fault = error
         if str(known) != str(error):
+            self._is_missed = True
             logger.warning("%s; it is left out", error)
 
     def _back_off(self, error: UnavailableError) -> None:
@@ -353,7 +365,7 @@ class RemoteServer:
         self,
         method: str,
         path: str,
-        timeout_s: float | None = _HANDSHAKE_S,
+        timeout_s: float | None = HANDSHAKE_S,
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[bytes, Mapping[str, str]]:
@@ -364,13 +376,13 @@ class RemoteServer:
                 # aiohttp warns of large bytes, which it writes at once; a stream goes in pieces.
                 data=None if body is None else BytesIO(body),
                 headers=headers,
-                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S),
+                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S),
             ) as response:
                 answer = await response.read()
         except (aiohttp.ClientSSLError, aiohttp.InvalidURL) as error:
-            raise UnavailableError(short(error), waiting_helps=False) from error
+            raise UnavailableError(cause_of(error), waiting_helps=False) from error
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            raise UnavailableError(_cause(error)) from error
+            raise UnavailableError(cause_of(error)) from error
         if response.status == 200:
             return answer, response.headers
         raise self._failure(response.status, answer, response.headers)
@@ -404,24 +416,6 @@ def _error_of(answer: bytes) -> str | None:
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return said if isinstance(said, str) else None  # an object is vLLM's
-
-
-def _cause(error: BaseException) -> str:
-    """Cause of a failed connection, in few words."""
-    text = str(error)
-    if isinstance(error, aiohttp.ClientConnectorError) and (
-        isinstance(error.os_error, ConnectionRefusedError) or "Connect call failed" in text
-    ):
-        return "connection refused: nobody listens there"
-    if isinstance(error, aiohttp.ClientConnectorDNSError):
-        return f"no such host: {error.host}"
-    if isinstance(error, aiohttp.ConnectionTimeoutError):
-        return f"no connection within {_CONNECT_S:g} s"
-    if isinstance(error, asyncio.TimeoutError):
-        return f"it accepts connections, but gave no answer within {_HANDSHAKE_S:g} s"
-    if isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientPayloadError):
-        return "connection lost before the whole answer came"
-    return short(text) or type(error).__name__
 
 
 def _socket(address: Any) -> socket.socket:

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from threading import Condition, Lock, Thread
@@ -18,7 +17,6 @@ import numpy as np
 from nemo_aligner.data.packing import packed_tokens, take_oldest
 from nemo_aligner.serving.engine.pace import ModelPace
 from nemo_aligner.serving.engine.rows import Row
-from nemo_aligner.serving.failures import FailureKind, RequestError
 from nemo_aligner.utils.errors import ServingError
 
 logger = logging.getLogger(__name__)
@@ -349,9 +347,11 @@ class Meter:
         self._totals = _Totals()
 
     def answered(self, seconds: float, rows: int, tokens: int) -> None:
-        """A request has its rewards, ``seconds`` after it came."""
+        """A request has its answer, ``seconds`` after it came; ``rows`` have rewards."""
         with self._lock:
-            self._counts.seconds.append(seconds)
+            # One whose rows are all refused has waited for no model.
+            if rows:
+                self._counts.seconds.append(seconds)
             self._counts.requests += 1
             self._counts.rows += rows
             self._counts.tokens += tokens
@@ -404,48 +404,6 @@ class Meter:
         if counts.refused:
             parts.append(f"{counts.refused} refused")
         return " | ".join(parts)
-
-
-# Backpressure: a limit of the rows in flight.
-
-_FIRST_GUESS = 100.0  # rows/s, before any was scored
-
-
-class BackpressureLimit:
-    """A limit of the rows in flight (the setting ``key``); for one event loop."""
-
-    def __init__(self, most: int, key: str) -> None:
-        self.rows_in_flight = 0
-        self._most, self._key = most, key
-        self._rows_per_second = _FIRST_GUESS
-
-    @contextmanager
-    def admit(self, rows: int) -> Iterator[None]:
-        """Count these rows as in flight for a block; a lone request is always admitted.
-
-        Raises:
-            RequestError: too many are in flight; when to come again is a guess.
-        """
-        # Else a request of more rows than may wait would be refused forever.
-        if self.rows_in_flight and self.rows_in_flight + rows > self._most:
-            seconds = max(1, round(self.rows_in_flight / self._rows_per_second))
-            raise RequestError(
-                f"the queue is full ({self.rows_in_flight} rows wait of {self._most}, "
-                f"{self._key}); retry after {seconds} s",
-                FailureKind.busy,
-                seconds,
-            )
-        ahead, begun = self.rows_in_flight, time.monotonic()
-        self.rows_in_flight += rows
-        try:
-            yield
-            # These rows and those before them are done, which gives the rate. Rows that were
-            # refused or withdrawn do not, nor does a request without any, which waits for none: the
-            # rate must stay above 0.
-            if rows:
-                self._rows_per_second = (ahead + rows) / max(time.monotonic() - begun, 1e-3)
-        finally:
-            self.rows_in_flight -= rows
 
 
 # Shared and exclusive use of the model.

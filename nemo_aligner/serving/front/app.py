@@ -26,6 +26,7 @@ from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.serving.endpoints import Endpoint, call_by_size
 from nemo_aligner.serving.failures import FailureKind, RequestError, public_failure
 from nemo_aligner.serving.front import kserve
+from nemo_aligner.serving.front.bodies import HeldBody, RequestBodies
 from nemo_aligner.serving.front.kserve import KServe, KServeAnswer
 from nemo_aligner.serving.front.metrics import FrontMetrics, Statistics
 from nemo_aligner.serving.protocols import (
@@ -46,11 +47,8 @@ from nemo_aligner.serving.protocols.base import (
     PlainRoute,
     Route,
     Served,
-    is_packed,
     refuse_with_detail,
     row_headers,
-    too_large,
-    unpack_body,
 )
 from nemo_aligner.serving.protocols.kserve import MODEL_NAME
 from nemo_aligner.serving.scoring import FOREIGN_ADVICE, ScoringService, check_num_rows
@@ -119,6 +117,7 @@ class Front:
         self.scoring = scoring
         self.metrics = FrontMetrics()
         self._config, self._token, self._statistics = config, token, statistics
+        self._bodies = RequestBodies(config)
         self._kserve = KServe(endpoints, self._has_rewards, self.metrics.count_request)
         self._routes: dict[str, list[Route[Any]]] = {}
         for route in ROUTES if scoring is not None else ():
@@ -144,16 +143,17 @@ class Front:
 
     async def _answer_kserve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
-        try:
-            body = b""
-            if scope["method"] == "POST":
-                body = await _read_body(receive, headers, self._config)
-        except RequestError as error:
-            answer = kserve.refuse(error)
-        except ServingError as error:
-            answer = kserve.refuse(RequestError(one_line(error), FailureKind.bad_request))
-        else:
-            answer = await self._kserve.answer(scope["method"], scope["path"], headers, body)
+        with self._bodies.hold() as held:
+            try:
+                body = b""
+                if scope["method"] == "POST":
+                    body = await held.read(receive, headers)
+            except RequestError as error:
+                answer = kserve.refuse(error)
+            except ServingError as error:
+                answer = kserve.refuse(RequestError(one_line(error), FailureKind.bad_request))
+            else:
+                answer = await self._kserve.answer(scope["method"], scope["path"], headers, body)
         await _send(answer, send)
 
     def _is_open(self, method: str, path: str) -> bool:
@@ -206,11 +206,19 @@ class Front:
         self._add_own_routes(app)
         if scoring is None:
             return app
+        template_warnings = _TemplateWarnings()
         for path, routes in self._routes.items():
             about = "; ".join(route.about for route in routes)
             app.add_api_route(
                 path,
-                _RouteHandler(routes, scoring, self._config, self.metrics).handle,
+                _RouteHandler(
+                    routes,
+                    scoring,
+                    self._config,
+                    self.metrics,
+                    self._bodies,
+                    template_warnings,
+                ).handle,
                 methods=["POST"],
                 summary=about,
                 description=about,  # else the handler's docstring is on the page
@@ -218,7 +226,7 @@ class Front:
                 openapi_extra=_describe_routes(routes),
             )
         for plain in PLAIN_ROUTES:
-            _add_plain_route(app, plain, self._config)
+            _add_plain_route(app, plain, self._bodies)
         for model_route in MODEL_ROUTES:
             _add_model_route(app, model_route, scoring, self._config)
 
@@ -286,6 +294,24 @@ class _App(FastAPI):
         return self.openapi_schema or {}
 
 
+class _TemplateWarnings:
+    """Logs the first sample of a server that is in another chat template, for each difference."""
+
+    def __init__(self) -> None:
+        self._noted: set[str] = set()
+
+    def note(self, path: str, row: int, fault: str) -> None:
+        """Log it, unless one with the same kind of fault was logged: a run has millions."""
+        kind = " ".join(fault.split()[:2])  # "it begins", "it has" no, or "it ends" with something
+        if kind not in self._noted:
+            self._noted.add(kind)
+            print(
+                f"Warning: {path}, row {row}: {fault}. Further ones are only counted "
+                "(foreign_template in /metrics)",
+                flush=True,
+            )
+
+
 class _RouteHandler:
     """Handler of a path's routes: body, request, rewards and answer, or a route's own failure."""
 
@@ -295,23 +321,27 @@ class _RouteHandler:
         scoring: ScoringService,
         config: FrontConfig,
         metrics: FrontMetrics,
+        bodies: RequestBodies,
+        template_warnings: _TemplateWarnings,
     ) -> None:
         self._route, *self._others = routes
         self._scoring, self._config, self._metrics = scoring, config, metrics
-        self._foreign_paths: set[str] = set()
+        self._bodies = bodies
+        self._template_warnings = template_warnings
 
     async def handle(self, request: Request) -> Response:
         """Answer by the route's protocol, and count the answer."""
         begun = time.monotonic()
-        response = await self._answer(request)
+        with self._bodies.hold() as held:
+            response = await self._answer(request, held)
         seconds = time.monotonic() - begun
         self._metrics.count_request(self._route.path, response.status_code, seconds)
         return response
 
-    async def _answer(self, request: Request) -> Response:
+    async def _answer(self, request: Request, held: HeldBody) -> Response:
         route, body, size = self._route, None, 0
         try:
-            content = await _read_body(request.receive, request.headers, self._config)
+            content = await held.read(request.receive, request.headers)
             size = len(content)
             route, body = await call_by_size(size, self._route_of, content)
             if body is None:
@@ -385,20 +415,13 @@ class _RouteHandler:
     def _note_foreign_rows(
         self, route: Route[Any], request: ScoreRequest, foreign: Mapping[int, str]
     ) -> ScoreRequest:
-        """Log rows that are in another chat template, once a route, and reject them if set so.
+        """Log rows that are in another chat template, and reject them if set so.
 
         Raises:
             RequestError: they are rejected, and the route sets no rows aside.
         """
         row, fault = next(iter(foreign.items()))
-        if route.path not in self._foreign_paths:
-            self._foreign_paths.add(route.path)
-            print(
-                f"Warning: {route.path}: {len(foreign)} of {request.num_rows} texts are not "
-                f"written in the model's chat template; row {row}: {fault}. {FOREIGN_ADVICE}. "
-                "The metrics count the further ones (foreign_template)",
-                flush=True,
-            )
+        self._template_warnings.note(route.path, row, fault)
         if not self._config.reject_foreign_templates:
             return request
         if not route.sets_rows_aside:
@@ -435,35 +458,6 @@ def _field_names(content: bytes) -> Collection[str]:
     return value.keys() if isinstance(value, dict) else ()
 
 
-async def _read_body(receive: Receive, headers: Mapping[str, str], config: FrontConfig) -> bytes:
-    """Read the body, unpacked, and no more of it than is allowed.
-
-    Raises:
-        RequestError: it has more bytes than allowed, or its sender leaves before it is whole.
-        ServingError: see ``unpack_body``.
-    """
-    most = config.max_request_bytes
-    # The header spares reading a body that says its size; one in chunks has none.
-    length = headers.get("content-length", "")
-    if length.isdecimal() and int(length) > most:
-        raise too_large(most)
-    parts, size, has_more = [], 0, True
-    while has_more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise RequestError("the body is not whole", FailureKind.bad_request)
-        part, has_more = message.get("body", b""), message.get("more_body", False)
-        size += len(part)
-        if size > most:
-            raise too_large(most)
-        parts.append(part)
-    body = b"".join(parts)
-    encoding = headers.get("content-encoding", "")
-    # A small body that is packed may have as many bytes as are allowed.
-    size = most if is_packed(body, encoding) else len(body)
-    return await call_by_size(size, unpack_body, body, encoding, most)
-
-
 async def _send(answer: KServeAnswer, send: Send) -> None:
     headers = [
         (b"content-length", str(len(answer.body)).encode()),
@@ -497,12 +491,13 @@ async def _answer_health() -> Response:
     return respond(HttpAnswer(200, {"status": "ok"}))
 
 
-def _add_plain_route(app: FastAPI, route: PlainRoute, config: FrontConfig) -> None:
+def _add_plain_route(app: FastAPI, route: PlainRoute, bodies: RequestBodies) -> None:
     async def answer(request: Request) -> Response:
-        body = await _read_body(request.receive, request.headers, config)
-        if route.is_slow:
-            return await asyncio.to_thread(lambda: respond(route.answer(body)))
-        return respond(await call_by_size(len(body), route.answer, body))
+        with bodies.hold() as held:
+            body = await held.read(request.receive, request.headers)
+            if route.is_slow:
+                return await asyncio.to_thread(lambda: respond(route.answer(body)))
+            return respond(await call_by_size(len(body), route.answer, body))
 
     async def handle(request: Request) -> Response:
         return await _respond_or_refuse(answer(request))

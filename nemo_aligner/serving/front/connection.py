@@ -75,7 +75,7 @@ class Sweep:
             self.now = self.loop.time()
             self.timer = self.loop.call_later(self.interval, self._run, connections)
 
-    def _run(self, connections: set[Connection]) -> None:
+    def _run(self, connections: set[Any]) -> None:
         # One interval ago, as ``now`` was that old when the deadlines were set.
         earlier, self.now = self.now, self.loop.time()
         self.timer = None
@@ -169,11 +169,9 @@ class Connection(HttpToolsProtocol):
         self.context = contextvars.copy_context()
         self.sweep.start(self.connections)
         self.deadline = self.sweep.now + self.limits.keep_alive_secs
-        limit = self.limits.max_open_connections
-        if len(self.connections) > limit:
+        if len(self.connections) > self.limits.max_open_connections:
             self.refuse(self.limits.too_many_connections())
-            # Connections that get this answer stay for a moment, so their number needs a limit too.
-            if len(self.connections) > limit + limit // 8 + 8:
+            if len(self.connections) > self.limits.max_refused_connections:
                 transport.abort()
             return
         peer = transport.get_extra_info("socket")

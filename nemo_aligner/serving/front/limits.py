@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from nemo_aligner.config.serving import FrontConfig
 
+# A client's part of a TLS handshake is a few hundred bytes, sent at once.
+_HANDSHAKE_SECS = 10.0
+
 
 @dataclass(frozen=True)
 class ConnectionLimits:
@@ -32,6 +35,19 @@ class ConnectionLimits:
             receive_timeout_secs=config.receive_timeout_secs,
             keep_alive_secs=config.keep_alive_secs,
         )
+
+    @property
+    def handshake_secs(self) -> float:
+        """Seconds until a TLS handshake is ended without an answer."""
+        return min(_HANDSHAKE_SECS, self.receive_timeout_secs)
+
+    @property
+    def max_refused_connections(self) -> int:
+        """Most connections with those that are being refused; more are closed unanswered.
+
+        A refused connection stays for a moment, until its client has the answer.
+        """
+        return self.max_open_connections + self.max_open_connections // 8 + 8
 
     def headers_too_large(self) -> Refusal:
         return Refusal(

@@ -17,7 +17,9 @@ import uvicorn
 
 from nemo_aligner.config.serving import FrontConfig
 from nemo_aligner.serving.front.app import Front
-from nemo_aligner.serving.front.connection import ConnectionLimits, limited_protocol
+from nemo_aligner.serving.front.connection import limited_protocol
+from nemo_aligner.serving.front.handshake import behind_tls
+from nemo_aligner.serving.front.limits import ConnectionLimits
 from nemo_aligner.serving.scoring import ScoringService
 from nemo_aligner.utils.errors import ServingError
 
@@ -33,7 +35,7 @@ def open_socket(config: FrontConfig) -> socket.socket:
         ServingError: the port is taken, the host is no address of this machine, or the certificate
             or its key cannot be used.
     """
-    _check_certificate(config)
+    tls_context(config)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -66,10 +68,14 @@ def _bind_error(config: FrontConfig, error: OSError) -> ServingError:
     return ServingError(f"{section}.port: {host}:{port}: {error.strerror}")
 
 
-def _check_certificate(config: FrontConfig) -> None:
-    """Raise ServingError unless the certificate fits its key, which may need no password."""
+def tls_context(config: FrontConfig) -> ssl.SSLContext | None:
+    """The certificate and its key; None for a server without.
+
+    Raises:
+        ServingError: they do not fit each other, or the key needs a password.
+    """
     if config.certificate_file is None:
-        return
+        return None
 
     def refuse_password() -> str:
         raise ServingError("the key is encrypted; write it without a password")
@@ -86,6 +92,7 @@ def _check_certificate(config: FrontConfig) -> None:
         raise ServingError(
             f"{config.section}.certificate_file, key_file: {files}: {error}"
         ) from error
+    return context
 
 
 def url_of(listener: socket.socket, config: FrontConfig) -> str:
@@ -118,18 +125,17 @@ class FrontServer:
         on_drain: Callable[[], None] = lambda: None,
     ) -> None:
         """``on_ready`` is called once requests are accepted, ``on_drain`` when they are no more."""
-        protocol = limited_protocol(ConnectionLimits.of(config))
-        front.metrics.refused_connections = protocol.refused_connections
+        connections = limited_protocol(ConnectionLimits.of(config))
+        front.metrics.refused_connections = connections.refused_connections
+        context = tls_context(config)
         settings = uvicorn.Config(
             front,
-            http=protocol,
+            http=connections if context is None else behind_tls(connections, context),
             ws="none",
             lifespan="off",
             backlog=_BACKLOG,
             log_config=None,
             access_log=False,
-            ssl_certfile=config.certificate_file,
-            ssl_keyfile=config.key_file,
             timeout_graceful_shutdown=config.exit_timeout_secs,
             server_header=False,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,12 +29,16 @@ from nemo_aligner.serving.protocols import ScoredRows, ScoreRequest
 from nemo_aligner.serving.protocols.strict_json import check_keys
 from nemo_aligner.utils.errors import DataError, ServingError, short, shown
 
-_SHOWN_PROBLEMS = 3  # of a body; a union's branches have one each, most of which say the same
+_SHOWN_PROBLEMS = 3  # of a body
+# Of these; a union's branches have one each, most of which say the same. Others are only counted.
+_READ_PROBLEMS = 8
 # Characters of a bad value, so that the line has room for what was wanted.
 _SHOWN_VALUE = 60
+# Branches of a union in the place of a problem, which are no names of the body.
+_BRANCH = re.compile(r"(str|int|float|bool)$|(list|dict)\[")
 # By pydantic's error types; others keep pydantic's words.
 _WORDS = {
-    "missing": "missing, wanted a value",
+    "missing": "required, but missing",
     "too_short": "got {actual_length}, wanted at least {min_length}",
     "list_type": "got {got}, wanted a list",
     "string_type": "got {got}, wanted a text",
@@ -284,6 +289,8 @@ def parse_body(form: type[T], body: bytes) -> T:
         ServingError: it has another form, a key twice, or is no JSON.
         RequestError: it has more than ``MOST_ROWS`` samples.
     """
+    if not body or body.isspace():
+        raise ServingError("body: it is empty, wanted a JSON object")
     check_keys(body)
     try:
         return form.model_validate_json(body)
@@ -374,14 +381,25 @@ def _refuse_content(content: Any, where: str) -> NoReturn:
 def _problems_of(error: ValidationError, request: type[BaseModel]) -> str:
     """Describe what is wrong with a body, in one line."""
     # Without pydantic's links to its own pages, which nobody follows from an answer.
-    problems = error.errors(include_url=False)
-    found = [
-        f"{'.'.join(map(_key, each['loc'])) or 'body'}: {_problem(each, request)}"
-        for each in problems[:_SHOWN_PROBLEMS]
+    errors = error.errors(include_url=False)
+    problems: dict[tuple[Any, ...], str] = {}
+    for each in errors[:_READ_PROBLEMS]:
+        place, words = each["loc"], _problem(each, request)
+        got, wants, wanted = words.partition(", wanted ")
+        if place and wants and _BRANCH.match(str(place[-1])):
+            # A value that fits no branch of a union is one problem.
+            key = (*place[:-1], got)
+            before = problems.get(key, "")
+            if wanted not in before:
+                problems[key] = f"{before} or {wanted}" if before else words
+        else:
+            problems[(*place, got)] = words
+    lines = [
+        f"{'.'.join(map(_key, key[:-1])) or 'body'}: {words}" for key, words in problems.items()
     ]
-    more = len(problems) - len(found)
+    more = len(lines[_SHOWN_PROBLEMS:]) + len(errors[_READ_PROBLEMS:])
     rest = [f"and {more} more"] if more else []
-    return short("; ".join([*found, *rest]))
+    return short("; ".join([*lines[:_SHOWN_PROBLEMS], *rest]))
 
 
 def _key(part: str | int) -> str:
@@ -398,7 +416,7 @@ def _problem(each: ErrorDetails, request: type[BaseModel]) -> str:
         # Comparing a key of megabytes with the known ones takes seconds.
         near = suggestion(key, known) if len(key) <= _SHOWN_VALUE else None
         meant = f"; did you mean {near}?" if near else ""
-        return f"unknown key{meant}" + (f"; known are {', '.join(known)}" if known else "")
+        return f"unknown field{meant}" + (f"; known are {', '.join(known)}" if known else "")
     words = _WORDS.get(each["type"])
     if words is None:
         return each["msg"]

@@ -112,7 +112,7 @@ def decode_tensors(listed: object, binary: bytes) -> Tensors:
         ServingError: it names the tensor and what is wrong with it.
     """
     if not isinstance(listed, list):
-        raise ServingError(f"got {shown(listed)}, wanted a list of tensors")
+        raise ServingError(f"inputs: got {shown(listed)}, wanted a list of tensors")
     tensors: Tensors = {}
     start = 0
     for number, entry in enumerate(listed):
@@ -146,8 +146,8 @@ def _binary_size(entry: Mapping[str, Any], most: int) -> int:
         raise ServingError("parameters: shared memory is not supported; send the data itself")
     has_size, has_data = "binary_data_size" in parameters, "data" in entry
     if has_size == has_data:
-        amount = "both" if has_data else "neither"
-        raise ServingError(f"got {amount} of data and binary_data_size, wanted one of them")
+        got = "both data and" if has_data else "neither data nor"
+        raise ServingError(f"got {got} binary_data_size, wanted one of them")
     size = parameters.get("binary_data_size", 0)
     if not _is_size(size) or size > most:
         raise ServingError(f"binary_data_size: got {shown(size)}, wanted 0 to {most}, what is left")
@@ -158,7 +158,8 @@ def _decode_tensor(entry: Mapping[str, Any], raw: bytes) -> np.ndarray:
     shape, datatype = _shape(entry.get("shape")), entry.get("datatype")
     if not isinstance(datatype, str) or datatype not in _JSON_TYPES:
         known = ", ".join(_JSON_TYPES)
-        raise ServingError(f"datatype: got {shown(datatype)}, wanted one of {known}")
+        got = "nothing" if datatype is None else shown(datatype)
+        raise ServingError(f"datatype: got {got}, wanted one of {known}")
     items = prod(shape)
     if "data" in entry:
         data = _flattened(entry["data"], shape)
@@ -184,7 +185,8 @@ def _decode_tensor(entry: Mapping[str, Any], raw: bytes) -> np.ndarray:
 def _shape(sizes: Any) -> list[int]:
     is_list = isinstance(sizes, list) and len(sizes) <= _MOST_DIMENSIONS
     if not is_list or not all(_is_size(size) and size <= _MOST_ITEMS for size in sizes):
-        raise ServingError(f"shape: got {shown(sizes)}, wanted a list of sizes")
+        got = "nothing" if sizes is None else shown(sizes)
+        raise ServingError(f"shape: got {got}, wanted a list of sizes")
     return sizes
 
 

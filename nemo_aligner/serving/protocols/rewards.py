@@ -109,7 +109,7 @@ def read(body: RewardsRequest) -> ScoreRequest:
     """Read a request; raise ServingError if it does not have exactly one form."""
     forms = [name for name in ("texts", "conversations", "tokens") if getattr(body, name)]
     if len(forms) != 1:
-        got = " and ".join(forms) or "none of them"
+        got = " and ".join(forms) or "no samples"
         raise ServingError(f"got {got}, wanted one of texts, conversations and tokens")
     if body.tokens:
         return ScoreRequest(token_lists=body.tokens)

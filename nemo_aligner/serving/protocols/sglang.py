@@ -73,8 +73,8 @@ def read(body: SglangRequest) -> ScoreRequest:
         if value not in (None, False, []):
             raise ServingError(f"{name}: got {as_json(value)}, wanted null: rewards are of texts")
     if (body.text is None) == (body.input_ids is None):
-        amount = "neither" if body.text is None else "both"
-        raise ServingError(f"got {amount} of text and input_ids, wanted one of them")
+        got = "neither text nor" if body.text is None else "both text and"
+        raise ServingError(f"got {got} input_ids, wanted one of them")
     name = "input_ids" if body.text is None else "text"
     refuse_other_samples(body, name)
     rows = _rows(body)

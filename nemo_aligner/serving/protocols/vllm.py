@@ -144,8 +144,8 @@ class PoolingResponse(Body):
 def read_input(body: PoolingRequest) -> ScoreRequest:
     """Read a request; raise ServingError for one without texts, or for another score."""
     if (body.input is None) == (body.messages is None):
-        amount = "neither" if body.input is None else "both"
-        raise ServingError(f"got {amount} of input and messages, wanted one of them")
+        got = "neither input nor" if body.input is None else "both input and"
+        raise ServingError(f"got {got} messages, wanted one of them")
     refuse_other_samples(body, "messages" if body.input is None else "input")
     # vLLM's default for special tokens: off for messages, whose template writes them, on for texts.
     if body.messages is not None:
@@ -179,7 +179,8 @@ def read_pairs(body: PairsRequest) -> ScoreRequest:
     names = [each for each in _PAIRS if all(fields.get(name) is not None for name in each)]
     present = {name for each in _PAIRS for name in each if fields.get(name) is not None}
     if len(names) != 1 or present != {*names[0]}:
-        got = ", ".join(sorted(present)) or "none of them"
+        got = ", ".join(sorted(present)) or "no pair"
+        got += " alone" if len(present) == 1 else ""
         wanted = ", or ".join(" with ".join(each) for each in _PAIRS)
         raise ServingError(f"got {got}, wanted {wanted}")
     refuse_other_samples(body, names[0][0])

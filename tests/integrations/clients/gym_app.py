@@ -27,7 +27,7 @@ from resources_servers.reward_model.app import (
     RewardModelRunRequest,
     RewardModelVerifyRequest,
 )
-from resources_servers.reward_model.gateway import FailedGatewayError
+from resources_servers.reward_model.servers import FailedServerError
 
 SERVED = {"host": "127.0.0.1", "port": 0, "entrypoint": "app.py", "name": "reward_model"}
 ROWS = [
@@ -171,7 +171,7 @@ def test_reply_that_is_not_scored_is_the_policys_doing() -> None:
     [
         (200, failed("verifier_error", "the prompt"), "verifier_error", "the prompt"),
         (401, {"detail": "no token"}, "verifier_error", "HTTP 401: no token"),
-        (404, {"error": "no"}, "verifier_error", "server_url is that of a gateway"),
+        (404, {"error": "no"}, "verifier_error", "server_url is that of a server"),
         (413, "too large", "verifier_error", 'HTTP 413: "too large"'),
         (503, {"detail": "no"}, "provider_unavailable", "HTTP 503: no"),
         (200, {"rewards": []}, "verifier_error", "HTTP 200"),
@@ -212,7 +212,7 @@ def test_model_that_failed_is_an_error_and_no_masked_sample() -> None:
     """Of every rollout: a run must not go on with rewards of 0."""
     for status in (500, 501):
         gateway = FakeGateway((status, {"detail": "the model's reward is not a finite number"}))
-        with pytest.raises(FailedGatewayError, match=f"HTTP {status}: the model's reward is not"):
+        with pytest.raises(FailedServerError, match=f"HTTP {status}: the model's reward is not"):
             verified(gateway, body(reward_threshold=0.5), refused_reward=-3.0, retry_s=30)
         assert len(gateway.asked) == 1
 

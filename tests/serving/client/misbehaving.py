@@ -69,6 +69,7 @@ class Misbehaving:
         self.limit, self.contract, self.is_old, self.port = 32, CONTRACT, False, 0
         self.fingerprint: str | None = None  # as of a server before there were any
         self.not_ready: Answer | None = None
+        self.prefix = ""  # of a proxy
         self.most_at_once = self._at_once = 0
         self._lock = threading.Lock()
         self._http: ThreadingHTTPServer | None = None
@@ -87,6 +88,8 @@ class Misbehaving:
                 outer._open.append(self.request)
 
             def do_GET(self) -> None:
+                if not self.path.startswith(f"{outer.prefix}/v2/models/"):
+                    return self.answer(404, {"detail": "no such path"})
                 self.answer(*(outer.not_ready or (200, {"max_batch_size": outer.limit})))
 
             def do_POST(self) -> None:

@@ -109,10 +109,22 @@ def test_client_says_at_once_that_nobody_listens_at_any_of_its_urls() -> None:
     assert took < 2
     assert all(f"{url}, reward_model: connection refused" in error for url in urls)
     assert "no such host: nobody.invalid" in failure("http://nobody.invalid:5555")[1]
-    wrong: list[Any] = ["ftp://somewhere", "http://", []]
+    wrong: list[Any] = ["ftp://somewhere", "http://", [], "http://a:1/?token=b", "http://a:1/#c"]
     for url in wrong:
         with pytest.raises(ConfigError, match="wanted http://host:port"):
             RewardClient(url)
+
+
+def test_url_may_have_a_proxy_s_prefix_and_the_error_tells_where_it_has_another_path(
+    lone: Misbehaving,
+) -> None:
+    lone.prefix = "/rewards"
+    with RewardClient(f"{lone.url}/rewards/") as client:
+        assert client.score(["a"])[0, 0] == 97
+    for path in ("/rewards/v1/rewards", ""):
+        error = failure(lone.url + path)[1]
+        assert "no such path" in error
+        assert ("; the URL's path, /rewards/v1/rewards, must be a proxy's" in error) == bool(path)
 
 
 def test_client_waits_for_a_server_as_long_as_was_said(lone: Misbehaving) -> None:
@@ -162,7 +174,7 @@ def test_client_comes_again_after_trouble_until_it_has_its_reward(
         assert len(lone.asked) == 3, troubles
         said = [each for each in caplog.messages if "connection lost" in each]
         assert len(said) == any(isinstance(trouble, Die) for trouble in troubles), troubles
-        assert all("sent again" in each for each in said)
+        assert all(each.endswith("; it is left out until it answers") for each in said)
 
 
 def test_client_of_a_server_that_is_killed_in_mid_call_and_comes_back(lone: Misbehaving) -> None:

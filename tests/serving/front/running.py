@@ -18,6 +18,7 @@ from typing import Any
 import uvicorn
 
 from nemo_aligner.serving.front.connection import Connection, limited_protocol
+from nemo_aligner.serving.front.handshake import behind_tls
 from nemo_aligner.serving.front.limits import ConnectionLimits
 
 LIMITS = ConnectionLimits(
@@ -156,21 +157,22 @@ class Front:
         self.trust: ssl.SSLContext | None = None
         listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self.port = listener.getsockname()[1]
-        options: dict[str, Any] = {}
+        http: type[asyncio.Protocol] = self.protocol
         if certificate is not None:
-            options = {"ssl_certfile": certificate[0], "ssl_keyfile": certificate[1]}
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*certificate)
+            http = behind_tls(self.protocol, context)
             self.trust = ssl.create_default_context(cafile=str(certificate[0]))
         self.server = uvicorn.Server(
             uvicorn.Config(
                 self.application,
-                http=self.protocol,
+                http=http,
                 ws="none",
                 loop="uvloop",
                 lifespan="off",
                 access_log=False,
                 log_config=None,
                 timeout_graceful_shutdown=1,
-                **options,
             )
         )
         run = self.server.run

@@ -91,7 +91,7 @@ def test_gateway_tells_sglangs_classify_from_vllms_by_the_body() -> None:
         ({"text": [""]}, {"message": "row 0: the text is empty"}),
         (
             {"text": 5},
-            {"message": "text.str: got 5, wanted a text; text.list[str]: got 5, wanted a list"},
+            {"message": "text: got 5, wanted a text or a list"},
         ),
     ):
         answer = call(app, "/classify", body)
@@ -554,10 +554,15 @@ def test_text_in_another_template_is_counted_logged_and_marked(
             answer = call(app, path, body)
             assert (answer.status, answer.headers["x-foreign-template-rows"]) == (200, row), path
         assert rows_counted(app, path, "foreign_template") == 2, path
-        # Once a route: a run has millions.
-        (line,) = capsys.readouterr().out.splitlines()
-        assert line.startswith(f"Warning: {path}: 1 of "), line
-        assert f"row {row}: it begins with " in line
+    # Once for each kind of fault: a run has millions.
+    unended = "<s>user: a|no reply"
+    for _ in range(2):
+        assert call(app, "/v1/rewards", {"texts": [unended]}).status == 200
+    begins, lacks = capsys.readouterr().out.splitlines()
+    assert begins.startswith("Warning: /v1/rewards, row 1: it begins with '[INST] a [/INST] b'")
+    assert begins.endswith(". Further ones are only counted (foreign_template in /metrics)")
+    assert lacks.startswith("Warning: /v1/rewards, row 0: it has no ")
+    assert len(begins) < 240
     assert call(app, "/classify", {"text": [OTHER]}).headers["x-foreign-template-rows"] == "0"
     for path in ("/score", "/rerank", "/verify", "/compare"):
         assert "x-foreign-template-rows" not in call(app, path, GOOD[path]).headers, path

@@ -107,16 +107,16 @@ def test_rewards_are_read_of_texts_conversations_or_tokens() -> None:
 
 
 NO_REWARDS: list[tuple[Any, str]] = [
-    ({}, "got none of them, wanted one of texts, conversations and tokens"),
+    ({}, "got no samples, wanted one of texts, conversations and tokens"),
     ({"texts": ["a"], "tokens": [[1]]}, "got texts and tokens, wanted one of"),
     ({"texts": []}, "texts: got 0, wanted at least 1"),
     ({"texts": "a"}, 'texts: got "a", wanted a list'),
     ({"texts": [1]}, "texts.0: got 1, wanted a text"),
     ({"tokens": [[1.5]]}, "tokens.0.0: got 1.5, wanted an integer"),
     ({"tokens": [[True]]}, "tokens.0.0: got true, wanted an integer"),
-    ({"text": ["a"]}, r"text: unknown key; did you mean texts\?; known are texts, "),
-    ({"seed": 1}, "seed: unknown key; known are texts, "),
-    ({"a\nb": 1}, r'^"a\\nb": unknown key; known are texts, '),
+    ({"text": ["a"]}, r"text: unknown field; did you mean texts\?; known are texts, "),
+    ({"seed": 1}, "seed: unknown field; known are texts, "),
+    ({"a\nb": 1}, r'^"a\\nb": unknown field; known are texts, '),
     ({"texts": "a" * 99}, "a{50}[.]{3}, wanted a list"),
     ([], r"body: got \[\], wanted an object"),
     ({"texts": [1, 2, 3, 4, 5]}, "texts.0: got 1, wanted a text$"),
@@ -241,16 +241,20 @@ def _pairs(*names: str) -> dict[str, Any]:
 # Bodies with samples by two names, of which one would be ignored.
 BOTH: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/rewards", {"texts": ["a"], "conversations": [TURNS]}, "got texts and conversations"),
-    ("/v1/rewards", {"texts": ["a"], "input": "b"}, "input: unknown key"),
+    ("/v1/rewards", {"texts": ["a"], "input": "b"}, "input: unknown field"),
     ("/get_reward", {"query": ["a"], "texts": ["b"]}, "got query and texts, wanted one of them"),
     ("/remote_rm", {"prompt": "a", "response": "b", "messages": TURNS}, "got prompt and messages"),
-    ("/classify", {"input": "a", "messages": TURNS}, "got both of input and messages"),
+    ("/classify", {"input": "a", "messages": TURNS}, "got both input and messages"),
     ("/classify", {"input": "a", "prompt": "b"}, "got input and prompt"),
     ("/classify sglang", {"text": "a", "input": "b"}, "got text and input"),
     ("/classify sglang", {"input_ids": [1], "messages": TURNS}, "got input_ids and messages"),
     ("/pooling", {"messages": TURNS, "text": "b"}, "got messages and text"),
     ("/pooling", {"input": [1, 2], "input_ids": [1]}, "got input and input_ids"),
-    ("/score", _pairs("queries", "documents"), "got documents, queries, text_1, text_2, wanted"),
+    (
+        "/score",
+        _pairs("queries", "documents"),
+        "got documents, queries, text_1, text_2, wanted",
+    ),
     ("/score", _pairs("data_1"), "got data_1, text_1, text_2, wanted"),
     ("/v1/score", _pairs("input"), "got text_1 and input"),
     ("/predict", {"inputs": "a", "texts": ["b"]}, "got inputs and texts"),
@@ -313,7 +317,7 @@ def test_openrlhf_queries_are_raw_texts_and_the_rest_has_no_part_in_it() -> None
     body = {"query": ["a b", "c"], "prompts": ["a", "c"], "labels": [None, "7"], "more": 1}
     assert OPENRLHF.read(parsed(OPENRLHF, body)).texts == ["a b", "c"]
     wrong: list[tuple[Any, str]] = [
-        ({}, "query: missing, wanted"),
+        ({}, "query: required, but missing"),
         ({"query": []}, "query: .*at least 1"),
         ({"query": "a"}, "query: .*wanted a list"),
         ({"query": [None]}, "query.0: got null, wanted a text"),
@@ -348,7 +352,7 @@ def test_slimes_sample_is_a_text_or_a_conversation_and_its_reward_a_bare_number(
     assert SLIME.response.model_validate(found)
     assert json.dumps(found) == "2.5"
     wrong: list[tuple[Any, str]] = [
-        ({"prompt": "a"}, "response: missing, wanted"),
+        ({"prompt": "a"}, "response: required, but missing"),
         ({"prompt": "a", "response": None}, "response: got null, wanted a text"),
         ({"prompt": [], "response": "b"}, "prompt: got no message, wanted a text or"),
         ({"prompt": [{"role": "user"}], "response": "b"}, r"messages\[0\]: got .*wanted content"),

@@ -83,7 +83,7 @@ def test_tei_refuses_what_would_be_another_score() -> None:
         (PREDICT, {"inputs": [["a"], "b"]}, "inputs.*wanted"),
         (PREDICT, {"inputs": "a", "truncation_direction": "up"}, "truncation_direction: got"),
         (RERANK, {"query": "a", "texts": []}, "texts: got 0, wanted at least 1"),
-        (RERANK, {"query": "a", "documents": ["b"]}, "texts: missing, wanted a value"),
+        (RERANK, {"query": "a", "documents": ["b"]}, "texts: required, but missing"),
     ]
     assert not not_refused(read, wrong)
 

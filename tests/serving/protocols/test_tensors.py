@@ -77,8 +77,8 @@ LIES: list[tuple[Any, bytes, str]] = [
     ([5], b"", "tensor 0: got 5, wanted an object with a name"),
     ([{"name": 5}], b"", "tensor 0: .*wanted an object with a name"),
     ([listed("INT8", [1], data=[1])] * 2, b"", "x: got two tensors of this name"),
-    ([listed("INT8", [1])], b"", "x: got neither of data and binary_data_size"),
-    ([{**packed("INT8", [1], 1), "data": [1]}], b"a", "x: got both of data and binary_data_size"),
+    ([listed("INT8", [1])], b"", "x: got neither data nor binary_data_size"),
+    ([{**packed("INT8", [1], 1), "data": [1]}], b"a", "x: got both data and binary_data_size"),
     ([listed("INT8", [1], parameters=5)], b"", "x: parameters: got 5, wanted an object"),
     (
         [listed("INT8", [1], parameters={"shared_memory_region": "a"})],
@@ -104,7 +104,7 @@ LIES: list[tuple[Any, bytes, str]] = [
     ([packed("BYTES", [1], 8)], b"\xff" * 8, "x: item 0: it ends at byte 4294967299 of 8"),
     ([packed("BYTES", [2**31], 8)], b"\0" * 8, "x: got 8 bytes .*too few for shape"),
     # Shapes.
-    ([listed("INT8", None, data=[])], b"", "x: shape: got None, wanted a list of sizes"),
+    ([listed("INT8", None, data=[])], b"", "x: shape: got nothing, wanted a list of sizes"),
     ([listed("INT8", [-1], data=[1])], b"", r"x: shape: got \[-1\], wanted"),
     ([listed("INT8", [1.0], data=[1])], b"", r"x: shape: got \[1.0\], wanted"),
     ([listed("INT8", [True], data=[1])], b"", r"x: shape: got \[True\], wanted"),

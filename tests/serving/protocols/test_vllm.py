@@ -91,8 +91,8 @@ def test_vllm_pair_is_a_prompt_and_its_reply() -> None:
 TOOLS = [{"role": "assistant", "content": "", "tool_calls": [{}]}]
 IMAGE = [{"content": [{"type": "image_url"}]}]
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (CLASSIFY, {}, "got neither of input and messages, wanted one of them"),
-    (CLASSIFY, {"input": "a", "messages": []}, "got both of input and messages, wanted"),
+    (CLASSIFY, {}, "got neither input nor messages, wanted one of them"),
+    (CLASSIFY, {"input": "a", "messages": []}, "got both input and messages, wanted"),
     (CLASSIFY, {"input": []}, "input: got nothing"),
     (CLASSIFY, {"input": ["a", 1]}, "input.*: "),
     (CLASSIFY, {"messages": []}, "messages: got an empty conversation"),
@@ -111,7 +111,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (POOLING, {"input": "a", "encoding_format": "base64"}, 'encoding_format: got "base64"'),
     (POOLING, {"input": "a", "task": "embed"}, 'task: got "embed"'),
     (CLASSIFY, {"input": "a", "task": "token_classify"}, 'task: got "token_classify"'),
-    (SCORE, {"queries": "a"}, "got queries, wanted queries with documents, or"),
+    (SCORE, {"queries": "a"}, "got queries alone, wanted queries with documents, or"),
     (SCORE, {"text_1": ["a", "b"], "text_2": ["c"]}, "got 2 and 1, wanted 1 and 1"),
     (SCORE, {"text_1": [], "text_2": ["c"]}, "got 0 and 1, wanted"),
     (SCORE, {"text_1": "a", "text_2": IMAGE}, r"content\[0\]: got a part of type 'image_url', wan"),
@@ -189,7 +189,7 @@ def test_documents_are_ranked_for_vllm_jina_and_cohere() -> None:
 def test_documents_that_are_no_texts_or_want_another_score_are_refused() -> None:
     body = {"query": "a", "documents": ["b"]}
     wrong: list[tuple[Any, dict[str, Any], str]] = [
-        (RERANK, {"query": "a"}, "documents: missing"),
+        (RERANK, {"query": "a"}, "documents: required, but missing"),
         (RERANK, {**body, "documents": []}, "documents: got 0, wanted at least 1"),
         (RERANK, {**body, "documents": [5]}, "documents.0"),
         (RERANK, {**body, "documents": [{"title": "b"}]}, r"documents.0: got .*title.*wanted a t"),
@@ -243,8 +243,8 @@ def test_sglang_has_an_object_for_one_input_and_a_list_for_a_list() -> None:
 
 def test_sglang_refuses_what_is_no_text_and_more_than_a_reward() -> None:
     wrong: list[tuple[Any, dict[str, Any], str]] = [
-        (SGLANG, {"text": "a", "input_ids": [1]}, "got both of text and input_ids, wanted"),
-        (SGLANG, {"input_ids": None}, "got neither of text and input_ids, wanted one"),
+        (SGLANG, {"text": "a", "input_ids": [1]}, "got both text and input_ids, wanted"),
+        (SGLANG, {"input_ids": None}, "got neither text nor input_ids, wanted one"),
         (SGLANG, {"text": []}, "text: got none, wanted at least 1"),
         (SGLANG, {"input_ids": []}, "input_ids: got none, wanted at least 1"),
         (SGLANG, {"text": [["a", "b"]]}, "text.*wanted a text"),

@@ -1,8 +1,8 @@
 """A reward model as the verifier of NeMo Gym: the reward of a response is what the model gives.
 
-A gateway of nemo_aligner scores it (``server_url``), or one that is started for this environment,
-with a server of the model behind it (``model_path``). Where there is no reward, the sample is
-masked: it says nothing of the policy.
+A server or gateway of nemo_aligner scores it (``server_url``), or a server that is started for this
+environment (``model_path``). Where there is no reward, the sample is masked: it says nothing of the
+policy.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from nemo_gym.base_resources_server import (
     SimpleResourcesServer,
 )
 from pydantic import Field, PrivateAttr, model_validator
-from resources_servers.reward_model.gateway import GatewayError, Gateways, StartedGateway
+from resources_servers.reward_model.servers import NoRewardError, RewardServers, StartedServer
 
-# As the gateway calls it; in Gym a kind that is not its own has a prefix.
+# As the server calls it; in Gym a kind that is not its own has a prefix.
 REFUSED = "reward_model:refused_text"
 # Of a model that is started here; a server that runs has its own settings for them.
 _WITH_MODEL_PATH = (
@@ -45,7 +45,7 @@ class RewardModelResourcesServerConfig(BaseResourcesServerConfig):
 
     REVERIFY_MODE: ClassVar[ReverifyMode] = ReverifyMode.STATELESS
 
-    server_url: str | list[str] | None = Field(None, description="gateways of one model")
+    server_url: str | list[str] | None = Field(None, description="servers of one model")
     server_token_variable: str | None = Field(
         None, description="environment variable with the bearer token of server_url"
     )
@@ -54,7 +54,7 @@ class RewardModelResourcesServerConfig(BaseResourcesServerConfig):
     refused_reward: float | None = Field(
         None, description="of a reply that the model does not score; null: such a sample is masked"
     )
-    timeout_s: float = Field(600.0, gt=0, description="for one answer of a gateway")
+    timeout_s: float = Field(600.0, gt=0, description="for one answer of a server")
     retry_s: float = Field(300.0, ge=0, description="for servers that are gone")
 
     command: list[str] = Field(["nemo-aligner"], description="what runs nemo-aligner")
@@ -144,21 +144,21 @@ class RewardModelResourcesServer(SimpleResourcesServer):
 
     ray_enabled = False
     config: RewardModelResourcesServerConfig
-    _started: StartedGateway | None = PrivateAttr(None)
-    _gateways: Gateways | None = PrivateAttr(None)
+    _started: StartedServer | None = PrivateAttr(None)
+    _servers: RewardServers | None = PrivateAttr(None)
 
     def model_post_init(self, context: Any) -> None:
         """Begin to load the model, if it is not served yet."""
         super().model_post_init(context)
         config = self.config
         if config.model_path is not None:
-            self._started = StartedGateway(config.command, config.settings(), config.device)
+            self._started = StartedServer(config.command, config.settings(), config.device)
 
     async def verify(self, body: RewardModelVerifyRequest) -> RewardModelVerifyResponse:
         """The reward of a response; the answer also says why a sample has none.
 
         Raises:
-            FailedGatewayError: the model failed; Gym gets a 500, and the run no reward.
+            FailedServerError: the model failed; Gym gets a 500, and the run no reward.
             ValueError: ``server_url`` is no URL.
         """
         rollout = body.model_dump(
@@ -169,7 +169,7 @@ class RewardModelResourcesServer(SimpleResourcesServer):
             kind, reason = answer["failure_kind"], answer["failure_reason"]
             if kind is None:
                 return self._measured(body, answer)
-        except GatewayError as error:
+        except NoRewardError as error:
             kind, reason = error.kind, str(error)
         reward = None
         if kind == REFUSED:  # the reply is at fault: with a threshold it has failed
@@ -184,23 +184,23 @@ class RewardModelResourcesServer(SimpleResourcesServer):
 
     async def close(self) -> None:
         """Close the connections, and end what was started here."""
-        if self._gateways is not None:
-            await self._gateways.close()
+        if self._servers is not None:
+            await self._servers.close()
         if self._started is not None:
             self._started.stop()
 
-    async def _reached(self) -> Gateways:
-        """The gateways; of one that is started here, once its URL is known."""
-        if self._gateways is None:
+    async def _reached(self) -> RewardServers:
+        """The servers; of one that is started here, once its URL is known."""
+        if self._servers is None:
             config = self.config
             urls = config.server_url or []
             if self._started is not None:
                 urls = [await self._started.url(config.start_s)]
             urls = [urls] if isinstance(urls, str) else urls
             token = _token(config.server_token_variable)
-            found = Gateways(urls, config.timeout_s, config.retry_s, token)
-            self._gateways = self._gateways or found  # of requests that waited together, the first
-        return self._gateways
+            found = RewardServers(urls, config.timeout_s, config.retry_s, token)
+            self._servers = self._servers or found  # of requests that waited together, the first
+        return self._servers
 
     def _measured(
         self, body: RewardModelVerifyRequest, answer: dict[str, Any]
@@ -209,8 +209,8 @@ class RewardModelResourcesServer(SimpleResourcesServer):
         if attribute not in (None, *components):
             known = ", ".join(components)
             reason = f"attribute: got {attribute!r}, wanted one of {known}"
-            raise GatewayError("verifier_error", reason)
-        # Not ``reward``, which a gateway with a threshold of its own has compared with that.
+            raise NoRewardError("verifier_error", reason)
+        # Not ``reward``, which a server with a threshold of its own has compared with that.
         reward = answer["raw_reward"] if attribute is None else components[attribute]
         threshold = body.reward_threshold
         return RewardModelVerifyResponse(
@@ -225,10 +225,10 @@ class RewardModelResourcesServer(SimpleResourcesServer):
 
 
 def _token(variable: str | None) -> str | None:
-    """Read the token; raise GatewayError if the variable is not set."""
+    """Read the token; raise NoRewardError if the variable is not set."""
     if variable is not None and variable not in os.environ:
         reason = f"server_token_variable: {variable}: it is not set in the environment"
-        raise GatewayError("verifier_error", reason)
+        raise NoRewardError("verifier_error", reason)
     return None if variable is None else os.environ[variable].strip()
 
 

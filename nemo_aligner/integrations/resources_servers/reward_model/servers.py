@@ -1,4 +1,4 @@
-"""Gateways of nemo_aligner, asked for the rewards of rollouts; and one that is started here."""
+"""Servers of nemo_aligner, asked for the rewards of rollouts; and one that is started here."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from yarl import URL
 
 _PAUSE_S = 0.5
 _STOP_S = 30.0
-# What a proxy says where its gateway is gone, or full.
+# What a proxy says where its server is gone, or full.
 _UNAVAILABLE = (429, 502, 503, 504)
 _COMES_BACK = ("transport_unreachable", "provider_unavailable")
 _SHOWN = 2000
 
 
-class GatewayError(Exception):
+class NoRewardError(Exception):
     """No reward, and the policy is not to blame; ``kind`` is one of Gym's failure kinds."""
 
     def __init__(self, kind: str, reason: str) -> None:
@@ -34,20 +34,20 @@ class GatewayError(Exception):
         self.kind = kind
 
 
-class FailedGatewayError(Exception):
-    """The model or the gateway failed, and would fail for other rollouts, too.
+class FailedServerError(Exception):
+    """The model or the server failed, and would fail for other rollouts, too.
 
-    No ``GatewayError``, so that no rollout gets a masked reward of 0: a run must not go on with it.
+    No ``NoRewardError``: no rollout may get a masked reward of 0, and the run go on with it.
     """
 
 
-class Gateways:
-    """Gateways of one model; each request goes to the next, and on to another where one is gone."""
+class RewardServers:
+    """Servers of one model; each request goes to the next, and on to another where one is gone."""
 
     def __init__(
         self, urls: Sequence[str], timeout_s: float, retry_s: float, token: str | None
     ) -> None:
-        """``retry_s``: for how long a request looks for one whose servers answer.
+        """``retry_s``: for how long a request looks for one that answers.
 
         Raises:
             ValueError: a URL has no scheme or no host.
@@ -63,8 +63,8 @@ class Gateways:
         """The rollout with its reward, or with ``failure_kind`` and ``failure_reason``.
 
         Raises:
-            GatewayError: no gateway answers, or not as one.
-            FailedGatewayError: the model failed.
+            NoRewardError: no server answers, or not as one.
+            FailedServerError: the model failed.
         """
         end = time.monotonic() + self._retry_s
         while True:
@@ -73,7 +73,7 @@ class Gateways:
                 answer = await self._post(*next(self._named_urls), rollout)
                 if answer["failure_kind"] not in _COMES_BACK or time.monotonic() > end:
                     return answer
-            except GatewayError as error:
+            except NoRewardError as error:
                 if error.kind not in _COMES_BACK or time.monotonic() > end:
                     raise
             await asyncio.sleep(_PAUSE_S)
@@ -94,9 +94,9 @@ class Gateways:
             async with self._session.post(f"{url}/verify", json=rollout) as answer:
                 return _read(name, answer.status, await answer.text())
         except asyncio.TimeoutError as error:
-            raise GatewayError("transport_timeout", f"{name}: no answer in time") from error
+            raise NoRewardError("transport_timeout", f"{name}: no answer in time") from error
         except aiohttp.ClientError as error:
-            raise GatewayError("transport_unreachable", f"{name}: {error}") from error
+            raise NoRewardError("transport_unreachable", f"{name}: {error}") from error
 
 
 def _name_of(url: str) -> str:
@@ -116,11 +116,11 @@ def _name_of(url: str) -> str:
 
 
 def _read(name: str, status: int, text: str) -> dict[str, Any]:
-    """The answer; a gateway says 200 also of a rollout that has no reward.
+    """The answer; a server says 200 also of a rollout that has no reward.
 
     Raises:
-        GatewayError: the answer is another one.
-        FailedGatewayError: its status is that of a server that failed.
+        NoRewardError: the answer is another one.
+        FailedServerError: its status is that of a server that failed.
     """
     try:
         body = json.loads(text)
@@ -130,10 +130,10 @@ def _read(name: str, status: int, text: str) -> dict[str, Any]:
         return body
     said = str(body["detail"] if isinstance(body, dict) and "detail" in body else text)[:_SHOWN]
     if status >= 500 and status not in _UNAVAILABLE:
-        raise FailedGatewayError(f"{name}: HTTP {status}: {said}")
+        raise FailedServerError(f"{name}: HTTP {status}: {said}")
     kind = "provider_unavailable" if status in _UNAVAILABLE else "verifier_error"
-    hint = "; server_url is that of a gateway: nemo-aligner gateway" if status == 404 else ""
-    raise GatewayError(kind, f"{name}: HTTP {status}: {said}{hint}")
+    hint = "; server_url is that of a server: nemo-aligner serve" if status == 404 else ""
+    raise NoRewardError(kind, f"{name}: HTTP {status}: {said}{hint}")
 
 
 # Linux ends a process with its parent, however that ends: uvicorn ends by the signal that it got,
@@ -147,67 +147,48 @@ os.execvp(sys.argv[1], sys.argv[1:])
 """
 
 
-class StartedGateway:
-    """``nemo-aligner serve`` and a gateway in front of it, which end with this process."""
+class StartedServer:
+    """``nemo-aligner serve``, which ends with this process."""
 
     def __init__(self, command: Sequence[str], settings: Sequence[str], device: str | None) -> None:
-        """``command`` is what runs ``nemo-aligner``; it need not be in this environment."""
-        self._command = command
-        self._environment = {
-            **os.environ,
-            **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
-        }
+        """Start it, as a model takes long to load.
+
+        ``command`` is what runs ``nemo-aligner``; it need not be in this environment.
+        """
         self._folder = tempfile.TemporaryDirectory()
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._ready_file = Path(self._folder.name, "ready")
         atexit.register(self.stop)
-        # At once, as a model takes long to load; its gateway needs the URL, and is there in a
-        # second.
-        self._start("serve", "server", settings)
+        ours = ["server.port=0", f"server.ready_file={self._ready_file}"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _WITH_PARENT, *command, "serve", *settings, *ours],
+            env={**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})},
+        )
 
     async def url(self, within_s: float) -> str:
         """Wait until it answers; its URL.
 
         Raises:
-            GatewayError: a process ended, or needs longer; its own output says why.
+            NoRewardError: it has ended, or needs longer; its own output says why.
         """
         end = time.monotonic() + within_s
-        server = await self._ready("serve", end)
-        if "gateway" not in self._processes:
-            self._start("gateway", "gateway", [f"backends=[{server}]"])
-        return await self._ready("gateway", end)
+        while not self._ready_file.exists():
+            code = self._process.poll()
+            if code is not None:
+                reason = f"nemo-aligner serve ended with exit code {code}; its output says why"
+                raise NoRewardError("provider_unavailable", reason)
+            if time.monotonic() > end:
+                reason = "nemo-aligner serve was not ready in time (start_s)"
+                raise NoRewardError("provider_unavailable", reason)
+            await asyncio.sleep(_PAUSE_S)
+        return self._ready_file.read_text().strip()
 
     def stop(self) -> None:
-        """End both; a second time does nothing."""
+        """End it; a second time does nothing."""
         atexit.unregister(self.stop)
-        for process in self._processes.values():
-            process.terminate()
-        for process in self._processes.values():
-            try:
-                process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._folder.cleanup()
-
-    def _start(self, verb: str, section: str, settings: Sequence[str]) -> None:
-        own = [f"{section}.port=0", f"{section}.ready_file={self._ready_file(verb)}"]
-        whole = [sys.executable, "-c", _WITH_PARENT, *self._command, verb, *settings, *own]
-        self._processes[verb] = subprocess.Popen(whole, env=self._environment)
-
-    def _ready_file(self, verb: str) -> Path:
-        return Path(self._folder.name, verb)
-
-    async def _ready(self, verb: str, end: float) -> str:
-        """Wait for the URL that a process writes once it answers."""
-        name = f"nemo-aligner {verb}"
-        while not self._ready_file(verb).exists():
-            code = self._processes[verb].poll()
-            if code is not None:
-                reason = f"{name} ended with exit code {code}; its output says why"
-                raise GatewayError("provider_unavailable", reason)
-            if time.monotonic() > end:
-                raise GatewayError(
-                    "provider_unavailable", f"{name} was not ready in time (start_s)"
-                )
-            await asyncio.sleep(_PAUSE_S)
-        return self._ready_file(verb).read_text().strip()

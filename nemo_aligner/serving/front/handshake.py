@@ -1,0 +1,106 @@
+"""TLS handshakes, which take a connection's place before there is one.
+
+uvicorn would make a connection when its handshake is done: until then it would be in no limit, and
+asyncio would wait 60 seconds for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import ssl
+from typing import Any, ClassVar
+
+from nemo_aligner.serving.front.connection import Connection
+
+
+class TlsHandshake(asyncio.Protocol):
+    """A connection whose handshake is under way; ``behind_tls`` makes a class of it for a server.
+
+    It is one of the server's connections, so that it counts as one, the sweep ends it in time, and
+    a server that exits does.
+    """
+
+    connection_class: ClassVar[type[Connection]]
+    context: ClassVar[ssl.SSLContext]
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        """Take what a ``Connection`` is made of."""
+        self._connection = self.connection_class(*arguments, **settings)
+        self._connections: set[Any] = self._connection.connections
+        # What comes before start_tls has a protocol for it, or before the connection is there.
+        self._early = b""
+        self._has_ended = False
+        self.deadline = math.inf
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin the handshake, if there is room for one more connection."""
+        self._transport = transport
+        connection = self._connection
+        self._connections.add(self)
+        connection.sweep.start(self._connections)
+        self.deadline = connection.sweep.now + connection.limits.handshake_secs
+        if len(self._connections) > connection.limits.max_refused_connections:
+            transport.abort()
+            return
+        self._task = connection.loop.create_task(self._shake_hands())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.discard(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._early += data
+
+    def eof_received(self) -> None:
+        self._has_ended = True
+
+    async def _shake_hands(self) -> None:
+        connection = self._connection
+        if self._transport.is_closing():
+            return
+        # start_tls goes on once this has been called.
+        connection.loop.call_soon(self._begin_with_early_bytes)
+        try:
+            transport = await connection.loop.start_tls(
+                self._transport,
+                self,
+                self.context,
+                server_side=True,
+                ssl_handshake_timeout=connection.limits.handshake_secs,
+            )
+        except OSError:  # ssl's errors are among them; nobody is left to be told
+            return
+        finally:
+            self._connections.discard(self)
+        if transport is None or transport.is_closing():
+            return
+        transport.set_protocol(connection)
+        connection.connection_made(transport)
+        if self._early:
+            connection.data_received(self._early)
+        if self._has_ended:
+            connection.eof_received()
+
+    def _begin_with_early_bytes(self) -> None:
+        """Give the protocol of ``start_tls`` what arrived before, as the transport would."""
+        protocol: Any = self._transport.get_protocol()
+        while self._early:
+            buffer = protocol.get_buffer(len(self._early))
+            size = min(len(buffer), len(self._early))
+            buffer[:size] = self._early[:size]
+            protocol.buffer_updated(size)
+            self._early = self._early[size:]
+
+    def expire(self) -> None:
+        """End a handshake that has lasted too long; called by the sweep."""
+        self._transport.abort()
+
+    def shutdown(self) -> None:
+        """End it, as the server exits; called by uvicorn."""
+        self._transport.abort()
+
+
+def behind_tls(connection_class: type[Connection], context: ssl.SSLContext) -> type[TlsHandshake]:
+    """Make the class for ``uvicorn.Config(http=...)`` of a server that has a certificate."""
+    fields = {"connection_class": connection_class, "context": context}
+    return type("LimitedHandshake", (TlsHandshake,), fields)
