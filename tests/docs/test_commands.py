@@ -41,6 +41,7 @@ ELSEWHERE = {
 }
 NEEDS = {
     "MODEL=$PWD/megatron_gpt.nemo docker": "docker; tests/deploy reads the file",
+    "bash scripts/gpu_wheels.sh": "packages of the network; a GPU without internet is given them",
     "bash scripts/run_tests.sh": "this is it",
     "docker": "docker; tests/deploy reads the file",
     "curl localhost:8080/rerank": "llama.cpp; tests/checkpoint/hf has its server in a process",
