@@ -420,17 +420,19 @@ def _measured(point: Job, layout: ParallelLayout, measure: Measure) -> dict[str,
     """What ``measure`` finds on a new model; nothing where the device's memory is too small."""
     shape = ModelShape.from_config(point["model"])
     found: dict[str, Any] = {}
-    with suppress(torch.OutOfMemoryError):
-        learner = build_synthetic_learner(shape, layout, dict(point))
-        try:
-            found = measure(learner)
-        finally:
-            learner.release()
-            del learner
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    try:
+        with suppress(torch.OutOfMemoryError):
+            learner = build_synthetic_learner(shape, layout, dict(point))
+            try:
+                found = measure(learner)
+            finally:
+                learner.release()
+                del learner
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
     return found
 
 

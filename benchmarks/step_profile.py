@@ -25,7 +25,10 @@ Event = Mapping[str, Any]
 CLASSES: dict[str, tuple[str, ...]] = {
     # Before the others: torch.compile names its kernels after all operators that it fuses. The
     # others are Liger's and models/pointwise/triton_kernels.py's.
-    "fused pointwise": ("triton", "_norm_", "swiglu_", "_silu_", "_rope", "_rotate"),
+    "fused pointwise": (
+        *("triton", "_norm_forward", "_norm_backward", "rms_norm_", "_silu_forward"),
+        *("_silu_backward", "swiglu_", "_rope", "_rotate"),
+    ),
     "attention": ("flash", "fmha", "attention", "attn"),
     "optimizer": ("adam", "multi_tensor", "l2norm", "lpnorm"),
     # nvjet: cuBLAS for Hopper, in CUDA 12.8 and later.

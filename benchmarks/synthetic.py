@@ -192,6 +192,8 @@ def build_synthetic_learner(
 def _options(job: Mapping[str, Any]) -> ModelConfig:
     pointwise = job.get("pointwise_kernels")
     return ModelConfig(
+        # Kernels of other packages may give a row other bits in another pack.
+        batch_invariant=pointwise in (None, "eager", "triton"),
         freeze_layers=job["freeze_layers"],
         optim=OptimConfig(lr=2e-5, cpu_offload=job["cpu_offload"]),
         pointwise_kernels=None if pointwise is None else PointwiseChoice(pointwise),

@@ -241,6 +241,12 @@ class LayoutConfig:
             "cp_comm_type",
             "all_gather, or model.batch_invariant=false: the bits of a ring depend on the pack",
         )
+        depends_on_rows = self.pointwise_kernels in (PointwiseChoice.compile, PointwiseChoice.liger)
+        checks.require(
+            not (depends_on_rows and self.batch_invariant),
+            "pointwise_kernels",
+            "triton, eager, or model.batch_invariant=false: bits of others may depend on the pack",
+        )
 
     @property
     def is_ring(self) -> bool:

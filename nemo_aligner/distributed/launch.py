@@ -179,7 +179,7 @@ def _meet(process: Process, timeout: timedelta) -> dist.Store:
 def _init_process_group(
     process: Process, backend: str, store: dist.Store, timeout: timedelta
 ) -> None:
-    if backend == "gloo" and process.master is not None and process.master[0] in _LOOPBACK:
+    if backend != "nccl" and process.master is not None and process.master[0] in _LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Not bound to the device (``device_id``): NCCL would make a communicator for each of Megatron's
     # thirty groups at once, and each takes some 230 MiB of a GPU, used or not.

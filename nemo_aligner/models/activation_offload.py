@@ -186,7 +186,7 @@ class ActivationOffload:
     # Forward: hooks of autograd and of the layers.
 
     def _new_layer(self, below: _LayerActivations | None) -> _LayerActivations:
-        return _LayerActivations(below, self._number >= self._offloaded, self._buffers)
+        return _LayerActivations(below, max(self._number, 0) >= self._offloaded, self._buffers)
 
     def _begin_layer(self, *unused: Any) -> None:
         if self._layer is None:

@@ -36,16 +36,17 @@ def round_up_rows(count: int) -> int:
     return rows if count <= rows else round_up_tokens(count)
 
 
-def pad_to_fixed_sizes(batch: PackedBatch) -> PackedBatch:
+def pad_to_fixed_sizes(batch: PackedBatch, multiple: int = 1) -> PackedBatch:
     """Pad a pack on the host, whose ``FixedSizes`` ``PackedSegments.of`` then fills up to.
 
-    Filler segments are behind the pack's own, and none is longer than ``FixedSizes.length``.
+    Filler segments are behind the pack's own, and none is longer than ``FixedSizes.length``. The
+    tokens are a multiple of ``multiple``, too: batch invariant products then pad nothing.
     """
     if batch.cached is not None:
         batch = _with_fixed_cache(batch, batch.cached)
     longest, _ = _key_counts(batch)
     length = _power_of_two(longest, _SHORTEST)
-    tokens = round_up_tokens(batch.num_tokens)
+    tokens = -(-round_up_tokens(batch.num_tokens) // multiple) * multiple
     filled = batch.filled_to(tokens, length)
     _, keys = _key_counts(filled)
     segments, padded_keys = len(filled.prefixes), None

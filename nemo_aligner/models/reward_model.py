@@ -492,9 +492,11 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
     are tried here, not at the first texts. Every rank of the model calls it.
     """
     is_on_gpu = next(model.parameters()).is_cuda
-    if rows == ROWS_BY_DEVICE:
-        rows = gpu_products.default_rows() if is_on_gpu else BATCH_INVARIANT_ROWS
     engine = [each for each in model.modules() if type(each).__module__ == _ENGINE]
+    if rows == ROWS_BY_DEVICE:
+        # TransformerEngine's layers have chunks of one size, to which short packs are padded.
+        has_trial = is_on_gpu and not engine
+        rows = gpu_products.default_rows() if has_trial else BATCH_INVARIANT_ROWS
     if rows is not None and engine and model.config.sequence_parallel:
         if is_main():
             logger.warning(

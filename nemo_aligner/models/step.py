@@ -233,9 +233,9 @@ def _run_schedule(
 
 def _prepared(batch: PackedBatch, model: GPTRewardModel, layout: ParallelLayout) -> PackedBatch:
     """Pad a pack, or cut it for this rank of a context parallel group."""
-    if model.graphs is not None and model.graphs.are_used(model.training):
-        return pad_to_fixed_sizes(batch)
     multiple = model.row_multiple(batch.num_tokens // layout.cp)
+    if model.graphs is not None and model.graphs.are_used(model.training):
+        return pad_to_fixed_sizes(batch, multiple)
     if layout.cp == 1:
         return batch.padded_to_multiple(multiple)
     return batch.shared(layout.cp_rank, layout.cp, multiple, model.reads_every_token)

@@ -8,7 +8,7 @@ wrapper, distributed optimizer and 1F1B schedule, in the manner of Korthikanti e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from nemo_aligner.config.common import Precision
@@ -86,8 +86,10 @@ def memory(shape: ModelShape, plan: Plan, stage: int) -> Memory:
 
 
 def fullest_stage(shape: ModelShape, plan: Plan) -> Memory:
-    """Memory of the stage that needs the most."""
-    return max((memory(shape, plan, stage) for stage in range(plan.pp)), key=lambda m: m.total)
+    """Memory of the stage that needs the most; ``host`` is the most of any stage."""
+    stages = [memory(shape, plan, stage) for stage in range(plan.pp)]
+    fullest = max(stages, key=lambda stage: stage.total)
+    return replace(fullest, host=max(stage.host for stage in stages))
 
 
 def pack_activations(shape: ModelShape, plan: Plan, stage: int) -> float:
@@ -103,7 +105,7 @@ def pack_activations(shape: ModelShape, plan: Plan, stage: int) -> float:
         for layer in trained
         if not is_offloaded(shape, plan, layer)
     )
-    if plan.activations_offload and stage > 0:
+    if stage > 0 and any(is_offloaded(shape, plan, layer) for layer in trained):
         kept += _state(shape, plan)
     rotation = shape.kv_channels * shape.rotary_percentage * ELEMENT_BYTES[plan.precision]
     rotation *= 1 if shape.rotary_base_local is None else 2

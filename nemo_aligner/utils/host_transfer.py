@@ -106,11 +106,18 @@ def to_host_later(source: Tensor) -> Arriving[Tensor]:
     copied = torch.cuda.Event()
     copied.record()
 
+    def has_arrived() -> bool:
+        try:
+            return copied.query()
+        except RuntimeError:
+            # The device is lost. ``wait`` raises the same, where its caller expects it.
+            return True
+
     def wait() -> Tensor:
         copied.synchronize()
         return host
 
-    return Arriving(copied.query, wait)
+    return Arriving(has_arrived, wait)
 
 
 def before_writing() -> None:

@@ -135,6 +135,15 @@ def test_settings_refused_beside_a_ring() -> None:
             load_config(schema, [*ring, variant, *more])
 
 
+def test_kernels_whose_bits_may_depend_on_the_pack_are_refused_with_batch_invariance() -> None:
+    for kernels in ("compile", "liger"):
+        setting = f"model.pointwise_kernels={kernels}"
+        for schema in (TrainConfig, ServeConfig):
+            with pytest.raises(SettingsError, match=rf"pointwise_kernels: got .*{kernels}"):
+                load_config(schema, [setting])
+            load_config(schema, [setting, "model.batch_invariant=false"])
+
+
 def test_settings_refused_by_the_gateway() -> None:
     refusals = {
         "gateway.port=70000": "gateway.port: got 70000, wanted 0",

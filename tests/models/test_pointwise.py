@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models import kernels
+from nemo_aligner.models.pointwise.choice import try_kernels
 from nemo_aligner.models.pointwise.eager import (
     by_whole_rows,
     gated_gelu,
@@ -26,6 +28,7 @@ from nemo_aligner.models.pointwise.eager import (
     rms_norm,
     squared_relu,
 )
+from nemo_aligner.models.pointwise.operations import EAGER
 from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.rotary import rotate
 from nemo_aligner.models.shape import ModelShape
@@ -155,6 +158,14 @@ def check_implementation(found: dict[str, Any], *, is_invariant: bool) -> None:
     for eager, ours in found["losses"]:
         np.testing.assert_allclose(ours, eager, rtol=1e-5)
         assert eager[-1] < eager[0]
+
+
+def test_the_trial_of_kernels_refuses_rows_that_depend_on_others() -> None:
+    cpu = torch.device("cpu")
+    try_kernels(EAGER, cpu)
+    mixing = replace(EAGER, gated_silu=lambda x: gated_silu(x) + x.mean())
+    with pytest.raises(RuntimeError, match="eager: a row of gated_silu depends on other rows"):
+        try_kernels(mixing, cpu)
 
 
 def test_compiled_formulas_are_right() -> None:

@@ -98,7 +98,8 @@ def check_expected_contract(
 ) -> None:
     """Refuse an archive whose contract is not ``expected``, before its weights are loaded.
 
-    Collective. An archive without a contract passes here; loading it fails.
+    Collective where ranks are connected; before that each checks for itself. An archive without a
+    contract passes here; loading it fails.
 
     Raises:
         ConfigError: see ``check_expected``. ``precision`` is the one to load it with.

@@ -7,9 +7,11 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from nemo_aligner.config.model import PointwiseChoice
-from nemo_aligner.distributed.collectives import current_device
+from nemo_aligner.distributed.collectives import agree, current_device
 from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
 from nemo_aligner.utils.errors import ConfigError, one_line
 
@@ -71,7 +73,7 @@ def choose_kernels(choice: PointwiseChoice | None) -> PointwiseKernels:
         ConfigError: the stated choice cannot run here.
     """
     if choice is None:
-        return _default(current_device().type)
+        return _default_of_all_ranks(current_device())
     why = why_unavailable(choice)
     if why is None:
         try:
@@ -85,22 +87,78 @@ def choose_kernels(choice: PointwiseChoice | None) -> PointwiseKernels:
     )
 
 
+def _default_of_all_ranks(device: torch.device) -> PointwiseKernels:
+    """The default of ``device``; where one rank has to use ``eager``, all do.
+
+    Else a reward's bits would depend on the data parallel rank that computes it.
+    """
+    kernels = _default(device.type)
+    if device.type == "cuda" and dist.is_initialized() and agree(kernels is EAGER, device):
+        return EAGER
+    return kernels
+
+
 @cache
 def _default(kind: str) -> PointwiseKernels:
-    """The default on a kind of device."""
+    """The default of this rank on a kind of device."""
     choice = PointwiseChoice.triton
     if kind != "cuda" or why_unavailable(choice, torch.device(kind)) is not None:
         return EAGER
     try:
-        kernels = load_kernels(choice)
         # Triton compiles by the machine's C compiler, which may lack Python's headers.
-        row = torch.zeros(1, 8, device=kind)
-        kernels.rms_norm(row, row[0], 1e-5, 0.0, row.dtype)
+        kernels = load_kernels(choice)
+        try_kernels(kernels, torch.device(kind))
     except Exception as error:
         logger.warning(
-            "Triton cannot compile its kernels here, so %s=eager is used, which is slower: %s",
+            "Triton's kernels do not work here, so %s=eager is used, which is slower: %s",
             SETTING,
             one_line(error),
         )
         return EAGER
     return kernels
+
+
+_TRIED_ROWS, _TRIED_WIDTH = 48, 256
+
+
+def try_kernels(kernels: PointwiseKernels, device: torch.device) -> None:
+    """Run all operations forward and backward on ``device``, and compare rows with their own.
+
+    Raises:
+        RuntimeError: a row has other bits alone than among others, or a kernel failed.
+    """
+    is_half = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype = torch.bfloat16 if is_half else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(_TRIED_ROWS, 1, 2 * _TRIED_WIDTH, generator=generator)
+    rows = rows.to(device, dtype)
+    together = _results(kernels, rows)
+    for number in (0, _TRIED_ROWS // 2, _TRIED_ROWS - 1):
+        alone = _results(kernels, rows[number : number + 1])
+        for name, result in alone.items():
+            if not torch.equal(result[0], together[name][number]):
+                raise RuntimeError(f"{kernels.name}: a row of {name} depends on other rows")
+
+
+def _results(kernels: PointwiseKernels, rows: Tensor) -> dict[str, Tensor]:
+    """What each operation computes of ``rows [T, 1, 2 c]``, and the gradient of ``rows``."""
+    dtype = rows.dtype
+    weight = torch.linspace(0.5, 1.5, rows.size(-1), device=rows.device, dtype=dtype)
+    with torch.enable_grad():
+        leaf = rows.detach().clone().requires_grad_()
+        total, normed = kernels.add_rms_norm(leaf, leaf, weight, 1e-5, 0.0, dtype, 1.0)
+        results = {
+            "rms_norm": kernels.rms_norm(leaf, weight, 1e-5, 0.0, dtype),
+            "add_rms_norm": normed,
+            "sum": total,
+            "gated_silu": kernels.gated_silu(leaf),
+        }
+        if kernels.split_and_rotate is not None:
+            # Four groups of two queries, a key and a value, with 32 channels each.
+            angles = torch.ones(rows.size(0), 1, 1, 16, device=rows.device)
+            tables = angles.cos().to(dtype), angles.sin().to(dtype)
+            parts = kernels.split_and_rotate(leaf, *tables, 4, 32)
+            results |= dict(zip(("query", "key", "value"), parts, strict=True))
+        loss = torch.stack([result.float().sum() for result in results.values()]).sum()
+        (gradient,) = torch.autograd.grad(loss, leaf)
+    return {**results, "gradient": gradient}

@@ -6,6 +6,7 @@ scored in process or over HTTP, alone or among others.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -52,6 +53,8 @@ from nemo_aligner.utils.errors import ConfigError, ServingError
 from nemo_aligner.utils.host_transfer import Arriving
 
 # Tokens of a text whose attention takes every way: see models/attention/cpu_inference.py.
+logger = logging.getLogger(__name__)
+
 _BEYOND_A_SPAN = 600
 
 
@@ -311,7 +314,9 @@ def load_scorer(
     loaded = load_reward_model(path, layout, precision)
     make_batch_invariant(loaded.model, invariant_rows)
     use_pointwise_kernels(loaded.model, choose_kernels(pointwise_kernels))
-    if cuda_graphs:
+    if cuda_graphs and can_offload:
+        logger.warning("model.cuda_graphs: not used, because cpu_offload moves the weights")
+    elif cuda_graphs:
         loaded.model.use_cuda_graphs()
     # Only now: it concerns the layers that were made batch invariant.
     if not can_offload:

@@ -157,12 +157,12 @@ class StartedServer:
         """
         self._folder = tempfile.TemporaryDirectory()
         self._ready_file = Path(self._folder.name, "ready")
-        atexit.register(self.stop)
         ours = ["server.port=0", f"server.ready_file={self._ready_file}"]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _WITH_PARENT, *command, "serve", *settings, *ours],
             env={**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})},
         )
+        atexit.register(self.stop)
 
     async def url(self, within_s: float) -> str:
         """Wait until it answers; its URL.
