@@ -41,15 +41,16 @@ def pytriton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("pytriton")
 def test_ports_of_triton_are_free_or_an_error(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        taken = holder.getsockname()[1]
-        for first in (taken - 2, taken):
-            with pytest.raises(ServingError) as caught:
-                check_triton(ServerConfig(triton_port=first))
-            expected = f"server.triton_port: 127.0.0.1:{taken} is not free: "
-            assert str(caught.value).startswith(expected)
+    # Below the ports that the system gives to others, who would take one beside it.
     first = triton._free_ports(ServerConfig(triton_port=0))
     assert 20_000 <= first < 32_000
+    taken = first + 2
+    with socket.create_server(("127.0.0.1", taken)):
+        for port in (first, taken):
+            with pytest.raises(ServingError) as caught:
+                check_triton(ServerConfig(triton_port=port))
+            expected = f"server.triton_port: 127.0.0.1:{taken} is not free: "
+            assert str(caught.value).startswith(expected)
     check_triton(ServerConfig(triton_port=first))
     with pytest.raises(ServingError, match=r"ports that do not overlap"):
         check_triton(ServerConfig(triton_port=first, port=first + 2))
