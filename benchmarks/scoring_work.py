@@ -104,7 +104,13 @@ def our_scorer(
 
     data = DataConfig(seq_length=2048, overlong=Overlong.truncate_left)
     config = ModelConfig(data=data, **(settings or {}))
-    pretrained = load_pretrained(nemo, layout, num_attributes=1, precision=precision)
+    pretrained = load_pretrained(
+        nemo,
+        layout,
+        num_attributes=1,
+        precision=precision,
+        pointwise_kernels=config.pointwise_kernels,
+    )
     model, tokenizer = pretrained.model.eval(), pretrained.tokenizer
     make_batch_invariant(model, config.invariant_rows)
     if config.cuda_graphs:

@@ -146,6 +146,7 @@ def build_synthetic_learner(
     ``job`` is a point of ``make_point``. With ``spread`` the lengths of the sequences differ.
     ``pointwise_kernels`` and ``cuda_graphs`` are the settings of these names.
     """
+    options = _options(job)
     model = reward_model.build_reward_model(
         shape,
         layout,
@@ -153,6 +154,7 @@ def build_synthetic_learner(
         precision=Precision(job["precision"]),
         recompute=Recompute(job["recompute"]),
         recompute_layers=job["recompute_layers"],
+        pointwise_kernels=options.pointwise_kernels,
     )
     torch.manual_seed(_SEED)
     with torch.no_grad():
@@ -164,7 +166,7 @@ def build_synthetic_learner(
     reward_model.set_routers(model, trained=False, aux_loss_coeff=0.0)
     if shape.lora is not None:
         train_adapters_alone(model)
-    wrapped, optimizer = build_optimized(model, shape, _options(job), 1.0, 1000)
+    wrapped, optimizer = build_optimized(model, shape, options, 1.0, 1000)
     train = _random_pairs(
         job["pairs"],
         job["sequence_length"],

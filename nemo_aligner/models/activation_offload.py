@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_aligner.config.model import LAYERS_NOT_OFFLOADED
-from nemo_aligner.models.internals import keep_weights_out_of_saved_tensors
+from nemo_aligner.models.internals import engine_layers, keep_weights_out_of_saved_tensors
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.host_transfer import host_zeros
 from nemo_aligner.utils.processes import is_main
@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 _SMALLEST_BYTES = 2**16
 # Host buffers have sizes of this many steps for each power of two, so that packs share them.
 _SIZE_STEPS = 8
-_ENGINE = "megatron.core.extensions.transformer_engine"
 
 
 @dataclass(eq=False)
@@ -321,7 +320,7 @@ def offload_activations(model: Any) -> ActivationOffload:
         ConfigError: its layers are TransformerEngine's, which read weights that autograd saved by
             what Megatron noted on them, and hooks lose that.
     """
-    if any(type(each).__module__ == _ENGINE for each in model.modules()):
+    if engine_layers(model):
         raise ConfigError(
             "model.activations_offload: got true, but the layers are TransformerEngine's, which "
             "are not supported. Set it to false, or run where TransformerEngine is not installed."

@@ -46,10 +46,7 @@ from nemo_aligner.models.layers import (
     rows_now,
     sum_in_rank_order,
 )
-from nemo_aligner.models.pointwise.eager import (
-    Shared,
-    rms_norm,
-)
+from nemo_aligner.models.pointwise.eager import Shared, rms_norm
 from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import ConfigError

@@ -24,6 +24,7 @@ from nemo_aligner.batch.packed import CacheUse
 from nemo_aligner.models.attention.packed import PackedAttention
 from nemo_aligner.models.attention.segments import PackedSegments
 from nemo_aligner.models.experts import routers
+from nemo_aligner.models.internals import engine_layers
 from nemo_aligner.utils.processes import is_main
 
 logger = logging.getLogger(__name__)
@@ -418,7 +419,7 @@ class DecoderGraphs:
 
 def why_not_graphed(model: Any) -> str | None:
     """Say why the packs of ``model`` cannot run by CUDA graphs; None if they can."""
-    config, kinds = model.config, {type(each).__module__ for each in model.modules()}
+    config = model.config
     sizes = (
         config.tensor_model_parallel_size,
         config.pipeline_model_parallel_size,
@@ -430,7 +431,7 @@ def why_not_graphed(model: Any) -> str | None:
         return "the model is split over several ranks"
     if routers(model):
         return "the host waits for the number of tokens of each expert"
-    if any(kind.startswith("megatron.core.extensions.transformer_engine") for kind in kinds):
+    if engine_layers(model):
         return "its layers are TransformerEngine's"
     for layer in model.modules():
         if isinstance(layer, PackedAttention) and not layer.has_kernel:

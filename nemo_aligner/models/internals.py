@@ -65,6 +65,14 @@ def scale_rotary_frequencies(rope: Any, scaling: RopeScaling) -> Tensor:
     )
 
 
+_ENGINE = "megatron.core.extensions.transformer_engine"
+
+
+def engine_layers(model: torch.nn.Module) -> list[Any]:
+    """List the layers of a model that are TransformerEngine's."""
+    return [module for module in model.modules() if type(module).__module__ == _ENGINE]
+
+
 def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     """Return the hooks that pack and unpack saved tensors here; without any, both do nothing.
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.common import Precision
-from nemo_aligner.config.model import ROWS_BY_DEVICE, Recompute
+from nemo_aligner.config.model import ROWS_BY_DEVICE, PointwiseChoice, Recompute
 from nemo_aligner.distributed import gpu_products
 from nemo_aligner.distributed.collectives import most_of_model
 from nemo_aligner.distributed.cpu_products import (
@@ -58,7 +58,7 @@ from nemo_aligner.models.experts import (
     routers,
 )
 from nemo_aligner.models.fixed_sizes import round_up_rows
-from nemo_aligner.models.internals import fused_output_layer_allowed
+from nemo_aligner.models.internals import engine_layers, fused_output_layer_allowed
 from nemo_aligner.models.layers import (
     ColumnLinear,
     RowLinear,
@@ -360,6 +360,7 @@ def build_reward_model(
     reads_every_token: bool = False,
     reply_marker: tuple[int, ...] | None = None,
     lora_dropout: LoraDropout | None = None,
+    pointwise_kernels: PointwiseChoice | None = None,
 ) -> GPTRewardModel:
     """Build this rank's shard of a reward model: head freshly drawn, backbone not yet loaded.
 
@@ -368,10 +369,12 @@ def build_reward_model(
         recompute_layers: see ``transformer_config``.
         seed: of the head's weights.
         reads_every_token, reply_marker, lora_dropout: see ``GPTRewardModel``.
+        pointwise_kernels: see ``choose_kernels``.
 
     Raises:
-        ConfigError: the layout does not divide the model.
+        ConfigError: the layout does not divide the model, or the kernels cannot run here.
     """
+    kernels = choose_kernels(pointwise_kernels)
     config = transformer_config(shape, layout, precision, recompute, recompute_layers)
     slow = slow_attention(shape, config.params_dtype)
     if slow is not None and is_main():
@@ -391,7 +394,7 @@ def build_reward_model(
         reply_marker=reply_marker,
         lora_dropout=lora_dropout,
     )
-    use_pointwise_kernels(model, choose_kernels(None))
+    use_pointwise_kernels(model, kernels)
     return model.to(torch.cuda.current_device())
 
 
@@ -482,8 +485,6 @@ def _gather_in_order_of_use(wrapped: DistributedDataParallel) -> None:
 # order of its sums, by that number. The rest holds in evaluation mode anyway: attention in blocks
 # at fixed positions, packs padded to whole vectors, whole rows per thread.
 
-_ENGINE = "megatron.core.extensions.transformer_engine"
-
 
 def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
     """Compute all products of ``model`` in chunks of ``rows`` rows in evaluation mode.
@@ -492,7 +493,7 @@ def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
     are tried here, not at the first texts. Every rank of the model calls it.
     """
     is_on_gpu = next(model.parameters()).is_cuda
-    engine = [each for each in model.modules() if type(each).__module__ == _ENGINE]
+    engine = engine_layers(model)
     if rows == ROWS_BY_DEVICE:
         # TransformerEngine's layers have chunks of one size, to which short packs are padded.
         has_trial = is_on_gpu and not engine

@@ -43,8 +43,6 @@ from nemo_aligner.losses.base import (
 )
 from nemo_aligner.models.activation_offload import offload_activations
 from nemo_aligner.models.lora import LoraDropout, train_adapters_alone
-from nemo_aligner.models.pointwise.choice import choose_kernels
-from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
 from nemo_aligner.models.reward_model import (
     GPTRewardModel,
     check_freezing,
@@ -219,7 +217,6 @@ def build_optimized(
         ConfigError: no layer is left to train, or see ``build_optimizer``.
     """
     make_batch_invariant(model, options.invariant_rows)
-    use_pointwise_kernels(model, choose_kernels(options.pointwise_kernels))
     if isinstance(options, ModelConfig) and options.activations_offload:
         offload_activations(model)
     if options.cuda_graphs:
@@ -279,6 +276,7 @@ def _load(config: TrainConfig, data: TrainingData, layout: ParallelLayout) -> Pr
         head=options.head,
         reply_marker=data.contract.reply_marker,
         lora_dropout=LoraDropout.from_settings(options.lora, options.seed),
+        pointwise_kernels=options.pointwise_kernels,
     )
     _begin_head(config, data, pretrained)
     if pretrained.model.post_process:

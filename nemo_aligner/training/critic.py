@@ -306,6 +306,7 @@ def _load(
         recompute=config.model.activations_checkpoint_granularity,
         seed=config.model.seed,
         reads_every_token=True,
+        pointwise_kernels=config.model.pointwise_kernels,
     )
     if pretrained.head_is_new:
         raise CheckpointError(f"{path}: it has no reward head; {_WANTED}")

@@ -32,6 +32,7 @@ from nemo_aligner.config.model import (
     DataConfig,
     HeadConfig,
     ModelConfig,
+    PointwiseChoice,
     Recompute,
     RegressionConfig,
     ScoredPosition,
@@ -125,6 +126,7 @@ def load_pretrained(
     reads_every_token: bool = False,
     reply_marker: tuple[int, ...] | None = None,
     lora_dropout: LoraDropout | None = None,
+    pointwise_kernels: PointwiseChoice | None = None,
 ) -> PretrainedModel:
     """Load a base model, or a reward model to continue from, for training; collective.
 
@@ -155,18 +157,15 @@ def load_pretrained(
             reads_every_token=reads_every_token,
             reply_marker=reply_marker,
             lora_dropout=lora_dropout,
+            pointwise_kernels=pointwise_kernels,
         )
         decide_together()
         # Checked before a byte is read: a wrong head is found in a second, not after the body.
         has_head = not new_head and _check_head(folder, shape, num_outputs, _OR_NEW_HEAD)
         _load_into(model, folder, with_head=has_head)
         _set_adapters(model, folder, lora, seed)
-        return PretrainedModel(
-            model=model,
-            config=with_lora(with_head_shape(folder.config, shape.head), lora),
-            tokenizer=tokenizer,
-            head_is_new=not has_head,
-        )
+        config = with_lora(with_head_shape(folder.config, shape.head), lora)
+        return PretrainedModel(model, config, tokenizer, head_is_new=not has_head)
 
 
 def _set_adapters(
@@ -180,25 +179,34 @@ def _set_adapters(
 
 
 def load_reward_model(
-    path: str | Path, layout: ParallelLayout, precision: Precision | None = None
+    path: str | Path,
+    layout: ParallelLayout,
+    precision: Precision | None = None,
+    pointwise_kernels: PointwiseChoice | None = None,
 ) -> LoadedRewardModel:
     """Load a finished reward model to score with; collective.
 
     Args:
         precision: of the backbone; None is the contract's. The returned contract names it.
+        pointwise_kernels: see ``choose_kernels``.
 
     Raises:
         CheckpointError: the archive is unsafe or incomplete, or lacks a head or a contract.
     """
     with open_nemo(path) as folder:
-        return reward_model_of(folder, layout, precision)
+        return reward_model_of(folder, layout, precision, pointwise_kernels)
 
 
 def reward_model_of(
-    folder: NemoFolder, layout: ParallelLayout, precision: Precision | None = None
+    folder: NemoFolder,
+    layout: ParallelLayout,
+    precision: Precision | None = None,
+    pointwise_kernels: PointwiseChoice | None = PointwiseChoice.eager,
 ) -> LoadedRewardModel:
     """Load a finished reward model from an archive that is open; see ``load_reward_model``."""
-    outline = reward_model_without_weights(folder, layout, precision)
+    outline = reward_model_without_weights(
+        folder, layout, precision, pointwise_kernels=pointwise_kernels
+    )
     _load_into(outline.model, folder, with_head=True)
     return outline
 
@@ -209,6 +217,7 @@ def reward_model_without_weights(
     precision: Precision | None = None,
     *,
     with_adapters: bool = True,
+    pointwise_kernels: PointwiseChoice | None = PointwiseChoice.eager,
 ) -> LoadedRewardModel:
     """Build the model of ``reward_model_of`` after checking the weights, but do not load them.
 
@@ -239,6 +248,7 @@ def reward_model_without_weights(
         num_attributes=num_outputs,
         precision=precision or Precision(contract.dtype),
         reply_marker=contract.reply_marker,
+        pointwise_kernels=pointwise_kernels,
     )
     decide_together()
     return LoadedRewardModel(

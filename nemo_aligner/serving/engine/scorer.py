@@ -37,8 +37,6 @@ from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.data.packing import SequenceReads, pack_sequences
 from nemo_aligner.distributed.cpu_products import use_huge_pages
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.pointwise.choice import choose_kernels
-from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
 from nemo_aligner.models.reward_model import (
     GPTRewardModel,
     freeze_for_scoring,
@@ -311,9 +309,8 @@ def load_scorer(
         CheckpointError: the archive is unsafe, incomplete, or has no scoring contract.
         ConfigError: ``micro_batch_tokens`` is below the contract's ``seq_length``.
     """
-    loaded = load_reward_model(path, layout, precision)
+    loaded = load_reward_model(path, layout, precision, pointwise_kernels)
     make_batch_invariant(loaded.model, invariant_rows)
-    use_pointwise_kernels(loaded.model, choose_kernels(pointwise_kernels))
     if cuda_graphs and can_offload:
         logger.warning("model.cuda_graphs: not used, because cpu_offload moves the weights")
     elif cuda_graphs:
