@@ -22,8 +22,8 @@ comparisons=(
     'datasets>=4,<5' multiprocess dill requests urllib3 charset-normalizer
 )
 
-# The HTTP front, whose imports the part "invariance" needs; pip resolves what these need.
-serving=('fastapi>=0.115,<1' 'uvicorn>=0.54,<0.55' httptools 'pydantic>=2.8,<3')
+# The HTTP front and the client, which the parts "tests" and "invariance" import; pip resolves what these need.
+serving=('fastapi>=0.115,<1' 'uvicorn>=0.54,<0.55' httptools 'pydantic>=2.8,<3' 'prometheus-client>=0.20,<1' 'aiohttp>=3.12,<4')
 
 mkdir -p "$folder"
 download() {

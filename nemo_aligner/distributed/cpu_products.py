@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -234,20 +235,24 @@ def reordered_for_products(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight, MOST_ROWS)
 
 
-def accumulate_weight_gradients(layers: Any) -> None:
-    """Give megatron-core the fused weight gradients that Apex would provide on a GPU."""
-    layers.fused_weight_gradient_mlp_cuda = _WeightGradients
+def accumulate_weight_gradients(
+    layers: Any, add: Callable[[Tensor, Tensor, Tensor], None] | None = None
+) -> None:
+    """Give megatron-core the fused weight gradients that Apex would provide on a GPU.
+
+    Args:
+        layers: its module of linear layers.
+        add: ``add_weight_gradient`` by default.
+    """
+    add = add or add_weight_gradient
+
+    def into(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        add(main_grad, total_input, grad_output)
+
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+        wgrad_gemm_accum_fp32=into, wgrad_gemm_accum_fp16=into
+    )
     layers._grad_accum_fusion_available = True
-
-
-class _WeightGradients:
-    """Stand-in for Apex's ``fused_weight_gradient_mlp_cuda``, summing into ``main_grad``."""
-
-    @staticmethod
-    def wgrad_gemm_accum_fp32(total_input: Any, grad_output: Any, main_grad: Any) -> None:
-        add_weight_gradient(main_grad, total_input, grad_output)
-
-    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 
 def add_weight_gradient(to: Tensor, input: Tensor, grad: Tensor) -> None:

@@ -35,7 +35,11 @@ from nemo_aligner.models.activations import ACTIVATIONS
 from nemo_aligner.models.attention.packed import LastTokenAttention, PackedAttention
 from nemo_aligner.models.attention.segments import PackedSegments
 from nemo_aligner.models.experts import COUNTED, Counted, MixtureOfExperts
-from nemo_aligner.models.internals import has_weight_gradient_kernel, mlp_spec
+from nemo_aligner.models.internals import (
+    add_weight_gradients_on_gpu,
+    has_weight_gradient_kernel,
+    mlp_spec,
+)
 from nemo_aligner.models.layers import (
     NORMS,
     ColumnLinear,
@@ -71,6 +75,7 @@ def transformer_config(
     """
     shape.check_fits(layout.tp, layout.pp, layout.ep)
     dtype = torch_dtype(precision)
+    add_weight_gradients_on_gpu()
     return TransformerConfig(
         **_shape_options(shape),
         hidden_dropout=0.0,

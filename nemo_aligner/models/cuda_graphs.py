@@ -24,7 +24,7 @@ from nemo_aligner.batch.packed import CacheUse
 from nemo_aligner.models.attention.packed import PackedAttention
 from nemo_aligner.models.attention.segments import PackedSegments
 from nemo_aligner.models.experts import routers
-from nemo_aligner.models.internals import engine_layers
+from nemo_aligner.models.internals import engine_layers, has_apex_weight_gradients
 from nemo_aligner.utils.processes import is_main
 
 logger = logging.getLogger(__name__)
@@ -161,7 +161,8 @@ class _Leaves:
     Autograd runs the node that accumulates a parameter's gradient on the stream where it was made,
     and Megatron's wrapper makes the parameters' own on the default stream, which cannot be captured
     from another one. Nor may Megatron's hooks run: these add to ``main_grad`` themselves, one
-    gradient after the other, as Megatron's would.
+    gradient after the other, as Megatron's would. Weights whose products add their gradients to
+    ``main_grad`` get one that means nothing, as there.
     """
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
@@ -184,8 +185,11 @@ class _Leaves:
 
         def add(ready: Tensor) -> None:
             assert ready.grad is not None
-            if sums.are_taken:
+            is_added = getattr(ready, "grad_added_to_main_grad", False)
+            if sums.are_taken and not is_added:
                 parameter.main_grad.add_(ready.grad)  # type: ignore[attr-defined]
+            if is_added:
+                ready.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             ready.grad = None
 
         leaf.register_post_accumulate_grad_hook(add)
@@ -204,7 +208,7 @@ class _Leaves:
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """Add gradients to ``main_grad``; else they are dropped."""
+        """Add gradients to ``main_grad``; else they are dropped, but for those of products."""
         self._sums.are_taken = True
         try:
             yield
@@ -274,6 +278,7 @@ class _Graph:
 
     def _learn_nothing(self) -> None:
         hidden, self._hidden = self._learn(), None
+        # Zeros, because products add to ``main_grad`` at once.
         self.grad = torch.zeros_like(hidden)
         torch.autograd.backward(hidden, self.grad)
 
@@ -448,8 +453,8 @@ def why_not_graphed_in_training(model: Any) -> str | None:
         return "activations are offloaded"
     if model.lora_dropout is not None:
         return "LoRA has dropout"
-    if config.gradient_accumulation_fusion:
-        return "products add to the gradients themselves"
+    if config.gradient_accumulation_fusion and has_apex_weight_gradients():
+        return "weight gradients are Apex's"
     if config.no_sync_func is not None:
         return "gradients are reduced, and weights gathered, during a pass"
     trained = [each for each in model.decoder.parameters() if each.requires_grad]

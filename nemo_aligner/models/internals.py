@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from nemo_aligner.distributed.cpu_products import accumulate_weight_gradients
+from nemo_aligner.distributed.gpu_products import add_weight_gradient
 from nemo_aligner.models.layer_shape import RopeScaling
 
 # Below scaled_dot_product_attention, which drops the log-sum-exp of the scores.
@@ -24,8 +27,22 @@ gpu_flash_attention_backward = torch.ops.aten._flash_attention_backward
 
 
 def has_weight_gradient_kernel() -> bool:
-    """Tell if megatron-core has a fused weight gradient kernel: Apex's, or ours for the CPU."""
+    """Tell if megatron-core has a fused weight gradient kernel: Apex's, or one of ours."""
     return layers._grad_accum_fusion_available
+
+
+def has_apex_weight_gradients() -> bool:
+    """Tell if that kernel is Apex's."""
+    return isinstance(getattr(layers, "fused_weight_gradient_mlp_cuda", None), ModuleType)
+
+
+def add_weight_gradients_on_gpu() -> None:
+    """Have products add weight gradients in megatron-core's linear layers, if Apex is missing.
+
+    On a CPU ``cpu_backend`` has done so.
+    """
+    if torch.cuda.is_available() and not has_weight_gradient_kernel():
+        accumulate_weight_gradients(layers, add_weight_gradient)
 
 
 @contextmanager

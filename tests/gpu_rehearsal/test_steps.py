@@ -247,6 +247,13 @@ def test_rehearsed_layers_launch_fused_kernels_between_their_products(
     assert "triton _rotate" not in launched("window, norms")
 
 
+def test_rehearsed_weight_gradients_are_added_by_their_products(plain: dict[str, Seen]) -> None:
+    """Of four matrices a layer; in fp32 such a product is a plain one."""
+    for name, product in (("alone", "aten.addmm.dtype_out"), ("fp32", "aten.addmm_.default")):
+        (rank,) = plain[name]["ranks"]
+        assert rank["operations"][product] == 4 * LAYERS_AND_PACKS
+
+
 def test_rehearsed_experts_are_multiplied_by_one_kernel(plain: dict[str, Seen]) -> None:
     """Forward, and backward to their rows and to their weights; two products a layer."""
     for name in MIXTURES:

@@ -18,7 +18,6 @@ from nemo_aligner.batch.packed import Group, PackedBatch, Records
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models import backbone
 from nemo_aligner.models.attention import packed
 from nemo_aligner.models.attention.packed import PackedAttention
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
@@ -94,10 +93,9 @@ def attend_by_bounds(
 
 @pytest.fixture
 def attention_by_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU attention as on a GPU, and gradients that products do not add up themselves."""
+    """On a CPU attention as on a GPU."""
     monkeypatch.setattr(packed, "_attention_for", lambda *unused: attend_by_bounds)
     monkeypatch.setattr(PackedAttention, "infer_on_cpu", PackedAttention.infer_on_gpu)
-    monkeypatch.setattr(backbone, "can_accumulate_weight_gradients", lambda *unused: False)
 
 
 def load(base: Path, layout: ParallelLayout, capture: Any, **options: Any) -> Any:

@@ -247,7 +247,7 @@ def main(device: str, *names: str) -> None:
             kernels = kernels_by_name(name, device)
             found[name] = {
                 "errors": errors(kernels, device, rows),
-                "variant": variant_rows(kernels, device, rows),
+                "variant": variant_rows(kernels, device, rows) if name == "triton" else None,
                 "losses": [
                     [losses(each, layout, more) for each in (EAGER, kernels)] for more in MODELS
                 ],
