@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,23 +102,6 @@ def read_benchmark(output: Path) -> tuple[list[Row], list[str]]:
     return content["rows"], [failure for failure in failures if failure]
 
 
-def read_tests(output: Path) -> tuple[list[Row], list[str]]:
-    """A row for each test of pytest's XML."""
-    rows = []
-    for case in ElementTree.parse(output).iter("testcase"):
-        outcomes = [child for child in case if child.tag in ("failure", "error", "skipped")]
-        said = outcomes[0].get("message", "") if outcomes else ""
-        rows.append(
-            {
-                "test": case.get("name"),
-                "outcome": outcomes[0].tag if outcomes else "passed",
-                "seconds": float(case.get("time", 0)),
-                "said": said.partition("\n")[0][:200],
-            }
-        )
-    return rows, []
-
-
 def _work(part: str) -> Command:
     """The command of a part of first_hour_work.py."""
 
@@ -149,8 +131,8 @@ def _on_ranks(part: str) -> Command:
 
 
 def _tests(hour: Hour, seconds: float) -> list[str]:
-    where = [str(ROOT / "tests/models/test_gpu.py"), f"--junitxml={hour.output('tests')}"]
-    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *where]
+    script, tests = ROOT / "benchmarks/first_hour_tests.py", ROOT / "tests/models/test_gpu.py"
+    return [sys.executable, str(script), str(tests), str(hour.output("tests"))]
 
 
 def _comparison(part: str, script: str) -> Command:
@@ -236,7 +218,7 @@ PARTS = (
     Part("offload", "Adam's moments in host memory", 25, _work("offload"), read_rows),
     Part("save", "how long a save holds training up", 25, _work("save"), read_rows),
     Part("profile", "where the time of a step goes", 60, _work("profile"), read_rows),
-    Part("tests", "tests/models/test_gpu.py", 240, _tests, read_tests, _lacks_gpu),
+    Part("tests", "tests/models/test_gpu.py", 240, _tests, read_rows, _lacks_gpu),
     Part(
         "invariance",
         "rewards in other company: bits that change, and what it costs that none does",

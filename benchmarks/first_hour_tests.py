@@ -1,0 +1,53 @@
+"""Run the tests of a file, and write a row for each as soon as it ends: ``FILE OUTPUT``.
+
+The part ``tests`` of the first hour, see gpu_first_hour.py. pytest's own reports come at the end,
+which a part that runs out of time does not reach.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_MESSAGE_LENGTH = 600
+
+
+class RowWriter:
+    """A plugin of pytest; ``output`` gets the rows of all tests that have ended."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self._rows: list[dict[str, Any]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        # A test's setup and teardown are of interest only where they fail, or skip the test.
+        if report.when != "call" and report.passed:
+            return
+        self._rows.append(
+            {
+                "test": report.nodeid.rpartition("::")[2],
+                "outcome": report.outcome,
+                "seconds": report.duration,
+                "message": _message(report),
+            }
+        )
+        self._output.write_text(json.dumps(self._rows))
+
+
+def _message(report: pytest.TestReport) -> str:
+    """Why a test failed or was skipped, in a line."""
+    if isinstance(report.longrepr, tuple):  # of a skipped test: file, line and reason
+        return report.longrepr[2]
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = report.longreprtext if crash is None else crash.message
+    return " ".join(text.split())[:_MESSAGE_LENGTH]
+
+
+if __name__ == "__main__":
+    tests, output = sys.argv[1:]
+    options = ["-q", "--tb=short", "-p", "no:cacheprovider"]
+    sys.exit(pytest.main([tests, *options], plugins=[RowWriter(Path(output))]))
