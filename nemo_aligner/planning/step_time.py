@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.training.cost import (
+from nemo_aligner.planning.cost import (
     FP32_BYTES,
     Plan,
     has_backward,
@@ -25,7 +25,7 @@ from nemo_aligner.training.cost import (
     traffic,
     widths,
 )
-from nemo_aligner.training.memory import offloaded_bytes
+from nemo_aligner.planning.memory import offloaded_bytes
 
 # Measured shares of an H200's peaks: 989 TFLOP/s in bf16, and 4.8 TB/s of memory (docs/gpu.md). The
 # seven steps there fix them: attention by the rows of 512 to 8,192 tokens, the others but the

@@ -11,9 +11,9 @@ from math import gcd
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import DataConfig, LoraConfig, ModelConfig, Recompute
 from nemo_aligner.models.shape import LoraShape, ModelShape
-from nemo_aligner.training.cost import Plan, even_packs
-from nemo_aligner.training.memory import GIB, Memory, fullest_stage
-from nemo_aligner.training.step_time import Machine, StepTime, step_time
+from nemo_aligner.planning.cost import Plan, even_packs
+from nemo_aligner.planning.memory import GIB, Memory, fullest_stage
+from nemo_aligner.planning.step_time import Machine, StepTime, step_time
 from nemo_aligner.utils.errors import ConfigError
 
 # Tokens of a chunk, of which a context parallel rank has two of each text: with fewer its matrix
@@ -185,7 +185,7 @@ class PlanRequest:
     ``gpu_memory`` and ``reserve`` (for CUDA, NCCL and fragmentation) are in GiB, ``tflops`` is the
     peak of a GPU, and ``memory_bandwidth``, ``intra_node``, ``inter_node`` and ``host`` are GB/s
     per GPU. ``mfu`` is the share of the peak that is reached; None takes that of each kind of work
-    (``training/step_time.py``). ``global_batch_tokens`` overrides ``global_batch_size``.
+    (``planning/step_time.py``). ``global_batch_tokens`` overrides ``global_batch_size``.
     """
 
     gpu_memory: float = 80

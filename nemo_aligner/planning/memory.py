@@ -3,7 +3,7 @@
 Counted from the modules in ``nemo_aligner/models`` and from megatron-core 0.16's data parallel
 wrapper, distributed optimizer and 1F1B schedule, in the manner of Korthikanti et al. 2022,
 "Reducing Activation Recomputation in Large Transformer Models". Letters are those of ``cost.py``.
-``tests/training/test_cost.py`` compares it with real steps.
+``tests/planning/test_cost.py`` compares it with real steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.config.model import LAYERS_NOT_OFFLOADED, Recompute
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.training.cost import (
+from nemo_aligner.planning.cost import (
     FP32_BYTES,
     Plan,
     adapter_widths,

@@ -9,10 +9,10 @@ import pytest
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.tools.planner import preset
-from nemo_aligner.training.cost import Packs, Plan, even_packs, pack_flops, parameters
-from nemo_aligner.training.memory import fullest_stage, offloaded_bytes
-from nemo_aligner.training.step_time import (
+from nemo_aligner.planning.cost import Packs, Plan, even_packs, pack_flops, parameters
+from nemo_aligner.planning.memory import fullest_stage, offloaded_bytes
+from nemo_aligner.planning.planner import preset
+from nemo_aligner.planning.step_time import (
     HOST_SECONDS_PER_LAYER,
     Machine,
     pack_time,
