@@ -46,11 +46,11 @@ from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.tools.planner import PlanRequest
-from nemo_aligner.training.cost import FP32_BYTES, Plan, step_flops, traffic
+from nemo_aligner.planning.cost import FP32_BYTES, Plan, step_flops, traffic
+from nemo_aligner.planning.memory import GIB, fullest_stage
+from nemo_aligner.planning.planner import PlanRequest
+from nemo_aligner.planning.step_time import Machine, peak_bandwidth, step_time
 from nemo_aligner.training.learner import RewardLearner
-from nemo_aligner.training.memory import GIB, fullest_stage
-from nemo_aligner.training.step_time import Machine, peak_bandwidth, step_time
 
 Job = Mapping[str, Any]
 Row = dict[str, Any]

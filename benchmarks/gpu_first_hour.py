@@ -5,7 +5,7 @@
 
 Each part is a process of its own with a time limit: one that fails, or takes too long, leaves the
 results of the others, and what it has found itself. ``--output`` gets ``first_hour.json`` and
-``first_hour.md``, both anew after every part, a table per part, with what training/cost.py
+``first_hour.md``, both anew after every part, a table per part, with what planning/cost.py
 predicts next to what was measured, and ``first_hour.log``, which has all that the parts printed. A
 part that cannot run here says why. Weights are random, or those of ``--model``; nothing is
 downloaded. Exit status: 1 if a part failed, 130 if stopped.

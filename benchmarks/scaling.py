@@ -8,7 +8,7 @@ own: torchrun starts several. Seconds are means over ``--steps`` after one that 
 slowest rank, by part: ``data`` waits for packs, ``reduce`` sums gradients over ranks, ``other``
 gathers rewards and waits for the adjacent pipeline stages. A checkpoint holds training up for
 ``save`` and is ``written`` that long after it began. Memory is that of the fullest rank beside what
-nemo_aligner/training/cost.py says: all tensors that live at once on the CPU, what the allocator
+nemo_aligner/planning/cost.py says: all tensors that live at once on the CPU, what the allocator
 handed out on a GPU; ``resident`` is by how much the CPU's process grew, libraries that it loads
 meanwhile included.
 """
@@ -137,8 +137,8 @@ def _measure(name: str, jobs: Callable[[], Jobs], threads: int) -> list[dict[str
     from synthetic import plan_of
 
     from nemo_aligner.models.shape import ModelShape
-    from nemo_aligner.training.cost import step_flops
-    from nemo_aligner.training.memory import fullest_stage
+    from nemo_aligner.planning.cost import step_flops
+    from nemo_aligner.planning.memory import fullest_stage
 
     rows = []
     for label, job in jobs():

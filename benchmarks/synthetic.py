@@ -40,8 +40,8 @@ from nemo_aligner.models import reward_model
 from nemo_aligner.models.experts import routers, take_load
 from nemo_aligner.models.lora import train_adapters_alone
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.planning.cost import Plan, even_packs, step_flops
 from nemo_aligner.training.build import build_optimized
-from nemo_aligner.training.cost import Plan, even_packs, step_flops
 from nemo_aligner.training.learner import RewardLearner
 
 TIMED = ("data", "forward", "backward", "reduce", "optimizer")

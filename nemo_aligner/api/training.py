@@ -78,14 +78,9 @@ def train(
         if of_part is not None:
             given[f"{_PREFIX}.{part}"] = _as_files(of_part, folder, part)
     whole = load_given(TrainConfig, given, config)
-    return train_by(whole, callback)
-
-
-def train_by(config: TrainConfig, callback: OnProgress | None = None) -> RewardModel:
-    """``train`` by settings that are loaded already, on the files that they name."""
-    check_needed(config, TrainConfig, NEEDED)
-    _check_came_to_its_end(run_training(config, callback, in_program=True))
-    return _trained(config)
+    check_needed(whole, TrainConfig, NEEDED)
+    _check_came_to_its_end(run_training(whole, callback, in_program=True))
+    return _trained(whole)
 
 
 def run_training(

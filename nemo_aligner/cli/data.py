@@ -1,4 +1,4 @@
-"""Verbs on data: ``data fetch``, ``inspect``, ``split``, ``augment``, ``filter`` and ``demo``."""
+"""Verbs on data: ``data fetch``, ``inspect``, ``split``, ``augment`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -8,18 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_aligner.cli.parser import (
-    Parser,
-    above_0,
-    fraction,
-    names,
-    positive,
-    read_settings,
-    settings_parser,
-)
+from nemo_aligner.cli.parser import Parser, above_0, fraction, names, positive
 from nemo_aligner.config.common import Contradicting, Malformed, Overlong, RecordKind
 from nemo_aligner.config.model import DataConfig, ScoredPosition
-from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -319,52 +310,6 @@ def run_augment(options: argparse.Namespace) -> int:
 
     how = Augment(options.share, options.seed, read_format(options))
     print(augment_file(options.input, options.output, how))
-    return 0
-
-
-_FILTER = """\
-Find the pairs of a file whose labels are probably wrong, by models that did not train on them.
-
-  nemo-aligner data filter --by model --input pairs.jsonl --output filtered \\
-      pretrained_checkpoint.restore_from_path=base.nemo
-
-Splits the file by prompt into folds, trains a model on all but one with the settings of `train`,
-and judges that one. Writes kept.jsonl and, with their probabilities, doubted.jsonl, and prints the
-most doubtful pairs. If it is stopped, the same command resumes it.
-"""
-
-
-def filter_parser() -> Parser:
-    """The options of ``nemo-aligner data filter``."""
-    epilog = "settings: those of `nemo-aligner train`"
-    parser = settings_parser("data filter", _FILTER, TrainConfig, has_ranks=False, epilog=epilog)
-    parser.add_argument("--by", choices=["model"], default="model", help="what judges the pairs")
-    parser.add_argument("--input", type=Path, required=True, metavar="FILE", help="to filter")
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="to make")
-    parser.add_argument(
-        "--folds", type=positive, default=3, metavar="N",
-        help="parts, and models to train, at least 2 (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--confidence", type=fraction, default=0.8, metavar="PROBABILITY",
-        help="doubt a pair whose label is wrong with at least this (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--weigh", action="store_true",
-        help="keep doubted pairs, with the probability of a right label as label_margin: for "
-        "model.objective_kwargs.label_margin=scale",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="default: 1")
-    return parser
-
-
-def run_filter(options: argparse.Namespace) -> int:
-    """Train the models, write the files, and print what was found."""
-    config = read_settings(TrainConfig, options, ["pretrained_checkpoint.restore_from_path"])
-    from nemo_aligner.tools.label_noise import Filter, filter_file
-
-    how = Filter(options.folds, options.confidence, options.weigh, options.seed)
-    print(filter_file(options.input, options.output, how, config))
     return 0
 
 

@@ -165,13 +165,17 @@ VERBS = {
     "data inspect": "look at data as training will see it",
     "data split": "split a file by prompt",
     "data augment": "make more pairs, with replies of other prompts",
-    "data filter": "find the pairs that are probably labelled wrong",
     "data demo": "make a demo set of pairs",
     "plan": "list the layouts that fit on so many GPUs",
     "check": "check that rewards are the same at every layout and in every batch",
     "probe": "check that training follows its labels",
     "doctor": "check this machine for what is missing",
     "completion": "completion of verbs, flags and settings for your shell",
+}
+# Former verbs, and what to do instead.
+_MOVED = {
+    "data filter": "run `python examples/data/filter_labels.py` of the repository, with the same "
+    "settings and options but --by and --config",
 }
 # The module of a verb has ``VERB_parser`` and ``run_VERB``, by the verb's last word.
 _MODULES = {
@@ -253,6 +257,9 @@ def _complete() -> None:
 def _usage(arguments: list[str]) -> int:
     """Print all verbs if help was asked for, else what a wrong verb may have been."""
     asked, first = " ".join(arguments[:2]), arguments[0] if arguments else "--help"
+    if asked in _MOVED:
+        print(f"{PROGRAM}: {asked} is not a verb any more: {_MOVED[asked]}", file=sys.stderr)
+        return 2
     group = {verb: about for verb, about in VERBS.items() if verb.split()[0] == first}
     if first in ("-h", "--help") or (group and arguments[1:] in ([], ["-h"], ["--help"])):
         print(f"usage: {PROGRAM} VERB [--help] ...\n")

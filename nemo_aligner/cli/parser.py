@@ -142,20 +142,14 @@ def positive(text: str) -> int:
 _WIDTH = 100
 
 
-def settings_parser(
-    verb: str,
-    description: str,
-    schema: type,
-    has_ranks: bool = True,
-    epilog: str | None = None,
-) -> Parser:
-    """Build a parser of the settings of ``schema``; ``epilog`` replaces their list in the help."""
+def settings_parser(verb: str, description: str, schema: type, has_ranks: bool = True) -> Parser:
+    """Build a parser of the settings of ``schema``, which its help lists."""
     parser = Parser(
         verb,
         description,
         [key.name for key in list_keys(schema)],
         settings_are_flags=False,
-        epilog=epilog or f"settings and their defaults:\n\n{render_keys(schema)}",
+        epilog=f"settings and their defaults:\n\n{render_keys(schema)}",
     )
     # Also for verbs without --processes: their options are read by the same functions.
     parser.set_defaults(processes=None)

@@ -61,7 +61,7 @@ from nemo_aligner.models.shape import (
     with_head_shape,
     with_lora,
 )
-from nemo_aligner.training.cost import Packs, Plan, step_flops
+from nemo_aligner.planning.cost import Packs, Plan, step_flops
 from nemo_aligner.training.learner import KeepHeldout, RewardLearner
 from nemo_aligner.training.loggers import known_peak
 from nemo_aligner.training.optimizer import Optimizer, build_optimizer

@@ -24,6 +24,8 @@ from nemo_aligner.models.attention.segments import chains_of
 from nemo_aligner.models.pointwise.choice import choose_kernels
 from nemo_aligner.models.pointwise.operations import EAGER
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.planning.cost import Packs, Plan, attended_keys, parameters
+from nemo_aligner.planning.memory import GIB, Memory, fullest_stage
 from nemo_aligner.training.build import (
     build_data,
     build_loader,
@@ -31,8 +33,6 @@ from nemo_aligner.training.build import (
     trained_model_config,
     with_defaults,
 )
-from nemo_aligner.training.cost import Packs, Plan, attended_keys, parameters
-from nemo_aligner.training.memory import GIB, Memory, fullest_stage
 from nemo_aligner.training.resume import changes_since, find_latest, new_state
 from nemo_aligner.training.run import (
     build_early_stopping,

@@ -51,7 +51,7 @@ from nemo_aligner.models.step import (
     gather_rewards,
     infer_in_parts,
 )
-from nemo_aligner.training.cost import Packs
+from nemo_aligner.planning.cost import Packs
 from nemo_aligner.training.optimizer import Optimizer, Update
 from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import TrainingError

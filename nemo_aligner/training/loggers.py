@@ -21,8 +21,8 @@ from nemo_aligner.checkpoint.run_folder import METRICS_NAME
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.training import RunFolderConfig
 from nemo_aligner.metrics.table import BY_SOURCE, Shown, all_metrics, is_shown
-from nemo_aligner.training.memory import GIB
-from nemo_aligner.training.step_time import peak_flops
+from nemo_aligner.planning.memory import GIB
+from nemo_aligner.planning.step_time import peak_flops
 from nemo_aligner.training.tracking import MetricsFile, build_tracked_loggers
 from nemo_aligner.utils.console import Progress, join_fields, say, show_number
 from nemo_aligner.utils.errors import ConfigError, one_line

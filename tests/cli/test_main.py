@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -66,6 +67,15 @@ def test_verb_that_is_wrong_is_told(capsys: Captured) -> None:
         assert main(argv) == 2
         error = capsys.readouterr().err
         assert error.splitlines()[0] == f"nemo-aligner: {said}"
+
+
+def test_former_verb_says_what_replaces_it(capsys: Captured) -> None:
+    for argv in (["data", "filter", "--by=model"], ["data", "filter", "--help"]):
+        assert main(argv) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        program = re.findall(r"run `python (examples/\S+\.py)` of the repository", error)
+        assert (ROOT / program[0]).is_file()
 
 
 def test_setting_written_as_a_flag_is_shown_as_a_setting(capsys: Captured) -> None:

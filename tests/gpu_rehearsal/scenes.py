@@ -48,14 +48,14 @@ from nemo_aligner.models.reward_model import (
 )
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer
+from nemo_aligner.planning.cost import Plan, even_packs
+from nemo_aligner.planning.memory import pack_activations, transient
 from nemo_aligner.serving.critic import TRAIN, VALUES, CriticBackend
 from nemo_aligner.serving.engine.rows import Row
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
-from nemo_aligner.training.cost import Plan, even_packs
 from nemo_aligner.training.critic import CriticLearner, open_critic
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.loggers import Timers
-from nemo_aligner.training.memory import pack_activations, transient
 from nemo_aligner.training.optimizer import Optimizer, build_optimizer
 from nemo_aligner.utils import host_transfer
 from nemo_aligner.utils.host_transfer import host_zeros

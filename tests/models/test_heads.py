@@ -31,8 +31,8 @@ from nemo_aligner.models.shape import (
     read_head_shape,
     with_head_shape,
 )
+from nemo_aligner.planning.cost import Packs, Plan, head_size
 from nemo_aligner.serving.engine.scorer import load_scorer
-from nemo_aligner.training.cost import Packs, Plan, head_size
 from nemo_aligner.utils.errors import CheckpointError
 from tests import tiny
 from tests.once import Once

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.training.cost import (
+from nemo_aligner.planning.cost import (
     FP32_BYTES,
     Plan,
     has_backward,
     is_recomputed,
     mlp_width,
+    optimizer_parameters,
     pack_flops,
     parameters,
     stage_attention_flops,
@@ -25,7 +26,7 @@ from nemo_aligner.training.cost import (
     traffic,
     widths,
 )
-from nemo_aligner.training.memory import offloaded_bytes
+from nemo_aligner.planning.memory import offloaded_bytes
 
 # Measured shares of an H200's peaks: 989 TFLOP/s in bf16, and 4.8 TB/s of memory (docs/gpu.md). The
 # seven steps there fix them: attention by the rows of 512 to 8,192 tokens, the others but the
@@ -122,12 +123,12 @@ def step_time(shape: ModelShape, plan: Plan, machine: Machine) -> StepTime:
     pipeline = max(each.pipeline for each in sent) / bandwidth(plan.num_ranks)
     idle = (plan.pp - 1) / plan.packs.count
     compute = per_pack * plan.packs.count
-    trained = max(parameters(shape, plan, stage, trainable=True) for stage in stages)
-    moments = 4 * FP32_BYTES * trained / plan.replicas if plan.cpu_offload else 0.0
+    updated = max(optimizer_parameters(shape, plan, stage) for stage in stages)
+    moments = 4 * FP32_BYTES * updated if plan.cpu_offload else 0.0
     copies = max(_copies_not_hidden(shape, plan, stage, machine) for stage in stages)
     return StepTime(
         compute,
-        update=_update_time(trained, plan, machine),
+        update=max(_update_time(shape, plan, stage, machine) for stage in stages),
         bubble=idle * (compute + tensor + context + expert),
         tensor=tensor,
         context=context,
@@ -186,11 +187,13 @@ def _passes(shape: ModelShape, plan: Plan, stage: int, layer: int) -> float:
     return 1 + _FORWARD * is_recomputed(shape, plan, layer)
 
 
-def _update_time(trained: int, plan: Plan, machine: Machine) -> float:
-    """Seconds of the optimizer's step, whose state is split over the replicas."""
+def _update_time(shape: ModelShape, plan: Plan, stage: int, machine: Machine) -> float:
+    """Seconds of the optimizer's step on a rank of a stage: all gradients, and its own state."""
     if machine.efficiency is not None:
         return 0.0
-    moved = trained * (_GRADIENT_BYTES + _UPDATE_BYTES / plan.replicas)
+    trained = parameters(shape, plan, stage, trainable=True)
+    updated = optimizer_parameters(shape, plan, stage)
+    moved = _GRADIENT_BYTES * trained + _UPDATE_BYTES * updated
     return moved / (machine.memory * UPDATE_SHARE)
 
 

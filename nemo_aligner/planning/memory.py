@@ -3,7 +3,7 @@
 Counted from the modules in ``nemo_aligner/models`` and from megatron-core 0.16's data parallel
 wrapper, distributed optimizer and 1F1B schedule, in the manner of Korthikanti et al. 2022,
 "Reducing Activation Recomputation in Large Transformer Models". Letters are those of ``cost.py``.
-``tests/training/test_cost.py`` compares it with real steps.
+``tests/planning/test_cost.py`` compares it with real steps.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import ELEMENT_BYTES
 from nemo_aligner.config.model import LAYERS_NOT_OFFLOADED, Recompute
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.training.cost import (
+from nemo_aligner.planning.cost import (
     FP32_BYTES,
     Plan,
     adapter_widths,
     embedding_size,
-    expert_parameters,
     has_backward,
     head_size,
     is_recomputed,
     keeps_input,
     mlp_width,
+    optimizer_parameters,
     parameters,
     stage_layers,
     widths,
@@ -59,18 +59,16 @@ def memory(shape: ModelShape, plan: Plan, stage: int) -> Memory:
     """Bytes of one rank of a stage at the peak of a step.
 
     Weights are in the precision of training, the head in fp32. Megatron's wrapper keeps gradients
-    in fp32. The distributed optimizer (Rajbhandari et al. 2020, "ZeRO", stage 1) splits over d c
-    Adam's two fp32 moments, and the fp32 copies of 16-bit weights. With ``cpu_offload`` moments
-    visit the GPU in parts, and only when there are no activations.
+    in fp32. The distributed optimizer splits Adam's two fp32 moments, and the fp32 copies of 16-bit
+    weights (``optimizer_parameters``). With ``cpu_offload`` moments visit the GPU in parts, and
+    only when there are no activations.
     """
     size = ELEMENT_BYTES[plan.precision]
     head = head_size(shape, plan) if stage == plan.pp - 1 else 0
     trained = parameters(shape, plan, stage, trainable=True)
     copies = trained - head if size < FP32_BYTES else 0
     moments = 0 if plan.cpu_offload else 2 * trained
-    # Copies of an expert are on fewer ranks than those of the rest.
-    own = expert_parameters(shape, plan, stage)
-    shares = (trained - own + own * plan.ep) / plan.replicas
+    shares = optimizer_parameters(shape, plan, stage)
     # 1F1B: stage s of p has run p - s packs forward when the first one's gradient arrives.
     packs = min(plan.packs.count, plan.pp - stage)
     moments_on_host = 2 * trained if plan.cpu_offload else 0

@@ -103,6 +103,28 @@ def test_plan_says_what_would_fit_where_nothing_does(plan: Plan) -> None:
     plan.shown("--params=70B", f"--gpus={enough}")
 
 
+def test_plan_says_what_would_fit_with_what_it_offloads(plan: Plan) -> None:
+    """The message counts offloaded activations, which are tried, and offers to move moments."""
+    step = ("--params=8B", "--gpus=1", "--seq-length=32768")
+    moments, activations = "model.optim.cpu_offload=true", "model.activations_offload=true"
+    # Eight times 7.504 billion parameters for the moments, at least.
+    message = plan.error(*step, "--gpu-memory=90")
+    assert f" with recompute full and {activations}, which holds " in message
+    assert " of the 86.0 that are free; the least that fits is " in message
+    assert re.search(rf"; or 1 GPU, as TP=1 PP=1 DP=1 with {moments} and {activations}$", message)
+    assert "model.optim.cpu_offload=true" in plan.shown(*step, "--gpu-memory=90", "--cpu-offload")
+    # What was asked for already is a part of every plan, and nothing more to offer.
+    message = plan.error(*step, "--gpu-memory=60", "--cpu-offload")
+    assert f" with recompute full and {moments} and {activations}, which holds " in message
+    enough = re.search(rf"; the least that fits is (\d+) GPUs?, as .* with {moments}", message)
+    assert enough is not None
+    assert "; or " not in message
+    shown = plan.shown(
+        "--params=8B", f"--gpus={enough[1]}", *step[2:], "--gpu-memory=60", "--cpu-offload"
+    )
+    assert f"  {moments}" in shown.splitlines()
+
+
 def test_plan_has_settings_of_training(plan: Plan) -> None:
     from nemo_aligner.config.load import load_config
     from nemo_aligner.config.training import TrainConfig

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.tools.planner import preset
-from nemo_aligner.training.cost import Packs, Plan, even_packs, pack_flops, parameters
-from nemo_aligner.training.memory import fullest_stage, offloaded_bytes
-from nemo_aligner.training.step_time import (
+from nemo_aligner.planning.cost import (
+    Packs,
+    Plan,
+    even_packs,
+    expert_parameters,
+    pack_flops,
+    parameters,
+)
+from nemo_aligner.planning.memory import fullest_stage, offloaded_bytes
+from nemo_aligner.planning.planner import preset
+from nemo_aligner.planning.step_time import (
     HOST_SECONDS_PER_LAYER,
+    UPDATE_SHARE,
     Machine,
     pack_time,
     peak_bandwidth,
@@ -36,7 +45,11 @@ MEASURED = [
 
 def llama(layers: int, hidden: int) -> ModelShape:
     """The model of ``benchmarks/synthetic.py``."""
-    config = {
+    return ModelShape.from_config(llama_config(layers, hidden))
+
+
+def llama_config(layers: int, hidden: int) -> dict[str, Any]:
+    return {
         "num_layers": layers,
         "hidden_size": hidden,
         "ffn_hidden_size": 3 * hidden,
@@ -46,7 +59,6 @@ def llama(layers: int, hidden: int) -> ModelShape:
         "vocab_size": 32000,
         "max_position_embeddings": 32768,
     }
-    return ModelShape.from_config(config)
 
 
 def test_step_time_is_that_of_the_measured_steps() -> None:
@@ -96,6 +108,25 @@ def test_offloaded_activations_are_on_the_host_and_two_layers_on_the_gpu() -> No
     assert there.transient - here.transient == pytest.approx(layer, rel=0.3)
     moments = fullest_stage(shape, replace(plain, cpu_offload=True))
     assert moments.host == 8 * parameters(shape, plain, 0)
+
+
+def test_state_of_experts_is_split_over_the_ranks_that_have_a_copy_of_them() -> None:
+    config = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 512}
+    shape = ModelShape.from_config({**llama_config(4, 1024), **config})
+    packs = Packs(tokens=1000, sequences=10, keys=50)
+    times = []
+    for ep, copies in ((1, 4), (2, 2), (4, 1)):
+        plan = Plan(packs, dp=4, ep=ep, cpu_offload=True)
+        experts, trained = expert_parameters(shape, plan, 0), parameters(shape, plan, 0)
+        assert experts * ep == 4 * 8 * 3 * 1024 * 512
+        updated = (trained - experts) / 4 + experts / copies
+        time = step_time(shape, plan, H200)
+        moved = 12 * trained + 50 * updated
+        assert time.update == pytest.approx(moved / (UPDATE_SHARE * 4.8e12))
+        assert time.host == pytest.approx(16 * updated / H200.host)
+        times.append(time)
+    # A rank has fewer experts, and as much more of their state: what crosses the bus is the same.
+    assert times[0].host == pytest.approx(times[1].host) == pytest.approx(times[2].host)
 
 
 def test_an_assumed_efficiency_takes_the_place_of_the_measured_shares() -> None:

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_aligner.cli.main import main
-from nemo_aligner.data.formats import FORMATS
+from examples.data.filter_labels import find_prompt, main
 from tests import tiny
 from tests.data.files import rows_of, write
-from tests.data.ranked_format import SEVERAL
 
 WRONG = (3, 17, 30)
 
@@ -26,13 +24,13 @@ def test_filter_finds_what_was_labelled_wrong(
     source = write(tmp_path / "pairs.jsonl", *rows)
     folder = tmp_path / "filtered"
     command = [
-        *("data", "filter", "--by=model", f"--input={source}", f"--output={folder}", "--folds=2"),
+        *(f"--input={source}", f"--output={folder}", "--folds=2"),
         "--confidence=0.6",
         f"pretrained_checkpoint.restore_from_path={base}",
         *("model.optim.lr=3e-3", "model.optim.sched.warmup_steps=1", "model.global_batch_size=8"),
         *("trainer.rm.max_epochs=8", "model.data.seq_length=128", "model.micro_batch_tokens=1024"),
     ]
-    assert main(command) == 0
+    main(command)
     said = capsys.readouterr().out
     assert "96 pairs, 96 judged" in said
     doubted = rows_of(folder / "doubted.jsonl")
@@ -49,7 +47,7 @@ def test_filter_finds_what_was_labelled_wrong(
         *("doubted.jsonl", "fold_1.json", "fold_2.json", "kept.jsonl")
     ]
     # No model is trained again for what was judged, by these settings.
-    assert main([*command, "--weigh"]) == 0
+    main([*command, "--weigh"])
     said = capsys.readouterr().out
     assert "step" not in said
     weights = [json.loads(line)["label_margin"] for line in (folder / "kept.jsonl").open()]
@@ -58,27 +56,32 @@ def test_filter_finds_what_was_labelled_wrong(
     assert weights.count(1.0) == 96 - len(rows_of(folder / "doubted.jsonl"))
 
 
-def test_filter_refuses_what_it_cannot_judge_by(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_filter_refuses_what_it_cannot_judge_by(tmp_path: Path) -> None:
     source = tiny.write_pairs(tmp_path / "pairs.jsonl", 4)
-    command = [*("data", "filter", f"--input={source}", f"--output={tmp_path / 'out'}")]
+    command = [f"--input={source}", f"--output={tmp_path / 'out'}"]
     command.append("pretrained_checkpoint.restore_from_path=base.nemo")
-    for more, wanted in (
-        ("--folds=1", "folds: got 1, wanted at least 2"),
-        ("--folds=9", "got 4 prompts, wanted at least 9, a fold"),
-        (f"model.data.data_prefix.train={source}", "wanted none: the folds of the file"),
+    for more, message in (
+        ("--folds=9", "got 4 prompts, wanted at least 9, one for each fold"),
+        (f"model.data.data_prefix.train={source}", "model.data.data_prefix.train: got it twice"),
     ):
-        assert main([*command, more]) == 1, more
-        assert wanted in capsys.readouterr().err
+        with pytest.raises(SystemExit, match=message):
+            main([*command, more])
+    rated = write(tmp_path / "rated.jsonl", {"prompt": "q", "response": "a", "helpfulness": 1})
+    with pytest.raises(SystemExit, match=r"rated\.jsonl:1: wanted a JSON object with 'chosen'"):
+        main([f"--input={rated}", *command[1:]])
 
 
-def test_filter_refuses_several_pairs_of_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(FORMATS, "chat_pairs", SEVERAL)
-    pairs = [[f"q {n}", "a", "b"] for n in range(4)]
-    source = write(tmp_path / "trees.jsonl", {"pairs": pairs[:1]}, {"pairs": pairs[1:]})
-    command = [*("data", "filter", f"--input={source}", f"--output={tmp_path / 'out'}")]
-    assert main([*command, "pretrained_checkpoint.restore_from_path=base.nemo"]) == 1
-    assert f"{source}:2: 3 pairs are made of this line" in capsys.readouterr().err
+def test_prompt_of_a_pair_is_what_its_sides_begin_with() -> None:
+    question = {"role": "user", "content": "Why?"}
+    answers = [{"role": "assistant", "content": text} for text in ("So.", "No.")]
+    turns = "\n\nHuman: Why?\n\nAssistant: "
+    pairs = [
+        {"prompt": "Why?", "chosen": "So.", "rejected": "No."},
+        {"chosen": [question, answers[0]], "rejected": [question, answers[1]]},
+        {"chosen": f"{turns}So.", "rejected": f"{turns}So not."},
+    ]
+    for pair in pairs:
+        swapped = {**pair, "chosen": pair["rejected"], "rejected": pair["chosen"]}
+        assert "why?" in find_prompt(pair)
+        assert find_prompt(pair) == find_prompt(swapped)
+        assert "so" not in find_prompt(pair).replace("assistant", "")

@@ -23,8 +23,7 @@ from nemo_aligner.models.reward_model import (
     wrap_for_training,
 )
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.tools.planner import Planner, PlanRequest, preset, settings_of
-from nemo_aligner.training.cost import (
+from nemo_aligner.planning.cost import (
     Packs,
     Plan,
     attended_keys,
@@ -33,8 +32,9 @@ from nemo_aligner.training.cost import (
     parameters,
     traffic,
 )
-from nemo_aligner.training.memory import fullest_stage, memory, pack_activations
-from nemo_aligner.training.step_time import Machine, step_time
+from nemo_aligner.planning.memory import fullest_stage, memory, pack_activations
+from nemo_aligner.planning.planner import Planner, PlanRequest, preset, settings_of
+from nemo_aligner.planning.step_time import Machine, step_time
 from nemo_aligner.utils.errors import ConfigError
 from tests import tiny
 

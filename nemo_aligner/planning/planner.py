@@ -11,9 +11,9 @@ from math import gcd
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import DataConfig, LoraConfig, ModelConfig, Recompute
 from nemo_aligner.models.shape import LoraShape, ModelShape
-from nemo_aligner.training.cost import Plan, even_packs
-from nemo_aligner.training.memory import GIB, Memory, fullest_stage
-from nemo_aligner.training.step_time import Machine, StepTime, step_time
+from nemo_aligner.planning.cost import Plan, even_packs
+from nemo_aligner.planning.memory import GIB, Memory, fullest_stage
+from nemo_aligner.planning.step_time import Machine, StepTime, step_time
 from nemo_aligner.utils.errors import ConfigError
 
 # Tokens of a chunk, of which a context parallel rank has two of each text: with fewer its matrix
@@ -185,7 +185,7 @@ class PlanRequest:
     ``gpu_memory`` and ``reserve`` (for CUDA, NCCL and fragmentation) are in GiB, ``tflops`` is the
     peak of a GPU, and ``memory_bandwidth``, ``intra_node``, ``inter_node`` and ``host`` are GB/s
     per GPU. ``mfu`` is the share of the peak that is reached; None takes that of each kind of work
-    (``training/step_time.py``). ``global_batch_tokens`` overrides ``global_batch_size``.
+    (``planning/step_time.py``). ``global_batch_tokens`` overrides ``global_batch_size``.
     """
 
     gpu_memory: float = 80
@@ -422,22 +422,54 @@ def _recompute(plan: Plan) -> str:
 
 
 def _what_would_fit(planner: Planner, gpus: int, candidates: Sequence[Candidate]) -> str:
-    """Explain why no layout fits, and name the smallest that would."""
+    """Explain why no layout fits, and name the smallest that would.
+
+    Offloaded activations count as tried (``_with_offload_if_needed``). Moments in host memory are
+    the user's choice, so they are named where fewer GPUs are enough with them.
+    """
     if not candidates:
         return (
             f"gpus: got {gpus}, wanted a number that the model's heads, query groups and layers "
             f"divide into, with at most {planner.batch} data parallel ranks (the pairs of a step)"
         )
-    least = min(candidates, key=lambda each: each.memory.total)
-    needs = (
-        f"no layout fits on {gpus} GPUs: the least is {least.plan} with recompute "
-        f"{_recompute(least.plan)}, which holds {least.memory.total / GIB:.1f} GiB of the "
-        f"{planner.usable / GIB:.1f} that are free"
+    offloading = replace(planner, activations_offload=True)
+    tried = [*candidates, *offloading.candidates(gpus)]
+    least = min(tried, key=lambda candidate: candidate.memory.total)
+    settings = [f"recompute {least.plan.recompute.value}", *_offload_settings(least.plan)]
+    message = (
+        f"no layout fits on {gpus} GPUs: the least is {least.plan} with {' and '.join(settings)}, "
+        f"which holds {least.memory.total / GIB:.1f} GiB of the {planner.usable / GIB:.1f} that "
+        "are free; "
     )
-    enough = planner.least_gpus()
-    if enough is None:
-        return f"{needs}; no number of such GPUs is enough"
-    return f"{needs}; the least that fits is {enough.num_ranks} GPUs, as {enough}"
+    fitting = _least_fitting(planner)
+    if fitting is None:
+        message += "no number of such GPUs is enough"
+    else:
+        message += f"the least that fits is {_ranks_and_layout(fitting)}"
+    if planner.cpu_offload:
+        return message
+    offloaded = _least_fitting(replace(planner, cpu_offload=True))
+    if offloaded is None or (fitting is not None and fitting.num_ranks <= offloaded.num_ranks):
+        return message
+    return f"{message}; or {_ranks_and_layout(offloaded)}"
+
+
+def _least_fitting(planner: Planner) -> Plan | None:
+    """Find the layout on the fewest GPUs; activations are offloaded only where that saves some."""
+    plans = (planner.least_gpus(), replace(planner, activations_offload=True).least_gpus())
+    fitting = [plan for plan in plans if plan is not None]
+    return min(fitting, key=lambda plan: plan.num_ranks, default=None)
+
+
+def _ranks_and_layout(plan: Plan) -> str:
+    """Render the number of GPUs, the layout, and the settings that offload."""
+    settings = _offload_settings(plan)
+    gpus = f"{plan.num_ranks} GPU{'s' * (plan.num_ranks > 1)}, as {plan}"
+    return f"{gpus} with {' and '.join(settings)}" if settings else gpus
+
+
+def _offload_settings(plan: Plan) -> list[str]:
+    return [setting for setting in settings_of(plan) if "offload" in setting]
 
 
 def _render(rows: Sequence[Mapping[str, str]]) -> str:

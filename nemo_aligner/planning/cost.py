@@ -204,6 +204,18 @@ def expert_parameters(shape: ModelShape, plan: Plan, stage: int) -> int:
     return own * sum(layer >= plan.freeze_layers for layer in layers)
 
 
+def optimizer_parameters(shape: ModelShape, plan: Plan, stage: int) -> float:
+    """Number of trained parameters whose optimizer state one rank of a stage holds and updates.
+
+    The distributed optimizer (Rajbhandari et al. 2020, "ZeRO", stage 1) splits the state of a
+    parameter over the ranks that have a copy of it: d c ranks, or d c / e for those of experts,
+    which expert parallelism has split over e ranks already.
+    """
+    trained = parameters(shape, plan, stage, trainable=True)
+    experts = expert_parameters(shape, plan, stage)
+    return (trained - experts + experts * plan.ep) / plan.replicas
+
+
 def mlp_width(shape: ModelShape) -> int:
     """Ffn channels that a token goes through."""
     return shape.ffn_hidden_size if shape.experts is None else shape.experts.active_width
