@@ -19,7 +19,7 @@ from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import LOG_ODDS, SIGMOID, Readout
 from nemo_aligner.losses.base import Objective
-from nemo_aligner.losses.multi_head import HeadEnsemble, Odin, RegularizedByLanguage
+from nemo_aligner.losses.multi_head import HeadEnsemble
 from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, PlackettLuce, RaoKupper
 from nemo_aligner.losses.regression import (
     BinaryCrossEntropy,
@@ -37,15 +37,25 @@ OBJECTIVES: dict[str, type[Any]] = {
     "plackett_luce": PlackettLuce,
     "rao_kupper": RaoKupper,
     "davidson": Davidson,
-    "odin": Odin,
     "head_ensemble": HeadEnsemble,
-    "regularized_by_language": RegularizedByLanguage,
     "masked_mse": MaskedMse,
     "huber": Huber,
     "ordinal_bins": OrdinalBins,
     "quantiles": Quantiles,
     "ranking_and_regression": RankingAndRegression,
     "binary_cross_entropy": BinaryCrossEntropy,
+}
+# Objectives that this package had once: since which version they are gone, and what to use instead.
+_REMOVED = {
+    "odin": (
+        "0.1.0",
+        "use model.objective=bradley_terry with its settings against length, "
+        "model.objective_kwargs.longer_chosen_weight, length_bias or length_correlation_penalty",
+    ),
+    "regularized_by_language": (
+        "0.1.0",
+        "use model.objective=bradley_terry, which reached the same accuracy",
+    ),
 }
 _DEFAULTS = {
     RewardModelType.binary_ranking: "bradley_terry",
@@ -158,9 +168,20 @@ def describe_objective(config: ModelConfig, objective: Objective) -> str:
     return " ".join([objective_name(config), *changed])
 
 
+def describe_removed(name: str) -> str | None:
+    """Say since which version an objective is gone, and what to use instead; None if it is not."""
+    if name not in _REMOVED:
+        return None
+    version, advice = _REMOVED[name]
+    return f"{name} was removed in nemo_aligner {version}; {advice}"
+
+
 def _find(name: str) -> type[Any]:
     if name in OBJECTIVES:
         return OBJECTIVES[name]
+    removed = describe_removed(name)
+    if removed is not None:
+        raise ConfigError(f"{_KEY}: {removed}")
     module, colon, attribute = name.partition(":")
     wanted = f"wanted one of {', '.join(OBJECTIVES)}, or package.module:Name"
     if not colon:

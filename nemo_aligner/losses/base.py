@@ -187,26 +187,12 @@ def start_of_learned(objective: Objective) -> tuple[float, ...]:
     return getattr(objective, "start_of_learned", ())
 
 
-def auxiliary_heads(objective: Objective) -> int:
-    """Count the heads that it trains beside the model's own, and that the model does not keep.
-
-    The output of each, and its cosine with the own head, are appended to each text's outputs.
-    """
-    return getattr(objective, "auxiliary_heads", 0)
-
-
-def reads_language(objective: Objective) -> bool:
-    """True if the last output is the language model's loss on the best reply of a record."""
-    return getattr(objective, "reads_language", False)
-
-
 def count_outputs(objective: Objective) -> int:
     """Count its head's outputs, including all that is only for the loss."""
-    beside = 2 * auxiliary_heads(objective) + len(start_of_learned(objective))
-    return _count_rewarding(objective) + beside + reads_language(objective)
+    return _count_rewarding(objective) + len(start_of_learned(objective))
 
 
-def without_auxiliary(objective: Objective, outputs: Tensor) -> Tensor:
+def without_learned(objective: Objective, outputs: Tensor) -> Tensor:
     """``outputs [S, count_outputs]`` without what is only for the loss."""
     return outputs[:, : _count_rewarding(objective)]
 

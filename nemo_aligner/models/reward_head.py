@@ -55,7 +55,6 @@ class RewardHead(HeadLayer):
         drawn = {name: _draw(size, name, generator) for name, size in sizes.items()}
         super().__init__(drawn["weight"], drawn.get("bias"))
         self.learned: torch.nn.Parameter | None = None
-        self.auxiliary: HeadLayer | None = None
         self.hidden = None
         if "hidden.weight" in drawn:
             self.hidden = HeadLayer(drawn["hidden.weight"], drawn.get("hidden.bias"))
@@ -67,27 +66,11 @@ class RewardHead(HeadLayer):
             self.learned = torch.nn.Parameter(numbers)
             self.learned.is_of_objective = True  # type: ignore[attr-defined]
 
-    def train_beside(self, heads: int, seed: int) -> None:
-        """Add ``heads`` of one matrix, which read what the last layer reads.
-
-        Their outputs, and the cosine of each one's weights with the first output's, are appended to
-        each text's outputs.
-        """
-        if heads:
-            # Not the numbers that the head itself was drawn from.
-            generator = torch.Generator().manual_seed(seed + 1)
-            size = (heads, self.weight.size(1))
-            self.auxiliary = HeadLayer(_draw(size, "auxiliary.weight", generator), None)
-
     def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
         hidden, rows = hidden.float(), rows_now(self)
         if self.hidden is not None:
             hidden = self.hidden(hidden, rows).relu()
         outputs = super().forward(hidden, rows)
-        if self.auxiliary is not None:
-            others = self.auxiliary(hidden, rows)
-            cosines = F.cosine_similarity(self.weight[:1], self.auxiliary.weight)
-            outputs = torch.cat([outputs, others, cosines.expand(len(outputs), -1)], dim=1)
         if self.learned is not None:
             outputs = torch.cat([outputs, self.learned.expand(len(outputs), -1)], dim=1)
         return outputs

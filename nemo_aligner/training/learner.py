@@ -39,7 +39,7 @@ from nemo_aligner.losses.base import (
     readout_of,
     reward_gradient,
     rewards_of,
-    without_auxiliary,
+    without_learned,
 )
 from nemo_aligner.models.experts import describe_load, take_load
 from nemo_aligner.models.reward_model import unwrap_after_training
@@ -274,7 +274,7 @@ def describe_rewards(
 
 def whole_rewards(objective: Objective, labels: LabelColumns, outputs: Tensor) -> Tensor:
     """``[S, A]`` float64 of a head's ``outputs``, what labels were centred on added."""
-    read = rewards_of(readout_of(objective), without_auxiliary(objective, outputs))
+    read = rewards_of(readout_of(objective), without_learned(objective, outputs))
     return read.double() + torch.tensor(labels.offsets(objective.attributes), dtype=torch.float64)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.losses.base import Objective, count_outputs
-from nemo_aligner.losses.multi_head import HeadEnsemble, RegularizedByLanguage, bootstrap_counts
+from nemo_aligner.losses.multi_head import HeadEnsemble, bootstrap_counts
 from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, PlackettLuce, RaoKupper
 from nemo_aligner.losses.regression import (
     BinaryCrossEntropy,
@@ -54,7 +54,6 @@ FAR_APART = [-1000.0, 0.0, 50.0, 1000.0, 50.0]
         RankingAndRegression(NAMES, weights=(1.0, -0.5), regression_weight=0.25),
         BinaryCrossEntropy(NAMES),
         HeadEnsemble(heads=3),
-        RegularizedByLanguage(),
     ],
     ids=lambda objective: type(objective).__name__,
 )

@@ -128,6 +128,14 @@ def test_objective_that_cannot_be_learned_by_is_refused() -> None:
     found = {}
     for config, message in (
         (ModelConfig(objective="bradley"), "got 'bradley', wanted one of bradley_terry, "),
+        (
+            ModelConfig(objective="odin"),
+            r"^model\.objective: odin was removed in nemo_aligner .*; use .*longer_chosen_weight",
+        ),
+        (
+            ModelConfig(objective="regularized_by_language"),
+            r"regularized_by_language was removed in nemo_aligner .*; use .*=bradley_terry",
+        ),
         (ModelConfig(objective="no_module:X"), "got 'no_module:X', wanted .*No module named"),
         (own("Gone"), "has no attribute 'Gone'"),
         (ModelConfig(objective="builtins:object"), "wanted a dataclass .* it lacks rec"),
