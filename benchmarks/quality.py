@@ -1,6 +1,6 @@
 """Table of reward models on the same held-out pairs: accuracy, and what length has to do with it.
 
-    python benchmarks/quality.py --data heldout.jsonl results/plain results/odin=ODIN
+    python benchmarks/quality.py --data heldout.jsonl results/plain results/heads=ensemble
 
 Each is a run's folder or a ``.nemo`` file, with ``=NAME`` for its row. Columns are those of
 docs/metrics.md: accuracy with its 95% interval, on pairs whose longer and whose shorter reply was

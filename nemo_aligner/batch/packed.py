@@ -398,7 +398,6 @@ class PackedBatch:
         records: the records that own them.
         cached: what is taken from a pool of keys and values, and stored there; None is nothing.
         replies: what is read of each sequence instead of its last token; None is that alone.
-        spoken: ``[2, M]`` rows of replies, what predicts them and they themselves; None is nothing.
         share: the tokens that this rank of a context parallel group computes; None is all of them.
         filled: tokens of filler segments at the tail.
         sizes: those that attention is filled up to; None is as many as there are.
@@ -413,7 +412,6 @@ class PackedBatch:
     records: Records
     cached: CacheUse | None = None
     replies: ReplyRows | None = None
-    spoken: ReplyRows | None = None
     share: ContextShare | None = None
     filled: int = 0
     sizes: FixedSizes | None = None
@@ -548,9 +546,6 @@ class PackedBatch:
         given = [self.tokens, self.position_ids, self.scored_tokens, labels.values]
         indices = [] if cached is None else cached.tensors()
         tokens, positions, scored, values, *moved = all_to_device([*given, *indices], device)
-        replies, spoken = (
-            None if rows is None else rows.to(device) for rows in (self.replies, self.spoken)
-        )
         return replace(
             self,
             tokens=tokens,
@@ -558,7 +553,6 @@ class PackedBatch:
             scored_tokens=scored,
             records=replace(self.records, labels=replace(labels, values=values)),
             cached=None if cached is None else CacheUse(cached.lengths, *moved),
-            replies=replies,
-            spoken=spoken,
+            replies=None if self.replies is None else self.replies.to(device),
             share=None if self.share is None else self.share.to(device),
         )

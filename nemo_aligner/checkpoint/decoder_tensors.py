@@ -15,8 +15,8 @@ OUTPUT_LAYER = "output_layer.weight"
 HEAD, HEAD_BIAS = "rm_head.weight", "rm_head.bias"
 # Prefix of all tensors of a reward head.
 HEAD_PREFIX = "rm_head."
-# What a loss learns beside the reward; kept in runs, left out of reward models.
-OF_OBJECTIVE = ("rm_head.learned", "rm_head.auxiliary.weight")
+# Scalars that a loss learns beside the reward; kept in runs, left out of reward models.
+LEARNED_BY_OBJECTIVE = "rm_head.learned"
 LAYERS = "decoder.layers."
 # Prefix of tensor names in archives of this package and of NeMo 1.
 PREFIX = "model."

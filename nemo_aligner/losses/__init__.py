@@ -11,15 +11,15 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind, RewardModelType
 from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import LOG_ODDS, SIGMOID, Readout
-from nemo_aligner.losses.base import Objective
-from nemo_aligner.losses.multi_head import HeadEnsemble, Odin, RegularizedByLanguage
+from nemo_aligner.losses.base import Objective, PairObjective, RatingObjective
+from nemo_aligner.losses.multi_head import HeadEnsemble
 from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, PlackettLuce, RaoKupper
 from nemo_aligner.losses.regression import (
     BinaryCrossEntropy,
@@ -37,15 +37,25 @@ OBJECTIVES: dict[str, type[Any]] = {
     "plackett_luce": PlackettLuce,
     "rao_kupper": RaoKupper,
     "davidson": Davidson,
-    "odin": Odin,
     "head_ensemble": HeadEnsemble,
-    "regularized_by_language": RegularizedByLanguage,
     "masked_mse": MaskedMse,
     "huber": Huber,
     "ordinal_bins": OrdinalBins,
     "quantiles": Quantiles,
     "ranking_and_regression": RankingAndRegression,
     "binary_cross_entropy": BinaryCrossEntropy,
+}
+# Objectives that this package had once: since which version they are gone, and what to use instead.
+_REMOVED = {
+    "odin": (
+        "0.1.0",
+        "use model.objective=bradley_terry with its settings against length, "
+        "model.objective_kwargs.longer_chosen_weight, length_bias or length_correlation_penalty",
+    ),
+    "regularized_by_language": (
+        "0.1.0",
+        "use model.objective=bradley_terry, which reached the same accuracy",
+    ),
 }
 _DEFAULTS = {
     RewardModelType.binary_ranking: "bradley_terry",
@@ -133,7 +143,8 @@ def settings_of_run(config: ModelConfig, contract: ScoringContract) -> dict[str,
 
 def objective_settings(objective: Objective) -> dict[str, Any]:
     """Settings of an objective, defaults included."""
-    return {name: getattr(objective, name) for name in _defaults(type(objective))}
+    settings = asdict(objective)
+    return {name: settings[name] for name in _defaults(type(objective))}
 
 
 def settings_with_defaults(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,9 +169,20 @@ def describe_objective(config: ModelConfig, objective: Objective) -> str:
     return " ".join([objective_name(config), *changed])
 
 
+def describe_removed(name: str) -> str | None:
+    """Say since which version an objective is gone, and what to use instead; None if it is not."""
+    if name not in _REMOVED:
+        return None
+    version, advice = _REMOVED[name]
+    return f"{name} was removed in nemo_aligner {version}; {advice}"
+
+
 def _find(name: str) -> type[Any]:
     if name in OBJECTIVES:
         return OBJECTIVES[name]
+    removed = describe_removed(name)
+    if removed is not None:
+        raise ConfigError(f"{_KEY}: {removed}")
     module, colon, attribute = name.partition(":")
     wanted = f"wanted one of {', '.join(OBJECTIVES)}, or package.module:Name"
     if not colon:
@@ -169,25 +191,18 @@ def _find(name: str) -> type[Any]:
         kind = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{_KEY}: got {name!r}, {wanted}: {error}") from error
-    lacking = [member for member in _MEMBERS if not hasattr(kind, member)]
-    if not is_dataclass(kind) or lacking:
+    if not _is_objective(kind):
         raise ConfigError(
-            f"{_KEY}: {name}: wanted a dataclass like nemo_aligner.losses.base.Objective"
-            + (f"; it lacks {', '.join(lacking)}" if lacking else "")
+            f"{_KEY}: {name}: wanted a dataclass that inherits from PairObjective or "
+            "RatingObjective (nemo_aligner.losses.base), and defines what they leave abstract"
         )
-    return kind  # type: ignore[return-value]
+    return kind  # type: ignore[no-any-return]
 
 
-_MEMBERS = (
-    "record_kind",
-    "main_metric",
-    "columns",
-    "learns_from_ties",
-    "lowest_label",
-    "loss",
-    "step_metrics",
-    "report",
-)
+def _is_objective(kind: Any) -> bool:
+    """True for a subclass of the base classes that can be created and has its own fields."""
+    is_subclass = isinstance(kind, type) and issubclass(kind, PairObjective | RatingObjective)
+    return is_subclass and not kind.__abstractmethods__
 
 
 def _defaults(kind: type[Any]) -> dict[str, Any]:

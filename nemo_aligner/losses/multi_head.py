@@ -1,11 +1,10 @@
-"""Losses on pairs that train several heads: an ensemble, a length head, a language model's head."""
+"""A loss on pairs that trains several heads: an ensemble."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.contract.readout import HEADS, Readout
 from nemo_aligner.losses.base import PairObjective, check_flag, check_number, check_whole
-from nemo_aligner.losses.pairwise import BradleyTerry, pearson, reply_lengths
 from nemo_aligner.utils.host_transfer import to_device
 
 # P(0), P(0 or 1), ... of a Poisson distribution with mean 1; beyond, nothing of 2 ** 53 is left.
@@ -82,69 +80,3 @@ def bootstrap_counts(ids: Tensor, heads: int) -> Tensor:
     mixed = mixed ^ np.right_shift(mixed, np.uint64(31))
     uniform = np.right_shift(mixed, np.uint64(11)) / 2.0**53
     return torch.from_numpy(np.searchsorted(_POISSON, uniform, side="right").astype(np.float32))
-
-
-@dataclass(frozen=True)
-class Odin(PairObjective):
-    """``L(m_Q + m_L) + length_coefficient * (|r_Q| - r_L) + orthogonality_coefficient * |cos|``.
-
-    L is Bradley-Terry's loss of the sum of a quality head Q and a length head L (Chen et al. 2024,
-    "ODIN: Disentangled reward mitigates hacking in RLHF", arXiv:2402.07319, section 4). r are
-    Pearson's of each head and the replies' tokens over the whole global batch, and cos is that of
-    the heads' weights, which the authors normalise in the model and which here keep their norms.
-    The quality head is the model's reward; the length head ends with the run.
-
-    Attributes:
-        length_coefficient, orthogonality_coefficient: 1 in the authors' training script.
-    """
-
-    length_coefficient: float = 1.0
-    orthogonality_coefficient: float = 1.0
-
-    auxiliary_heads: ClassVar[int] = 1
-    is_of_batch: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_number(self, "length_coefficient", 0)
-        check_number(self, "orthogonality_coefficient", 0)
-
-    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum and count of outputs ``[S, 3]``: quality, length, and the cosine of their weights."""
-        total, count = BradleyTerry().loss(rewards[:, :2].sum(dim=1, keepdim=True), records)
-        lengths = reply_lengths(rewards, records)
-        of_quality, of_length = (pearson(rewards[:, head], lengths) for head in (0, 1))
-        cosine = rewards[:, 2].abs().sum() / max(1, len(rewards))  # the same in every row
-        term = self.length_coefficient * (of_quality.abs() - of_length)
-        return total + count * (term + self.orthogonality_coefficient * cosine), count
-
-
-@dataclass(frozen=True)
-class RegularizedByLanguage(PairObjective):
-    """``-log sigmoid(m) + coefficient * NLL``, of the best reply of each record.
-
-    NLL is the mean of ``-log p`` of the reply's tokens by the base model's own output layer, which
-    is its embedding. It keeps hidden states from forgetting language (Yang et al. 2024,
-    "Regularizing hidden states enables learning generalizable reward model for LLMs", GRM,
-    arXiv:2406.10216, section 3, with SFT; the paper puts the reply's probability into a sigmoid,
-    and weighs both losses to 1).
-
-    Attributes:
-        coefficient: of the language model's loss.
-    """
-
-    coefficient: float = 0.01
-
-    reads_language: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_number(self, "coefficient", 0)
-
-    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum and count of outputs ``[S, 2]``: rewards, and the NLL of the best replies, else 0."""
-        total, count = BradleyTerry().loss(rewards[:, :1], records)
-        return total + self.coefficient * rewards[:, 1].sum(), count
-
-    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
-        """Mean NLL of the batch."""
-        found = rewards[:, 1][rewards[:, 1] > 0]
-        return {"language_loss": float(found.double().mean())} if len(found) else {}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_aligner.batch.outputs import HeadOutputs
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.batch.pairs import PairRows
 from nemo_aligner.config.common import Aggregate
@@ -108,14 +110,17 @@ class BradleyTerry(PairObjective):
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
         """Sum over records of their pairs' mean loss, and their count, of rewards ``[S, 1]``."""
-        rewards, records = self._of_texts(rewards, records)
+        outputs, records = self._of_texts(self.output_columns.split(rewards), records)
+        rewards = outputs.attributes[:, 0]
         # K ranked completions are K (K - 1) / 2 pairs, which share one record's weight (eq. 1).
         pairs = records.pairs(with_ties=self.learns_from_ties)
-        better, worse = pairs.of(rewards[:, 0])
+        better, worse = pairs.of(rewards)
         margins = better - worse
         if self._reads_lengths:
             lengths = reply_lengths(rewards, records)
-            bias = pairs.of(rewards[:, 1])[0] if self.learn_length_bias else self.length_bias
+            bias: Tensor | float = self.length_bias
+            if self.learn_length_bias:
+                bias = pairs.of(outputs.learned[:, 0])[0]
             margins = margins + explained_by_length(bias, lengths, pairs)
         labels = self._labels(pairs, records)
         losses = self._ordered(-margins, labels)
@@ -128,7 +133,7 @@ class BradleyTerry(PairObjective):
             return pairs.sum_and_count(losses)
         losses = weigh_longer_chosen(losses, self.longer_chosen_weight, lengths, pairs)
         total, count = pairs.sum_and_count(losses)
-        r = length_correlation(rewards[:, 0], lengths, pairs, self.length_correlation_of)
+        r = length_correlation(rewards, lengths, pairs, self.length_correlation_of)
         return total + count * self.length_correlation_penalty * r.square(), count
 
     @property
@@ -148,7 +153,7 @@ class BradleyTerry(PairObjective):
     def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
         if not self.learn_length_bias or len(rewards) == 0:
             return {}
-        return {"length_bias": float(rewards[0, 1])}
+        return {"length_bias": float(self.output_columns.split(rewards).learned[0, 0])}
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
         return super().step_metrics(*self._measured(rewards, records))
@@ -159,18 +164,17 @@ class BradleyTerry(PairObjective):
 
     def _measured(self, rewards: Tensor, records: Records) -> tuple[Tensor, Records]:
         """As ``_of_texts``, rounded once, as evaluation and a server do it."""
-        merged, texts = self._of_texts(rewards.double(), records)
-        return merged.to(rewards.dtype), texts
+        outputs = self.output_columns.split(rewards.double())
+        merged, records = self._of_texts(outputs, records)
+        return merged.joined().to(rewards.dtype), records
 
-    def _of_texts(self, rewards: Tensor, records: Records) -> tuple[Tensor, Records]:
-        """One reward of each text, and the records that own them."""
+    def _of_texts(self, outputs: HeadOutputs, records: Records) -> tuple[HeadOutputs, Records]:
+        """One reward of each sample, and the records that own them."""
         if records.texts is None:
-            return rewards, records
-        # Behind the rewards stand scalars that the loss learns, the same in every row.
-        attributes = len(self.attributes)
-        merged = aggregate(rewards[:, :attributes], records, self.aggregate)
-        learned = aggregate(rewards[:, attributes:], records, Aggregate.last.value)
-        return torch.cat([merged, learned], dim=1), records.of_texts()
+            return outputs, records
+        merged = aggregate(outputs.attributes, records, self.aggregate)
+        learned = aggregate(outputs.learned, records, Aggregate.last.value)
+        return HeadOutputs(merged, learned), records.of_texts()
 
     def _labels(self, pairs: PairRows, records: Records) -> Tensor | None:
         """Label ``[P]`` of every pair's record; None if labels are unused."""
@@ -294,54 +298,61 @@ def _cosine(first: Tensor, second: Tensor) -> Tensor:
 Number: TypeAlias = float | Tensor
 
 
-class TieModel(Protocol):
-    """Negative log-likelihoods of a pair that is won, and of one that is tied."""
+@dataclass(frozen=True)
+class TieObjective(PairObjective):
+    """Base of models of ties: negative log-likelihoods of pairs that are won, and that are tied.
+
+    Attributes:
+        tie_parameter: how often equal replies are tied.
+        learned: start at ``tie_parameter`` and learn x, of which it is a function.
+    """
+
+    tie_parameter: float = 1.0
+    learned: bool = False
 
     @property
-    def learned(self) -> bool:
-        """True if the parameter is a function of a learned x."""
-        ...
+    def learns_from_ties(self) -> bool:
+        return True
 
+    @abstractmethod
     def parameter(self, x: float) -> float:
         """Compute the parameter from x."""
-        ...
 
+    @abstractmethod
     def won(self, margins: Tensor, x: Tensor | None) -> Tensor:
         """Losses ``[P]`` of pairs that were won, from better minus worse rewards."""
-        ...
 
+    @abstractmethod
     def tied(self, margins: Tensor, x: Tensor | None) -> Tensor:
         """Losses ``[P]`` of pairs that were tied."""
-        ...
 
+    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+        """Sum over records of their pairs' mean loss, and the count of records.
 
-def won_or_tied(model: TieModel, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-    """Sum over records of their pairs' mean loss, and the count of records.
+        Takes rewards ``[S, 1]``, and x where it is learned.
+        """
+        outputs = self.output_columns.split(rewards)
+        pairs = records.pairs(with_ties=True)
+        better, worse = pairs.of(outputs.attributes[:, 0])
+        x = pairs.of(outputs.learned[:, 0])[0] if self.learned else None
+        losses = self.won(better - worse, x)
+        if pairs.are_ties is not None:
+            are_ties = to_device(pairs.are_ties, losses.device)
+            losses = torch.where(are_ties, self.tied(better - worse, x), losses)
+        return pairs.sum_and_count(losses)
 
-    Takes rewards ``[S, 1]``, or ``[S, 2]`` with x where it is learned.
-    """
-    pairs = records.pairs(with_ties=True)
-    better, worse = pairs.of(rewards[:, 0])
-    x = pairs.of(rewards[:, 1])[0] if model.learned else None
-    losses = model.won(better - worse, x)
-    if pairs.are_ties is not None:
-        are_ties = to_device(pairs.are_ties, losses.device)
-        losses = torch.where(are_ties, model.tied(better - worse, x), losses)
-    return pairs.sum_and_count(losses)
-
-
-def tie_parameter_of(model: TieModel, rewards: Tensor) -> dict[str, float]:
-    """Report the learned parameter, from rewards with x; empty if it is fixed."""
-    if not model.learned or len(rewards) == 0:
-        return {}
-    return {"tie_parameter": model.parameter(float(rewards[0, 1]))}
+    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
+        if not self.learned or len(rewards) == 0:
+            return {}
+        x = float(self.output_columns.split(rewards).learned[0, 0])
+        return {"tie_parameter": self.parameter(x)}
 
 
 # Davidson.
 
 
 @dataclass(frozen=True)
-class Davidson(PairObjective):
+class Davidson(TieObjective):
     """Wins, losses and ties in proportion to ``exp(m / 2)``, ``exp(-m / 2)`` and ``tie_parameter``.
 
     A tie is as likely as the geometric mean of a win and a loss, times the parameter (Davidson
@@ -354,27 +365,13 @@ class Davidson(PairObjective):
         learned: start at ``tie_parameter`` and learn x, whose ``exp(x)`` it is.
     """
 
-    tie_parameter: float = 1.0
-    learned: bool = False
-
     def __post_init__(self) -> None:
         check_flag(self, "learned")
         check_above(self, "tie_parameter", 0)
 
     @property
-    def learns_from_ties(self) -> bool:
-        return True
-
-    @property
     def start_of_learned(self) -> tuple[float, ...]:
         return (math.log(self.tie_parameter),) if self.learned else ()
-
-    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """See ``won_or_tied``."""
-        return won_or_tied(self, rewards, records)
-
-    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
-        return tie_parameter_of(self, rewards)
 
     def parameter(self, x: float) -> float:
         return math.exp(x)
@@ -398,7 +395,7 @@ _LOG_2 = math.log(2)
 
 
 @dataclass(frozen=True)
-class RaoKupper(PairObjective):
+class RaoKupper(TieObjective):
     """Won with ``sigmoid(m - h)``, lost with ``sigmoid(-m - h)``, else tied, at the margin m.
 
     h is ``log(tie_parameter)``, a threshold below which differences go unnoticed (Rao and Kupper
@@ -411,26 +408,14 @@ class RaoKupper(PairObjective):
     """
 
     tie_parameter: float = 2.0
-    learned: bool = False
 
     def __post_init__(self) -> None:
         check_flag(self, "learned")
         check_above(self, "tie_parameter", 1)
 
     @property
-    def learns_from_ties(self) -> bool:
-        return True
-
-    @property
     def start_of_learned(self) -> tuple[float, ...]:
         return (math.log(self.tie_parameter - 1),) if self.learned else ()
-
-    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """See ``won_or_tied``."""
-        return won_or_tied(self, rewards, records)
-
-    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
-        return tie_parameter_of(self, rewards)
 
     def parameter(self, x: float) -> float:
         return 1 + math.exp(x)

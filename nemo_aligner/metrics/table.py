@@ -230,7 +230,6 @@ RUN: list[Metric] = [
     Metric("skipped_steps", "steps that overflowed fp16", None, Better.lower, Shown.step),
     Metric("tie_parameter", "where it is learned", None, shown=_EVERYWHERE),
     Metric("length_bias", "where it is learned", None, shown=_EVERYWHERE),
-    Metric("language_loss", "of the language model", None, Better.lower, _EVERYWHERE),
     Metric("gpu_memory_gb", "in use on the first rank's GPU", None, Better.lower, Shown.step),
     Metric("gpu_power_watts", "of the first rank's GPU", None, shown=Shown.step),
 ]

@@ -1,14 +1,10 @@
-"""What a reward model reads of its replies beside their last tokens: the mean, and losses."""
+"""The mean of a reply's hidden states, which a reward head can read instead of a last token."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
 
@@ -35,25 +31,3 @@ def mean_of_replies(hidden: Tensor, replies: ReplyRows) -> Tensor:
     parts = hidden.split(list(replies.lengths))
     sums: Tensor = all_reduce(torch.stack([part.float().sum(dim=0) for part in parts]), group=group)
     return sums / sums.new_tensor(replies.whole)[:, None]
-
-
-def spoken_losses(
-    hidden: Tensor, targets: Tensor, lengths: Sequence[int], words: Any, vocab_size: int, tp: Any
-) -> Tensor:
-    """Mean ``-log p`` ``[S, 1]`` float32 of each text's spoken tokens; 0 for a text without any.
-
-    Args:
-        hidden: ``[M, hidden]``, what predicts them.
-        targets: ``[M]`` int64 token ids.
-        lengths: of the S texts.
-        words: megatron-core's embedding, whose weight is the output layer's.
-        tp: the tensor parallel group, over which it is split.
-    """
-    # Each rank has a part of the vocabulary, and so of the gradient.
-    hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, tp)
-    logits = F.linear(hidden, words.weight).float()
-    own = torch.arange(words.vocab_start_index, words.vocab_end_index, device=logits.device)
-    logits = logits.masked_fill(own >= vocab_size, -torch.inf)
-    losses = tensor_parallel.vocab_parallel_cross_entropy(logits[:, None], targets[:, None])
-    parts = losses[:, 0].split(list(lengths))
-    return torch.stack([part.sum() / max(1, len(part)) for part in parts])[:, None]

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_aligner.batch.outputs import HeadOutputs
 from nemo_aligner.models.layers import invariant_linear, rows_now
 from nemo_aligner.models.shape import HeadShape
 
@@ -55,41 +56,24 @@ class RewardHead(HeadLayer):
         drawn = {name: _draw(size, name, generator) for name, size in sizes.items()}
         super().__init__(drawn["weight"], drawn.get("bias"))
         self.learned: torch.nn.Parameter | None = None
-        self.auxiliary: HeadLayer | None = None
         self.hidden = None
         if "hidden.weight" in drawn:
             self.hidden = HeadLayer(drawn["hidden.weight"], drawn.get("hidden.bias"))
 
-    def learn_beside(self, start: Sequence[float]) -> None:
-        """Append scalars that an objective learns, ``start`` at first, to each text's outputs."""
+    def add_learned_scalars(self, start: Sequence[float]) -> None:
+        """Add scalars that an objective learns, ``start`` at first, to the outputs of each row."""
         if start:
             numbers = torch.tensor(start, dtype=torch.float32, device=self.weight.device)
             self.learned = torch.nn.Parameter(numbers)
             self.learned.is_of_objective = True  # type: ignore[attr-defined]
-
-    def train_beside(self, heads: int, seed: int) -> None:
-        """Add ``heads`` of one matrix, which read what the last layer reads.
-
-        Their outputs, and the cosine of each one's weights with the first output's, are appended to
-        each text's outputs.
-        """
-        if heads:
-            # Not the numbers that the head itself was drawn from.
-            generator = torch.Generator().manual_seed(seed + 1)
-            size = (heads, self.weight.size(1))
-            self.auxiliary = HeadLayer(_draw(size, "auxiliary.weight", generator), None)
 
     def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
         hidden, rows = hidden.float(), rows_now(self)
         if self.hidden is not None:
             hidden = self.hidden(hidden, rows).relu()
         outputs = super().forward(hidden, rows)
-        if self.auxiliary is not None:
-            others = self.auxiliary(hidden, rows)
-            cosines = F.cosine_similarity(self.weight[:1], self.auxiliary.weight)
-            outputs = torch.cat([outputs, others, cosines.expand(len(outputs), -1)], dim=1)
         if self.learned is not None:
-            outputs = torch.cat([outputs, self.learned.expand(len(outputs), -1)], dim=1)
+            outputs = HeadOutputs(outputs, self.learned.expand(len(outputs), -1)).joined()
         return outputs
 
 

@@ -69,7 +69,7 @@ from nemo_aligner.models.layers import (
 from nemo_aligner.models.lora import LoraDropout, attach_adapters
 from nemo_aligner.models.pointwise.choice import choose_kernels
 from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
-from nemo_aligner.models.readout import mean_of_replies, spoken_losses
+from nemo_aligner.models.readout import mean_of_replies
 from nemo_aligner.models.reward_head import HeadLayer, RewardHead
 from nemo_aligner.models.rotary import ByLength, query_scale, rotations
 from nemo_aligner.models.shape import ModelShape
@@ -129,8 +129,6 @@ class GPTRewardModel(GPTModel):
         self.reply_marker = reply_marker
         self.smallest_chunk: int | None = None
         self._rotations = rotations(shape, self.rotary_pos_emb)
-        self.spoken_marker: tuple[int, ...] | None = None
-        self._vocab_size = shape.vocab_size
         self.rotation_by_length = shape.rotation_by_length
         self._has_one_rotation = shape.one_rotation_until is None
         self._query_scaling = shape.query_scaling
@@ -150,14 +148,6 @@ class GPTRewardModel(GPTModel):
         self.lora_dropout = lora_dropout
         if shape.lora is not None:
             attach_adapters(self, shape.lora, lora_dropout)
-
-    def read_as_language_model(self, marker: tuple[int, ...]) -> None:
-        """Append to each text's outputs the language model's loss on the best reply of its record.
-
-        ``marker`` are the ids before a reply. The output layer is the embedding, which has to be on
-        this rank (see ``spoken_losses``).
-        """
-        self.spoken_marker = marker
 
     def use_cuda_graphs(self, capture: Capture | None = None) -> None:
         """Run packs by CUDA graphs from now on, where it can be; says why if not.
@@ -190,18 +180,18 @@ class GPTRewardModel(GPTModel):
         ``pool`` has the keys and values of the beginnings that the pack takes from a cache.
 
         Returns:
-            On the last pipeline stage rewards ``[S, num_attributes]`` float32, or a critic's values
-            ``[T, num_attributes]``; on the others hidden states ``[T, 1, hidden]`` for the next
-            stage (``T / tp`` tokens under sequence parallelism).
+            On the last pipeline stage the head's outputs ``[S, columns]`` float32, in the order of
+            ``OutputColumns``, or a critic's values ``[T, num_attributes]``; on the others hidden
+            states ``[T, 1, hidden]`` for the next stage (``T / tp`` tokens under sequence
+            parallelism).
         """
         rows, count = self._read_rows(batch)
-        # The last layer goes on with these alone.
-        wanted = rows if batch.spoken is None else torch.cat([rows, batch.spoken.index[0]])
-        segments = PackedSegments.of(batch, (), self._rows_of_head(wanted, batch), pool)
+        # The last layer goes on with these rows alone.
+        segments = PackedSegments.of(batch, (), self._rows_of_head(rows, batch), pool)
         if self.lora_dropout is not None and self.training:
             self.lora_dropout.begin(batch, segments)
         # megatron-core gives its layers nothing else of the pack: a router asks the segments.
-        segments.remembered(COUNTED, lambda: _counted(batch, len(wanted)))
+        segments.remembered(COUNTED, lambda: _counted(batch, len(rows)))
         tokens, positions = batch.of_own(batch.tokens), batch.of_own(batch.position_ids)
         inputs, by_length = DecoderInputs(tokens, positions, segments), self._by_length(batch)
         if self.graphs is None or batch.sizes is None or by_length is not None:
@@ -223,13 +213,7 @@ class GPTRewardModel(GPTModel):
         outputs = self.rm_head(read)
         if batch.share is not None:
             outputs = sum_of_group(outputs, batch.share.reads, count)
-        if batch.spoken is None:
-            return outputs
-        targets, lengths = batch.tokens[batch.spoken.index[1]], batch.spoken.lengths
-        said, words = hidden[len(rows) : len(wanted), 0], self.embedding.word_embeddings
-        tp, size = self.pg_collection.tp, self._vocab_size
-        losses = spoken_losses(said, targets, lengths, words, size, tp)
-        return torch.cat([outputs, losses], dim=1)
+        return outputs
 
     def _decode(self, inputs: DecoderInputs, by_length: ByLength | None = None) -> Tensor:
         """Compute all but the head; reads nothing of a pack but ``inputs``' tensors and sizes."""

@@ -256,11 +256,9 @@ def _as_many_as_others(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
 
 
 def _with_rows(batch: PackedBatch, model: GPTRewardModel) -> PackedBatch:
-    """Attach the rows of the replies, for a head that reads their mean or for a language model."""
+    """Attach the rows of the replies, for a head that reads their mean."""
     if model.reply_marker is not None:
         batch = replace(batch, replies=find_reply_rows(batch, model.reply_marker))
-    if model.spoken_marker is not None:
-        batch = replace(batch, spoken=find_spoken_rows(batch, model.spoken_marker))
     return batch
 
 
@@ -275,28 +273,6 @@ def find_reply_rows(batch: PackedBatch, marker: Sequence[int]) -> ReplyRows:
         rows.append(own[start:])
         lengths.append(len(own) - start)
     return ReplyRows(torch.cat(rows), tuple(lengths))
-
-
-def find_spoken_rows(batch: PackedBatch, marker: Sequence[int]) -> ReplyRows:
-    """Find what predicts, and what is, the reply of the best text of each record, on the host.
-
-    Without a ``marker`` a text is all reply, but for its first token, which nothing predicts.
-    """
-    records, best = batch.records, dict[int, int]()
-    owner = torch.arange(len(records)).repeat_interleave(records.sizes).tolist()
-    ranks = records.ranks.tolist()
-    for text, record in enumerate(owner):
-        if record not in best or ranks[text] < ranks[best[record]]:
-            best[record] = text
-    rows, lengths = [], []
-    for text, own in enumerate(_sequences(batch)):
-        start = len(own)
-        if text < len(owner) and best[owner[text]] == text:  # a pack may be of no record
-            ids = batch.tokens[own].numpy()
-            start = max(1, reply_start(ids, marker) if marker else 0)
-        rows.append(torch.stack([own[start - 1 : -1], own[start:]]))
-        lengths.append(len(own) - start)
-    return ReplyRows(torch.cat(rows, dim=1), tuple(lengths))
 
 
 def _sequences(batch: PackedBatch) -> Iterator[Tensor]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_aligner.checkpoint.hf.families.settings import is_tied
 from nemo_aligner.checkpoint.nemo.archive import read_model_config
 from nemo_aligner.checkpoint.nemo.reward_model import (
     PretrainedModel,
@@ -30,17 +29,10 @@ from nemo_aligner.contract.from_settings import (
 )
 from nemo_aligner.contract.readout import LOG_ODDS, PROBABILITY
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
-from nemo_aligner.contract.turns import make_reply_marker
 from nemo_aligner.data.training_data import TrainingData, TrainLoader, build_training_data
 from nemo_aligner.distributed.collectives import current_device, gpu_computes_bf16, on_main
 from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout
 from nemo_aligner.losses import build_objective, settings_of_run
-from nemo_aligner.losses.base import (
-    aggregate_of,
-    auxiliary_heads,
-    reads_language,
-    start_of_learned,
-)
 from nemo_aligner.models.activation_offload import offload_activations
 from nemo_aligner.models.lora import LoraDropout, train_adapters_alone
 from nemo_aligner.models.reward_model import (
@@ -124,7 +116,7 @@ def build_data(config: TrainConfig) -> TrainingData:
     contract = build_contract(model, tokenizer, config.precision, start, earlier_contract)
     # Before the contract is compared with that of the model to start from.
     objective = build_objective(model, contract.attributes, contract.attribute_weights)
-    contract = with_aggregate(contract, aggregate_of(objective))
+    contract = with_aggregate(contract, objective.aggregate)
     if start is not None:
         contract = continue_contract(
             contract,
@@ -280,35 +272,9 @@ def _load(config: TrainConfig, data: TrainingData, layout: ParallelLayout) -> Pr
     )
     _begin_head(config, data, pretrained)
     if pretrained.model.post_process:
-        # Only now: archives have weights of texts' outputs, and none of an objective's own.
-        pretrained.model.rm_head.train_beside(auxiliary_heads(data.objective), options.seed)
-        pretrained.model.rm_head.learn_beside(start_of_learned(data.objective))
-    if reads_language(data.objective):
-        _keep_language(data.contract, pretrained, layout)
+        # Only after loading: archives have the head's weights, but no scalars of an objective.
+        pretrained.model.rm_head.add_learned_scalars(data.objective.start_of_learned)
     return pretrained
-
-
-def _keep_language(
-    contract: ScoringContract, pretrained: PretrainedModel, layout: ParallelLayout
-) -> None:
-    """Have the model read as a language model, too.
-
-    Raises:
-        ConfigError: its output layer is not its embedding, or a text is split over ranks.
-    """
-    tied = is_tied(pretrained.config)
-    if not tied or layout.pp > 1 or layout.cp > 1:
-        raise ConfigError(
-            "model.objective: the loss of the language model needs an output layer that is the "
-            "embedding, and neither pipeline nor context parallelism; got "
-            f"share_embeddings_and_output_weights={tied}, {layout.pp} and {layout.cp} ranks"
-        )
-    marker = contract.reply_marker
-    if marker is None and contract.template:
-        kwargs = contract.chat_template_kwargs or ""
-        marker = make_reply_marker(contract.template, pretrained.tokenizer, kwargs)
-    # Without a template nothing says where a reply begins, and all of a text is predicted.
-    pretrained.model.read_as_language_model(marker or ())
 
 
 def trained_model_config(config: TrainConfig) -> dict[str, Any]:

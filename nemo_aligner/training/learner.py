@@ -30,16 +30,11 @@ from nemo_aligner.distributed.collectives import agree, current_device, gather_o
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.losses.base import (
     Objective,
-    aggregate_of,
-    count_outputs,
-    is_of_batch,
     losses_per_record,
     measure_set,
     measure_step,
-    readout_of,
     reward_gradient,
     rewards_of,
-    without_auxiliary,
 )
 from nemo_aligner.models.experts import describe_load, take_load
 from nemo_aligner.models.reward_model import unwrap_after_training
@@ -151,7 +146,7 @@ class RewardLearner:
 
         That takes a forward pass of its own, whose rewards are those of the next one.
         """
-        if not is_of_batch(self.objective):
+        if not self.objective.is_of_batch:
             return self.objective.loss
         self._ddp.train()
         mine = forward(self._ddp, plan.packs, self._layout)
@@ -179,7 +174,7 @@ class RewardLearner:
         self, mine: Tensor | None, batches: Sequence[PackedBatch], records: Records
     ) -> Tensor:
         # The head's outputs, more than one for an attribute where a loss has quantiles or bins.
-        shape = (records.num_rewards, count_outputs(self.objective))
+        shape = (records.num_rewards, self.objective.output_columns.count)
         return gather_rewards(mine, batches, shape, self._layout)
 
     def validate(self, watch: Watch = unwatched) -> dict[str, float]:
@@ -274,8 +269,9 @@ def describe_rewards(
 
 def whole_rewards(objective: Objective, labels: LabelColumns, outputs: Tensor) -> Tensor:
     """``[S, A]`` float64 of a head's ``outputs``, what labels were centred on added."""
-    read = rewards_of(readout_of(objective), without_auxiliary(objective, outputs))
-    return read.double() + torch.tensor(labels.offsets(objective.attributes), dtype=torch.float64)
+    rewards = rewards_of(objective.readout, objective.output_columns.split(outputs).attributes)
+    offsets = torch.tensor(labels.offsets(objective.attributes), dtype=torch.float64)
+    return rewards.double() + offsets
 
 
 def _spread(objective: Objective, records: Records, rewards: Tensor) -> dict[str, float]:
@@ -284,9 +280,9 @@ def _spread(objective: Objective, records: Records, rewards: Tensor) -> dict[str
     Of texts, where the objective aggregates the rewards of their turns or steps; else of these.
     """
     measured = whole_rewards(objective, records.labels, rewards)
-    how = aggregate_of(objective)
-    if records.texts is not None and how != Aggregate.last.value:
-        measured = rewards_of_texts(measured, records, Aggregate(how))
+    rule = objective.aggregate
+    if records.texts is not None and rule not in (None, Aggregate.last.value):
+        measured = rewards_of_texts(measured, records, Aggregate(rule))
     averages, deviations = measured.mean(0).tolist(), measured.std(0, correction=0).tolist()
     spread: dict[str, float] = {}
     for name, mean, deviation in zip(objective.attributes, averages, deviations, strict=True):
@@ -309,7 +305,7 @@ def validation_metric_names(
         for index, kind in enumerate(zip(dataset.sources, are_ratings, strict=True)):
             first.setdefault(kind, index)
         few = dataset.select(list(first.values()))
-        rewards = torch.zeros(few.records.num_rewards, count_outputs(objective))
+        rewards = torch.zeros(few.records.num_rewards, objective.output_columns.count)
         names += [f"{dataset.name}/{name}" for name in describe_rewards(objective, few, rewards)]
     return names
 

@@ -34,6 +34,7 @@ from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.distributed.collectives import on_main
 from nemo_aligner.losses import (
     default_name,
+    describe_removed,
     objective_name,
     objective_settings,
     settings_with_defaults,
@@ -43,7 +44,7 @@ from nemo_aligner.training.build import trained_model_config
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer import Optimizer
 from nemo_aligner.utils.console import say, waiting_for
-from nemo_aligner.utils.errors import ConfigError
+from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
 # A new run, or a resumed one: what must not change, and what has changed.
 
@@ -165,6 +166,7 @@ def find_latest(
     if latest is None:
         return None
     stored, now = (ScoringContract.from_dict(s.contract) for s in (latest.state, fresh))
+    _check_objective_exists(latest)
     latest = replace(latest, state=_with_objective(latest.state))
     settings = latest.state.fingerprint[_OBJECTIVE_SETTINGS]
     # Runs of versions whose contract did not say how steps become one reward had the rule, too.
@@ -185,6 +187,16 @@ def find_latest(
         fingerprint[_DATA] = data.train.measure_digest()
     check_same_run(latest, fingerprint)
     return latest
+
+
+def _check_objective_exists(latest: Saved) -> None:
+    """Reject a run that trained with an objective that this version no longer has."""
+    removed = describe_removed(latest.state.fingerprint.get(_OBJECTIVE, ""))
+    if removed is not None:
+        raise CheckpointError(
+            f"{latest.path}: its run cannot be resumed: {removed}. Set "
+            "exp_manager.explicit_log_dir to a new folder to start a new run"
+        )
 
 
 def newest(checkpoints: RunCheckpoints, run: RunFolderConfig) -> Saved | None:

@@ -83,11 +83,6 @@ CASES = {
             "model.objective_kwargs={length_correlation_penalty: 5.0, learn_length_bias: true}",
         )
     ),
-    # A loss that comes near 0 has no relative error to speak of.
-    "odin": Case(("model.objective=odin", "model.objective_kwargs.length_coefficient=0.2")),
-    "language": Case(
-        ("model.objective=regularized_by_language", "model.objective_kwargs.coefficient=0.5")
-    ),
     # Rewards of steps: masks of dropout, a learned scalar beside them, and the rule for a text.
     "trajectories": Case(
         (

@@ -83,16 +83,15 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
     """By one launch, each where it has code of its own; in fp16 pp2's first stage is frozen."""
     at = {
         "tp2": ("ranking", "onednn", "plackett_luce", "bins", "formats", "zero_groups"),
-        "tp2_sp": ("onednn", "offload", "language", "trajectories", "least_step"),
+        "tp2_sp": ("onednn", "offload", "trajectories", "least_step"),
         "pp2": ("offload", "pairs_and_ratings", "fp16", "against_length"),
         "dp2": (
             "onednn",
             "offload",
             "learned_ties",
             "quantiles",
-            "odin",
+            "against_length",
             "heads",
-            "language",
             "trajectories",
             "least_step",
         ),
@@ -103,7 +102,6 @@ def test_layout_trains_all_kinds_of_models_like_one_process(
             "learned_ties",
             "quantiles",
             "frozen",
-            "odin",
             "against_length",
             "pairs_and_ratings",
         ),

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from nemo_aligner.batch.packed import Records
-from nemo_aligner.losses.base import PairObjective, count_outputs, is_of_batch, reward_gradient
-from nemo_aligner.losses.multi_head import Odin
+from nemo_aligner.losses.base import PairObjective, reward_gradient
 from nemo_aligner.losses.pairwise import BradleyTerry, pearson
 from tests.losses.hand_made import accepted, check_any_batch, check_gradient, learn, ranked
 
@@ -58,16 +57,6 @@ def test_terms_against_length_are_those_written_out() -> None:
     assert float(total) == pytest.approx(by_hand(REWARDS) + 4 * 2 * r**2)
 
 
-def test_odin_is_its_formula_written_out() -> None:
-    quality, length = REWARDS, [0.1, 0.3, 0.2, 0.0, -0.4, 0.1, 0.9, -0.2]
-    outputs = torch.tensor([quality, length, [-0.3] * 8], dtype=torch.float64).T
-    total, count = Odin(length_coefficient=0.5, orthogonality_coefficient=2.0).loss(outputs, PAIRS)
-    of_quality, of_length = (np.corrcoef(each, LENGTHS)[0, 1] for each in (quality, length))
-    ranking = by_hand([a + b for a, b in zip(quality, length, strict=True)])
-    wanted = ranking + 4 * (0.5 * (abs(of_quality) - of_length) + 2.0 * 0.3)
-    assert (float(total), int(count)) == (pytest.approx(wanted), 4)
-
-
 @pytest.mark.parametrize(
     "objective",
     [
@@ -75,13 +64,12 @@ def test_odin_is_its_formula_written_out() -> None:
         BradleyTerry(length_bias=0.3, learn_length_bias=True),
         BradleyTerry(length_correlation_penalty=1.0, label_smoothing=0.1),
         BradleyTerry(length_correlation_penalty=1.0, length_correlation_of="pairs"),
-        Odin(),
     ],
 )
 def test_gradient_by_reward_is_that_of_the_whole_batch(objective: PairObjective) -> None:
     """Packs that use it add up to the mean loss; a loss that is a sum does so by itself."""
     for records in (PAIRS, RANKED):
-        shape = (records.num_rewards, count_outputs(objective))
+        shape = (records.num_rewards, objective.output_columns.count)
         rewards = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         check_gradient(objective, rewards, records)
         leaf = rewards.double().requires_grad_()
@@ -89,9 +77,9 @@ def test_gradient_by_reward_is_that_of_the_whole_batch(objective: PairObjective)
         (wanted,) = torch.autograd.grad(total / count, leaf)
         got = reward_gradient(objective, rewards, records) / len(records)
         torch.testing.assert_close(got, wanted.float())
-        if not is_of_batch(objective):
+        if not objective.is_of_batch:
             check_any_batch(objective, rewards, records)
-    alone = torch.ones(2, count_outputs(objective))
+    alone = torch.ones(2, objective.output_columns.count)
     gradient = reward_gradient(objective, alone, PAIRS.select([0]))
     assert bool(torch.isfinite(gradient).all()), "of rewards that are all the same"
     assert float(objective.loss(alone[:0], PAIRS.select([]))[0]) == 0
@@ -115,7 +103,6 @@ def test_model_that_sees_lengths_and_content_is_taught_the_content() -> None:
         BradleyTerry(longer_chosen_weight=0.25),
         BradleyTerry(length_bias=1.3),
         BradleyTerry(length_correlation_penalty=10.0),
-        Odin(orthogonality_coefficient=0),
     ):
         rewards = learn(objective, features, records)[:, 0]
         of_length, of_content = torch.linalg.lstsq(features.double(), rewards[:, None]).solution

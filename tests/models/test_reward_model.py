@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from nemo_aligner.batch.packed import Group, PackedBatch, Records
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
@@ -180,36 +179,3 @@ def kept_for_backward(model: torch.nn.Module, batch: PackedBatch) -> int:
     for parameter in model.parameters():
         storages.pop(parameter.untyped_storage().data_ptr(), None)
     return sum(storages.values())
-
-
-def test_language_loss_of_the_best_reply_is_that_of_transformers(
-    base: Path, layout: ParallelLayout
-) -> None:
-    """And so is its gradient, of the embedding, which is the output layer, too."""
-    marker, question = (7, 8), [*range(10, 30), 7, 8]
-    # Best last in the first record, of which the replies begin alike; alone in the second.
-    texts = [[*question, 40, 41], [*question, 40, 42, 43], [5, 7, 8, 50, 51], [5, 7, 8, 52]]
-    records = Records.of([0, 1], [2, 2], ranks=torch.tensor([1, 0, 0, 1]))
-    batch = PackedBatch.pack(texts, records, groups=[Group(2, 23), Group(1, 0), Group(1, 0)])
-    ours = load(base, layout).model
-    ours.read_as_language_model(marker)
-    theirs = AutoModelForCausalLM.from_pretrained(base.with_suffix(".hf"), dtype=torch.float32)
-    wanted = torch.zeros(4)
-    for text, replies in ((1, 3), (2, 2)):
-        ids = torch.tensor([texts[text]])
-        labels = ids.clone()
-        labels[0, :-replies] = -100
-        wanted[text] = theirs(ids, labels=labels).loss
-    outputs = infer(ours, [batch], layout)
-    torch.testing.assert_close(outputs[:, 2], wanted.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(outputs[:, :2], infer(load(base, layout).model, [batch], layout))
-    (wanted.sum() / 2).backward()
-    wrapped = wrap_for_training(ours)
-    wrapped.zero_grad_buffer()
-    ours.train()
-    count = torch.tensor(2)
-    forward_backward(wrapped, [batch], layout, lambda found, _: (found[:, 2].sum(), count))
-    rows = theirs.model.embed_tokens.weight.grad
-    got = ours.embedding.word_embeddings.weight.main_grad
-    scale = got[: len(rows)].norm() / rows.norm()
-    torch.testing.assert_close(got[: len(rows)] / scale, rows, rtol=1e-3, atol=1e-6)

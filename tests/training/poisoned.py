@@ -17,7 +17,7 @@ from nemo_aligner.data.token_index import TokenSequences
 from nemo_aligner.data.tokenize import prefix_of_all
 from nemo_aligner.data.training_data import TrainingData, TrainLoader
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.losses.base import PairObjective, auxiliary_heads
+from nemo_aligner.losses.base import PairObjective
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models.reward_model import build_reward_model, wrap_for_training
 from nemo_aligner.models.shape import ModelShape
@@ -79,8 +79,6 @@ def build(
     """A learner; with ``poison_rewards`` the weights of the token POISON are infinite."""
     torch.manual_seed(0)
     model = build_reward_model(SHAPE, layout, num_attributes=1, precision=precision)
-    if model.post_process:
-        model.rm_head.train_beside(auxiliary_heads(objective), SEED)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     if poison_rewards and layout.is_first_stage:

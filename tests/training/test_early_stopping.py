@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,6 +146,20 @@ def test_resume_knows_several_files_of_a_version_without_digests_by_their_tokens
     assert again(data.train.measure_digest())
     with pytest.raises(CheckpointError, match="training data: the checkpoint has"):
         again(build(contracts, files[::-1]).train.measure_digest())
+
+
+def test_resume_rejects_a_run_of_an_objective_that_was_removed(
+    tmp_path: Path, contracts: Contracts
+) -> None:
+    data = build(contracts, [tiny.write_pairs(tmp_path / "a.jsonl", 9)])
+    config = TrainConfig(trainer=TrainerConfig(precision=Precision.fp32))
+    fresh = new_state(config, tiny.SMALLEST, data)
+    for name in ("odin", "regularized_by_language"):
+        left = replace(fresh, fingerprint={**fresh.fingerprint, "model.objective": name})
+        checkpoints: Any = SimpleNamespace(latest=partial(Saved, tmp_path, left), folder=tmp_path)
+        wanted = f"{re.escape(str(tmp_path))}: .*{name} was removed in .*; use .*explicit_log_dir"
+        with pytest.raises(CheckpointError, match=wanted):
+            find_latest(checkpoints, config, fresh, data)
 
 
 def test_resume_knows_the_rule_for_steps_of_a_version_whose_contract_did_not_say_it(

@@ -14,7 +14,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
     HEAD,
     HEAD_BIAS,
     HEAD_PREFIX,
-    OF_OBJECTIVE,
+    LEARNED_BY_OBJECTIVE,
     PREFIX,
 )
 from nemo_aligner.checkpoint.nemo.archive import open_nemo, write_nemo
@@ -282,8 +282,7 @@ def save_reward_model(
         on_main(lambda: _make_staging(staging, tokenizer))
     # Stacked by layer, as an archive has them; a run's checkpoint has a key for each layer.
     weights = model.sharded_state_dict(prefix=PREFIX)
-    for name in OF_OBJECTIVE:
-        weights.pop(PREFIX + name, None)
+    weights.pop(PREFIX + LEARNED_BY_OBJECTIVE, None)
     if contract is None:
         of_head = PREFIX + HEAD_PREFIX
         weights = {key: each for key, each in weights.items() if not key.startswith(of_head)}
