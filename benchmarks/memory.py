@@ -122,9 +122,9 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     from nemo_aligner.config.training import TrainConfig
     from nemo_aligner.distributed.launch import launch
     from nemo_aligner.distributed.layout import initialize_layout
-    from nemo_aligner.training.build import build_data, build_learner
+    from nemo_aligner.training.build import build_learner
+    from nemo_aligner.training.prepare import open_run_folder, prepare_run
     from nemo_aligner.training.resume import resume
-    from nemo_aligner.training.run import open_checkpoints
     from nemo_aligner.training.signals import SignalHandler
     from nemo_aligner.training.trainer import SupervisedTrainer
 
@@ -133,11 +133,12 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     with launch() as world:
         layout = initialize_layout()
         memory.note("libraries")
-        data = build_data(config)
-        learner, pretrained, total_steps = build_learner(config, data, layout)
+        prepared = prepare_run(config, layout)
+        config, total_steps = prepared.config, prepared.total_steps
+        learner, _ = build_learner(prepared, layout)
         memory.note("model and optimizer")
-        checkpoints = open_checkpoints(config.exp_manager, data)
-        state = resume(checkpoints, config, pretrained.config, learner)
+        folder = open_run_folder(prepared)
+        state, checkpoints = resume(folder, config, learner), folder.checkpoints
         memory.note("the save's copy")
         if job["skip_products"]:
             for name in ("train_step", "validate"):

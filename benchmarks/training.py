@@ -232,13 +232,15 @@ def train_ours(job: dict[str, Any]) -> dict[str, Any]:
     from nemo_aligner.data.training_data import TrainLoader
     from nemo_aligner.distributed.launch import launch
     from nemo_aligner.distributed.layout import initialize_layout
-    from nemo_aligner.training.build import build_data, build_learner
+    from nemo_aligner.training.build import build_learner
+    from nemo_aligner.training.prepare import prepare_run
 
     config = load_config(TrainConfig, job["settings"])
     size, options = job["global_batch_size"], config.model
     with launch():
         layout = initialize_layout()
-        data = build_data(config)
+        prepared = prepare_run(config, layout)
+        data = prepared.data
         loader = TrainLoader(data.train, size, options.micro_batch_tokens, options.seed, 0, 1)
         warm_up = job["warm_up"]
         batches = [loader.global_batch(step) for step in range(warm_up + job["steps"])]
@@ -247,7 +249,7 @@ def train_ours(job: dict[str, Any]) -> dict[str, Any]:
             texts = map(data.train.record, records)
             pairs = [[np.asarray(text).tolist() for text in pair] for pair in texts]
             Path(job["ids"]).write_text(json.dumps(pairs))
-        learner, _, _ = build_learner(config, data, layout)
+        learner, _ = build_learner(prepared, layout)
         head = learner.model.rm_head.weight
         with torch.no_grad():
             head.copy_(torch.from_numpy(np.load(job["head"])))

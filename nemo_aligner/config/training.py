@@ -179,9 +179,9 @@ class TrainConfig:
 
     @property
     def precision(self) -> Precision:
-        """``trainer.precision`` of settings whose null has been resolved (``with_defaults``)."""
+        """``trainer.precision`` of settings whose null has been resolved (``prepare_run``)."""
         if self.trainer.precision is None:
-            raise RuntimeError("trainer.precision is read before with_defaults resolved it")
+            raise RuntimeError("trainer.precision is read before prepare_run resolved it")
         return self.trainer.precision
 
 

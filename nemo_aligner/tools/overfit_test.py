@@ -18,8 +18,9 @@ from nemo_aligner.data.demo import build_demo_pairs, demo_lines
 from nemo_aligner.data.records import write_lines
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.distributed.launch import launch
-from nemo_aligner.training.build import build_data, build_learner, with_defaults
-from nemo_aligner.training.run import check_settings, layout_of
+from nemo_aligner.training.build import build_learner
+from nemo_aligner.training.prepare import check_settings, prepare_run
+from nemo_aligner.training.run import layout_of
 from nemo_aligner.utils.console import Counter, say, waiting_for
 from nemo_aligner.utils.errors import ConfigError
 
@@ -111,17 +112,16 @@ def run_probe(config: TrainConfig, records: int, steps: int) -> ProbeResult:
         AlignerError: settings, data or checkpoint are unfit, or a number is not finite.
     """
     check_settings(config)
-    config = with_defaults(config)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, launch():
         if not config.model.data.data_prefix.train:
             config.model.data.data_prefix.train = [str(_demo_file(Path(folder), records))]
         _set_for_probe(config, records, steps)
-        with launch():
-            layout = layout_of(config.model)
-            data = few_records(build_data(config), records)
-            _check_bar(data.objective.main_metric)
-            say(f"{len(data.train)} records, {steps} steps each way")
-            return probe(lambda each: build_learner(config, each, layout)[0], data, steps)
+        layout = layout_of(config.model)
+        run = prepare_run(config, layout)
+        data = few_records(run.data, records)
+        _check_bar(data.objective.main_metric)
+        say(f"{len(data.train)} records, {steps} steps each way")
+        return probe(lambda each: build_learner(replace(run, data=each), layout)[0], data, steps)
 
 
 def render_probe(result: ProbeResult) -> str:

@@ -41,11 +41,12 @@ from nemo_aligner.losses.value import ClippedValueLoss
 from nemo_aligner.models.reward_model import set_routers
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import gather_rewards, infer_values
-from nemo_aligner.training.build import build_optimized, check_experts
+from nemo_aligner.training.build import build_optimized
 from nemo_aligner.training.learner import compute_gradients
 from nemo_aligner.training.loggers import MetricLoggers, build_loggers, check_loggers
 from nemo_aligner.training.optimizer import Optimizer
-from nemo_aligner.training.resume import load_checkpoint, newest, write_run_config
+from nemo_aligner.training.prepare import check_experts
+from nemo_aligner.training.resume import check_may_resume, load_checkpoint, write_run_config
 from nemo_aligner.utils.console import say
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, TrainingError
 
@@ -342,7 +343,8 @@ def _resume(
 ) -> RunState:
     """Load the newest checkpoint into ``model`` and ``optimizer``; the state they are in then."""
     checkpoints.clean()
-    latest = newest(checkpoints, config.exp_manager)
+    latest = checkpoints.latest()
+    check_may_resume(latest, config.exp_manager)
     if latest is not None:
         check_same_run(latest, fresh.fingerprint)
         load_checkpoint(checkpoints, latest, fresh, model, optimizer, "sequences")

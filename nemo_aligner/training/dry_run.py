@@ -9,14 +9,11 @@ from pathlib import Path
 import torch
 
 from nemo_aligner.batch.packed import PackedBatch
-from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
-from nemo_aligner.checkpoint.run import RunCheckpoints
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import torch_dtype
 from nemo_aligner.config.model import layout_sizes
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.token_cache import IndexPlace, are_kept
-from nemo_aligner.data.training_data import TrainingData, TrainLoader
 from nemo_aligner.distributed.layout import LayoutSizes, check_sizes
 from nemo_aligner.models.attention.packed import copies_keys, why_gathered
 from nemo_aligner.models.attention.segments import chains_of
@@ -25,21 +22,14 @@ from nemo_aligner.models.pointwise.operations import EAGER
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.planning.cost import Packs, Plan, attended_keys, parameters
 from nemo_aligner.planning.memory import GIB, Memory, fullest_stage
-from nemo_aligner.training.build import (
-    build_data,
-    build_loader,
-    check_model,
-    trained_model_config,
-    with_defaults,
-)
-from nemo_aligner.training.resume import changes_since, find_latest, new_state
-from nemo_aligner.training.run import (
-    build_early_stopping,
+from nemo_aligner.training.prepare import (
+    PreparedRun,
     check_settings,
-    describe_model,
-    describe_steps,
-    open_checkpoints,
+    open_run_folder,
+    prepare_run,
 )
+from nemo_aligner.training.resume import RunFolder, changes_since
+from nemo_aligner.training.run import describe_run
 from nemo_aligner.utils.console import show_bytes
 from nemo_aligner.utils.errors import ConfigError
 
@@ -59,34 +49,20 @@ def check_run(config: TrainConfig, processes: int) -> str:
     """
     check_settings(config)
     names_precision = config.trainer.precision is not None
-    config = with_defaults(config)
-    path = Path(str(config.pretrained_checkpoint.restore_from_path))
-    layout = _layout(config, processes)
-    tokenizer, start = read_text_rules(path)
-    model_config = trained_model_config(config)
-    shape = ModelShape.from_config(model_config)
-    check_model(config, shape, layout)
-    tokenizer.check_fits(shape.vocab_size)
-    data = build_data(config)
-    loader = build_loader(config, data, layout.dp, 0, shape.query_key_cost())
-    loop = config.trainer.rm
-    total_steps = loader.total_steps(loop.max_epochs, loop.max_steps)
-    config.model.optim.sched.last_decay_step(total_steps)
-    checkpoints = open_checkpoints(config.exp_manager, data)
-    build_early_stopping(config.exp_manager, data)
+    run = prepare_run(config, _layout(config, processes))
+    config, start = run.config, run.base.contract
+    folder = open_run_folder(run)
     head_is_new = start is None or config.pretrained_checkpoint.new_head
-    num_outputs = data.objective.output_columns.count
-    plan = _plan(config, layout, loader, total_steps, num_outputs, shape)
+    plan = _plan(run)
     return "\n".join(
         [
-            data.table(),
-            describe_model(config, shape, layout, head_is_new=head_is_new),
-            describe_steps(config, data, total_steps, loader.imbalance, checkpoints),
+            run.data.table(),
+            *describe_run(run, folder.checkpoints, head_is_new=head_is_new),
             *([] if names_precision or start is not None else _precision_here(config)),
-            f"scoring contract: {data.contract.hash}",
-            _render_memory(fullest_stage(shape, plan), plan.packs),
-            _check_output(config, checkpoints, shape),
-            *_resuming(config, data, checkpoints, model_config, total_steps),
+            f"scoring contract: {run.data.contract.hash}",
+            _render_memory(fullest_stage(run.shape, plan), plan.packs),
+            _check_output(config, run.shape),
+            *_resuming(folder, run.total_steps),
             f"The run can begin, on {processes} process{'es' * (processes > 1)}. This dry run read "
             f"no weights and wrote {_written(config)}.",
         ]
@@ -116,17 +92,12 @@ def _layout(config: TrainConfig, processes: int) -> LayoutSizes:
     return LayoutSizes(**sizes, ring=ring, dp=check_sizes(processes, **sizes))
 
 
-def _plan(
-    config: TrainConfig,
-    layout: LayoutSizes,
-    loader: TrainLoader,
-    total_steps: int,
-    num_outputs: int,
-    shape: ModelShape,
-) -> Plan:
+def _plan(run: PreparedRun) -> Plan:
     """Cost per rank of the largest packs of the first steps."""
+    config, layout, shape = run.config, run.layout, run.shape
     options, dtype = config.model, torch_dtype(config.precision)
-    packs = [loader.plan(step).packs for step in range(min(total_steps, _STEPS_LOOKED_AT))]
+    steps = range(min(run.total_steps, _STEPS_LOOKED_AT))
+    packs = [run.loader.plan(step).packs for step in steps]
     largest = max((pack for of_step in packs for pack in of_step), key=lambda pack: pack.num_tokens)
     sequences = largest.rows.numel()
     return Plan(
@@ -151,7 +122,7 @@ def _plan(
         train_router=options.train_router,
         cpu_offload=options.optim.cpu_offload,
         activations_offload=options.activations_offload,
-        num_attributes=num_outputs,
+        num_attributes=run.data.objective.output_columns.count,
         equal_heads=torch.cuda.is_available() and copies_keys(shape, dtype),
         fused_kernels=choose_kernels(options.pointwise_kernels) is not EAGER,
     )
@@ -176,7 +147,7 @@ def _render_memory(memory: Memory, packs: Packs) -> str:
     )
 
 
-def _check_output(config: TrainConfig, checkpoints: RunCheckpoints, shape: ModelShape) -> str:
+def _check_output(config: TrainConfig, shape: ModelShape) -> str:
     """Folder that a run writes to, and how much it writes."""
     folder = Path(config.exp_manager.explicit_log_dir)
     existing = next(
@@ -202,15 +173,8 @@ def _check_output(config: TrainConfig, checkpoints: RunCheckpoints, shape: Model
     )
 
 
-def _resuming(
-    config: TrainConfig,
-    data: TrainingData,
-    checkpoints: RunCheckpoints,
-    model_config: dict[str, object],
-    total_steps: int,
-) -> list[str]:
-    fresh = new_state(config, model_config, data)
-    latest = find_latest(checkpoints, config, fresh, data)
+def _resuming(folder: RunFolder, total_steps: int) -> list[str]:
+    latest = folder.latest
     if latest is None:
         return ["begins: a new run, at step 1"]
     step = latest.state.step
@@ -220,4 +184,4 @@ def _resuming(
         )
     else:
         begins = f"begins: after step {step} of {latest.path}, with {total_steps - step} steps left"
-    return [begins, *changes_since(latest, fresh)]
+    return [begins, *changes_since(latest, folder.fresh)]

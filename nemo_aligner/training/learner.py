@@ -20,7 +20,6 @@ from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.packing import measure_record, pack_records
 from nemo_aligner.data.report import far_labels
 from nemo_aligner.data.training_data import (
-    Imbalance,
     StepPlan,
     TrainingData,
     TrainLoader,
@@ -92,10 +91,6 @@ class RewardLearner:
     def release(self) -> None:
         """Let go of the model and its gradients; nothing can be trained or measured afterwards."""
         unwrap_after_training(self._ddp)
-
-    def imbalance(self, steps: range) -> Imbalance:
-        """Measure how evenly the work of ``steps`` falls on ranks and micro-batches."""
-        return self._loader.imbalance(steps)
 
     def train_step(self, step: int) -> dict[str, float]:
         """Train on the batch of ``step``, counted from 0; metrics of the batch before the update.

@@ -6,7 +6,7 @@ import json
 import platform
 import resource
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,9 @@ from nemo_aligner.losses import (
     settings_with_defaults,
 )
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.training.build import trained_model_config
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer import Optimizer
+from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.console import say, waiting_for
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 
@@ -65,37 +65,35 @@ _JUDGED_BY = (
 )
 
 
-def check_goes_on(config: TrainConfig, data: TrainingData, checkpoints: RunCheckpoints) -> None:
-    """Refuse the newest checkpoint, if it is of another run, before the model is read.
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a run: its checkpoints, and the one that the run goes on from.
 
-    ``resume`` looks once more, with the model. Every rank calls it.
-
-    Raises:
-        ConfigError, CheckpointError: as ``resume``.
+    Attributes:
+        fresh: the state of this run before its first step, if it were a new one.
+        latest: the newest checkpoint, which is of this run; None for a new run.
     """
-    if newest(checkpoints, config.exp_manager) is not None:
-        model_config = trained_model_config(config)
-        find_latest(checkpoints, config, new_state(config, model_config, data), data)
+
+    checkpoints: RunCheckpoints
+    early_stopping: EarlyStopping
+    fresh: RunState
+    latest: Saved | None
 
 
-def resume(
-    checkpoints: RunCheckpoints,
-    config: TrainConfig,
-    model_config: Mapping[str, Any],
-    learner: RewardLearner,
-) -> RunState:
+def resume(folder: RunFolder, config: TrainConfig, learner: RewardLearner) -> RunState:
     """Resume the learner from the newest checkpoint; without one a new run begins.
 
     Raises:
-        ConfigError: there is one, and ``exp_manager.resume_if_exists`` is false.
-        CheckpointError: it is of another run.
+        CheckpointError: the checkpoint was trained beside other frozen weights, or is damaged.
     """
-    fresh = new_state(config, model_config, learner.data)
+    checkpoints, fresh, latest = folder.checkpoints, folder.fresh, folder.latest
     if config.model.lora.rank > 0:
-        fresh.fingerprint[_FROZEN] = frozen_digest(learner.model)
+        frozen = {_FROZEN: frozen_digest(learner.model)}
+        fresh = replace(fresh, fingerprint={**fresh.fingerprint, **frozen})
+        if latest is not None:  # the rest was compared before the model was read
+            check_same_run(latest, {**latest.state.fingerprint, **frozen})
     checkpoints.clean()
     checkpoints.compare_with(fresh)
-    latest = find_latest(checkpoints, config, fresh, learner.data)
     if latest is not None:
         load_checkpoint(checkpoints, latest, fresh, learner.model, learner.optimizer)
     write_run_config(config, config.exp_manager)
@@ -142,47 +140,45 @@ def go_on(fresh: RunState, before: RunState) -> RunState:
     )
 
 
-def new_state(config: TrainConfig, model_config: Mapping[str, Any], data: TrainingData) -> RunState:
-    """The state of a run before its first step."""
+def new_state(config: TrainConfig, shape: ModelShape, data: TrainingData) -> RunState:
+    """The state of a run before its first step; ``shape`` is that of the model to train."""
     return RunState(
         step=0,
         consumed_samples=0,
-        fingerprint=fingerprint(config, model_config, data),
+        fingerprint=fingerprint(config, shape, data),
         config=config_to_dict(config),
         contract=data.contract.to_dict(),
         validated_on={dataset.name: dataset.digest for dataset in data.validation},
     )
 
 
-def find_latest(
-    checkpoints: RunCheckpoints, config: TrainConfig, fresh: RunState, data: TrainingData
-) -> Saved | None:
-    """The checkpoint that a run with the state ``fresh`` goes on from, if there is one.
+def check_goes_on(latest: Saved, fresh: RunState, data: TrainingData) -> Saved:
+    """Refuse to go on from a checkpoint of another run than the one with the state ``fresh``.
+
+    The frozen weights of LoRA are not compared, as the model is not read yet: see ``resume``.
+
+    Returns:
+        The checkpoint, with the fingerprint that this version would have written.
 
     Raises:
-        ConfigError, CheckpointError: as ``resume``.
+        CheckpointError: it is of another run.
     """
-    latest = newest(checkpoints, config.exp_manager)
-    if latest is None:
-        return None
     stored, now = (ScoringContract.from_dict(s.contract) for s in (latest.state, fresh))
     _check_objective_exists(latest)
     latest = replace(latest, state=_with_objective(latest.state))
-    settings = latest.state.fingerprint[_OBJECTIVE_SETTINGS]
+    before = latest.state.fingerprint
     # Runs of versions whose contract did not say how steps become one reward had the rule, too.
-    previous = with_aggregate(stored, settings.get("aggregate", Aggregate.last.value))
-    differences = describe_differences(previous.differences(now))
-    # Who looks at a run without its model does not know its weights.
-    frozen = fresh.fingerprint.get(_FROZEN, latest.state.fingerprint.get(_FROZEN))
+    aggregate = before[_OBJECTIVE_SETTINGS].get("aggregate", Aggregate.last.value)
+    differences = describe_differences(with_aggregate(stored, aggregate).differences(now))
     fingerprint = {
         **fresh.fingerprint,
-        _FROZEN: frozen,
+        _FROZEN: before.get(_FROZEN),
         _CONTRACT: differences or stored.hash,
     }
     if differences:
         # The same files have other tokens by other rules, so that their digest says nothing.
-        fingerprint[_DATA] = latest.state.fingerprint.get(_DATA)
-    elif latest.state.fingerprint.get(_DATA) != fingerprint[_DATA]:
+        fingerprint[_DATA] = before.get(_DATA)
+    elif before.get(_DATA) != fingerprint[_DATA]:
         # Runs of versions that knew no digest of each file have that of all tokens.
         fingerprint[_DATA] = data.train.measure_digest()
     check_same_run(latest, fingerprint)
@@ -199,19 +195,17 @@ def _check_objective_exists(latest: Saved) -> None:
         )
 
 
-def newest(checkpoints: RunCheckpoints, run: RunFolderConfig) -> Saved | None:
-    """The newest checkpoint of a run that may go on; every rank calls it.
+def check_may_resume(latest: Saved | None, run: RunFolderConfig) -> None:
+    """Refuse to go on from the newest checkpoint of a folder where the settings forbid it.
 
     Raises:
         ConfigError: there is one, and ``exp_manager.resume_if_exists`` is false.
     """
-    latest = checkpoints.latest()
     if latest is not None and not run.resume_if_exists:
         raise ConfigError(
-            f"exp_manager.resume_if_exists: got false, but {checkpoints.folder} holds the "
+            f"exp_manager.resume_if_exists: got false, but {latest.path.parent} holds the "
             "checkpoints of a run; wanted another exp_manager.explicit_log_dir"
         )
-    return latest
 
 
 def changes_since(latest: Saved, fresh: RunState) -> list[str]:
@@ -254,18 +248,15 @@ def write_run_config(config: object, run: RunFolderConfig) -> None:
     on_main(write)
 
 
-def fingerprint(
-    config: TrainConfig, model_config: Mapping[str, Any], data: TrainingData
-) -> dict[str, Any]:
+def fingerprint(config: TrainConfig, shape: ModelShape, data: TrainingData) -> dict[str, Any]:
     """Settings and data that must not change when a run resumes, as plain JSON values.
 
     It is the model, the data and its order, and the objective. Layout, learning rate and length may
     change.
     """
     model = config.model
-    shape = ModelShape.from_config(model_config).as_fingerprint()
     return {
-        **{f"model.{name}": value for name, value in shape.items()},
+        **{f"model.{name}": value for name, value in shape.as_fingerprint().items()},
         _MODEL_TYPE: model.reward_model_type.value,
         _OBJECTIVE: objective_name(model),
         _OBJECTIVE_SETTINGS: objective_settings(data.objective),

@@ -12,19 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_aligner.checkpoint.nemo.archive import no_such_archive
 from nemo_aligner.checkpoint.nemo.fingerprint import read_fingerprint
 from nemo_aligner.checkpoint.nemo.reward_model import PretrainedModel, save_reward_model
 from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
-from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME
-from nemo_aligner.checkpoint.run_lock import RunLock, lock_run
+from nemo_aligner.checkpoint.run_folder import MODEL_NAME
+from nemo_aligner.checkpoint.run_lock import lock_run
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import idle_notes
 from nemo_aligner.config.model import ModelConfig, Recompute, layout_sizes
 from nemo_aligner.config.training import (
-    CheckpointCallbackConfig,
-    ExpManagerConfig,
-    MonitorMode,
     TrainConfig,
 )
 from nemo_aligner.contract.contract import ScoringContract
@@ -35,22 +31,21 @@ from nemo_aligner.distributed.collectives import gpu_computes_bf16, lacks_bf16
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout, initialize_layout
 from nemo_aligner.losses import describe_objective
-from nemo_aligner.metrics.table import Better, better_values
 from nemo_aligner.models.shape import ModelShape
-from nemo_aligner.training.build import (
-    build_data,
-    build_learner,
-    check_model,
-    trained_model_config,
-    with_defaults,
+from nemo_aligner.training.build import build_learner
+from nemo_aligner.training.learner import KeepHeldout, RewardLearner
+from nemo_aligner.training.loggers import Callback, build_loggers
+from nemo_aligner.training.prepare import (
+    PreparedRun,
+    check_settings,
+    open_run_folder,
+    prepare_run,
 )
-from nemo_aligner.training.learner import KeepHeldout, RewardLearner, validation_metric_names
-from nemo_aligner.training.loggers import Callback, build_loggers, check_loggers
-from nemo_aligner.training.resume import RunFacts, check_goes_on, resume
+from nemo_aligner.training.resume import RunFacts, resume
 from nemo_aligner.training.signals import SignalHandler
-from nemo_aligner.training.trainer import EarlyStopping, HeldoutRewards, Outcome, SupervisedTrainer
+from nemo_aligner.training.trainer import HeldoutRewards, Outcome, SupervisedTrainer
 from nemo_aligner.utils.console import Counter, join_fields, say, show_number, unfold, waiting_for
-from nemo_aligner.utils.errors import CheckpointError, ConfigError
+from nemo_aligner.utils.errors import CheckpointError
 from nemo_aligner.utils.processes import is_main, show_command
 
 
@@ -76,28 +71,22 @@ def train(
     with stop, launch() as world, ExitStack() as held:
         lock = held.enter_context(lock_run(Path(config.exp_manager.explicit_log_dir)))
         layout = layout_of(config.model)
-        config = with_defaults(config)
-        check_model(config, ModelShape.from_config(trained_model_config(config)), layout)
         with waiting_for("reading and tokenizing"):
-            data = build_data(config)
+            run = prepare_run(config, layout)
+        config, data = run.config, run.data
         say(data.table())
-        checkpoints = open_checkpoints(config.exp_manager, data, lock)
-        check_goes_on(config, data, checkpoints)
+        folder = open_run_folder(run, lock)
+        checkpoints, patience = folder.checkpoints, folder.early_stopping
         with waiting_for("loading the model"):
             facts = RunFacts(Path(config.exp_manager.explicit_log_dir), data, world.world_size)
             keep = heldout_writer(config, data, facts) if is_main() else None
-            learner, pretrained, total_steps = build_learner(config, data, layout, keep)
+            learner, pretrained = build_learner(run, layout, keep)
         held.callback(learner.release)  # after an error, too, for a notebook that goes on
-        patience = build_early_stopping(config.exp_manager, data)
         described: list[str] = []
         if is_main():
-            shape = ModelShape.from_config(pretrained.config)
-            described = [
-                describe_model(config, shape, layout, head_is_new=pretrained.head_is_new),
-                describe_steps(config, data, total_steps, learner.imbalance, checkpoints),
-            ]
+            described = describe_run(run, checkpoints, head_is_new=pretrained.head_is_new)
             say("\n".join(described))
-        start = resume(checkpoints, config, pretrained.config, learner)
+        start, total_steps = resume(folder, config, learner), run.total_steps
         if is_main():
             facts.begin([line for text in described for line in unfold(text)])
         patience.go_on_from(start)
@@ -126,88 +115,6 @@ def heldout_writer(config: TrainConfig, data: TrainingData, facts: RunFacts) -> 
         facts.write()
 
     return keep
-
-
-def check_settings(config: TrainConfig) -> None:
-    """Reject what cannot work before anything is built.
-
-    Raises:
-        ConfigError: no base checkpoint, or a logger that is not installed.
-        CheckpointError: the base checkpoint does not exist.
-    """
-    base = config.pretrained_checkpoint.restore_from_path
-    if base is None:
-        raise ConfigError(
-            "pretrained_checkpoint.restore_from_path: it is not set, wanted a .nemo file"
-        )
-    if not Path(base).exists():
-        raise CheckpointError(no_such_archive(base))
-    check_loggers(config.exp_manager)
-
-
-def open_checkpoints(
-    config: ExpManagerConfig, data: TrainingData, lock: RunLock | None = None
-) -> RunCheckpoints:
-    """The run's checkpoints, ranked by ``monitor``: null is the first validation set's main metric.
-
-    ``mode`` null is the metric's own: losses, ties and calibration errors are better small.
-
-    Raises:
-        ConfigError: validation gives no metric of that name, or ``mode`` is against its own.
-    """
-    monitor, mode = _find_monitor(config.checkpoint_callback_params, data)
-    folder = Path(config.explicit_log_dir) / CHECKPOINTS_NAME
-    save_top_k = config.checkpoint_callback_params.save_top_k
-    return RunCheckpoints(folder, monitor, mode, save_top_k, lock)
-
-
-def build_early_stopping(config: ExpManagerConfig, data: TrainingData) -> EarlyStopping:
-    """Early stopping by the metric of the best checkpoints.
-
-    Raises:
-        ConfigError: it is to end early, and there is no validation data.
-    """
-    monitor, mode = _find_monitor(config.checkpoint_callback_params, data)
-    settings = config.early_stopping_callback_params
-    if settings.patience is not None and monitor is None:
-        raise ConfigError(
-            f"exp_manager.early_stopping_callback_params.patience: got {settings.patience}, wanted "
-            "null, as there is no validation data"
-        )
-    return EarlyStopping(monitor, mode, settings.patience, settings.min_delta)
-
-
-def _find_monitor(
-    settings: CheckpointCallbackConfig, data: TrainingData
-) -> tuple[str | None, MonitorMode]:
-    """The metric by which validations are compared, None where there are none; what is better."""
-    objective, datasets = data.objective, data.validation
-    monitor = settings.monitor
-    if monitor is None and datasets:
-        monitor = f"{datasets[0].name}/{objective.main_metric}"
-    elif monitor is not None:
-        given = monitor
-        if "/" not in given and datasets:
-            monitor = f"{datasets[0].name}/{given}"
-        available = validation_metric_names(objective, datasets)
-        if monitor not in available:
-            raise ConfigError(
-                f"exp_manager.checkpoint_callback_params.monitor: got {given!r}, wanted one of "
-                f"{', '.join(available) or 'none, as there is no validation data'}"
-            )
-    return monitor, _find_mode(settings.mode, monitor)
-
-
-def _find_mode(given: MonitorMode | None, monitor: str | None) -> MonitorMode:
-    """The given one, or the metric's own; where it has one, they are the same."""
-    better = Better.neither if monitor is None else better_values(monitor)
-    own = MonitorMode.min if better is Better.lower else MonitorMode.max
-    if given not in (None, own) and better is not Better.neither:
-        raise ConfigError(
-            f"exp_manager.checkpoint_callback_params.mode: got {given.value}, but of {monitor} "
-            f"{better.name} values are better; wanted {own.value}, or null"
-        )
-    return given or own
 
 
 # The model that comes out of a run.
@@ -388,6 +295,15 @@ _BASELINES = {
     "accuracy": ("longer_reply_accuracy", "always the longer reply"),
     "pearson_mean": ("length_only_pearson_mean", "length of the reply alone"),
 }
+
+
+def describe_run(run: PreparedRun, checkpoints: RunCheckpoints, *, head_is_new: bool) -> list[str]:
+    """What is about to be trained: the model, and the steps."""
+    steps, imbalance = run.total_steps, run.loader.imbalance
+    return [
+        describe_model(run.config, run.shape, run.layout, head_is_new=head_is_new),
+        describe_steps(run.config, run.data, steps, imbalance, checkpoints),
+    ]
 
 
 def describe_model(

@@ -13,8 +13,9 @@ from nemo_aligner.batch.packed import Group, PackedBatch, Records
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.training import TrainConfig
-from nemo_aligner.training.build import with_defaults
+from nemo_aligner.distributed.layout import LayoutSizes
 from nemo_aligner.training.dry_run import _kept_keys, check_run
+from nemo_aligner.training.prepare import prepare_run
 from nemo_aligner.utils.errors import AlignerError
 from tests import tiny
 
@@ -132,14 +133,15 @@ def test_precision_is_that_of_the_device_unless_a_model_or_a_run_has_one(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def precision(*more: str) -> Precision | None:
-        return with_defaults(load_config(TrainConfig, settings(folder, *more))).trainer.precision
+        config = load_config(TrainConfig, settings(folder, *more))
+        return prepare_run(config, LayoutSizes()).config.trainer.precision
 
     run, null = f"exp_manager.explicit_log_dir={tmp_path / 'run'}", "trainer.precision=null"
     assert precision(run) is Precision.fp32
     assert "precision: fp32, as on this machine without a GPU" in check(folder, run, null)
     tiny.run_verb("train", *settings(folder, run, null, "trainer.rm.max_steps=1"))
     assert load_config(TrainConfig, file=tmp_path / "run/config.yaml").precision is Precision.fp32
-    monkeypatch.setattr("nemo_aligner.training.build.gpu_computes_bf16", lambda: True)
+    monkeypatch.setattr("nemo_aligner.training.prepare.gpu_computes_bf16", lambda: True)
     assert precision() is Precision.bf16
     assert precision("trainer.precision=fp16") is Precision.fp16
     assert precision(run) is Precision.fp32  # resumed on another machine

@@ -6,9 +6,7 @@ import json
 import math
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +19,8 @@ from nemo_aligner.config.training import MonitorMode, TrainConfig, TrainerConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.losses import settings_of_run
 from nemo_aligner.losses.pairwise import BradleyTerry
-from nemo_aligner.training.resume import changes_since, find_latest, go_on, new_state
+from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.training.resume import changes_since, check_goes_on, go_on, new_state
 from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.errors import CheckpointError
 from tests import tiny
@@ -29,6 +28,7 @@ from tests.contracts import Contracts
 from tests.data.files import build, write
 
 NAME = "validation/accuracy"
+SHAPE = ModelShape.from_config(tiny.SMALLEST)
 
 
 def waited(patience: EarlyStopping, *values: float) -> list[int]:
@@ -134,13 +134,12 @@ def test_resume_knows_several_files_of_a_version_without_digests_by_their_tokens
     files = [tiny.write_pairs(tmp_path / f"{seed}.jsonl", 9, seed) for seed in range(2)]
     data = build(contracts, files)
     config = TrainConfig(trainer=TrainerConfig(precision=Precision.fp32))
-    fresh = new_state(config, tiny.SMALLEST, data)
+    fresh = new_state(config, SHAPE, data)
     assert fresh.fingerprint["training data"] == data.train.digest != data.train.measure_digest()
 
     def again(digest: str) -> Any:
         state = replace(fresh, fingerprint={**fresh.fingerprint, "training data": digest})
-        checkpoints = SimpleNamespace(latest=lambda: Saved(tmp_path, state), folder=tmp_path)
-        return find_latest(checkpoints, config, fresh, data)  # type: ignore[arg-type]
+        return check_goes_on(Saved(tmp_path, state), fresh, data)
 
     assert again(data.train.digest)
     assert again(data.train.measure_digest())
@@ -153,13 +152,12 @@ def test_resume_rejects_a_run_of_an_objective_that_was_removed(
 ) -> None:
     data = build(contracts, [tiny.write_pairs(tmp_path / "a.jsonl", 9)])
     config = TrainConfig(trainer=TrainerConfig(precision=Precision.fp32))
-    fresh = new_state(config, tiny.SMALLEST, data)
+    fresh = new_state(config, SHAPE, data)
     for name in ("odin", "regularized_by_language"):
         left = replace(fresh, fingerprint={**fresh.fingerprint, "model.objective": name})
-        checkpoints: Any = SimpleNamespace(latest=partial(Saved, tmp_path, left), folder=tmp_path)
         wanted = f"{re.escape(str(tmp_path))}: .*{name} was removed in .*; use .*explicit_log_dir"
         with pytest.raises(CheckpointError, match=wanted):
-            find_latest(checkpoints, config, fresh, data)
+            check_goes_on(Saved(tmp_path, left), fresh, data)
 
 
 def test_resume_knows_the_rule_for_steps_of_a_version_whose_contract_did_not_say_it(
@@ -171,17 +169,16 @@ def test_resume_knows_the_rule_for_steps_of_a_version_whose_contract_did_not_say
     least = replace(data, contract=replace(stepped, aggregate="min"))
     least = replace(least, objective=BradleyTerry(aggregate="min"))
     last = replace(data, contract=stepped)
-    fresh = new_state(config, tiny.SMALLEST, least)
+    fresh = new_state(config, SHAPE, least)
 
     def goes_on_from(left: RunState) -> bool:
-        checkpoints = SimpleNamespace(latest=lambda: Saved(tmp_path, left), folder=tmp_path)
-        return find_latest(checkpoints, config, fresh, least) is not None  # type: ignore[arg-type]
+        return check_goes_on(Saved(tmp_path, left), fresh, least) is not None
 
     fingerprint = {**fresh.fingerprint, "scoring contract": stepped.hash}
     assert goes_on_from(fresh)
     assert goes_on_from(replace(fresh, contract=stepped.to_dict(), fingerprint=fingerprint))
     with pytest.raises(CheckpointError, match=r"model\.objective_kwargs: the checkpoint has"):
-        goes_on_from(new_state(config, tiny.SMALLEST, last))
+        goes_on_from(new_state(config, SHAPE, last))
 
 
 def test_run_from_before_probabilities_goes_on_with_log_odds(
@@ -201,18 +198,18 @@ def test_run_from_before_probabilities_goes_on_with_log_odds(
         return config, build(contracts, files, settings=settings, **how)
 
     config, data = built({"scale": "log_odds"})
-    state = new_state(config, tiny.SMALLEST, data)
+    state = new_state(config, SHAPE, data)
     assert data.contract.hash == plain.hash
     earlier = replace(state, fingerprint={**state.fingerprint, "model.objective_kwargs": {}})
     assert earlier.fingerprint != state.fingerprint
-    checkpoints: Any = SimpleNamespace(latest=lambda: Saved(tmp_path, earlier), folder=tmp_path)
+    latest = Saved(tmp_path, earlier)
     before = ScoringContract.from_dict(earlier.contract)
     config, data = built(settings_of_run(config.model, before))
-    fresh = new_state(config, tiny.SMALLEST, data)
-    assert find_latest(checkpoints, config, fresh, data)
+    fresh = new_state(config, SHAPE, data)
+    assert check_goes_on(latest, fresh, data)
     # Without it the contract would be another one, which no run goes on by.
     config, data = built({})
-    fresh = new_state(config, tiny.SMALLEST, data)
+    fresh = new_state(config, SHAPE, data)
     with pytest.raises(CheckpointError, match="readout"):
-        find_latest(checkpoints, config, fresh, data)
+        check_goes_on(latest, fresh, data)
     assert settings_of_run(config.model, data.contract) == {}

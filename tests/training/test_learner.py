@@ -24,8 +24,8 @@ from nemo_aligner.training.learner import (
     describe_rewards,
     validation_metric_names,
 )
+from nemo_aligner.training.prepare import open_checkpoints
 from nemo_aligner.training.resume import changed_settings
-from nemo_aligner.training.run import open_checkpoints
 from nemo_aligner.utils.errors import ConfigError
 from tests.data.test_packing import dataset
 from tests.training import balanced, poisoned

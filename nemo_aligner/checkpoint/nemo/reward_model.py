@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +88,45 @@ class LoadedRewardModel:
     fingerprint: str | None = None
 
 
+@dataclass(frozen=True)
+class BaseCheckpoint:
+    """Everything of a checkpoint but its weights, read by opening it once.
+
+    A run is prepared from it. The weights are read by a second opening (``load_pretrained``), so
+    that a run whose settings or data are unfit ends before they are unpacked.
+
+    Attributes:
+        config: the model's settings by the keys of ``model_config.yaml``.
+        contract: None for a base model.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tokenizer: Tokenizer
+    contract: ScoringContract | None
+
+    @classmethod
+    def read(cls, path: str | Path) -> BaseCheckpoint:
+        """Open the checkpoint at ``path``; collective.
+
+        Raises:
+            CheckpointError: see ``open_nemo``; or its tokenizer or its contract cannot be read.
+        """
+        with open_nemo(path, with_weights=False) as folder:
+            tokenizer = folder.load_tokenizer()
+            contract = contract_of(folder, tokenizer)
+            return cls(Path(path), folder.config, tokenizer, contract)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The model's shape; raises CheckpointError if it cannot be built."""
+        return ModelShape.from_config(self.config)
+
+
 def read_text_rules(path: str | Path) -> tuple[Tokenizer, ScoringContract | None]:
     """Read an archive's tokenizer and its contract (None for a base model); collective."""
-    with open_nemo(path, with_weights=False) as folder:
-        tokenizer = folder.load_tokenizer()
-        return tokenizer, contract_of(folder, tokenizer)
+    base = BaseCheckpoint.read(path)
+    return base.tokenizer, base.contract
 
 
 def check_expected_contract(

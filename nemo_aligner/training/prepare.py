@@ -1,0 +1,352 @@
+"""Prepare a training run: everything that needs no weights, for the run and for its dry run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from nemo_aligner.checkpoint.nemo.archive import no_such_archive
+from nemo_aligner.checkpoint.nemo.reward_model import BaseCheckpoint, check_initial_head
+from nemo_aligner.checkpoint.run import RunCheckpoints, Saved
+from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME
+from nemo_aligner.checkpoint.run_lock import RunLock
+from nemo_aligner.config.common import Precision
+from nemo_aligner.config.serving import ServeCriticConfig
+from nemo_aligner.config.training import (
+    CheckpointCallbackConfig,
+    ExpManagerConfig,
+    MonitorMode,
+    TrainConfig,
+)
+from nemo_aligner.contract.contract import ScoringContract
+from nemo_aligner.contract.from_settings import (
+    build_contract,
+    continue_contract,
+    with_aggregate,
+)
+from nemo_aligner.contract.readout import LOG_ODDS, PROBABILITY
+from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
+from nemo_aligner.data.training_data import TrainingData, TrainLoader, build_training_data
+from nemo_aligner.distributed.collectives import gpu_computes_bf16, on_main
+from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout
+from nemo_aligner.losses import build_objective, settings_of_run
+from nemo_aligner.metrics.table import Better, better_values
+from nemo_aligner.models.reward_model import check_freezing
+from nemo_aligner.models.shape import LoraShape, ModelShape, check_lora, head_to_train
+from nemo_aligner.training.learner import validation_metric_names
+from nemo_aligner.training.loggers import check_loggers
+from nemo_aligner.training.resume import RunFolder, check_goes_on, check_may_resume, new_state
+from nemo_aligner.training.trainer import EarlyStopping
+from nemo_aligner.utils.console import say
+from nemo_aligner.utils.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run before its weights are read: ``train`` and the dry run both start from it.
+
+    Attributes:
+        config: the settings, with every null resolved that depends on the model or the machine.
+            All that a run writes down (config.yaml, checkpoints, its report) has these values.
+        layout: a ``ParallelLayout``, or in a dry run the sizes alone.
+        base: the checkpoint that training starts from.
+        shape: of the model to train, with the head and the LoRA of the settings.
+        data: tokenized by the run's scoring contract.
+        latest: the newest checkpoint in the run's folder; not yet compared with this run.
+    """
+
+    config: TrainConfig
+    layout: LayoutSizes
+    base: BaseCheckpoint
+    shape: ModelShape
+    data: TrainingData
+    latest: Saved | None
+
+    @cached_property
+    def loader(self) -> TrainLoader:
+        """The steps of this data parallel rank, in a dry run of the first.
+
+        Raises:
+            ConfigError: a batch has no record for each rank.
+        """
+        options, layout = self.config.model, self.layout
+        return TrainLoader(
+            self.data.train,
+            options.global_batch_size,
+            options.micro_batch_tokens,
+            options.seed,
+            layout.dp_rank if isinstance(layout, ParallelLayout) else 0,
+            layout.dp,
+            self.shape.query_key_cost(),
+            options.data.data_prefix.train_weights,
+        )
+
+    @cached_property
+    def total_steps(self) -> int:
+        """Steps of the whole run.
+
+        Raises:
+            ConfigError: the data is not enough for one, or the schedule leaves none to decay in.
+        """
+        loop = self.config.trainer.rm
+        steps = self.loader.total_steps(loop.max_epochs, loop.max_steps)
+        self.config.model.optim.sched.last_decay_step(steps)
+        return steps
+
+
+def prepare_run(config: TrainConfig, layout: LayoutSizes) -> PreparedRun:
+    """Read the base checkpoint, resolve the settings, check them, and tokenize the data.
+
+    Every rank calls it; a dry run needs no process group.
+
+    Raises:
+        AlignerError: settings, data, base checkpoint or layout are unfit.
+    """
+    base = BaseCheckpoint.read(str(config.pretrained_checkpoint.restore_from_path))
+    latest = RunCheckpoints(_checkpoints_folder(config.exp_manager), save_top_k=0).latest()
+    earlier = None if latest is None else ScoringContract.from_dict(latest.state.contract)
+    shape = _trained_shape(config, base)
+    config = _with_defaults(config, shape, earlier or base.contract)
+    _check_model(config, shape, layout)
+    base.tokenizer.check_fits(shape.vocab_size)
+    data = _build_data(config, base, shape, earlier)
+    return PreparedRun(config, layout, base, shape, data, latest)
+
+
+def open_run_folder(run: PreparedRun, lock: RunLock | None = None) -> RunFolder:
+    """Open the folder that a run writes to, which may have checkpoints of it already.
+
+    Every rank calls it. ``lock`` is that of the folder.
+
+    Raises:
+        ConfigError, CheckpointError: see ``open_checkpoints``, ``build_early_stopping``,
+            ``check_may_resume`` and ``check_goes_on``.
+    """
+    config, data, latest = run.config, run.data, run.latest
+    checkpoints = open_checkpoints(config.exp_manager, data, lock)
+    early_stopping = build_early_stopping(config.exp_manager, data)
+    fresh = new_state(config, run.shape, data)
+    check_may_resume(latest, config.exp_manager)
+    if latest is not None:
+        latest = check_goes_on(latest, fresh, data)
+    return RunFolder(checkpoints, early_stopping, fresh, latest)
+
+
+# The settings and the model.
+
+
+def check_settings(config: TrainConfig) -> None:
+    """Reject what cannot work before anything is built.
+
+    Raises:
+        ConfigError: no base checkpoint, or a logger that is not installed.
+        CheckpointError: the base checkpoint does not exist.
+    """
+    base = config.pretrained_checkpoint.restore_from_path
+    if base is None:
+        raise ConfigError(
+            "pretrained_checkpoint.restore_from_path: it is not set, wanted a .nemo file"
+        )
+    if not Path(base).exists():
+        raise CheckpointError(no_such_archive(base))
+    check_loggers(config.exp_manager)
+
+
+def _trained_shape(config: TrainConfig, base: BaseCheckpoint) -> ModelShape:
+    """The shape of the model to train, which may have another head and LoRA than its base.
+
+    Raises:
+        CheckpointError: the base has LoRA, and the settings another one; or see ``BaseCheckpoint``.
+    """
+    lora = LoraShape.from_settings(config.model.lora)
+    check_lora(base.shape.lora, lora, base.path)
+    is_new = config.pretrained_checkpoint.new_head
+    head = head_to_train(base.shape.head, config.model.head, is_new=is_new)
+    return replace(base.shape, head=head, lora=lora)
+
+
+def _with_defaults(
+    config: TrainConfig, shape: ModelShape, contract: ScoringContract | None
+) -> TrainConfig:
+    """Resolve the settings whose null depends on the model or on the machine.
+
+    The machine decides the precision only where training starts from a base model: a run that is
+    resumed on another machine, and a reward model that is trained further, keep that of their
+    ``contract``, which would otherwise be another one.
+
+    Raises:
+        ConfigError: see ``ModelConfig.with_learning_rate``.
+    """
+    if config.trainer.precision is None:
+        if contract is not None:
+            precision = Precision(contract.dtype)
+        else:  # rank 0 decides, as the nodes of a cluster may have different GPUs
+            precision = Precision.bf16 if on_main(gpu_computes_bf16) else Precision.fp32
+        config = replace(config, trainer=replace(config.trainer, precision=precision))
+    if config.model.optim.lr is None:
+        model = config.model.with_learning_rate(shape.hidden_size)
+        config = replace(config, model=model)
+    return config
+
+
+def _check_model(config: TrainConfig, shape: ModelShape, layout: LayoutSizes) -> None:
+    """Reject settings that a model of this shape cannot be trained with; needs no weights.
+
+    Raises:
+        ConfigError: the layout does not split the model evenly, no layer is left to train, or see
+            ``check_experts``.
+    """
+    check_experts(config, shape)
+    shape.check_fits(layout.tp, layout.pp, layout.ep)
+    check_freezing(config.model.freeze_layers, shape.num_layers)
+
+
+def check_experts(config: TrainConfig | ServeCriticConfig, shape: ModelShape) -> None:
+    """Refuse settings that do not go with a mixture of experts, or without one.
+
+    Raises:
+        ConfigError: fp16 for experts, which is untested; or settings of experts for a model that
+            has none.
+    """
+    if shape.experts is None and getattr(config.model, "train_router", False):
+        raise ConfigError("model.train_router: got true, wanted false: the model has no experts")
+    if shape.experts is not None and config.trainer.precision is Precision.fp16:
+        raise ConfigError(
+            "trainer.precision: got fp16, wanted bf16 or fp32: training a mixture-of-experts model "
+            "in fp16 is untested"
+        )
+
+
+# The data, by the run's scoring contract.
+
+
+def _build_data(
+    config: TrainConfig,
+    base: BaseCheckpoint,
+    shape: ModelShape,
+    earlier: ScoringContract | None,
+) -> TrainingData:
+    """The run's data, tokenized by the contract that settings and base checkpoint make; every rank.
+
+    ``earlier`` is the contract of the run that goes on.
+
+    Raises:
+        ConfigError, DataError: see ``build_contract``, ``continue_contract``,
+            ``ModelShape.rotation_by_length`` and ``build_training_data``.
+    """
+    start_from = config.pretrained_checkpoint
+    prefix = config.model.data.data_prefix
+    say(f"reading and tokenizing {', '.join(prefix.all_files)} ...")
+    model, start = config.model, base.contract
+    if earlier is not None:
+        model = replace(model, objective_kwargs=settings_of_run(model, earlier))
+    # Only a built-in template may have had an earlier text.
+    earlier_contract = earlier if model.data.template in BUILT_IN_TEMPLATES else None
+    contract = build_contract(model, base.tokenizer, config.precision, start, earlier_contract)
+    # Before the contract is compared with that of the model to start from.
+    objective = build_objective(model, contract.attributes, contract.attribute_weights)
+    contract = with_aggregate(contract, objective.aggregate)
+    if start is not None:
+        contract = continue_contract(
+            contract,
+            start,
+            allow_change=start_from.allow_contract_change,
+            new_head=start_from.new_head,
+            new_weights=bool(config.model.regression.attribute_weights),
+        )
+    means_are_new = start is None or start_from.new_head or start.attributes != contract.attributes
+    shape.rotation_by_length(contract.seq_length)  # raises if it has none
+    data = build_training_data(
+        model,
+        contract,
+        base.tokenizer,
+        measure_label_means=means_are_new,
+        rotation_by_length=shape.rotation_by_length if shape.one_rotation_until else None,
+    )
+    if start_from.load_rm_head_weights is not None:
+        source, names = start_from.load_rm_head_weights, start_from.rm_head_names
+        check_initial_head(source, data.contract, names)
+    if start is not None and not start_from.new_head:
+        _say_new_scale(start, data.contract)
+    return data.with_validation_limited(config.trainer.rm.limit_val_records, config.model.seed)
+
+
+def _say_new_scale(start: ScoringContract, contract: ScoringContract) -> None:
+    """Tell of rewards on another scale than those of the model to start from."""
+    if (start.reward_scale, contract.reward_scale) == (LOG_ODDS, PROBABILITY):
+        say(
+            "note: the reward model to start from answers log-odds, and this one will answer "
+            "probabilities; model.objective_kwargs.scale=log_odds keeps log-odds"
+        )
+
+
+# The folder.
+
+
+def _checkpoints_folder(config: ExpManagerConfig) -> Path:
+    return Path(config.explicit_log_dir) / CHECKPOINTS_NAME
+
+
+def open_checkpoints(
+    config: ExpManagerConfig, data: TrainingData, lock: RunLock | None = None
+) -> RunCheckpoints:
+    """The run's checkpoints, ranked by ``monitor``: null is the first validation set's main metric.
+
+    ``mode`` null is the metric's own: losses, ties and calibration errors are better small.
+
+    Raises:
+        ConfigError: validation gives no metric of that name, or ``mode`` is against its own.
+    """
+    monitor, mode = _find_monitor(config.checkpoint_callback_params, data)
+    save_top_k = config.checkpoint_callback_params.save_top_k
+    return RunCheckpoints(_checkpoints_folder(config), monitor, mode, save_top_k, lock)
+
+
+def build_early_stopping(config: ExpManagerConfig, data: TrainingData) -> EarlyStopping:
+    """Early stopping by the metric of the best checkpoints.
+
+    Raises:
+        ConfigError: it is to end early, and there is no validation data.
+    """
+    monitor, mode = _find_monitor(config.checkpoint_callback_params, data)
+    settings = config.early_stopping_callback_params
+    if settings.patience is not None and monitor is None:
+        raise ConfigError(
+            f"exp_manager.early_stopping_callback_params.patience: got {settings.patience}, wanted "
+            "null, as there is no validation data"
+        )
+    return EarlyStopping(monitor, mode, settings.patience, settings.min_delta)
+
+
+def _find_monitor(
+    settings: CheckpointCallbackConfig, data: TrainingData
+) -> tuple[str | None, MonitorMode]:
+    """The metric by which validations are compared, None where there are none; what is better."""
+    objective, datasets = data.objective, data.validation
+    monitor = settings.monitor
+    if monitor is None and datasets:
+        monitor = f"{datasets[0].name}/{objective.main_metric}"
+    elif monitor is not None:
+        given = monitor
+        if "/" not in given and datasets:
+            monitor = f"{datasets[0].name}/{given}"
+        available = validation_metric_names(objective, datasets)
+        if monitor not in available:
+            raise ConfigError(
+                f"exp_manager.checkpoint_callback_params.monitor: got {given!r}, wanted one of "
+                f"{', '.join(available) or 'none, as there is no validation data'}"
+            )
+    return monitor, _find_mode(settings.mode, monitor)
+
+
+def _find_mode(given: MonitorMode | None, monitor: str | None) -> MonitorMode:
+    """The given one, or the metric's own; where it has one, they are the same."""
+    better = Better.neither if monitor is None else better_values(monitor)
+    own = MonitorMode.min if better is Better.lower else MonitorMode.max
+    if given not in (None, own) and better is not Better.neither:
+        raise ConfigError(
+            f"exp_manager.checkpoint_callback_params.mode: got {given.value}, but of {monitor} "
+            f"{better.name} values are better; wanted {own.value}, or null"
+        )
+    return given or own
