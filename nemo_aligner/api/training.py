@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nemo_aligner.api.reward_model import RewardModel, release_models
-from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME, STEP_NAME
+from nemo_aligner.checkpoint.run_folder import CHECKPOINTS_NAME, MODEL_NAME, step_folders
 from nemo_aligner.config.load import check_needed, load_given
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.records import write_records
@@ -136,7 +136,7 @@ def _files(given: Any, folder: Path, part: str, name: str) -> list[str]:
         return [os.fspath(path) for path in rows]
     path = folder / DATA_NAME / part / f"{name}.jsonl"
     # Of a run that has begun training records cannot change, and what it learned from is kept.
-    may_replace = part != "train" or not _has_begun(folder)
+    may_replace = part != "train" or not step_folders(folder / CHECKPOINTS_NAME)
     count = _on_first_rank(partial(write_records, path, rows, may_replace))
     if is_first_rank():
         print(f"{part}: {count} records, as {path}", flush=True)
@@ -152,13 +152,6 @@ def _on_first_rank(write: Callable[[], int]) -> int:
 
     with launch():
         return on_main(write)
-
-
-def _has_begun(folder: Path) -> bool:
-    checkpoints = folder / CHECKPOINTS_NAME
-    return checkpoints.is_dir() and any(
-        STEP_NAME.fullmatch(path.name) for path in checkpoints.iterdir()
-    )
 
 
 def _check_came_to_its_end(outcome: Outcome) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from nemo_aligner.checkpoint.nemo.archive import sync_to_disk
-from nemo_aligner.checkpoint.run_folder import RUN_STATE_NAME, STATE_NAME, STEP_NAME
+from nemo_aligner.checkpoint.run_folder import RUN_STATE_NAME, STATE_NAME, STEP_NAME, step_folders
 from nemo_aligner.checkpoint.run_lock import RunLock
 from nemo_aligner.checkpoint.weights import DamagedError, check_complete, load_weights
 from nemo_aligner.checkpoint.weights.save import (
@@ -395,13 +395,7 @@ def _delete_unfinished(folder: Path) -> None:
 
 
 def _list_saved(folder: Path) -> list[Saved]:
-    if not folder.is_dir():
-        return []
-    return sorted(map(_read_or_advise, _step_folders(folder)), key=lambda saved: saved.state.step)
-
-
-def _step_folders(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if STEP_NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(map(_read_or_advise, step_folders(folder)), key=lambda saved: saved.state.step)
 
 
 def _read_or_advise(path: Path) -> Saved:
@@ -413,7 +407,7 @@ def _read_or_advise(path: Path) -> Saved:
 
 def _how_to_go_on_without(damaged: Path) -> str:
     """Say which other checkpoints of a run are complete, and how to resume from them."""
-    other_folders = sorted(set(_step_folders(damaged.parent)) - {damaged}, reverse=True)
+    other_folders = sorted(set(step_folders(damaged.parent)) - {damaged}, reverse=True)
     names = [path.name for path in other_folders if _is_complete(path)]
     if not names:
         return (

@@ -61,6 +61,11 @@ def _holds_checkpoints(folder: Path) -> bool:
 
 
 def _steps(checkpoints: Path) -> list[int]:
-    states = checkpoints.glob(f"step_*/{RUN_STATE_NAME}")
-    found = (STEP_NAME.fullmatch(path.parent.name) for path in states)
-    return [int(match[1]) for match in found if match is not None]
+    complete = (path for path in step_folders(checkpoints) if (path / RUN_STATE_NAME).is_file())
+    return [int(path.name.removeprefix("step_")) for path in complete]
+
+
+def step_folders(checkpoints: Path) -> list[Path]:
+    """The folders of a run's checkpoints, complete or damaged, in any order."""
+    paths = checkpoints.iterdir() if checkpoints.is_dir() else ()
+    return [path for path in paths if STEP_NAME.fullmatch(path.name) and path.is_dir()]

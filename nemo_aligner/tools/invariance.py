@@ -24,16 +24,17 @@ import numpy as np
 import torch
 from torch.distributed import get_world_size
 
-from nemo_aligner.checkpoint.nemo.archive import open_nemo, read_model_config
+from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import (
+    BaseCheckpoint,
     load_pretrained,
     load_reward_model,
-    read_text_rules,
 )
 from nemo_aligner.config.common import Precision, RecordKind
 from nemo_aligner.config.model import ROWS_BY_DEVICE, Recompute
 from nemo_aligner.contract.contract import NoTemplateError, OverlongError, ScoringContract
 from nemo_aligner.contract.scorer import score_all
+from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.data.demo import build_demo_pairs
 from nemo_aligner.data.packing import pack_sequences
 from nemo_aligner.data.readers import ReaderConfig, parse_file
@@ -45,7 +46,7 @@ from nemo_aligner.distributed.layout import (
     initialize_layout,
 )
 from nemo_aligner.models.reward_model import make_batch_invariant, wrap_for_training
-from nemo_aligner.models.shape import ModelShape, read_lora
+from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import forward_backward, gather_rewards
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.serving.run import served
@@ -89,8 +90,13 @@ def run_check(check: Check, output: Path | None) -> bool:
     Raises:
         AlignerError: the checkpoint is not a reward model, or can score none of the pairs.
     """
-    shape, contract = _read_model(check.checkpoint)
-    texts = _choose_texts(check)
+    base = BaseCheckpoint.read(check.checkpoint)
+    contract = base.contract
+    if contract is None:
+        raise CheckpointError(
+            f"{check.checkpoint}: it has no scoring contract; wanted a reward model"
+        )
+    texts = _choose_texts(check, base.tokenizer, contract)
     precision = check.precision or contract.dtype
     if is_launched():
         least = check.min_model_parallel
@@ -99,7 +105,7 @@ def run_check(check: Check, output: Path | None) -> bool:
         scored = _in_new_worlds(check, texts, precision)
     for reason in dict.fromkeys(scored.reasons):
         print(f"does not fit: {reason}")
-    bars = choose_bars(precision, shape.num_layers, scored.reference)
+    bars = choose_bars(precision, base.shape.num_layers, scored.reference)
     rows = compare_all(scored, contract.attribute_weights, bars)
     summary = summarise(rows, bars)
     print(f"\n{render_rows(rows)}\n\n{precision}: {summary}", flush=True)
@@ -116,20 +122,8 @@ def _plain(row: Row) -> dict[str, Any]:
     return {**asdict(row), "compared": row.compared.name, "difference": difference}
 
 
-def _read_model(checkpoint: str) -> tuple[ModelShape, ScoringContract]:
-    """Read a reward model's facts without its weights."""
-    with open_nemo(checkpoint, with_weights=False) as folder:
-        if folder.contract is None:
-            raise CheckpointError(
-                f"{checkpoint}: it has no scoring contract; wanted a reward model"
-            )
-        return ModelShape.from_config(folder.config), ScoringContract.from_dict(folder.contract)
-
-
-def _choose_texts(check: Check) -> list[Any]:
+def _choose_texts(check: Check, tokenizer: Tokenizer, contract: ScoringContract) -> list[Any]:
     """Texts of pairs that the contract takes, as many as wanted: chosen, rejected, ..."""
-    tokenizer, contract = read_text_rules(check.checkpoint)
-    assert contract is not None, "_read_model has seen to it"
     texts: list[Any] = []
     left_out: Counter[str] = Counter()
     for pair in _pairs(check.data, left_out):
@@ -508,10 +502,11 @@ def _trained_on(
     recompute: Recompute,
 ) -> np.ndarray:
     """The rewards of a training step's forward pass."""
-    tokenizer, contract = read_text_rules(checkpoint)
+    base = BaseCheckpoint.read(checkpoint)
+    contract = base.contract
     assert contract is not None, "its rewards were scored before"
     indices = torch.arange(layout.dp_rank, len(texts), layout.dp)
-    sequences = [contract.encode(tokenizer, texts[index]).token_ids for index in indices]
+    sequences = [contract.encode(base.tokenizer, texts[index]).token_ids for index in indices]
     pretrained = load_pretrained(
         checkpoint,
         layout,
@@ -519,7 +514,7 @@ def _trained_on(
         outputs_per_attribute=contract.outputs_per_attribute,
         precision=precision,
         recompute=recompute,
-        lora=read_lora(read_model_config(checkpoint)),
+        lora=base.shape.lora,
         reply_marker=contract.reply_marker,
     )
     by_length = pretrained.model.rotation_by_length

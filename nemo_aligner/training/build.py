@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from nemo_aligner.checkpoint.nemo.reward_model import (
@@ -14,7 +13,6 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
 from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.config.serving import CriticModelConfig
 from nemo_aligner.config.training import TrainConfig
-from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.distributed.collectives import current_device
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.activation_offload import offload_activations
@@ -43,7 +41,7 @@ def build_learner(
     config, shape, options = run.config, run.shape, run.config.model
     # Before the weights, which take minutes to load: batches and schedule may not fit the data.
     total_steps = run.total_steps
-    pretrained = _load(config, run.data, layout)
+    pretrained = _load(run, layout)
     if options.lora.rank > 0:
         train_adapters_alone(pretrained.model)
     trained, coeff = options.train_router, options.moe_aux_loss_coeff
@@ -89,10 +87,10 @@ def build_optimized(
     return wrapped, build_optimizer(wrapped, options.optim, clip_grad, total_steps)
 
 
-def _load(config: TrainConfig, data: TrainingData, layout: ParallelLayout) -> PretrainedModel:
+def _load(run: PreparedRun, layout: ParallelLayout) -> PretrainedModel:
     """The model to train, its head as the objective and the settings want it at first."""
+    config, data, path = run.config, run.data, run.base.path
     options = config.model
-    path = Path(str(config.pretrained_checkpoint.restore_from_path))
     size = f" ({show_bytes(path.stat().st_size)})" if path.is_file() else ""
     say(f"loading {path}{size} ...")
     pretrained = load_pretrained(
@@ -111,7 +109,7 @@ def _load(config: TrainConfig, data: TrainingData, layout: ParallelLayout) -> Pr
         lora_dropout=LoraDropout.from_settings(options.lora, options.seed),
         pointwise_kernels=options.pointwise_kernels,
     )
-    _begin_head(config, data, pretrained)
+    _begin_head(run, pretrained)
     if pretrained.model.post_process:
         # Only after loading: archives have the head's weights, but no scalars of an objective.
         pretrained.model.rm_head.add_learned_scalars(data.objective.start_of_learned)
@@ -126,9 +124,9 @@ def _flops_counter(config: TrainConfig, shape: ModelShape) -> Callable[[Packs], 
     return lambda packs: step_flops(shape, Plan(packs=packs, freeze_layers=frozen))
 
 
-def _begin_head(config: TrainConfig, data: TrainingData, pretrained: PretrainedModel) -> None:
+def _begin_head(run: PreparedRun, pretrained: PretrainedModel) -> None:
     """Give a new head the outputs of another reward model, where the settings ask for it."""
-    start_from = config.pretrained_checkpoint
+    start_from = run.config.pretrained_checkpoint
     source = start_from.load_rm_head_weights
     if source is None:
         return
@@ -137,6 +135,5 @@ def _begin_head(config: TrainConfig, data: TrainingData, pretrained: PretrainedM
             f"pretrained_checkpoint.load_rm_head_weights: got {source}, and a reward model to "
             "start from, which has its own head; wanted pretrained_checkpoint.new_head=true, too"
         )
-    shape = ModelShape.from_config(pretrained.config)
     names = start_from.rm_head_names
-    init_head_from(pretrained.model, source, data.contract, shape, names)
+    init_head_from(pretrained.model, source, run.data.contract, run.shape, names)

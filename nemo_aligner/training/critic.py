@@ -280,7 +280,7 @@ def open_critic(
     )
     folder = Path(config.exp_manager.explicit_log_dir) / CHECKPOINTS_NAME
     checkpoints = RunCheckpoints(folder, save_top_k=0, lock=lock)
-    fresh = _new_state(config, contract, pretrained)
+    fresh = _new_state(config, contract, shape)
     learner = CriticLearner(
         model,
         optimizer,
@@ -314,16 +314,13 @@ def _load(
     return pretrained
 
 
-def _new_state(
-    config: ServeCriticConfig, contract: ScoringContract, pretrained: PretrainedModel
-) -> RunState:
-    shape = ModelShape.from_config(pretrained.config).as_fingerprint()
+def _new_state(config: ServeCriticConfig, contract: ScoringContract, shape: ModelShape) -> RunState:
     return RunState(
         step=0,
         consumed_samples=0,
         # Layout, learning rate and clipping may change when a run goes on.
         fingerprint={
-            **{f"model.{name}": value for name, value in shape.items()},
+            **{f"model.{name}": value for name, value in shape.as_fingerprint().items()},
             "critic": True,
             "model.freeze_layers": config.model.freeze_layers,
             "trainer.precision": contract.dtype,

@@ -29,7 +29,7 @@ from nemo_aligner.training.prepare import (
     prepare_run,
 )
 from nemo_aligner.training.resume import RunFolder, changes_since
-from nemo_aligner.training.run import describe_run
+from nemo_aligner.training.run import describe_model, describe_steps
 from nemo_aligner.utils.console import show_bytes
 from nemo_aligner.utils.errors import ConfigError
 
@@ -57,7 +57,8 @@ def check_run(config: TrainConfig, processes: int) -> str:
     return "\n".join(
         [
             run.data.table(),
-            *describe_run(run, folder.checkpoints, head_is_new=head_is_new),
+            describe_model(run, head_is_new=head_is_new),
+            describe_steps(run, folder.checkpoints),
             *([] if names_precision or start is not None else _precision_here(config)),
             f"scoring contract: {run.data.contract.hash}",
             _render_memory(fullest_stage(run.shape, plan), plan.packs),

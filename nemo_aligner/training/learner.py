@@ -19,12 +19,7 @@ from nemo_aligner.contract.steps import aggregate_texts
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.packing import measure_record, pack_records
 from nemo_aligner.data.report import far_labels
-from nemo_aligner.data.training_data import (
-    StepPlan,
-    TrainingData,
-    TrainLoader,
-    validation_batches,
-)
+from nemo_aligner.data.training_data import StepPlan, TrainingData, TrainLoader, validation_batches
 from nemo_aligner.distributed.collectives import agree, current_device, gather_objects
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.losses.base import (

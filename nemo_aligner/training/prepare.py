@@ -20,11 +20,7 @@ from nemo_aligner.config.training import (
     TrainConfig,
 )
 from nemo_aligner.contract.contract import ScoringContract
-from nemo_aligner.contract.from_settings import (
-    build_contract,
-    continue_contract,
-    with_aggregate,
-)
+from nemo_aligner.contract.from_settings import build_contract, continue_contract, with_aggregate
 from nemo_aligner.contract.readout import LOG_ODDS, PROBABILITY
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.data.training_data import TrainingData, TrainLoader, build_training_data
@@ -108,28 +104,28 @@ def prepare_run(config: TrainConfig, layout: LayoutSizes) -> PreparedRun:
     earlier = None if latest is None else ScoringContract.from_dict(latest.state.contract)
     shape = _trained_shape(config, base)
     config = _with_defaults(config, shape, earlier or base.contract)
-    _check_model(config, shape, layout)
+    check_experts(config, shape)
+    shape.check_fits(layout.tp, layout.pp, layout.ep)
+    check_freezing(config.model.freeze_layers, shape.num_layers)
     base.tokenizer.check_fits(shape.vocab_size)
     data = _build_data(config, base, shape, earlier)
     return PreparedRun(config, layout, base, shape, data, latest)
 
 
 def open_run_folder(run: PreparedRun, lock: RunLock | None = None) -> RunFolder:
-    """Open the folder that a run writes to, which may have checkpoints of it already.
+    """Open the folder that a run writes to, and check that its newest checkpoint is of this run.
 
     Every rank calls it. ``lock`` is that of the folder.
 
     Raises:
-        ConfigError, CheckpointError: see ``open_checkpoints``, ``build_early_stopping``,
-            ``check_may_resume`` and ``check_goes_on``.
+        ConfigError, CheckpointError: see the functions that it calls.
     """
-    config, data, latest = run.config, run.data, run.latest
-    checkpoints = open_checkpoints(config.exp_manager, data, lock)
-    early_stopping = build_early_stopping(config.exp_manager, data)
-    fresh = new_state(config, run.shape, data)
-    check_may_resume(latest, config.exp_manager)
-    if latest is not None:
-        latest = check_goes_on(latest, fresh, data)
+    settings, latest = run.config.exp_manager, run.latest
+    checkpoints = open_checkpoints(settings, run.data, lock)
+    early_stopping = _build_early_stopping(settings, run.data)
+    fresh = new_state(run.config, run.shape, run.data)
+    check_may_resume(latest, settings)
+    latest = None if latest is None else check_goes_on(latest, fresh, run.data)
     return RunFolder(checkpoints, early_stopping, fresh, latest)
 
 
@@ -188,18 +184,6 @@ def _with_defaults(
         model = config.model.with_learning_rate(shape.hidden_size)
         config = replace(config, model=model)
     return config
-
-
-def _check_model(config: TrainConfig, shape: ModelShape, layout: LayoutSizes) -> None:
-    """Reject settings that a model of this shape cannot be trained with; needs no weights.
-
-    Raises:
-        ConfigError: the layout does not split the model evenly, no layer is left to train, or see
-            ``check_experts``.
-    """
-    check_experts(config, shape)
-    shape.check_fits(layout.tp, layout.pp, layout.ep)
-    check_freezing(config.model.freeze_layers, shape.num_layers)
 
 
 def check_experts(config: TrainConfig | ServeCriticConfig, shape: ModelShape) -> None:
@@ -267,18 +251,13 @@ def _build_data(
     if start_from.load_rm_head_weights is not None:
         source, names = start_from.load_rm_head_weights, start_from.rm_head_names
         check_initial_head(source, data.contract, names)
-    if start is not None and not start_from.new_head:
-        _say_new_scale(start, data.contract)
-    return data.with_validation_limited(config.trainer.rm.limit_val_records, config.model.seed)
-
-
-def _say_new_scale(start: ScoringContract, contract: ScoringContract) -> None:
-    """Tell of rewards on another scale than those of the model to start from."""
-    if (start.reward_scale, contract.reward_scale) == (LOG_ODDS, PROBABILITY):
+    scales = (start.reward_scale if start else None, data.contract.reward_scale)
+    if scales == (LOG_ODDS, PROBABILITY) and not start_from.new_head:
         say(
             "note: the reward model to start from answers log-odds, and this one will answer "
             "probabilities; model.objective_kwargs.scale=log_odds keeps log-odds"
         )
+    return data.with_validation_limited(config.trainer.rm.limit_val_records, config.model.seed)
 
 
 # The folder.
@@ -303,7 +282,7 @@ def open_checkpoints(
     return RunCheckpoints(_checkpoints_folder(config), monitor, mode, save_top_k, lock)
 
 
-def build_early_stopping(config: ExpManagerConfig, data: TrainingData) -> EarlyStopping:
+def _build_early_stopping(config: ExpManagerConfig, data: TrainingData) -> EarlyStopping:
     """Early stopping by the metric of the best checkpoints.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,27 +20,19 @@ from nemo_aligner.checkpoint.run_lock import lock_run
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.load import idle_notes
 from nemo_aligner.config.model import ModelConfig, Recompute, layout_sizes
-from nemo_aligner.config.training import (
-    TrainConfig,
-)
+from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import check_plain_reading
 from nemo_aligner.data.dataset import TokenizedDataset, weighted_order
 from nemo_aligner.data.training_data import Imbalance, TrainingData, how_to_read
 from nemo_aligner.distributed.collectives import gpu_computes_bf16, lacks_bf16
 from nemo_aligner.distributed.launch import launch
-from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout, initialize_layout
+from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
 from nemo_aligner.losses import describe_objective
-from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.training.build import build_learner
 from nemo_aligner.training.learner import KeepHeldout, RewardLearner
 from nemo_aligner.training.loggers import Callback, build_loggers
-from nemo_aligner.training.prepare import (
-    PreparedRun,
-    check_settings,
-    open_run_folder,
-    prepare_run,
-)
+from nemo_aligner.training.prepare import PreparedRun, check_settings, open_run_folder, prepare_run
 from nemo_aligner.training.resume import RunFacts, resume
 from nemo_aligner.training.signals import SignalHandler
 from nemo_aligner.training.trainer import HeldoutRewards, Outcome, SupervisedTrainer
@@ -84,7 +76,10 @@ def train(
         held.callback(learner.release)  # after an error, too, for a notebook that goes on
         described: list[str] = []
         if is_main():
-            described = describe_run(run, checkpoints, head_is_new=pretrained.head_is_new)
+            described = [
+                describe_model(run, head_is_new=pretrained.head_is_new),
+                describe_steps(run, checkpoints),
+            ]
             say("\n".join(described))
         start, total_steps = resume(folder, config, learner), run.total_steps
         if is_main():
@@ -297,26 +292,16 @@ _BASELINES = {
 }
 
 
-def describe_run(run: PreparedRun, checkpoints: RunCheckpoints, *, head_is_new: bool) -> list[str]:
-    """What is about to be trained: the model, and the steps."""
-    steps, imbalance = run.total_steps, run.loader.imbalance
-    return [
-        describe_model(run.config, run.shape, run.layout, head_is_new=head_is_new),
-        describe_steps(run.config, run.data, steps, imbalance, checkpoints),
-    ]
-
-
-def describe_model(
-    config: TrainConfig, shape: ModelShape, layout: LayoutSizes, *, head_is_new: bool
-) -> str:
+def describe_model(run: PreparedRun, *, head_is_new: bool) -> str:
     """The model, its layout, and what of it is trained."""
+    config, shape = run.config, run.shape
     frozen = config.model.freeze_layers
     made = "" if shape.head is None else f" ({shape.head})"
     source = config.pretrained_checkpoint.load_rm_head_weights
     lines = [
         f"model: {shape.num_parameters() / 1e6:.1f}M parameters, {shape.num_layers} layers, "
         f"{'a new head' if head_is_new else 'its own head'}{made}, "
-        f"{config.precision.value}, {layout}"
+        f"{config.precision.value}, {run.layout}"
     ]
     if head_is_new and source is not None:
         lines.append(f"the head starts from that of {source}")
@@ -341,22 +326,18 @@ def describe_model(
     return "\n".join(lines)
 
 
-def describe_steps(
-    config: TrainConfig,
-    data: TrainingData,
-    total_steps: int,
-    imbalance: Callable[[range], Imbalance],
-    checkpoints: RunCheckpoints,
-) -> str:
+def describe_steps(run: PreparedRun, checkpoints: RunCheckpoints) -> str:
     """The steps, what they learn, how evenly their work falls, and what becomes the model."""
+    config, data, total_steps = run.config, run.data, run.total_steps
     options = config.model
     some = min(total_steps, _STEPS_FOR_BALANCE)
+    imbalance = run.loader.imbalance(range(some))
     lines = [
         f"run: {total_steps} steps of {options.global_batch_size} records, "
         f"learning rate {options.optim.lr:.3g}",
         *_mixture(config, data),
         f"objective: {describe_objective(options, data.objective)}",
-        *_uneven_work(imbalance(range(some)), some, config.model.pipeline_model_parallel_size),
+        *_uneven_work(imbalance, some, options.pipeline_model_parallel_size),
     ]
     lines += [
         f"{each.name}: {len(each)} of {each.counts['kept']} records, the same ones each time"

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
+from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
 from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout
 from nemo_aligner.models.shape import ModelShape
@@ -183,11 +184,12 @@ def test_check_leaves_out_and_counts_pairs_that_cannot_be_scored(
     several = tmp_path / "several.jsonl"
     several.write_text(json.dumps(tiny.ranked("why", (0, "a"), (1, "aa"), (2, "aaa"))))
     model = tiny.write_reward_nemo(tmp_path / "rm.nemo")
-    texts = _choose_texts(Check(str(model), data=str(pairs)))
+    rules = read_text_rules(model)
+    texts = _choose_texts(Check(str(model), data=str(pairs)), *rules)  # type: ignore[arg-type]
     assert len(texts) == 8
     shown = capsys.readouterr().out
     assert "4 pairs, 2 left out as malformed, 1 left out as too long; scoring contract" in shown
-    best, worst = _choose_texts(Check(str(model), data=str(several)))
+    best, worst = _choose_texts(Check(str(model), data=str(several)), *rules)  # type: ignore[arg-type]
     assert (best[-1]["content"], worst[-1]["content"]) == ("a", "aaa")
 
 

@@ -137,7 +137,9 @@ def test_uneven_work_is_a_note_where_ranks_wait_for_it() -> None:
         data = SimpleNamespace(objective=BradleyTerry(), validation=[], train=train)
         imbalance = Imbalance(*found)
         checkpoints = RunCheckpoints("checkpoints")
-        said = describe_steps(config, data, 9, lambda steps, i=imbalance: i, checkpoints)  # type: ignore[arg-type]
+        loader = SimpleNamespace(imbalance=lambda steps, i=imbalance: i)
+        run = SimpleNamespace(config=config, data=data, total_steps=9, loader=loader)
+        said = describe_steps(run, checkpoints)  # type: ignore[arg-type]
         lines = [line for line in said.splitlines() if "more work" in line]
         assert lines == [f"note: in the first 9 steps {note}" for note in notes], (stages, found)
 
