@@ -44,8 +44,6 @@ NEEDS = {
     "bash scripts/gpu_wheels.sh": "packages of the network; a GPU without internet is given them",
     "bash scripts/run_tests.sh": "this is it",
     "docker": "docker; tests/deploy reads the file",
-    "cosmic-ray": "minutes of both cores: it runs the tests itself",
-    "cr-report": "the same",
     "curl localhost:8080/rerank": "llama.cpp; tests/checkpoint/hf has its server in a process",
     "kubectl": "a cluster; tests/deploy holds the files to the schemas",
     "nemo-aligner data fetch": "the hub; tests/data/test_hub.py has one of files",
