@@ -291,7 +291,7 @@ def matmul_rate() -> float:
     """FLOP/s of a large product in the precision that is trained in, by the faster library."""
     import torch
 
-    from nemo_aligner.distributed.cpu_products import linear_in_chunks
+    from nemo_aligner.cpu.products import linear_in_chunks
 
     gpu = torch.cuda.is_available()
     size = 8192 if gpu else 2048

@@ -62,9 +62,9 @@ def main() -> None:
 
 
 def _take_no_other_rows() -> None:
-    from nemo_aligner.distributed import cpu_products
+    from nemo_aligner.cpu import products
 
-    cpu_products._has_same_bits = lambda size, weight, bias, rows: size == rows
+    products._has_same_bits = lambda size, weight, bias, rows: size == rows
 
 
 # Of each setting what a GPU's trials found.

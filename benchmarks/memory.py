@@ -166,7 +166,7 @@ class Memory:
 
     def note(self, when: str, **more: Any) -> None:
         """Add a row: what is resident, and what malloc handed out, now and at most."""
-        from nemo_aligner.distributed.cpu_products import resident_bytes
+        from nemo_aligner.cpu.products import resident_bytes
 
         in_use, resident = self._count(), resident_bytes() / 2**20
         highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

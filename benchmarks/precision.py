@@ -146,7 +146,7 @@ def _parts() -> dict[str, Part]:
     """What is computed in fp32, or no more, while a context of the model lasts."""
     import torch
 
-    from nemo_aligner.models import kernels
+    from nemo_aligner.cpu import kernels
     from nemo_aligner.models.attention import packed
     from nemo_aligner.models.layers import RowLinear
     from nemo_aligner.models.reward_model import GPTRewardModel

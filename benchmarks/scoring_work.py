@@ -53,7 +53,7 @@ class Products:
         """By default in fp32."""
         import torch
 
-        from nemo_aligner.distributed.cpu_products import linear_in_chunks, reordered_for_products
+        from nemo_aligner.cpu.products import linear_in_chunks, reordered_for_products
         from nemo_aligner.models.layers import ColumnLinear, RowLinear
 
         linear = (ColumnLinear, RowLinear)

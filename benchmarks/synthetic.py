@@ -27,12 +27,12 @@ from nemo_aligner.batch.packed import Records
 from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
 from nemo_aligner.config.common import Precision, RecordKind
 from nemo_aligner.config.model import ModelConfig, OptimConfig, PointwiseChoice, Recompute
+from nemo_aligner.cpu.products import resident_bytes
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.token_index import TokenSequences
 from nemo_aligner.data.training_data import TrainingData, TrainLoader
 from nemo_aligner.distributed.collectives import gather_objects
-from nemo_aligner.distributed.cpu_products import resident_bytes
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
 from nemo_aligner.losses.pairwise import BradleyTerry

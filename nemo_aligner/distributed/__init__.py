@@ -12,7 +12,7 @@ import os
 import warnings
 from functools import partial
 
-from nemo_aligner.distributed import cpu_backend
+from nemo_aligner.cpu import backend
 
 # Environment variables that CUDA and torch's allocator read once, when they start.
 
@@ -78,4 +78,4 @@ def _is_other(beginning: str, record: logging.LogRecord) -> bool:
 
 _set_before_cuda_starts()
 _silence_known_warnings()
-cpu_backend.install()
+backend.install()

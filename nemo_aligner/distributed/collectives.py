@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from nemo_aligner.distributed.cpu_products import multiplies_bf16
+from nemo_aligner.cpu.products import multiplies_bf16
 from nemo_aligner.utils.host_transfer import to_device
 from nemo_aligner.utils.processes import is_main
 

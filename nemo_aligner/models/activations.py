@@ -7,7 +7,7 @@ from collections.abc import Callable
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from nemo_aligner.models import kernels
+from nemo_aligner.cpu import kernels
 from nemo_aligner.models.pointwise.eager import (
     by_whole_rows,
     gated_gelu,

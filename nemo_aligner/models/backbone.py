@@ -28,9 +28,9 @@ from torch import Tensor
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import torch_dtype
 from nemo_aligner.config.model import ContextExchange, Recompute
-from nemo_aligner.distributed.cpu_products import MOST_ROWS
+from nemo_aligner.cpu import kernels
+from nemo_aligner.cpu.products import MOST_ROWS
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models import kernels
 from nemo_aligner.models.activations import ACTIVATIONS
 from nemo_aligner.models.attention.packed import LastTokenAttention, PackedAttention
 from nemo_aligner.models.attention.segments import PackedSegments

@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd import Function
 
-from nemo_aligner.distributed.cpu_products import add_weight_gradient, linear_on_cpu
+from nemo_aligner.cpu.products import add_weight_gradient, linear_on_cpu
 from nemo_aligner.models.expert_rows import Exchange, RowCounts
 from nemo_aligner.models.layer_shape import ExpertShape
 from nemo_aligner.models.layers import invariant_linear, rows_now, sum_partial

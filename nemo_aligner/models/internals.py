@@ -14,7 +14,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from nemo_aligner.distributed.cpu_products import accumulate_weight_gradients
+from nemo_aligner.cpu.products import accumulate_weight_gradients
 from nemo_aligner.distributed.gpu_products import add_weight_gradient
 from nemo_aligner.models.layer_shape import RopeScaling
 
@@ -39,7 +39,7 @@ def has_apex_weight_gradients() -> bool:
 def add_weight_gradients_on_gpu() -> None:
     """Have products add weight gradients in megatron-core's linear layers, if Apex is missing.
 
-    On a CPU ``cpu_backend`` has done so.
+    On a CPU ``cpu/backend.py`` has done so.
     """
     if torch.cuda.is_available() and not has_weight_gradient_kernel():
         accumulate_weight_gradients(layers, add_weight_gradient)

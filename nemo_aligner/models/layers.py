@@ -24,9 +24,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from nemo_aligner.distributed.cpu_products import invariant_linear_on_cpu
+from nemo_aligner.cpu import kernels
+from nemo_aligner.cpu.products import invariant_linear_on_cpu
 from nemo_aligner.distributed.gpu_products import invariant_linear_on_gpu
-from nemo_aligner.models import kernels
 from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
 from nemo_aligner.models.shape import LORA_A, LORA_B
 

@@ -24,14 +24,14 @@ from torch import Tensor
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import ROWS_BY_DEVICE, PointwiseChoice, Recompute
-from nemo_aligner.distributed import gpu_products
-from nemo_aligner.distributed.collectives import most_of_model
-from nemo_aligner.distributed.cpu_products import (
+from nemo_aligner.cpu.products import (
     BATCH_INVARIANT_ROWS,
     reordered_for_products,
     row_multiple,
     try_all_sizes,
 )
+from nemo_aligner.distributed import gpu_products
+from nemo_aligner.distributed.collectives import most_of_model
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.packed import PackedAttention, slow_attention, why_gathered
 from nemo_aligner.models.attention.segments import (

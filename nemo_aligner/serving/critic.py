@@ -18,8 +18,8 @@ import torch
 from nemo_aligner.config.serving import ServeCriticConfig, WhileTraining
 from nemo_aligner.contract.contract import ScoringContract, TextEncoder
 from nemo_aligner.contract.readout import one_reward
+from nemo_aligner.cpu.products import resident_bytes
 from nemo_aligner.data.rollout import Rollout
-from nemo_aligner.distributed.cpu_products import resident_bytes
 from nemo_aligner.models.offload import OffloadGroup, OffloadManager, OffloadPolicy
 from nemo_aligner.serving.backpressure import BackpressureLimit
 from nemo_aligner.serving.endpoints import (

@@ -6,7 +6,7 @@ import csv
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -66,7 +66,7 @@ Callback: TypeAlias = Callable[[TrainingProgress], object]
 
 
 class MetricLoggers:
-    """The run's own file and loggers as Lightning has them on rank 0; nothing on the others.
+    """The run's own file and Lightning's loggers by their names on rank 0; nothing on the others.
 
     A logger that fails, be it that its service or a disk is gone, hears no more of the run; that
     is said, and does not end it. What a callback raises does end the run: it is its caller's.
@@ -75,11 +75,11 @@ class MetricLoggers:
     def __init__(
         self,
         file: MetricsFile | None = None,
-        loggers: Sequence[Any] = (),
+        loggers: Mapping[str, Any] | None = None,
         callback: Callback | None = None,
         total_steps: int = 0,
     ) -> None:
-        self._file, self._loggers = file, list(loggers)
+        self._file, self._loggers = file, dict(loggers or {})
         self._callback, self._total_steps = callback, total_steps
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -100,14 +100,14 @@ class MetricLoggers:
         self._tell(lambda logger: logger.finalize("success"))
 
     def _tell(self, tell: Callable[[Any], None]) -> None:
-        for logger in list(self._loggers):
+        for name, logger in list(self._loggers.items()):
             try:
                 tell(logger)
             except Exception as error:  # whatever its package raises
-                self._loggers.remove(logger)
+                del self._loggers[name]
                 cause = error.__cause__ or error
                 say(
-                    f"{logger.name}: logging stopped ({type(cause).__name__}: "
+                    f"{name}: logging stopped ({type(cause).__name__}: "
                     f"{one_line(cause)}); {METRICS_NAME} has every number"
                 )
 
@@ -122,8 +122,8 @@ def build_loggers(
     """``metrics.jsonl`` and the loggers asked for, in ``explicit_log_dir``; and the callback.
 
     ``settings`` is the run's resolved config.
-    A run that goes on keeps what was logged up to ``start_step``; later steps are logged anew, but
-    not by services that take nothing back.
+    A resumed run keeps what was logged up to ``start_step``; later steps are logged anew. Services
+    keep both, as they take nothing back.
 
     Raises:
         ConfigError, CheckpointError: see ``build_tracked_loggers``.
@@ -131,17 +131,16 @@ def build_loggers(
     if not is_main():
         return MetricLoggers()
     folder = Path(config.explicit_log_dir)
-    # They ask the file of the run before, which the next line cuts.
     tracked = build_tracked_loggers(config, settings, start_step)
     file = MetricsFile(folder / METRICS_NAME, start_step)
-    loggers: list[Any] = []
+    loggers: dict[str, Any] = {}
     if config.create_tensorboard_logger:
-        loggers.append(_tensorboard_logger(folder, start_step))
+        loggers["tensorboard"] = _tensorboard_logger(folder, start_step)
     if config.create_csv_logger:
-        loggers.append(_csv_logger(folder, start_step))
-    for logger in loggers:
+        loggers["csv"] = _csv_logger(folder, start_step)
+    for logger in loggers.values():
         logger.log_hyperparams(dict(settings))
-    return MetricLoggers(file, [*loggers, *tracked], callback, total_steps)
+    return MetricLoggers(file, loggers | tracked, callback, total_steps)
 
 
 def _tensorboard_logger(folder: Path, start_step: int) -> Any:

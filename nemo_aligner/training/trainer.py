@@ -22,6 +22,7 @@ from nemo_aligner.config.training import MonitorMode, TrainConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.readout import one_reward
+from nemo_aligner.cpu.products import FreedMemory
 from nemo_aligner.data.dataset import TokenizedDataset
 from nemo_aligner.data.readers import ReaderConfig, parse_file
 from nemo_aligner.data.records import PAIR_COLUMNS, Origin, reward_row, row_lines, write_lines
@@ -32,7 +33,6 @@ from nemo_aligner.distributed.collectives import (
     gather_objects,
     wait_for_device,
 )
-from nemo_aligner.distributed.cpu_products import FreedMemory
 from nemo_aligner.metrics.table import Shown, all_metrics
 from nemo_aligner.training.learner import RewardLearner, rewards_of_texts
 from nemo_aligner.training.loggers import (

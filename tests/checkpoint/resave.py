@@ -21,9 +21,9 @@ def main(archive: str, folder: str) -> None:
     from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
     from nemo_aligner.checkpoint.weights.save import save_weights
     from nemo_aligner.config.common import Precision
+    from nemo_aligner.cpu import kernels
     from nemo_aligner.distributed.launch import launch
     from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
-    from nemo_aligner.models import kernels
     from nemo_aligner.utils.errors import CheckpointError
 
     if os.environ["RANK"] == "1":

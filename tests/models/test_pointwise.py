@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_aligner.config.common import Precision
+from nemo_aligner.cpu import kernels
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models import kernels
 from nemo_aligner.models.pointwise.choice import try_kernels
 from nemo_aligner.models.pointwise.eager import (
     by_whole_rows,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.cli import main as cli
+from nemo_aligner.cpu import products
 from nemo_aligner.data.formats import FORMATS
-from nemo_aligner.distributed import cpu_products
 from tests.data.ranked_format import FORMAT
 from tests.launching import HOST
 from tests.training.interrupted import arm, decide_when_written
@@ -75,8 +75,8 @@ def wait(pid: int, failed: Path) -> int:
 def do(job: dict[str, Any], rank: str) -> int:
     FORMATS[FORMAT.name] = FORMAT
     if job["by_onednn"]:
-        cpu_products.is_slow_with_mkl = lambda: True  # type: ignore[assignment]
-        cpu_products._LARGE = cpu_products._FEWEST = 0
+        products.is_slow_with_mkl = lambda: True  # type: ignore[assignment]
+        products._LARGE = products._FEWEST = 0
     if job["accident"]:
         accident, target, text, nth, on_rank, writes = job["accident"]
         decide_when_written(writes)

@@ -83,11 +83,11 @@ def test_logger_that_fails_ends_no_run_and_is_told_no_more(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing, other = Mock(), Mock()
-    failing.name = "failing"
     full = ValueError("not supported")
     full.__cause__ = OSError("the disk is full")
     failing.log_metrics.side_effect = [None, full]
-    logger = MetricLoggers(MetricsFile(tmp_path / "metrics.jsonl", 0), [failing, other])
+    both = {"failing": failing, "other": other}
+    logger = MetricLoggers(MetricsFile(tmp_path / "metrics.jsonl", 0), both)
     for step in (1, 2, 3):
         logger.log({"train/loss": 0.5}, step)
     logger.close()

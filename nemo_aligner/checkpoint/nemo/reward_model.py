@@ -41,9 +41,9 @@ from nemo_aligner.config.model import (
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import build_contract, check_expected
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
-from nemo_aligner.distributed.collectives import barrier, on_main
+from nemo_aligner.cpu.kernels import decide_together
+from nemo_aligner.distributed.collectives import barrier, current_device, gather_objects, on_main
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.kernels import decide_together
 from nemo_aligner.models.lora import LoraDropout, draw_adapters, fold_adapters
 from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
 from nemo_aligner.models.shape import (
@@ -194,7 +194,7 @@ def load_pretrained(
             lora_dropout=lora_dropout,
             pointwise_kernels=pointwise_kernels,
         )
-        decide_together()
+        decide_together(current_device(), gather_objects)
         # Checked before a byte is read: a wrong head is found in a second, not after the body.
         has_head = not new_head and _check_head(folder, shape, num_outputs, _OR_NEW_HEAD)
         _load_into(model, folder, with_head=has_head)
@@ -285,7 +285,7 @@ def reward_model_without_weights(
         reply_marker=contract.reply_marker,
         pointwise_kernels=pointwise_kernels,
     )
-    decide_together()
+    decide_together(current_device(), gather_objects)
     return LoadedRewardModel(
         model.eval(),
         contract.with_dtype(precision),

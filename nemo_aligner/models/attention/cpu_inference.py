@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_aligner.models import kernels
+from nemo_aligner.cpu import kernels
 from nemo_aligner.models.attention.segments import (
     PackedSegments,
     Scores,

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from nemo_aligner.config.model import ContextExchange
-from nemo_aligner.models import kernels
+from nemo_aligner.cpu import kernels
 from nemo_aligner.models.attention import cpu_inference, cpu_training, ring
 from nemo_aligner.models.attention.segments import (
     Attend,

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from nemo_aligner.cpu.products import FreedMemory
 from nemo_aligner.distributed.collectives import wait_for_device
-from nemo_aligner.distributed.cpu_products import FreedMemory
 from nemo_aligner.utils.errors import ServingError, first_line
 from nemo_aligner.utils.host_transfer import Arriving
 

@@ -34,8 +34,8 @@ from nemo_aligner.contract.scorer import (
 from nemo_aligner.contract.steps import aggregate_texts
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import TurnEnd
+from nemo_aligner.cpu.products import use_huge_pages
 from nemo_aligner.data.packing import SequenceReads, pack_sequences
-from nemo_aligner.distributed.cpu_products import use_huge_pages
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.reward_model import (
     GPTRewardModel,

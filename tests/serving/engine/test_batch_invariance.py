@@ -15,7 +15,7 @@ from torch import Tensor
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
 from nemo_aligner.config.common import Precision
-from nemo_aligner.distributed import cpu_products
+from nemo_aligner.cpu import products
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention import cpu_inference, packed
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
@@ -187,16 +187,16 @@ def test_rewards_by_products_that_depend_on_their_rows(
     short: Case, layout: ParallelLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on processors not at hand; and that this test would tell them."""
-    product = cpu_products._any_product
+    product = products._any_product
 
     def by_company(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return product(rows, weight, bias) * (1 + 2**-20 * (rows.size(0) % 96))
 
-    monkeypatch.setattr(cpu_products, "_any_product", by_company)
-    monkeypatch.setattr(cpu_products, "_TRIED", {})
+    monkeypatch.setattr(products, "_any_product", by_company)
+    monkeypatch.setattr(products, "_TRIED", {})
     assert few_changed(short, layout) == 0
-    monkeypatch.setattr(cpu_products, "_TRIED", {})
-    monkeypatch.setattr(cpu_products, "_has_same_bits", lambda *unused: True)
+    monkeypatch.setattr(products, "_TRIED", {})
+    monkeypatch.setattr(products, "_has_same_bits", lambda *unused: True)
     assert few_changed(short, layout) > 10
     monkeypatch.undo()
 

@@ -122,7 +122,7 @@ def _disable_jit(jit: Any) -> None:
 
 def _adjust_linear_layers(layers: Any) -> None:
     # Imported here because it imports torch, as megatron-core has by now.
-    from nemo_aligner.distributed.cpu_products import (
+    from nemo_aligner.cpu.products import (
         accumulate_weight_gradients,
         multiply_by_onednn,
     )

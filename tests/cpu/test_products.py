@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from nemo_aligner.distributed import cpu_products
-from nemo_aligner.distributed.cpu_products import (
+from nemo_aligner.cpu import products
+from nemo_aligner.cpu.products import (
     ChunkedLinear,
     add_weight_gradient,
     linear_in_chunks,
@@ -30,13 +30,13 @@ def test_products_are_those_of_torch() -> None:
 def test_products_are_of_few_sizes(monkeypatch):
     """oneDNN keeps what it has made for each."""
     sizes = set()
-    product = cpu_products._product
+    product = products._product
 
     def noting(rows, *others):
         sizes.add(len(rows))
         return product(rows, *others)
 
-    monkeypatch.setattr(cpu_products, "_product", noting)
+    monkeypatch.setattr(products, "_product", noting)
     weight = torch.ones(8, 8)
     for rows in range(1, 1200, 7):
         assert linear_in_chunks(torch.ones(rows, 8), weight).shape == (rows, 8)
@@ -46,8 +46,8 @@ def test_products_are_of_few_sizes(monkeypatch):
 @pytest.fixture
 def slow_mkl(monkeypatch):
     """A processor on which all products go to oneDNN, also in training."""
-    monkeypatch.setattr(cpu_products, "is_slow_with_mkl", lambda: True)
-    monkeypatch.setattr(cpu_products, "_LARGE", 0)
+    monkeypatch.setattr(products, "is_slow_with_mkl", lambda: True)
+    monkeypatch.setattr(products, "_LARGE", 0)
 
 
 @pytest.mark.parametrize("rows", [9, 64, 1100])
@@ -90,7 +90,7 @@ def test_product_s_weight_gradient_is_added(dtype, slow_mkl):
 
 def test_mkl_is_slow_on_avx512_of_others(monkeypatch, tmp_path):
     info = tmp_path / "cpuinfo"
-    monkeypatch.setattr(cpu_products, "_CPUINFO", info)
+    monkeypatch.setattr(products, "_CPUINFO", info)
     wanted = {
         ("AVX512", "AuthenticAMD"): True,
         ("AVX512", "GenuineIntel"): False,
@@ -100,5 +100,5 @@ def test_mkl_is_slow_on_avx512_of_others(monkeypatch, tmp_path):
     for capability, vendor in wanted:
         info.write_text(f"vendor_id : {vendor}\n")
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda it=capability: it)
-        found[capability, vendor] = cpu_products.is_slow_with_mkl.__wrapped__()
+        found[capability, vendor] = products.is_slow_with_mkl.__wrapped__()
     assert found == wanted

@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_aligner.distributed.collectives import current_device, gather_objects
 from nemo_aligner.utils.errors import one_line
 from nemo_aligner.utils.processes import is_main
 
@@ -132,17 +132,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 _is_off = False
 
 
-def decide_together() -> None:
+def decide_together(device: torch.device, gather: Callable[[Any], list[Any]]) -> None:
     """Have all ranks use kernels.c, or none; every rank calls it before it scores a text.
 
     The kernels round otherwise than torch does: a text's reward must not depend on the rank that
     computes it.
+
+    Args:
+        device: on which this rank computes; nothing is decided on a GPU.
+        gather: gives every rank the objects of all ranks, see ``distributed/collectives.py``.
     """
     global _is_off
-    if not dist.is_initialized() or dist.get_world_size() == 1 or current_device().type != "cpu":
+    if not dist.is_initialized() or dist.get_world_size() == 1 or device.type != "cpu":
         return
     library, problem = _compiled()
-    problems = gather_objects(problem if library is None else None)
+    problems = gather(problem if library is None else None)
     _is_off = any(each is not None for each in problems)
     # Those who switched them off know.
     shown = [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None]
