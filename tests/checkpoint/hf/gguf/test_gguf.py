@@ -378,6 +378,25 @@ def test_gguf_tokenizer_of_sentencepiece(
         assert carried.encode(text) == original.encode(text, add_special_tokens=False), text
 
 
+def test_gguf_tokenizer_of_an_internlm2_has_the_character_0_again(tmp_path: Path) -> None:
+    """llama.cpp's converter calls that token a dragon; a dragon itself is a text of four bytes."""
+    dragon = "\N{DRAGON}"
+    (vocabulary, _), write = write_sentencepiece([dragon, "</s>", "<s>", "<unk>"])
+    families.write_hf_checkpoint(tmp_path / "hf", "llama")
+    # A word, and no special token.
+    kinds = [3] * 3 + [6] * 256
+    kinds = [1, *kinds, *[1] * (len(vocabulary) - len(kinds) - 1)]
+    changes = {
+        "write_tokenizer": write,
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.token_type": kinds,
+    }
+    source = write_gguf(tmp_path / "a.gguf", tmp_path / "hf", arch="internlm2", **changes)
+    carried = carried_tokenizer(source, tmp_path)
+    assert carried.encode("\0") == [vocabulary[dragon]]
+    assert len(carried.encode(dragon)) == 4
+
+
 def test_gguf_tokenizer_of_bytes_has_the_rules_of_its_family(tmp_path: Path) -> None:
     families.write_hf_checkpoint(tmp_path / "hf", "llama")
     file = tmp_path / "hf" / "tokenizer.json"
