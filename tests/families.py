@@ -297,6 +297,39 @@ def _shift_norms(model: Any) -> None:
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
 
 
+def internlm2_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A Llama's tensors as modeling_internlm2.py of InternLM2's reward models names and fuses them.
+
+    It splits the rows of ``wqkv`` into groups of some queries, a key and a value.
+    """
+    outside = {
+        "model.embed_tokens.weight": "model.tok_embeddings.weight",
+        "model.norm.weight": "model.norm.weight",
+        "lm_head.weight": "output.weight",
+    }
+    inside = {
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    hidden, groups = tiny.SHAPE["hidden_size"], tiny.SHAPE["num_key_value_heads"]
+    width = hidden // tiny.SHAPE["num_attention_heads"]
+    renamed = {name: tensors[theirs] for theirs, name in outside.items()}
+    for layer in range(tiny.SHAPE["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for theirs, name in inside.items():
+            renamed[f"{prefix}{name}.weight"] = tensors[f"{prefix}{theirs}.weight"]
+        parts = [
+            tensors[f"{prefix}self_attn.{part}_proj.weight"].view(groups, -1, width, hidden)
+            for part in "qkv"
+        ]
+        renamed[f"{prefix}attention.wqkv.weight"] = torch.cat(parts, dim=1).reshape(-1, hidden)
+    return renamed
+
+
 def write_reward_model(folder: Path, case: str, dtype: torch.dtype, **settings: Any) -> None:
     """A random reward model of two labels."""
     config = hf_config(case, **settings)

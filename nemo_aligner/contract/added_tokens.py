@@ -1,7 +1,8 @@
 """Tokens that only the other files of a Hugging Face tokenizer name, not its ``tokenizer.json``.
 
-transformers adds them when it loads a folder. An archive has them in its ``tokenizer.json``, as all
-readers here take the ids from that file alone.
+transformers adds them when it loads a folder. So does ``load_hf_tokenizer``, for every folder that
+has no scoring contract yet: a contract fingerprints ``tokenizer.json``, and ids come from that file
+alone.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 from tokenizers import AddedToken
 
 from nemo_aligner.contract.fields import is_text
+from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.utils.errors import DataError, short, shown
 
-_JSON, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+_CONFIG = "tokenizer_config.json"
 _SPECIAL, _ADDED = "special_tokens_map.json", "added_tokens.json"
 _BY_ID = "added_tokens_decoder"
 # A padding token is left out: no text has one, and the model may have no row for it.
@@ -26,30 +27,27 @@ _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _RULES = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
-def add_configured_tokens(folder: Path) -> None:
-    """Write the tokens that only other files in ``folder`` name into its ``tokenizer.json``.
+def load_hf_tokenizer(folder: str | Path, where: str | None = None) -> Tokenizer:
+    """Read a tokenizer folder as transformers does, with the tokens that only other files name.
 
     They get the ids that transformers gives them: those in the vocabulary, or else the next free
     ones. A token that has other rules in ``tokenizer_config.json`` gets these, as in transformers.
-    The file stays as it is, byte for byte, if nothing is missing.
+    ``tokenizer.json`` stays as it is, byte for byte, if nothing is missing.
+
+    Args:
+        where: names the folder in errors, if it is a copy.
 
     Raises:
-        DataError: a file is no tokenizer's.
+        DataError: there is no ``tokenizer.json``, or a file is no tokenizer's.
     """
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(folder / _JSON))
-    except Exception as error:  # the library raises bare Exception
-        raise DataError(f"{folder / _JSON}: not a tokenizer: {short(error)}") from error
-    existing = list(backend.get_added_tokens_decoder().values())
-    missing = _missing_tokens(folder, existing)
-    if missing:
-        backend.add_tokens(missing)
-        (folder / _JSON).write_text(backend.to_str(pretty=True), encoding="utf-8")
+    tokenizer = load_tokenizer(folder, where)
+    missing = _missing_tokens(Path(folder), where or str(folder), tokenizer.all_added_tokens)
+    return tokenizer.with_tokens(missing) if missing else tokenizer
 
 
-def _missing_tokens(folder: Path, existing: list[AddedToken]) -> list[AddedToken]:
+def _missing_tokens(folder: Path, name: str, existing: list[AddedToken]) -> list[AddedToken]:
     """List the tokens to add, in the order in which transformers adds them."""
-    where, config = folder / _CONFIG, _read(folder / _CONFIG)
+    where, config = f"{name}/{_CONFIG}", _read(folder, name, _CONFIG)
     names = {token.content for token in existing}
     if _BY_ID in config:
         by_id = config[_BY_ID]
@@ -60,10 +58,10 @@ def _missing_tokens(folder: Path, existing: list[AddedToken]) -> list[AddedToken
         missing = [token for token in tokens if repr(token) not in rules]
     else:
         # Older folders, in which these two files say it.
-        config = {**_read(folder / _SPECIAL), **config}
-        ids = _read(folder / _ADDED)
+        config = {**_read(folder, name, _SPECIAL), **config}
+        ids = _read(folder, name, _ADDED)
         if not all(type(number) is int for number in ids.values()):
-            raise DataError(f"{folder / _ADDED}: got {shown(ids)}, wanted ids by token")
+            raise DataError(f"{name}/{_ADDED}: got {shown(ids)}, wanted ids by token")
         missing = [AddedToken(name) for name in sorted(ids, key=lambda name: ids[name])]
         missing = [token for token in missing if token.content not in names]
     names |= {token.content for token in missing}
@@ -75,7 +73,7 @@ def _missing_tokens(folder: Path, existing: list[AddedToken]) -> list[AddedToken
     return missing
 
 
-def _special_entries(config: Mapping[str, Any], where: Path) -> list[Any]:
+def _special_entries(config: Mapping[str, Any], where: str) -> list[Any]:
     entries = [config.get(key) for key in _BOUNDARIES]
     for key in _LISTS:
         tokens = config.get(key)
@@ -87,7 +85,7 @@ def _special_entries(config: Mapping[str, Any], where: Path) -> list[Any]:
     return [entry for entry in entries if entry is not None and entry != padding]
 
 
-def _added_token(entry: Any, where: Path, *, special: bool = False) -> AddedToken:
+def _added_token(entry: Any, where: str, *, special: bool = False) -> AddedToken:
     """Make a token of its name, or of its name with its rules."""
     if is_text(entry):
         return AddedToken(entry, special=special, normalized=not special)
@@ -103,14 +101,15 @@ def _as_number(key: str) -> int:
     return int(key[:20])
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Read a JSON object; an empty one if there is no such file."""
+def _read(folder: Path, name: str, file: str) -> dict[str, Any]:
+    """Read the JSON object in ``file``, whose folder errors call ``name``; {} if there is none."""
+    path, where = folder / file, f"{name}/{file}"
     if not path.is_file():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON: {short(error)}") from error
+        raise DataError(f"{where}: not JSON: {short(error)}") from error
     if not isinstance(content, dict):
-        raise DataError(f"{path}: got {shown(content)}, wanted a JSON object")
+        raise DataError(f"{where}: got {shown(content)}, wanted a JSON object")
     return content

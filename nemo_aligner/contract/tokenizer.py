@@ -183,6 +183,21 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
+    @property
+    def all_added_tokens(self) -> list[tokenizers.AddedToken]:
+        """All tokens that are matched before a text is split, special or not."""
+        return list(self._backend.get_added_tokens_decoder().values())
+
+    def with_tokens(self, tokens: Sequence[tokenizers.AddedToken]) -> Tokenizer:
+        """Make a copy with ``tokens`` in its ``tokenizer.json``, too, by the next free ids."""
+        import tokenizers
+
+        # Read anew: the backend has lost the file's own truncation and padding.
+        backend = tokenizers.Tokenizer.from_buffer(self._files[_JSON])
+        backend.add_tokens(list(tokens))
+        content = backend.to_str(pretty=True).encode("utf-8")
+        return Tokenizer({**self._files, _JSON: content}, self._where)
+
     def added_tokens(self, texts: Iterable[str]) -> list[tokenizers.AddedToken]:
         """Added tokens, special or not, that occur in ``texts``."""
         added = self._backend.get_added_tokens_decoder()

@@ -17,12 +17,12 @@ from nemo_aligner.checkpoint.nemo.reward_model import check_expected_contract
 from nemo_aligner.config.common import Aggregate, Overlong, RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig
 from nemo_aligner.config.model import TRL_FORMAT, layout_sizes
+from nemo_aligner.contract.added_tokens import load_hf_tokenizer
 from nemo_aligner.contract.contract import OverlongError, ScoringContract
 from nemo_aligner.contract.from_settings import check_expected
 from nemo_aligner.contract.messages import Text
 from nemo_aligner.contract.readout import SCORE, one_reward
 from nemo_aligner.contract.scorer import SampleEncoder, ScoredRows, Scorer
-from nemo_aligner.contract.tokenizer import load_tokenizer
 from nemo_aligner.contract.turns import TurnMarkError
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, initialize_layout
@@ -297,7 +297,7 @@ def open_server(
     if path == "/classify":
         scorer: Scorer = VllmScorer(address, attributes)
     else:
-        tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
+        tokenizer = None if config.tokenizer is None else load_hf_tokenizer(config.tokenizer)
         scorer = QueryScorer(address, attributes, tokenizer)
     yield RewardSource(name, scorer, tuple(weights.values()))
 

@@ -16,17 +16,20 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from nemo_aligner.batch.packed import PackedBatch
 from nemo_aligner.checkpoint.decoder_tensors import attribute_names
 from nemo_aligner.checkpoint.importing import import_checkpoint as import_nemo
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
+from nemo_aligner.checkpoint.nemo.reward_model import read_tokenizer
 from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.data.rollout import Rollout
-from nemo_aligner.utils.errors import CheckpointError, ConfigError
+from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
 from tests import tiny
 from tests.checkpoint import foreign
 from tests.checkpoint.foreign import Writer, bridge_run, megatron_lm, nemo1, nemo1_tar_gz, nemo2
+from tests.checkpoint.hf.exporting import edit
 from tests.checkpoint.loading import Tensors, Theirs, check, head_of, load, scores
 from tests.checkpoint.refusals import refusals
 from tests.environments import package
@@ -121,6 +124,41 @@ def test_import_with_a_tokenizer_of_the_hub(
     check(load(tmp_path / "ours.nemo", layout).model, tensors)
     with pytest.raises(CheckpointError, match=r"theirs: got no tokenizer\.json"):
         import_nemo(source, tmp_path / "again.nemo", tokenizer=source)
+
+
+def test_import_gives_tokens_of_the_config_the_ids_of_transformers(
+    theirs: Theirs, tmp_path: Path
+) -> None:
+    """A token that tokenizer.json lacks is one token, wherever a folder's tokenizer is read."""
+    source, rows = theirs(), tiny.SHAPE["vocab_size"]
+    tokenizer = source / f"{foreign.HEX}_tokenizer"
+    rules = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = {"content": "<step>", **rules, "special": True}
+    edit(tokenizer, "tokenizer_config.json", added_tokens_decoder={rows: added})
+    text = "the<step>cat<|im_end|>  dog"
+    wanted = AutoTokenizer.from_pretrained(tokenizer)(text, add_special_tokens=False).input_ids
+    assert rows in wanted
+
+    import_nemo(source, tmp_path / "own.nemo")
+    import_nemo(source, tmp_path / "given.nemo", tokenizer=tokenizer)
+    # Training reads a checkpoint of NeMo in place, too.
+    for path in (source, tmp_path / "own.nemo", tmp_path / "given.nemo"):
+        with open_nemo(path, with_weights=False) as folder:
+            assert folder.config["vocab_size"] == rows + 1
+            assert folder.load_tokenizer().encode(text) == wanted
+    assert read_tokenizer(tokenizer).encode(text) == wanted
+
+    # A contract has the fingerprint of the files unchanged.
+    (source / "scoring_contract.json").write_text("{}")
+    (tokenizer / "scoring_contract.json").write_text("{}")
+    with open_nemo(source, with_weights=False) as folder:
+        for unchanged in (folder.load_tokenizer(), read_tokenizer(tokenizer)):
+            assert rows not in unchanged.encode(text)
+    (source / "scoring_contract.json").unlink()
+
+    edit(tokenizer, "tokenizer_config.json", added_tokens_decoder=[1])
+    with pytest.raises(DataError, match=rf"^{source}: .*/tokenizer_config\.json: added_tokens_dec"):
+        import_nemo(source, tmp_path / "again.nemo")
 
 
 def test_import_of_a_nemo_aligner_reward_model_scores_as_it_did(

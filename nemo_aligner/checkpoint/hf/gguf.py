@@ -98,6 +98,8 @@ class GgufCheckpoint:
             "vocab_size": self._stored["token_embd.weight"].unpacked_shape[0],
             "tie_word_embeddings": "output.weight" not in self._stored,
         }
+        if self._format.may_have_biases:
+            self.config["attention_bias"] = "blk.0.attn_q.bias" in self._stored
         if CLASSIFIER in self._stored:
             self._add_classifier()
 
@@ -340,7 +342,15 @@ _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "pixtral", "tekken")
 # Those with single digits are not among transformers' own.
 _LIKE_GPT2, _SINGLE_DIGITS = (None, "gpt-2", "olmo", "exaone4"), ("smollm", "refact", "starcoder")
 _BY_TRANSFORMERS = ("qwen2", "deepseek-r1-qwen", "megrez", "dbrx", "smaug-bpe", "gpt-4o")
-_CUTS = (*_LIKE_GPT2, *_BY_TRANSFORMERS, *_SINGLE_DIGITS, *_WHOLE_WORDS)
+# Llama 3's cuts, without its whole words.
+_LIKE_LLAMA3 = ("glm4", "chatglm-bpe")
+_LLAMA3_CUTS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CUTS = (*_LIKE_GPT2, *_BY_TRANSFORMERS, *_LIKE_LLAMA3, *_SINGLE_DIGITS, *_WHOLE_WORDS)
+# What llama.cpp's converter writes in place of InternLM2's token of the character 0.
+_NUL = "\N{DRAGON}"
 
 
 def save_gguf_tokenizer(path: Path, fields: Fields, folder: Path) -> None:
@@ -378,6 +388,17 @@ def save_gguf_tokenizer(path: Path, fields: Fields, folder: Path) -> None:
         # The rank is of this prompt, whatever the model's own template is.
         tokenizer.chat_template = _as_jinja(rerank)
     tokenizer.save_pretrained(str(folder))
+    if fields.get("general.architecture") == "internlm2":
+        _restore_nul(folder / "tokenizer.json")
+
+
+def _restore_nul(file: Path) -> None:
+    """Name InternLM2's token of the character 0 again, so that no other text becomes that token."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    if _NUL in vocabulary and "\0" not in vocabulary:
+        vocabulary["\0"] = vocabulary.pop(_NUL)
+        file.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def _as_jinja(rerank: str) -> str:
@@ -408,13 +429,17 @@ def _adds_bos(fields: Fields) -> bool:
 
 def _add_rules(backend: tokenizers.Tokenizer, fields: Fields) -> None:
     """Add to transformers' tokenizer the rules of the file that it left out."""
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence, Split
 
     if fields.get(_PRE) in _WHOLE_WORDS:
         backend.model.ignore_merges = True
     if fields.get(_PRE) in _SINGLE_DIGITS:
         bytes_of_words = ByteLevel(add_prefix_space=False, use_regex=True)
         backend.pre_tokenizer = Sequence([Digits(individual_digits=True), bytes_of_words])
+    if fields.get(_PRE) in _LIKE_LLAMA3:
+        cuts = Split(Regex(_LLAMA3_CUTS), behavior="isolated")
+        backend.pre_tokenizer = Sequence([cuts, ByteLevel(add_prefix_space=False, use_regex=False)])
     has_prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
     if not has_prefix and isinstance(backend.pre_tokenizer, Metaspace):
         backend.pre_tokenizer = Metaspace(prepend_scheme="never", split=False)

@@ -31,7 +31,7 @@ from nemo_aligner.checkpoint.safe_load import read_json
 from nemo_aligner.checkpoint.weights.save import LazyTensor
 from nemo_aligner.checkpoint.weights.store import check_finite
 from nemo_aligner.config.dtypes import safetensors_dtypes
-from nemo_aligner.contract.added_tokens import add_configured_tokens
+from nemo_aligner.contract.added_tokens import load_hf_tokenizer
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import CheckpointError, short, shown
 
@@ -333,7 +333,7 @@ def _copy_tokenizer(source: Path, folder: Path, *, is_exported: bool = False) ->
         if (source / name).is_file():
             shutil.copy(source / name, folder / name)
     if not is_exported:
-        add_configured_tokens(folder)
+        load_hf_tokenizer(folder, str(source)).save(folder)
 
 
 # The text decoder inside a model of several modalities. The models that are read call it like any

@@ -26,6 +26,7 @@ from nemo_aligner.checkpoint.weights.store import (
     is_optimizer_state,
     read_common,
 )
+from nemo_aligner.contract.added_tokens import load_hf_tokenizer
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.utils.errors import CheckpointError, shown
 
@@ -145,9 +146,13 @@ class NemoFolder:
         return self.given_tokenizer or self._own_tokenizer()
 
     def load_tokenizer(self) -> Tokenizer:
-        """Load the tokenizer; errors name the checkpoint, which may be unpacked elsewhere."""
+        """Load the tokenizer: unchanged if a contract fingerprints it, else as transformers does.
+
+        Errors name the checkpoint, which may be unpacked elsewhere.
+        """
         path = self.tokenizer
-        return load_tokenizer(path, f"{self.source}: {path.name}")
+        load = load_hf_tokenizer if self.contract is None else load_tokenizer
+        return load(path, f"{self.source}: {path.name}")
 
     @cached_property
     def contract(self) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from nemo_aligner.checkpoint.decoder_tensors import (
 )
 from nemo_aligner.checkpoint.nemo.archive import open_nemo, write_nemo
 from nemo_aligner.checkpoint.nemo.fingerprint import build_fingerprint, fingerprint_of
-from nemo_aligner.checkpoint.nemo.folder import NemoFolder
+from nemo_aligner.checkpoint.nemo.folder import CONTRACT_NAME, NemoFolder
 from nemo_aligner.checkpoint.nemo.load_weights import (
     head_names,
     load_backbone,
@@ -38,6 +38,7 @@ from nemo_aligner.config.model import (
     RegressionConfig,
     ScoredPosition,
 )
+from nemo_aligner.contract.added_tokens import load_hf_tokenizer
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.from_settings import build_contract, check_expected
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
@@ -519,7 +520,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 def _read_tokenizer_or_rules(path: Path) -> tuple[Tokenizer, ScoringContract | None]:
     if (path / "tokenizer.json").is_file():
-        return load_tokenizer(path), None
+        # An export of this package is read as its contract has it.
+        is_exported = (path / CONTRACT_NAME).is_file()
+        return (load_tokenizer if is_exported else load_hf_tokenizer)(path), None
     return read_text_rules(path)
 
 

@@ -32,7 +32,7 @@ from tests.checkpoint.hf.exporting import (
     edit_tensors,
 )
 from tests.checkpoint.refusals import overwrite
-from tests.families import write_hf_checkpoint
+from tests.families import internlm2_names, write_hf_checkpoint
 from tests.heads import served
 
 HIDDEN = tiny.SHAPE["hidden_size"]
@@ -452,41 +452,10 @@ def test_head_of_rows_that_are_no_logits_is_refused(tmp_path: Path) -> None:
         assert said in str(caught.value), str(caught.value)
 
 
-def internlm_names(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """A Llama's tensors as modeling_internlm2.py of InternLM2's reward models names and fuses them.
-
-    It splits the rows of ``wqkv`` into groups of some queries, a key and a value.
-    """
-    outside = {
-        "model.embed_tokens.weight": "model.tok_embeddings.weight",
-        "model.norm.weight": "model.norm.weight",
-        "lm_head.weight": "output.weight",
-    }
-    inside = {
-        "self_attn.o_proj": "attention.wo",
-        "mlp.gate_proj": "feed_forward.w1",
-        "mlp.up_proj": "feed_forward.w3",
-        "mlp.down_proj": "feed_forward.w2",
-        "input_layernorm": "attention_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    groups, width = tiny.SHAPE["num_key_value_heads"], HIDDEN // tiny.SHAPE["num_attention_heads"]
-    yield from ((name, tensors[theirs]) for theirs, name in outside.items())
-    for layer in range(tiny.SHAPE["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        for theirs, name in inside.items():
-            yield f"{prefix}{name}.weight", tensors[f"{prefix}{theirs}.weight"]
-        parts = [
-            tensors[f"{prefix}self_attn.{part}_proj.weight"].view(groups, -1, width, HIDDEN)
-            for part in "qkv"
-        ]
-        yield f"{prefix}attention.wqkv.weight", torch.cat(parts, dim=1).reshape(-1, HIDDEN)
-
-
 def test_head_of_internlm2_reads_the_reward_token(tmp_path: Path) -> None:
     """As get_score of that modeling_internlm2.py: its token is behind the rendered conversation."""
     write_hf_checkpoint(tmp_path / "llama", "llama_untied")
-    theirs = dict(internlm_names(load_file(tmp_path / "llama/model.safetensors")))
+    theirs = internlm2_names(load_file(tmp_path / "llama/model.safetensors"))
     head = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(5)) * 0.3
     token_id = 0
     shutil.copytree(tmp_path / "llama", tmp_path / "hf")

@@ -115,7 +115,8 @@ def find_gguf_family(fields: Mapping[str, Any]) -> tuple[ModelFamily, GgufFormat
         elif fields.get(f"{architecture}.{gguf.marked_by}"):
             return family, gguf
     assert plain is not None  # every architecture has a family without a mark
-    return plain
+    family, gguf = plain
+    return _FAMILIES[gguf.hf_family or family.name], gguf
 
 
 def family_of(config: Config) -> ModelFamily:

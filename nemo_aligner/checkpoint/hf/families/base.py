@@ -344,6 +344,9 @@ class GgufFormat:
         marked_by: field that only this family's files have, of two families with this architecture;
             None for the other, or for one alone.
         has_classifier: llama.cpp reads ``cls.output.weight`` at the last token of such a model.
+        may_have_biases: queries, keys and values have biases in some models of the family, which
+            the tensors tell and no field.
+        hf_family: name of the family whose tensors the file has; None is the family itself.
     """
 
     architecture: str
@@ -359,6 +362,8 @@ class GgufFormat:
     has_windows: bool = False
     marked_by: str | None = None
     has_classifier: bool = False
+    may_have_biases: bool = False
+    hf_family: str | None = None
 
 
 # The family itself.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from nemo_aligner.checkpoint.hf.families import base, settings
-from nemo_aligner.checkpoint.hf.families.base import ModelFamily
+from nemo_aligner.checkpoint.hf.families.base import GgufFormat, ModelFamily
 
 # GLM-4: half of a head's channels are rotated, and the two halves of the MLP are one tensor.
 
@@ -44,6 +44,20 @@ GLM4 = replace(
         base.norm_rule(base.POST_MLP_NORM, "post_mlp_layernorm.weight"),
     ),
     made_of={**GLM.made_of, "post_layernorms": True},
+    # llama.cpp rotates neighbouring channels of this architecture, too: no rows are reordered.
+    gguf=GgufFormat(
+        "glm4",
+        layer={
+            **base.ATTENTION_NAMES,
+            "post_attention_norm": "post_self_attn_layernorm",
+            **base.MLP_NORM_NAMES,
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        is_partly_rotated=True,
+        may_have_biases=True,
+    ),
 )
 
 # Helium: all channels are rotated, and nothing is fused.

@@ -396,5 +396,6 @@ INTERNLM2 = replace(
         Rule("mlp.linear_fc2.weight", ("feed_forward.w2.weight",)),
     ),
     untied=Rule("output_layer.weight", ("output.weight",)),
-    gguf=None,
+    # llama.cpp's converter splits wqkv, so a file has the tensors of a Llama.
+    gguf=GgufFormat("internlm2", is_permuted=True, hf_family="llama"),
 )

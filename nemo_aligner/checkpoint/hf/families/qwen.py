@@ -77,6 +77,7 @@ SEED_OSS = ModelFamily(
             "post_attention_norm": "post_attention_layernorm",
             **base.GATED_MLP_NAMES,
         },
+        may_have_biases=True,
     ),
 )
 

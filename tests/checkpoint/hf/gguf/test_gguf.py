@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,10 @@ from tests.checkpoint.refusals import refusals
 gguf = pytest.importorskip("gguf")
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "gemma2", "nemotron"]
-# Families that no file is of, or whose rotation is by neighbouring channels, which is not read; and
+# Families that llama.cpp does not have, or whose files it names "chatglm", which is not read; and
 # what no file can say: a rotation of other constants than Llama 3's, a dynamic one, some of YaRN's
 # settings, and layers of a SmolLM3 without a rotation but every fourth.
-NOT_READ = ("ministral", "glm", "glm4", "helium", "internlm2")
+NOT_READ = ("ministral", "glm", "helium")
 NOT_SAID = ("llama3", "llama_dynamic", "qwen2_yarn", "smollm3_untied_window", "gemma3_untied")
 CASES = [
     case
@@ -94,6 +95,26 @@ def test_gguf_converts_to_what_it_was_made_of(case: str, tmp_path: Path) -> None
     check_same(source, convert(folder, tmp_path / "base.nemo").output, tmp_path)
 
 
+def test_gguf_of_a_glm4_or_a_seed_oss_may_have_biases(tmp_path: Path) -> None:
+    """No field tells: it depends on the tensors."""
+    for case, has_biases in (("glm4", True), ("seed_oss", False)):
+        folder = tmp_path / case
+        families.write_hf_checkpoint(folder, case, attention_bias=has_biases)
+        source = write_gguf(tmp_path / f"{case}.gguf", folder)
+        check_same(source, convert(folder, tmp_path / f"{case}.nemo").output, folder)
+
+
+def test_gguf_of_an_internlm2_has_the_tensors_of_a_llama(tmp_path: Path) -> None:
+    llama, folder = tmp_path / "llama", tmp_path / "hf"
+    families.write_hf_checkpoint(llama, "llama_untied")
+    source = write_gguf(tmp_path / "internlm2.gguf", llama, arch="internlm2")
+    shutil.copytree(llama, folder)
+    renamed = families.internlm2_names(load_file(llama / "model.safetensors"))
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    edit(folder, model_type="internlm2", bias=False)
+    check_same(source, convert(folder, tmp_path / "base.nemo").output, tmp_path)
+
+
 def test_gguf_of_a_llama_3_keeps_its_rope_scaling(tmp_path: Path) -> None:
     base = tiny.write_base_nemo(
         tmp_path / "base.nemo", rope_parameters=LLAMA3, num_key_value_heads=4
@@ -127,7 +148,7 @@ def test_folder_that_transformers_saved_of_a_gguf_is_taken(tmp_path: Path) -> No
     )
 
 
-@pytest.mark.parametrize("case", [*FAMILIES, "mixtral", "phi3_untied"])
+@pytest.mark.parametrize("case", [*FAMILIES, "mixtral", "phi3_untied", "glm4"])
 def test_gguf_that_is_quantised_has_what_was_written(case: str, tmp_path: Path) -> None:
     folder, kind = tmp_path / "hf", gguf.GGMLQuantizationType.Q8_0
     families.write_hf_checkpoint(folder, case)
@@ -357,6 +378,25 @@ def test_gguf_tokenizer_of_sentencepiece(
         assert carried.encode(text) == original.encode(text, add_special_tokens=False), text
 
 
+def test_gguf_tokenizer_of_an_internlm2_has_the_character_0_again(tmp_path: Path) -> None:
+    """llama.cpp's converter calls that token a dragon; a dragon itself is a text of four bytes."""
+    dragon = "\N{DRAGON}"
+    (vocabulary, _), write = write_sentencepiece([dragon, "</s>", "<s>", "<unk>"])
+    families.write_hf_checkpoint(tmp_path / "hf", "llama")
+    # A word, and no special token.
+    kinds = [3] * 3 + [6] * 256
+    kinds = [1, *kinds, *[1] * (len(vocabulary) - len(kinds) - 1)]
+    changes = {
+        "write_tokenizer": write,
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.token_type": kinds,
+    }
+    source = write_gguf(tmp_path / "a.gguf", tmp_path / "hf", arch="internlm2", **changes)
+    carried = carried_tokenizer(source, tmp_path)
+    assert carried.encode("\0") == [vocabulary[dragon]]
+    assert len(carried.encode(dragon)) == 4
+
+
 def test_gguf_tokenizer_of_bytes_has_the_rules_of_its_family(tmp_path: Path) -> None:
     families.write_hf_checkpoint(tmp_path / "hf", "llama")
     file = tmp_path / "hf" / "tokenizer.json"
@@ -372,6 +412,13 @@ def test_gguf_tokenizer_of_bytes_has_the_rules_of_its_family(tmp_path: Path) -> 
     cut = Tokenizer.from_file(str(tmp_path / "a" / "tokenizer.json")).pre_tokenizer
     pieces = [piece for piece, _ in cut.pre_tokenize_str("a  12")]
     assert pieces == ["a", "\u0120\u0120", "1", "2"]
+
+    # GLM-4 cuts as Llama 3 does: an upper-case contraction, three digits, line ends with a mark.
+    for name in ("glm4", "chatglm-bpe"):
+        assert not carried(name).adds_bos
+        cut = Tokenizer.from_file(str(tmp_path / "a" / "tokenizer.json")).pre_tokenizer
+        pieces = [piece for piece, _ in cut.pre_tokenize_str("IT'S 1234?\n b")]
+        assert pieces == ["IT", "'S", "\u0120", "123", "4", "?\u010a", "\u0120b"]
 
     # A word of Llama 3's vocabulary is one token, even where no merges lead to it.
     content = json.loads(file.read_text())

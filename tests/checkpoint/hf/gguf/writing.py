@@ -58,7 +58,7 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
 }
-PERMUTED = ("llama", "smollm3", "granite", "arcee", "mistral3")
+PERMUTED = ("llama", "smollm3", "granite", "arcee", "mistral3", "internlm2")
 # What the converter leaves out of a file, so that the model is another one without it.
 UNSAID = {
     "mistral_untied_window": {"sliding_window": None},
@@ -123,6 +123,8 @@ def write_fields(writer: Any, arch: str, config: dict[str, Any]) -> None:
     write_rotation(writer, rope)
     write_windows(writer, arch, config, rope)
     write_factors(writer, config)
+    if arch == "glm4":
+        writer.add_rope_dimension_count(int(config["head_dim"] * rope["partial_rotary_factor"]))
     if arch in PERMUTED:
         writer.add_vocab_size(config["vocab_size"])
         per_head = config["hidden_size"] // config["num_attention_heads"]
@@ -250,16 +252,18 @@ def write_gguf(
     source: Path,
     kind: Any = None,
     write_tokenizer: Callable[[Any, Path, int], None] = write_byte_level,
+    arch: str | None = None,
     **changes: Any,
 ) -> Path:
     """The checkpoint in ``source`` as llama.cpp would write it; ``changes``: fields, None: without.
 
-    An ``ARCH.`` in front of a field stands for the architecture.
+    An ``ARCH.`` in front of a field stands for the architecture, ``arch``: None is that of the
+    checkpoint's ``model_type``.
     """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(source).to_dict()
-    arch = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    arch = arch or ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, arch)
     write_fields(writer, arch, config)
     if config["rope_parameters"].get("rope_type") == "llama3":
