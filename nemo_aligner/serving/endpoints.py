@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from nemo_aligner.config.serving import FrontConfig
@@ -43,6 +45,7 @@ class Endpoint:
             the front.
         max_rows: most rows of a request. The shapes of ``inputs`` and ``outputs`` then leave out
             the first dimension, which counts rows. 0 means that they are whole shapes.
+        answer_probe: ``answer`` to a request that is not counted; None where there are none.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Endpoint:
     outputs: Sequence[TensorSpec]
     answer: Callable[[Tensors], Coroutine[Any, Any, Tensors]]
     max_rows: int = 0
+    answer_probe: Callable[[Tensors], Coroutine[Any, Any, Tensors]] | None = None
 
 
 def reward_endpoints(
@@ -63,11 +67,11 @@ def reward_endpoints(
         optional_outputs: names of ``kserve.OPTIONAL_OUTPUTS`` that answers may have.
     """
 
-    async def score(inputs: Tensors) -> Tensors:
+    async def score(inputs: Tensors, is_probe: bool = False) -> Tensors:
         # ``answer`` counts its own.
-        with service.counting_failures():
+        with nullcontext() if is_probe else service.counting_failures():
             request = await decode_request(inputs, service.limits)
-        scored = await service.answer(request, sets_rows_aside=False)
+        scored = await service.answer(request, sets_rows_aside=False, is_probe=is_probe)
         if len(scored.rewards) <= _FEW_ROWS:
             return kserve.encode_rewards(scored)
         return await asyncio.to_thread(kserve.encode_rewards, scored)
@@ -86,7 +90,14 @@ def reward_endpoints(
         contract_endpoint(
             contract, service.template_parts, statistics, lambda: service.fingerprint
         ),
-        Endpoint(kserve.MODEL_NAME, kserve.INPUTS, [*kserve.OUTPUTS, *outputs], score, max_rows),
+        Endpoint(
+            kserve.MODEL_NAME,
+            kserve.INPUTS,
+            [*kserve.OUTPUTS, *outputs],
+            score,
+            max_rows,
+            partial(score, is_probe=True),
+        ),
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -112,7 +112,7 @@ class LocalService(ScoringService):
     async def answer(
         self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool = False
     ) -> ScoredRows:
-        with self.counting_failures():
+        with nullcontext() if is_probe else self.counting_failures():
             check_num_rows(request, self._config)
             return await super().answer(request, sets_rows_aside, is_probe)
 
@@ -151,8 +151,9 @@ class LocalService(ScoringService):
             scored = self._read_outputs(encoded, outputs, is_probe)
         else:
             scored = self._score_nothing()
-        seconds, count = time.monotonic() - begun, len(encoded.rows)
-        self._intake.meter.answered(seconds, count, encoded.num_tokens)
+        if not is_probe:
+            seconds, count = time.monotonic() - begun, len(encoded.rows)
+            self._intake.meter.answered(seconds, count, encoded.num_tokens)
         return insert_refused(scored, encoded.errors)
 
     def _score_nothing(self) -> ScoredRows:

@@ -84,7 +84,8 @@ class ScoringService(ABC):
             sets_rows_aside: whether a row that cannot be scored gets NaN and its reason. Otherwise
                 the request fails as a whole.
             is_probe: whether the rewards are nobody's: they belong neither to the recent ones nor
-                to the statistics of shaping.
+                to the statistics of shaping, and the request is not counted. The model's calls and
+                their time are.
 
         Raises:
             RequestError: the request cannot be answered; ``row`` names the row that is at fault.

@@ -73,9 +73,9 @@ class UpstreamService(ScoringService):
     async def _score(
         self, request: ScoreRequest, sets_rows_aside: bool, is_probe: bool
     ) -> ScoredRows:
-        """Forward the request; its protocol cannot tell a backend that it is a probe."""
         try:
-            scored = await self._forward(request, "nan" if sets_rows_aside else "raise")
+            on_error: OnError = "nan" if sets_rows_aside else "raise"
+            scored = await self._forward(request, on_error, is_probe)
             await self._note_contract(scored.contract_hash)
             if scored.model_fingerprint is not None:
                 self.fingerprint = scored.model_fingerprint
@@ -90,9 +90,14 @@ class UpstreamService(ScoringService):
             raise public_failure(error) from error
         return scored
 
-    async def _forward(self, request: ScoreRequest, on_error: OnError) -> ScoredRows:
+    async def _forward(
+        self, request: ScoreRequest, on_error: OnError, is_probe: bool
+    ) -> ScoredRows:
         if request.texts is not None:
-            return await self._client.score_rows_async(request.texts, on_error=on_error)
+            return await self._client.score_rows_async(
+                request.texts, on_error=on_error, is_probe=is_probe
+            )
+        # No route probes with token ids.
         token_lists = request.token_lists or []
         return await self._client.score_token_rows_async(token_lists, on_error=on_error)
 

@@ -183,6 +183,7 @@ def shown_metrics() -> set[str]:
     }
     app = gateway_front(client)
     app.metrics.refused_connections = {413: 1}
+    app.metrics.aborted_connections = {"client_left": 1}
     call(app, "/v1/rewards", {"texts": ["ab"]})
     families = text_string_to_metric_families(call(app, "/metrics").body.decode())
     return {sample.name for family in families for sample in family.samples}

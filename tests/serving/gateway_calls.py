@@ -87,12 +87,16 @@ class FakeClient:
         self.fingerprint = None if contract is None else FINGERPRINT
         self.failure: Exception | None = None
         self.asked: list[Any] = []
+        self.probes = 0
         self.gate: asyncio.Event | None = None
         self.counted: dict[str, dict[str, float] | None] = {"http://one": None}
         self.turn_end_async = AsyncMock(return_value=None)
         self.sample_frame_async = AsyncMock(return_value=None)
 
-    async def score_rows_async(self, texts: Sequence[Any], *, on_error: str = "nan") -> ScoredRows:
+    async def score_rows_async(
+        self, texts: Sequence[Any], *, on_error: str = "nan", is_probe: bool = False
+    ) -> ScoredRows:
+        self.probes += is_probe
         whole = [
             text if isinstance(text, str) else "".join(m["content"] for m in messages_of(text))
             for text in texts

@@ -117,8 +117,8 @@ class ServerPool:
         limits = [server.limit for server in self._servers if server.limit is not None]
         return min(limits), len(limits)
 
-    async def infer(self, inputs: Tensors, rows: int) -> ScoredRows:
-        """The answer to one request.
+    async def infer(self, inputs: Tensors, rows: int, is_probe: bool = False) -> ScoredRows:
+        """The answer to one request, which servers do not count if it is a probe.
 
         Raises:
             RefusedError: it was refused, in the server's words.
@@ -134,10 +134,16 @@ class ServerPool:
             )
             return scored
 
-        return await self.ask_for(inputs, rows, read)
+        return await self.ask_for(inputs, rows, read, is_probe=is_probe)
 
     async def ask_for(
-        self, inputs: Tensors, rows: int, read: Callable[[Tensors, str], T], *, again: bool = True
+        self,
+        inputs: Tensors,
+        rows: int,
+        read: Callable[[Tensors, str], T],
+        *,
+        again: bool = True,
+        is_probe: bool = False,
     ) -> T:
         """Ask a server, and return what ``read`` makes of its answer and its name.
 
@@ -148,7 +154,7 @@ class ServerPool:
         """
 
         async def ask(server: RemoteServer) -> T:
-            return read(await server.infer(inputs), server.name)
+            return read(await server.infer(inputs, is_probe), server.name)
 
         async with self._gate:
             return await self._ask(ask, rows, again)

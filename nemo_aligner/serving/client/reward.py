@@ -161,10 +161,13 @@ class RewardClient(ServerClient[ServerPool]):
         return await self._run(self._rewards, *_of_texts(texts), on_error)
 
     async def score_rows_async(
-        self, texts: Sequence[Text], *, on_error: OnError = "nan"
+        self, texts: Sequence[Text], *, on_error: OnError = "nan", is_probe: bool = False
     ) -> ScoredRows:
-        """Like ``score_rows``, for asyncio; ``on_error="raise"``: a refused text is an error."""
-        return await self._run(self._collect, *_of_texts(texts), on_error)
+        """Like ``score_rows``, for asyncio; ``on_error="raise"``: a refused text is an error.
+
+        ``is_probe``: the servers neither count the texts nor let them enter their statistics.
+        """
+        return await self._run(self._collect, *_of_texts(texts), on_error, is_probe)
 
     async def score_token_rows_async(
         self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "nan"
@@ -202,10 +205,15 @@ class RewardClient(ServerClient[ServerPool]):
         return (await self._collect(pool, total, split, on_error)).rewards
 
     async def _collect(
-        self, pool: ServerPool, total: int, split: Split, on_error: OnError
+        self,
+        pool: ServerPool,
+        total: int,
+        split: Split,
+        on_error: OnError,
+        is_probe: bool = False,
     ) -> ScoredRows:
         check_on_error(on_error)
-        return await RowCollector(pool, on_error).collect(
+        return await RowCollector(pool, on_error, is_probe).collect(
             total, split, self._contract_check.columns
         )
 
@@ -304,8 +312,8 @@ _UNSENDABLE = (TypeError, ValueError, RecursionError)
 class RowCollector:
     """Gathers the rewards of one call; ``on_error`` says what becomes of rows that are refused."""
 
-    def __init__(self, pool: ServerPool, on_error: OnError) -> None:
-        self._pool = pool
+    def __init__(self, pool: ServerPool, on_error: OnError, is_probe: bool = False) -> None:
+        self._pool, self._is_probe = pool, is_probe
         self._sets_aside = on_error == "nan"
         self._outputs: dict[str, dict[int, np.ndarray]] = {
             name: {} for name in ("rewards", *_OPTIONAL)
@@ -369,7 +377,7 @@ class RowCollector:
         """Send requests until each row has a reward or an error; one more for each refused row."""
         while part.rows:
             try:
-                scored = await self._pool.infer(encoded(part), len(part.rows))
+                scored = await self._pool.infer(encoded(part), len(part.rows), self._is_probe)
             except TooManyRowsError as error:  # its limit was another server's
                 await _all_of(self._score(each) for each in part.chunks(error.limit))
                 return

@@ -136,8 +136,8 @@ class RemoteServer:
         self.limit, self.fault, self.again_at = None, None, 0.0
         self._contract_check.withdraw(self.name)
 
-    async def infer(self, inputs: Tensors) -> Tensors:
-        """Its answer.
+    async def infer(self, inputs: Tensors, is_probe: bool = False) -> Tensors:
+        """Its answer; it does not count a probe.
 
         Raises:
             RefusedError: it does not score them.
@@ -145,7 +145,7 @@ class RemoteServer:
         """
         with self._asked():
             try:
-                return await self._infer(self._model_name, inputs, None)
+                return await self._infer(self._model_name, inputs, None, is_probe)
             except RefusedError as error:
                 if error.status == 404:  # a server in place of it, which is still loading its model
                     raise UnavailableError(error.message) from error
@@ -352,8 +352,10 @@ class RemoteServer:
             self.limit = None
             self._contract_check.withdraw(self.name)
 
-    async def _infer(self, model_name: str, inputs: Tensors, timeout_s: float | None) -> Tensors:
-        body, headers = kserve_body.encode_body(inputs)
+    async def _infer(
+        self, model_name: str, inputs: Tensors, timeout_s: float | None, is_probe: bool = False
+    ) -> Tensors:
+        body, headers = kserve_body.encode_body(inputs, is_probe)
         path = f"models/{quote(model_name)}/infer"
         answer, said = await self._ask("POST", path, timeout_s, body, headers)
         try:

@@ -13,6 +13,7 @@ import contextvars
 import math
 import socket
 import urllib.parse
+from collections import Counter
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, ClassVar
@@ -25,6 +26,8 @@ from uvicorn.server import ServerState
 
 from nemo_aligner.serving.front.exchange import AnswerTransport, Exchange
 from nemo_aligner.serving.front.limits import (
+    ANSWER_NOT_READ,
+    CLIENT_LEFT,
     ConnectionLimits,
     Refusal,
     error_body,
@@ -90,6 +93,7 @@ class Connection(HttpToolsProtocol):
 
     limits_of_server: ClassVar[ConnectionLimits]
     refused_connections: ClassVar[dict[int, int]]
+    aborted_connections: ClassVar[Counter[str]]
     sweeps: ClassVar[WeakKeyDictionary[ServerState, Sweep]]
 
     cycle: Exchange
@@ -182,6 +186,7 @@ class Connection(HttpToolsProtocol):
                     peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._count_departure()
         self._withdraw()
         super().connection_lost(exc)
         self.phase = CLOSING
@@ -189,6 +194,7 @@ class Connection(HttpToolsProtocol):
 
     def eof_received(self) -> None:
         """Close, as a client that sends no more has left, as far as anyone can tell."""
+        self._count_departure()
         self._withdraw()
         self._close()
 
@@ -233,6 +239,8 @@ class Connection(HttpToolsProtocol):
             self._expect_unsent_bytes_to_shrink()
         else:
             # The client has not taken a byte of its answer all this time.
+            self.aborted_connections[ANSWER_NOT_READ] += 1
+            self.phase = CLOSING
             self.transport.abort()
 
     # The parser.
@@ -532,6 +540,16 @@ class Connection(HttpToolsProtocol):
         else:
             self.is_kept_alive = self.cycle.keep_alive = False
 
+    def _count_departure(self) -> None:
+        """Count a client that leaves inside its request, or before it has its answer."""
+        if self.phase < BUSY:
+            has_left = not self.is_idle
+        else:
+            is_answered = self.task is None or self.cycle.response_complete
+            has_left = self.phase == BUSY and not is_answered
+        if has_left:
+            self.aborted_connections[CLIENT_LEFT] += 1
+
     def _withdraw(self) -> None:
         """Cancel a request whose answer nobody will read, so that its rows are not computed."""
         if self.task is not None and not self.cycle.response_complete:
@@ -573,7 +591,9 @@ class BodyCallbacks:
 def limited_protocol(limits: ConnectionLimits) -> type[Connection]:
     """Make the class for ``uvicorn.Config(http=...)`` of one server.
 
-    Its ``refused_connections`` counts by status the requests that were refused here.
+    Its ``refused_connections`` counts by status the requests that were refused here, and its
+    ``aborted_connections`` counts by cause the connections that ended without an answer.
     """
-    fields = {"limits_of_server": limits, "refused_connections": {}, "sweeps": WeakKeyDictionary()}
+    counts = {"refused_connections": {}, "aborted_connections": Counter[str]()}
+    fields = {"limits_of_server": limits, **counts, "sweeps": WeakKeyDictionary()}
     return type("LimitedConnection", (Connection,), fields)

@@ -12,6 +12,7 @@ import ssl
 from typing import Any, ClassVar
 
 from nemo_aligner.serving.front.connection import Connection
+from nemo_aligner.serving.front.limits import FAILED_HANDSHAKE, NO_ROOM_FOR_HANDSHAKE
 
 
 class TlsHandshake(asyncio.Protocol):
@@ -41,6 +42,7 @@ class TlsHandshake(asyncio.Protocol):
         connection.sweep.start(self._connections)
         self.deadline = connection.sweep.now + connection.limits.handshake_secs
         if len(self._connections) > connection.limits.max_refused_connections:
+            connection.aborted_connections[NO_ROOM_FOR_HANDSHAKE] += 1
             transport.abort()
             return
         self._task = connection.loop.create_task(self._shake_hands())
@@ -69,6 +71,7 @@ class TlsHandshake(asyncio.Protocol):
                 ssl_handshake_timeout=connection.limits.handshake_secs,
             )
         except OSError:  # ssl's errors are among them; nobody is left to be told
+            connection.aborted_connections[FAILED_HANDSHAKE] += 1
             return
         finally:
             self._connections.discard(self)

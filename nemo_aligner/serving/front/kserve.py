@@ -39,6 +39,7 @@ from nemo_aligner.serving.protocols.kserve_body import (
     Tensors,
     datatype_of,
     decode_tensors,
+    is_probe,
     pack_tensor,
 )
 from nemo_aligner.serving.protocols.strict_json import read_json
@@ -155,12 +156,14 @@ class KServe:
         self, endpoint: Endpoint, headers: Mapping[str, str], body: bytes
     ) -> KServeAnswer:
         begun_ns, counts, rows = time.monotonic_ns(), self._counts[endpoint.name], 0
+        probe = None
         try:
             request, inputs = await call_by_size(
                 len(body), _decode_request, endpoint, headers, body
             )
             requested = _requested_outputs(endpoint, request)
-            outputs = await endpoint.answer(inputs)
+            probe = endpoint.answer_probe if is_probe(request) else None
+            outputs = await (probe or endpoint.answer)(inputs)
             # A small request may have a large answer: the values of a critic.
             size = max(len(body), *(array.nbytes for array in outputs.values()))
             encoding = headers.get("accept-encoding", "")
@@ -170,6 +173,8 @@ class KServe:
             rows = max(map(len, inputs.values()), default=1)
         except Exception as error:
             answer = refuse(public_failure(error))
+        if probe is not None:
+            return answer
         counts.count("success" if answer.status == 200 else "fail", rows, begun_ns)
         seconds = (time.monotonic_ns() - begun_ns) / 1e9
         self._count_request(f"/v2/models/{endpoint.name}/infer", answer.status, seconds)

@@ -10,6 +10,10 @@ from nemo_aligner.config.serving import FrontConfig
 # A client's part of a TLS handshake is a few hundred bytes, sent at once.
 _HANDSHAKE_SECS = 10.0
 
+# Causes of connections that end without an answer, as the metrics name them.
+CLIENT_LEFT, ANSWER_NOT_READ = "client_left", "answer_not_read"
+FAILED_HANDSHAKE, NO_ROOM_FOR_HANDSHAKE = "failed_handshake", "no_room_for_handshake"
+
 
 @dataclass(frozen=True)
 class ConnectionLimits:

@@ -127,6 +127,7 @@ class FrontServer:
         """``on_ready`` is called once requests are accepted, ``on_drain`` when they are no more."""
         connections = limited_protocol(ConnectionLimits.of(config))
         front.metrics.refused_connections = connections.refused_connections
+        front.metrics.aborted_connections = connections.aborted_connections
         context = tls_context(config)
         settings = uvicorn.Config(
             front,

@@ -41,10 +41,12 @@ class FrontMetrics:
 
     Attributes:
         refused_connections: by status, the requests that a limit of their connection has refused.
+        aborted_connections: by cause, the connections that ended without an answer.
     """
 
     def __init__(self) -> None:
         self.refused_connections: Mapping[int, int] = {}
+        self.aborted_connections: Mapping[str, int] = {}
         disable_created_metrics()  # a line more of each, of which Prometheus makes nothing
         self._registry = CollectorRegistry()
         self._requests = Counter(
@@ -94,8 +96,15 @@ class FrontMetrics:
         )
         for status, count in self.refused_connections.items():
             refused.add_metric([str(status)], count)
+        aborted = CounterMetricFamily(
+            f"{_HTTP}_aborted_connections",
+            "connections that ended before their handshake was done or their request answered",
+            labels=["cause"],
+        )
+        for cause, count in self.aborted_connections.items():
+            aborted.add_metric([cause], count)
         of_scoring = () if scoring is None else _of_service(scoring)
-        now.register(_Snapshot([refused, *of_scoring, *_of_backends(statistics)]))
+        now.register(_Snapshot([refused, aborted, *of_scoring, *_of_backends(statistics)]))
         return generate_latest(self._registry) + generate_latest(now), CONTENT_TYPE_LATEST
 
 

@@ -36,6 +36,10 @@ JSON, its hash included; with ``model_fingerprint`` BYTES [1], empty if the mode
 a sample (see ``SampleFrame``), as JSON, or null. It needs no
 input; ``dummy_var`` INT64 [1] is for clients that must send one.
 
+``complete_turns`` does not concern this protocol, nor ``/v1/rewards``: clients and gateways of this
+package send texts by it that are to have the reward of the same text in process, and a gateway has
+completed those of its own routes.
+
 Whether an end-of-sequence token is added is part of what a score means, so the checkpoint's scoring
 contract decides it. ``add_EOS`` cannot change that: for ``sentences`` it must say what the contract
 says, for the other forms it must be false, and a request that disagrees is refused.

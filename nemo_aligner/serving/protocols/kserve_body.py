@@ -21,6 +21,9 @@ from nemo_aligner.utils.errors import ServingError, short, shown
 Tensors = dict[str, np.ndarray]
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
+# Parameter of a request whose rewards are nobody's, such as the one by which ``/verify`` finds out
+# who is at fault.
+_PROBE = "probe"
 _BYTES = "BYTES"
 _TYPES = {
     "BOOL": np.bool_,
@@ -62,8 +65,13 @@ def pack_tensor(array: np.ndarray) -> bytes:
     return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
 
 
-def encode_body(inputs: Mapping[str, np.ndarray]) -> tuple[bytes, dict[str, str]]:
-    """Encode a request: its body and headers; arrays of ``bytes`` become BYTES."""
+def encode_body(
+    inputs: Mapping[str, np.ndarray], is_probe: bool = False
+) -> tuple[bytes, dict[str, str]]:
+    """Encode a request: its body and headers; arrays of ``bytes`` become BYTES.
+
+    ``is_probe``: the server shall not count it. Servers that do not know the parameter ignore it.
+    """
     listed, pieces = [], []
     for name, array in inputs.items():
         raw = pack_tensor(array)
@@ -76,9 +84,16 @@ def encode_body(inputs: Mapping[str, np.ndarray]) -> tuple[bytes, dict[str, str]
             }
         )
         pieces.append(raw)
-    header = json.dumps({"inputs": listed, "parameters": {"binary_data_output": True}}).encode()
+    parameters = {"binary_data_output": True, **({_PROBE: True} if is_probe else {})}
+    header = json.dumps({"inputs": listed, "parameters": parameters}).encode()
     headers = {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(header))}
     return b"".join([header, *pieces]), headers
+
+
+def is_probe(request: Mapping[str, Any]) -> bool:
+    """Tell whether the JSON of a request says that it shall not be counted."""
+    parameters = request.get("parameters")
+    return isinstance(parameters, dict) and parameters.get(_PROBE) is True
 
 
 def decode_body(body: bytes, headers: Mapping[str, str]) -> Tensors:

@@ -190,6 +190,10 @@ class Front:
         return dict(self.protocol.refused_connections)
 
     @property
+    def aborted(self) -> dict[str, int]:
+        return dict(self.protocol.aborted_connections)
+
+    @property
     def connections(self) -> set[Any]:
         return self.server.server_state.connections
 

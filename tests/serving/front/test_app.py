@@ -23,6 +23,7 @@ from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.serving.client import RefusedError, ScoredRows
 from nemo_aligner.serving.front import app as front_app
 from nemo_aligner.serving.front.app import ROUTES
+from nemo_aligner.serving.protocols import kserve, kserve_body
 from nemo_aligner.serving.upstream import UpstreamService
 from nemo_aligner.utils.errors import ServingError
 from tests.serving.fake_server import CONTRACT, FINGERPRINT, total
@@ -382,7 +383,10 @@ class Picky(FakeClient):
         super().__init__()
         self.refused, self.refusal = refused, refusal
 
-    async def score_rows_async(self, texts: Any, *, on_error: str = "nan") -> Any:
+    async def score_rows_async(
+        self, texts: Any, *, on_error: str = "nan", is_probe: bool = False
+    ) -> Any:
+        self.probes += is_probe
         if texts and self.refused in [turn["content"] for turn in texts[0]]:
             if on_error == "raise" or self.refusal.kind.reaction != "skip":
                 raise self.refusal
@@ -417,7 +421,8 @@ def test_verify_masks_what_is_not_the_policys_fault() -> None:
         found = (answer.status, answer.json.get("reward"), answer.json.get("mask_sample"))
         if (*found, answer.json.get("failure_kind")) != (200, 0.0, is_masked, kind):
             wrong[name] = answer.body
-        # Rewards of a probe are nobody's.
+        # Rewards of a probe are nobody's, and a backend is told so.
+        assert client.probes == (name in ("reply", "prompt", "call of a tool")), name
         assert b'nemo_aligner_reward_rows{attribute="sum"} 1.0' not in call(app, "/metrics").body
     assert not wrong, wrong
     # A model that fails has no reward 0 for anybody.
@@ -500,6 +505,10 @@ def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> N
         await call_async(app, "/predict", {"inputs": ended})
         await call_async(app, "/v1/rewards", {"texts": [ended]})
         await call_async(app, "/v1/rewards", {"tokens": [[5, 7]]})
+        for inputs in (kserve.encode_sentences([ended]), kserve.encode_tokens([[5, 7]])):
+            body, headers = kserve_body.encode_body(inputs)
+            path = "/v2/models/reward_model/infer"
+            assert (await call_async(app, path, body, headers)).status == 200
         return gone.status, (await call_async(app, "/metrics")).body.decode()
 
     status, metrics = asyncio.run(ask())
@@ -507,7 +516,7 @@ def test_a_turn_that_a_policy_has_ended_is_completed_as_the_template_does() -> N
     assert client.turn_end_async.await_count == 2
     assert client.asked == [
         [whole, whole, cut], [whole], [conversation], [[5, 7, 8], [5, 7, 8], [5]],
-        [whole], [whole], [whole], [ended], [[5, 7]],
+        [whole], [whole], [whole], [ended], [[5, 7]], [ended], [[5, 7]],
     ]  # fmt: skip
     counts = {"/get_reward": 1, "/classify": 2, "/pooling": 1, "/remote_rm": 1, "/predict": 1}
     for path, count in counts.items():

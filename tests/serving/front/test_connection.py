@@ -16,7 +16,13 @@ import pytest
 
 from nemo_aligner.config.serving import GatewayConfig, ServerConfig
 from nemo_aligner.serving.front import limits
-from nemo_aligner.serving.front.limits import ConnectionLimits
+from nemo_aligner.serving.front.limits import (
+    ANSWER_NOT_READ,
+    CLIENT_LEFT,
+    FAILED_HANDSHAKE,
+    NO_ROOM_FOR_HANDSHAKE,
+    ConnectionLimits,
+)
 from tests.serving.front.running import (
     LARGE,
     LAST_CHUNK,
@@ -379,6 +385,7 @@ def test_a_client_that_takes_no_answer_is_cut_off() -> None:
                 assert len(slow.file.read(LARGE // 8)) == LARGE // 8
                 time.sleep(0.1)
         wait_until(lambda: not front.connections)
+        assert front.aborted == {ANSWER_NOT_READ: 1}
         assert front.application.calls.count("/large") == 4
         front.assert_serves()
 
@@ -408,12 +415,16 @@ def test_a_body_that_the_application_does_not_read_stays_in_its_socket(front: Fr
 
 
 def test_half_closed_connections_are_closed(front: Front) -> None:
+    wait_until(lambda: not front.connections)
+    num_before = front.aborted.get(CLIENT_LEFT, 0)
     for request in (b"", b"POST / HT", post("/", b"abc")[:-1], get("/wait/half-closed")):
         with Client(front) as client:
             client.send(request)
             client.socket.shutdown(socket.SHUT_WR)
             assert client.is_closed()
     wait_until(lambda: not front.connections)
+    # All but the one that has sent nothing have left inside a request.
+    assert front.aborted == {CLIENT_LEFT: num_before + 3}
     front.assert_serves()
 
 
@@ -502,7 +513,7 @@ def test_requests_may_be_cut_anywhere(front: Front) -> None:
 def test_requests_of_clients_that_leave_are_cancelled(
     front: Front, is_reset: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    name = f"/wait/{is_reset}"
+    name, num_before = f"/wait/{is_reset}", front.aborted.get(CLIENT_LEFT, 0)
     with Client(front) as client:
         client.send(post(name, b"abc"), get("/wait/pipelined"))
         wait_until(lambda: name in front.application.calls)
@@ -512,6 +523,7 @@ def test_requests_of_clients_that_leave_are_cancelled(
     wait_until(lambda: front.application.cancelled[-1:] == [name], timeout=1)
     wait_until(lambda: not front.server.server_state.tasks)
     assert "/wait/pipelined" not in front.application.calls
+    assert front.aborted[CLIENT_LEFT] == num_before + 1
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     front.assert_serves()
 
@@ -586,11 +598,16 @@ def test_tls_handshakes_under_way_count_and_end(
                 assert peer.recv(1) == b""
         wait_until(lambda: not front.connections)
         front.assert_serves()
+        # Each one is counted. How many of the flood had room for a handshake is a matter of time.
+        assert sum(front.aborted.values()) == len(silent) + len(flood)
+        assert front.aborted[FAILED_HANDSHAKE] >= len(silent)
+        assert front.aborted[NO_ROOM_FOR_HANDSHAKE] > 0
         # What is no handshake, and one that is broken off.
         for peer in connect(3, post("/", b"plain")):
             peer.close()
         wait_until(lambda: not front.connections)
         front.assert_serves()
+        assert sum(front.aborted.values()) == len(silent) + len(flood) + 3
         # A server that exits waits for none.
         connect(1, b"")
         wait_until(lambda: len(front.connections) == 1)

@@ -175,7 +175,9 @@ class Engine:
     async def limit(self) -> tuple[int, int]:
         return FEW_ROWS, 1
 
-    async def infer(self, inputs: kserve_body.Tensors, rows: int) -> ScoredRows:
+    async def infer(
+        self, inputs: kserve_body.Tensors, rows: int, is_probe: bool = False
+    ) -> ScoredRows:
         try:
             outputs = await self._endpoint.answer(inputs)
         except Exception as error:
@@ -187,7 +189,7 @@ class Engine:
         return kserve.decode_rewards(outputs)
 
     async def score_rows_async(
-        self, texts: Sequence[Text], *, on_error: OnError = "nan"
+        self, texts: Sequence[Text], *, on_error: OnError = "nan", is_probe: bool = False
     ) -> ScoredRows:
         split = partial(split_texts, list(texts))
         return await self._collect(len(texts), split, on_error)

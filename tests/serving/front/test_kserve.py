@@ -21,7 +21,7 @@ from tritonclient.utils import InferenceServerException
 import nemo_aligner
 from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.serving.front.listen import FrontServer, open_socket, url_of
-from nemo_aligner.serving.protocols import kserve_body
+from nemo_aligner.serving.protocols import kserve, kserve_body
 from nemo_aligner.utils.errors import ServingError
 from tests.environments import package
 from tests.serving.fake_server import CONTRACT, total
@@ -119,6 +119,28 @@ def test_tritonclient_counts_requests(address: str) -> None:
             client.infer("reward_model", [triton_input("sentences", column([b""]))])
         assert counts() == (successes + 1, fails + 1, rows + 2)
         assert len(client.get_inference_statistics()["model_stats"]) == 2
+
+
+def test_a_probe_is_counted_nowhere() -> None:
+    """It is a parameter of the request, which other servers of KServe ignore."""
+    client = FakeClient()
+    app = gateway_front(client)
+    for is_probe in (True, False):
+        body, headers = kserve_body.encode_body(kserve.encode_sentences(["ab", "c"]), is_probe)
+        answer = call(app, "/v2/models/reward_model/infer", body, headers)
+        length = int(answer.headers[kserve_body.HEADER_LENGTH.lower()])
+        listed = json.loads(answer.body[:length])["outputs"]
+        outputs = kserve_body.decode_tensors(listed, answer.body[length:])
+        assert outputs["rewards"][:, 0].tolist() == [total("ab"), total("c")]
+        (counted,) = call(app, "/v2/models/reward_model/stats").json["model_stats"]
+        num_counted = 0 if is_probe else 1
+        assert counted["inference_stats"]["success"]["count"] == num_counted
+        assert counted["inference_count"] == 2 * num_counted
+        shown = call(app, "/metrics").body
+        assert (b"nemo_aligner_http_requests_total{" in shown) == bool(num_counted)
+        assert (b"nemo_aligner_reward_rows{" in shown) == bool(num_counted)
+        # A gateway tells its backends.
+        assert client.probes == 1
 
 
 @pytest.mark.parametrize("packing", [None, "gzip", "deflate"])

@@ -290,6 +290,23 @@ def test_service_counts_what_was_answered_and_refused(service: Service) -> None:
     assert [counts[name] for name in names] == [2, 3, 6, 1, 256, 0]
 
 
+def test_probes_are_not_counted(service: Service) -> None:
+    """Neither scored nor refused; the model's calls are, as it has computed them."""
+
+    async def probe_all() -> list[ScoredRows | Failure]:
+        requests = [ScoreRequest(texts=["ab", "c"]), ScoreRequest(texts=[""])]
+        answers = [service.service.answer(request, False, is_probe=True) for request in requests]
+        return [await answered(answer) for answer in answers]
+
+    scored, refused = asyncio.run(probe_all())
+    assert (rewards(scored), refused.kind) == ([195, 99], FailureKind.bad_request)
+    counts = asyncio.run(service.service.statistics())["local"]
+    names = ("requests", "rows", "tokens", "refused_requests", "calls")
+    assert [counts[name] for name in names] == [0, 0, 0, 0, 1]
+    assert service.service.report() is None
+    assert not service.service.recent.drift(None)
+
+
 def test_tensors_that_are_too_large_or_no_request_are_refused_and_counted() -> None:
     service = Service(max_request_bytes=10)
     (endpoint,) = [each for each in service.service.endpoints if each.name == kserve.MODEL_NAME]
