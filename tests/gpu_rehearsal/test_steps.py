@@ -78,6 +78,7 @@ REFUSED = {
     "heads of 12": steps(shape={"kv_channels": 12}),
     "heads of 320": steps(shape={"kv_channels": 320}),
     "fp32": steps(precision="fp32"),
+    "fp32, prefix": steps(precision="fp32", prefix=64),
     "cap": steps(shape=WITH_CAP),
 }
 ACCEPTED = {
@@ -209,6 +210,16 @@ def test_rehearsed_kernel_is_called_once_a_layer_and_pack_or_not_at_all(
     assert calls == {name: 0 if name in REFUSED else LAYERS_AND_PACKS for name in calls}
     alone = plain["one GPU"]  # a process that sees one GPU takes it
     assert alone["device"] == "cuda:0"
+
+
+def test_rehearsed_segments_with_a_prefix_get_the_kernel_of_those_without(
+    plain: dict[str, Seen],
+) -> None:
+    """The memory-efficient kernel aligns its causal mask to the last key: no mask is added."""
+    (rank,) = plain["fp32, prefix"]["ranks"]
+    texts = 4 * LAYERS_AND_PACKS
+    for operation in ("_efficient_attention_forward", "_efficient_attention_backward"):
+        assert rank["operations"][f"aten.{operation}.default"] == texts
 
 
 def test_rehearsed_graphs_capture_nothing_that_waits(plain: dict[str, Seen]) -> None:

@@ -19,6 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from nemo_aligner.config.model import ContextExchange
@@ -232,9 +233,13 @@ def _attend_one_by_one(
                 torch.cat([*(x[i] for i in chain), its], dim=2)
                 for x, its in ((keys, k), (values, v))
             )
-        mask = None
-        if chain or part.start or scores.window is not None or scores.soft_cap is not None:
+        mask: Tensor | None = None
+        if scores.window is not None or scores.soft_cap is not None:
             mask = _mask(q, k, segments, scores)
+        elif chain or part.start:
+            is_fused = attend_segment in (_by_sdpa, _with_equal_heads) and not q.is_cpu
+            sizes = q.size(2), k.size(2)
+            mask = _causal_bias(*sizes) if is_fused else _mask(q, k, segments, scores)
         pieces.append(attend_segment(q, k, v, mask, scores))
     return torch.cat(pieces, dim=2).squeeze(0).transpose(0, 1)
 
@@ -315,6 +320,20 @@ def _in_blocks(
 def _without_keeping(attend: _AttendSegment, *arguments: Any) -> Tensor:
     # Nothing is drawn in attention, so there is no generator's state to bring back.
     return checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+def _causal_bias(queries: int, keys: int) -> CausalBias:
+    """Build torch's causal bias whose last query stands at the last key, for SDPA on a GPU.
+
+    A mask would make a reward in fp32 depend on its batch: with one, the memory-efficient kernel
+    multiplies scores by their scale before it adds the mask, and without one in the exponent. By
+    this object it is told the kind of mask, as by ``is_causal``, which a text without a shared or
+    cached prefix gets. Where the kernel does not run, SDPA gets the mask itself.
+    """
+    bias = causal_lower_right(1, 1)
+    # Set afterwards: torch's constructor allocates 8 bytes of host memory for each query and key.
+    bias.seq_len_q, bias.seq_len_kv = queries, keys
+    return bias
 
 
 def _mask(query: Tensor, key: Tensor, segments: PackedSegments, scores: Scores) -> Tensor:
