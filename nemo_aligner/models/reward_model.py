@@ -33,7 +33,8 @@ from nemo_aligner.distributed.cpu_products import (
     try_all_sizes,
 )
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.attention.packed import PackedAttention, slow_attention, why_gathered
+from nemo_aligner.models.attention.backends import slow_attention, why_gathered
+from nemo_aligner.models.attention.packed import PackedAttention
 from nemo_aligner.models.attention.segments import (
     KeyValuePool,
     PackedSegments,

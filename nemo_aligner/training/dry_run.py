@@ -19,7 +19,7 @@ from nemo_aligner.data.token_cache import IndexPlace, are_kept
 from nemo_aligner.data.training_data import TrainingData, TrainLoader
 from nemo_aligner.distributed.layout import LayoutSizes, check_sizes
 from nemo_aligner.losses.base import count_outputs
-from nemo_aligner.models.attention.packed import copies_keys, why_gathered
+from nemo_aligner.models.attention.backends import copies_keys, why_gathered
 from nemo_aligner.models.attention.segments import chains_of
 from nemo_aligner.models.pointwise.choice import choose_kernels
 from nemo_aligner.models.pointwise.operations import EAGER
