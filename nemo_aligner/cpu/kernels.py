@@ -54,7 +54,12 @@ def take(x: Tensor, multiple: int = _LANES) -> bool:
     Args:
         multiple: of which c has to be one.
     """
-    fits = x.is_cpu and x.dtype in FLOATS and x.size(-1) % multiple == 0
+    return x.is_cpu and can_take(x.dtype, x.size(-1), multiple)
+
+
+def can_take(dtype: torch.dtype, width: int, multiple: int = _LANES) -> bool:
+    """Tell what ``take`` does of a CPU's ``[..., width]``."""
+    fits = dtype in FLOATS and width % multiple == 0
     return fits and not torch.is_grad_enabled() and _library() is not None
 
 

@@ -33,7 +33,8 @@ from nemo_aligner.cpu.products import (
 from nemo_aligner.distributed import gpu_products
 from nemo_aligner.distributed.collectives import most_of_model
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.attention.packed import PackedAttention, slow_attention, why_gathered
+from nemo_aligner.models.attention.backends import slow_attention, why_gathered
+from nemo_aligner.models.attention.packed import PackedAttention
 from nemo_aligner.models.attention.segments import (
     KeyValuePool,
     PackedSegments,

@@ -15,7 +15,7 @@ from nemo_aligner.config.model import layout_sizes
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.token_cache import IndexPlace, are_kept
 from nemo_aligner.distributed.layout import LayoutSizes, check_sizes
-from nemo_aligner.models.attention.packed import copies_keys, why_gathered
+from nemo_aligner.models.attention.backends import copies_keys, why_gathered
 from nemo_aligner.models.attention.segments import chains_of
 from nemo_aligner.models.pointwise.choice import choose_kernels
 from nemo_aligner.models.pointwise.operations import EAGER

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.attention import bias
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -72,6 +73,9 @@ def _play_cuda(watch: Watch) -> None:
     cuda.power_draw = lambda *unused: 500_000
     cuda.default_generators = defaultdict(torch.Generator)
     cuda.cudart = lambda: watch
+    # A CPU build has no such kernel. On a GPU it runs wherever the product asks torch for it.
+    bias.can_use_efficient_attention = lambda params: True
+    bias.causal_lower_right = _without_modes(bias.causal_lower_right)  # of a class of its own
 
 
 def _play_tensors(watch: Watch) -> None:

@@ -31,16 +31,20 @@ HOPPER = {"major": 9, "minor": 0, "visible_devices": 8}
 @contextmanager
 def installed(modules: dict[str, str | None]) -> Iterator[None]:
     """Other modules than what is there by their names; None for none."""
-    from nemo_aligner.models.attention.packed import varlen_kernel
+    from nemo_aligner.models.attention import varlen
+
+    def forget() -> None:
+        varlen._varlen_parameters.cache_clear()
+        varlen._flash_attn.cache_clear()
 
     before = {name: sys.modules.pop(name, None) for name in modules}
     for name, other in modules.items():
         sys.modules[name] = other and import_module(other)  # type: ignore[assignment]
-    varlen_kernel.cache_clear()
+    forget()
     try:
         yield
     finally:
-        varlen_kernel.cache_clear()
+        forget()
         for name in modules:
             del sys.modules[name]
         sys.modules.update({name: module for name, module in before.items() if module})

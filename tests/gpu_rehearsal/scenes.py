@@ -34,6 +34,7 @@ from nemo_aligner.distributed.layout import (
 from nemo_aligner.distributed.one_rank import ONE_RANK
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models.activation_offload import offload_activations
+from nemo_aligner.models.attention.backends import BACKENDS
 from nemo_aligner.models.cuda_graphs import why_not_graphed
 from nemo_aligner.models.offload import OffloadManager
 from nemo_aligner.models.pointwise.choice import load_kernels
@@ -61,6 +62,12 @@ from nemo_aligner.utils import host_transfer
 from nemo_aligner.utils.host_transfer import host_zeros
 from tests.gpu_rehearsal.streams import Stream, Streams, play_streams
 from tests.gpu_rehearsal.watch import CUDA, Watch
+from tests.models.attention.backend_packs import (
+    RandomPack,
+    cases_of,
+    draw_tables,
+    run_backend,
+)
 from tests.models.graphed import RecordedCapture
 from tests.training.critic_steps import make_rollout
 
@@ -283,6 +290,31 @@ def watching_streams(is_wanted: bool, unheeded: Sequence[str]) -> Iterator[Count
         for name in unheeded:
             without.enter_context(mock.patch.object(Stream, name))
         yield streams.races
+
+
+def attention(watch: Watch) -> Found:
+    """Every backend of a GPU, on random packs of every case that it fits, forward and backward.
+
+    A ring needs threads, and torch's modes belong to one; steps of a layout have it.
+    """
+    cases_by_backend = {}
+    for backend in BACKENDS:
+        cases = [
+            case
+            for dtype in (torch.bfloat16, torch.float32)
+            for case in cases_of(backend, "cuda", (dtype,), channels=64)
+            if not case.uses_ring
+        ]
+        for seed, case in enumerate(cases[::7]):  # some of each feature
+            pack = RandomPack.draw(seed, with_cache=not case.learns)
+            batch = pack.batch()
+            tables = draw_tables(case.key_heads, case.channels, case.dtype)
+            output, *gradients = run_backend(backend, case, pack, batch, tables)
+            assert output.shape == (batch.num_tokens, case.query_heads, case.channels)
+            assert output.dtype is case.dtype
+            assert len(gradients) == 3 * case.learns
+        cases_by_backend[backend.name] = len(cases)
+    return {"cases": cases_by_backend}
 
 
 def graphs(watch: Watch, shape: Found, prefix: int) -> Found:

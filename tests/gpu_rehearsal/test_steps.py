@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from nemo_aligner.models.attention.backends import BACKENDS
 from tests.gpu_rehearsal.conftest import Rehearse, Task
 from tests.gpu_rehearsal.test_commands import DECISIONS, Seen, ended_well, unexpected
 
@@ -78,6 +79,7 @@ REFUSED = {
     "heads of 12": steps(shape={"kv_channels": 12}),
     "heads of 320": steps(shape={"kv_channels": 320}),
     "fp32": steps(precision="fp32"),
+    "fp32, prefix": steps(precision="fp32", prefix=64),
     "cap": steps(shape=WITH_CAP),
 }
 ACCEPTED = {
@@ -91,6 +93,13 @@ GRAPHS = {
         "run": "graphs",
         "with": {"shape": {"window_size": 32, "qk_layernorm": True}, "prefix": 64},
     },
+}
+ATTENTION: dict[str, Task] = {
+    name: {"run": "attention", "with": {}, "modules": modules}
+    for name, modules in (
+        ("attention", FLASH_ATTN),
+        ("attention, old torch", {**OLD_TORCH, "flash_attn": None}),
+    )
 }
 # As under ``srun --gpus-per-task=1``.
 ONE_GPU: Task = {
@@ -117,7 +126,7 @@ def seen_of(rehearse: Rehearse, name: str, tasks: dict[str, Task], *stubs: str) 
 @pytest.fixture(scope="module")
 def plain(rehearse: Rehearse) -> dict[str, Seen]:
     kinds = {**LAYOUTS, **ALONE, **MIXTURES, **REFUSED, **ACCEPTED, **GRAPHS}
-    tasks = {**kinds, **OFFLOADS, **UNHEEDED, "one GPU": ONE_GPU}
+    tasks = {**kinds, **OFFLOADS, **UNHEEDED, **ATTENTION, "one GPU": ONE_GPU}
     return seen_of(rehearse, "plain", tasks)
 
 
@@ -151,7 +160,7 @@ def test_rehearsed_ranks_make_the_same_collectives_and_wait_for_no_micro_batch(
 ) -> None:
     wrong = {}
     for stubs, found in (("", plain), ("engine", with_engine), ("apex", with_apex)):
-        for name in found.keys() - {"one GPU", *GRAPHS}:
+        for name in found.keys() - {"one GPU", *GRAPHS, *ATTENTION}:
             seen = found[name]
             said = differences(seen["collectives"])
             for rank in seen["ranks"]:
@@ -209,6 +218,26 @@ def test_rehearsed_kernel_is_called_once_a_layer_and_pack_or_not_at_all(
     assert calls == {name: 0 if name in REFUSED else LAYERS_AND_PACKS for name in calls}
     alone = plain["one GPU"]  # a process that sees one GPU takes it
     assert alone["device"] == "cuda:0"
+
+
+def test_rehearsed_attention_backends_of_a_gpu_all_run(plain: dict[str, Seen]) -> None:
+    """With flash-attn and a new torch; and with torch 2.8 alone, whose kernel has no windows."""
+    on_gpu = {backend.name for backend in BACKENDS if not backend.name.startswith(("C", "ring"))}
+    cases, of_old_torch = (
+        {name for name, count in plain[task]["cases"].items() if count} for task in ATTENTION
+    )
+    assert cases == on_gpu
+    assert of_old_torch == {"torch's varlen operator", "one by one"}
+
+
+def test_rehearsed_segments_with_a_prefix_get_the_kernel_of_those_without(
+    plain: dict[str, Seen],
+) -> None:
+    """The memory-efficient kernel aligns its causal mask to the last key: no mask is added."""
+    (rank,) = plain["fp32, prefix"]["ranks"]
+    texts = 4 * LAYERS_AND_PACKS
+    for operation in ("_efficient_attention_forward", "_efficient_attention_backward"):
+        assert rank["operations"][f"aten.{operation}.default"] == texts
 
 
 def test_rehearsed_graphs_capture_nothing_that_waits(plain: dict[str, Seen]) -> None:

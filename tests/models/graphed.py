@@ -18,7 +18,8 @@ from nemo_aligner.batch.packed import Group, PackedBatch, Records
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.attention import packed
+from nemo_aligner.models.attention import backends, packed, varlen
+from nemo_aligner.models.attention.backends import Backend, Feature
 from nemo_aligner.models.attention.packed import PackedAttention
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
 from nemo_aligner.models.reward_model import make_batch_invariant, wrap_for_training
@@ -68,7 +69,7 @@ def attend_by_bounds(
 
     The gradients of keys in no segment are NaN: a kernel leaves there what was in memory.
     """
-    query, key, value, of_queries, of_keys, most, most_keys = packed._packed(
+    query, key, value, of_queries, of_keys, most, most_keys = varlen.packed_arguments(
         query, key, value, segments, scores
     )
     outputs = []
@@ -94,7 +95,9 @@ def attend_by_bounds(
 @pytest.fixture
 def attention_by_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU attention as on a GPU."""
-    monkeypatch.setattr(packed, "_attention_for", lambda *unused: attend_by_bounds)
+    attend = backends._by_varlen(attend_by_bounds)
+    by_bounds = Backend("by bounds", frozenset(Feature), lambda case: True, attend)
+    monkeypatch.setattr(packed, "choose_backend", lambda case: by_bounds)
     monkeypatch.setattr(PackedAttention, "infer_on_cpu", PackedAttention.infer_on_gpu)
 
 

@@ -1,110 +1,47 @@
-"""What only a GPU can show: the varlen kernel against SDPA, and bf16 training that learns."""
+"""What only a GPU can show: attention by its kernels, and bf16 training that learns."""
 
 from __future__ import annotations
 
 import csv
 import json
 import random
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from nemo_aligner.batch.packed import CachedPrefix, Group, PackedBatch
 from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed.gpu_products import chunk_sizes, invariant_linear_on_gpu
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.attention.packed import _attend_one_by_one, varlen_kernel
-from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, Scores
+from nemo_aligner.models.attention.backends import BACKENDS, Backend
 from nemo_aligner.models.pointwise.choice import available_kernels
 from nemo_aligner.models.step import infer
 from nemo_aligner.serving.engine.rows import Row
 from tests import families, tiny
-from tests.models.attention.rings import attend_in_ring
+from tests.models.attention.backend_packs import RandomPack, cases_of, check_backend
 from tests.models.graphed import PACKS, gradients, load
 from tests.models.test_pointwise import check_implementation
 from tests.serving.engine.cached_layouts import score_ahead, scorers
 from tests.serving.engine.company import LONGEST, Case, draw_texts, traffic, write_cases
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-NO_KERNEL = "torch has no such kernel (windows: 2.11; soft-capping: none), nor is flash-attn here"
 
 
-def draw(tokens: int, heads: int) -> torch.Tensor:
-    return torch.randn(tokens, heads, 64, device="cuda", dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize("cap", [None, 30.0])
-@pytest.mark.parametrize("window", [None, 1, 30])
-def test_varlen_kernel_equals_sdpa_forward_and_backward(
-    window: int | None, cap: float | None
-) -> None:
-    kernel = varlen_kernel(window is not None, cap is not None)
-    if kernel is None:
-        pytest.skip(NO_KERNEL)
-    torch.manual_seed(0)
-    unused = torch.zeros(0, device="cuda")
-    for prefixes, groups in product((None, [Group(2, 0), Group(2, 40)]), (2, 8)):
-        sequences = [[1] * length for length in (3, 200, 77, 90)]
-        batch = PackedBatch.pack(sequences, groups=prefixes)
-        segments = PackedSegments.of(batch, (), last_token=unused)
-        results = []
-        inputs = [draw(batch.num_tokens, heads) for heads in (8, groups, groups)]
-        for attend in (kernel, _attend_one_by_one):
-            leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-            out = attend(*leaves, segments, Scores(window=window, soft_cap=cap))
-            out.float().square().sum().backward()
-            results.append([out, *(leaf.grad for leaf in leaves)])
-        for ours, theirs in zip(*results, strict=True):
-            torch.testing.assert_close(ours.float(), theirs.float(), atol=5e-2, rtol=5e-2)
-
-
-@pytest.mark.parametrize("window", [None, 1, 30])
-def test_ring_by_its_kernel_equals_sdpa_forward_and_backward(window: int | None) -> None:
-    if varlen_kernel(window is not None, False) is None:
-        pytest.skip(NO_KERNEL)
-    torch.manual_seed(0)
-    unused, scores = torch.zeros(0, device="cuda"), Scores(window=window)
-    sequences = [[1] * length for length in (3, 200, 77, 90)]
-    for prefixes, groups in product((None, [Group(2, 0), Group(2, 40)]), (2, 8)):
-        batch = PackedBatch.pack(sequences, groups=prefixes)
-        inputs = [draw(batch.num_tokens, heads).requires_grad_() for heads in (8, groups, groups)]
-        grad = draw(batch.num_tokens, 8)
-        segments = PackedSegments.of(batch, (), last_token=unused)
-        out = _attend_one_by_one(*inputs, segments, scores)
-        wanted = [out, *torch.autograd.grad(out, inputs, grad)]
-        for ranks in (2, 4):
-            found = attend_in_ring(ranks, batch, inputs, grad, scores)
-            for ours, theirs in zip(found, wanted, strict=True):
-                torch.testing.assert_close(ours, theirs, atol=5e-2, rtol=5e-2)
-
-
-@pytest.mark.parametrize("window", [None, 1, 30])
-def test_varlen_kernel_sees_cached_beginnings(window: int | None) -> None:
-    kernel = varlen_kernel(window is not None, False)
-    if kernel is None:
-        pytest.skip(NO_KERNEL)
-    torch.manual_seed(0)
-    sequences = [[1] * length for length in (130, 200, 129, 90)]
-    cached = CachedPrefix(torch.randperm(256)[:128])
-    packed = [Group(2, 129, cached), Group(1, 128, cached), Group(1, 0)]
-    batch = PackedBatch.pack(sequences, groups=packed).to("cuda")
-    unused = torch.zeros(0, device="cuda")
-    for groups in (2, 8):
-        pool = KeyValuePool([1], 256, groups, 64, torch.bfloat16, "cuda")
-        segments = PackedSegments.of(batch, (), unused, pool)
-        for kept in pool.layer(1):
-            kept.copy_(draw(256, groups))
-        tokens = batch.num_tokens
-        key, value = segments.with_cached(1, draw(tokens, groups), draw(tokens, groups))
-        assert len(key) == 128 + tokens
-        query, scores = draw(tokens, 8), Scores(window=window)
-        ours, wanted = (
-            each(query, key, value, segments, scores) for each in (kernel, _attend_one_by_one)
-        )
-        torch.testing.assert_close(ours.float(), wanted.float(), atol=2e-2, rtol=2e-2)
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+def test_attention_backend_gives_output_and_gradients_of_the_definition(backend: Backend) -> None:
+    """On the packs that a CPU's get, in bf16 and in fp32, of the heads of a real model."""
+    cases = [
+        case
+        for dtype in (torch.bfloat16, torch.float32)
+        for case in cases_of(backend, "cuda", (dtype,), channels=64)
+    ]
+    if not cases:
+        pytest.skip("it does not run on this GPU, with this torch, or is not installed")
+    for seed, case in enumerate(cases):
+        pack = RandomPack.draw(seed, with_cache=not case.learns)
+        tolerance = 5e-2 if case.dtype is torch.bfloat16 else 1e-4
+        check_backend(backend, case, pack, pack.batch(), tolerance)
 
 
 def check_kernels(name: str) -> None:

@@ -374,11 +374,10 @@ _ROWS, _MOST_CHANNELS, _CHANNELS = 96, 256, 4
 _NO_WINDOW = 2**30
 
 
-def can_attend(turned: Tensor, scores: Scores) -> bool:
-    """Tell if the kernel computes ``turned [T, groups, repeats + 1, c]``, and can be had."""
-    channels, repeats = turned.size(-1), turned.size(2) - 1
-    fits = channels <= _MOST_CHANNELS and repeats <= _ROWS and scores.soft_cap is None
-    return fits and kernels.take(turned, _CHANNELS)
+def can_attend(dtype: torch.dtype, channels: int, repeats: int) -> bool:
+    """Tell if the kernel can be had, and computes groups of so many query heads of a key head."""
+    fits = channels <= _MOST_CHANNELS and repeats <= _ROWS
+    return fits and kernels.can_take(dtype, channels, _CHANNELS)
 
 
 def attend_by_kernel(

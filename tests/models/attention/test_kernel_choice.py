@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.bias import CausalBias
 
-from nemo_aligner.models.attention import packed
-from nemo_aligner.models.attention.packed import (
-    _attend_one_by_one,
+from nemo_aligner.models.attention import one_by_one, varlen
+from nemo_aligner.models.attention.backends import (
+    Backend,
+    Case,
+    Heads,
+    choose_backend,
     copies_keys,
     slow_attention,
-    varlen_kernel,
-    why_no_kernel,
 )
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
 from nemo_aligner.models.shape import ModelShape
@@ -36,7 +38,14 @@ WINDOWED = replace(PLAIN, window_size=16)
 CAPPED = replace(PLAIN, attn_logit_softcapping=50.0)
 QUERY = torch.ones(4, 2, 8)
 SEGMENTS: Any = SimpleNamespace(
-    kv_index=None, cu_seqlens=None, kv_cu_seqlens=None, max_length=4, max_kv_length=4
+    kv_index=None,
+    cu_seqlens=None,
+    kv_cu_seqlens=None,
+    max_length=4,
+    max_kv_length=4,
+    share=None,
+    gathered=lambda key, value: (key, value),
+    with_cached=lambda layer_number, key, value: (key, value),
 )
 
 
@@ -45,29 +54,39 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An H100, on which nothing runs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    varlen_kernel.cache_clear()
+    varlen._flash_attn.cache_clear()
     yield
-    varlen_kernel.cache_clear()
+    varlen._flash_attn.cache_clear()
 
 
 def parameters(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    monkeypatch.setattr(packed, "_varlen_parameters", lambda: frozenset(names))
+    monkeypatch.setattr(varlen, "_varlen_parameters", lambda: frozenset(names))
+
+
+def chosen(window: int | None, soft_cap: float | None) -> tuple[Backend, Case]:
+    scores = Scores(0.5, window, soft_cap)
+    case = Case("cuda", BF16, 2, 2, 8, scores, learns=False)
+    return choose_backend(case), case
+
+
+def attend(backend: Backend, case: Case) -> None:
+    backend.attend(Heads(1, (QUERY, QUERY), QUERY), SEGMENTS, case)
 
 
 def test_kernel_refuses_what_flash_attention_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert why_no_kernel(BF16, 128) is None
-    assert why_no_kernel(torch.float16, 256) is None
-    assert "multiple of 8" in str(why_no_kernel(BF16, 100))
-    assert "up to 256" in str(why_no_kernel(BF16, 264))
-    assert "float32" in str(why_no_kernel(torch.float32, 64))
+    assert varlen.why_no_kernel(BF16, 128) is None
+    assert varlen.why_no_kernel(torch.float16, 256) is None
+    assert "multiple of 8" in str(varlen.why_no_kernel(BF16, 100))
+    assert "up to 256" in str(varlen.why_no_kernel(BF16, 264))
+    assert "float32" in str(varlen.why_no_kernel(torch.float32, 64))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
-    assert why_no_kernel(torch.float16, 64) == "the GPU is older than Ampere"
+    assert varlen.why_no_kernel(torch.float16, 64) == "the GPU is older than Ampere"
 
 
 def test_kernel_of_every_torch_for_full_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without groups torch's function would copy the keys: then its operator is called."""
     public = "torch.nn.attention.varlen.varlen_attn"
-    operator = "nemo_aligner.models.attention.packed.gpu_flash_attention"
+    operator = "nemo_aligner.models.attention.varlen.gpu_flash_attention"
     called: list[str] = []
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     for torch_version, names, with_window, wanted in (
@@ -78,14 +97,13 @@ def test_kernel_of_every_torch_for_full_attention(monkeypatch: pytest.MonkeyPatc
         ("2.8, without the module", (), False, operator),
         ("2.8, without the module", (), True, None),
     ):
-        varlen_kernel.cache_clear()
         parameters(monkeypatch, *names)
-        kernel = varlen_kernel(with_window, False)
+        backend, case = chosen(3 if with_window else None, None)
         called.clear()
-        if kernel is not None:
+        if backend.takes_packs:
             for name in (public, operator):
                 monkeypatch.setattr(name, lambda *_, to=name, **more: called.append(to) or [QUERY])
-            kernel(QUERY, QUERY, QUERY, SEGMENTS, Scores(0.5, 3 if with_window else None))
+            attend(backend, case)
         assert called == [wanted] * (wanted is not None), torch_version
 
 
@@ -102,15 +120,15 @@ def test_flash_attn_takes_what_torch_does_not(monkeypatch: pytest.MonkeyPatch) -
     module.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     parameters(monkeypatch)
-    attend = varlen_kernel(True, True)
-    assert attend is not None
-    attend(QUERY, QUERY, QUERY, SEGMENTS, Scores(0.5, 3, 30.0))
+    backend, case = chosen(3, 30.0)
+    assert backend.name == "flash-attn"
+    attend(backend, case)
     assert seen == {"scale": 0.5, "causal": True, "window": (2, 0), "cap": 30.0}
 
     # Before 2.6 it has no cap.
     module.flash_attn_varlen_func = lambda *tensors, causal: None  # type: ignore[attr-defined]
-    varlen_kernel.cache_clear()
-    assert varlen_kernel(False, True) is None
+    varlen._flash_attn.cache_clear()
+    assert not chosen(None, 30.0)[0].takes_packs
 
 
 def test_slow_attention_is_told_with_what_would_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +136,6 @@ def test_slow_attention_is_told_with_what_would_be_faster(monkeypatch: pytest.Mo
     assert slow_attention(PLAIN, BF16) is None
     assert "soft-capping: install flash-attn" in str(slow_attention(CAPPED, BF16))
     parameters(monkeypatch)
-    varlen_kernel.cache_clear()
     assert "sliding windows: install flash-attn" in str(slow_attention(WINDOWED, BF16))
     assert "float32 is not bf16" in str(slow_attention(PLAIN, torch.float32))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -162,7 +179,13 @@ def attend_as_on_a_gpu(
     def choose(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None, **options: Any
     ) -> torch.Tensor:
-        chosen.add(kernel_of_sdpa(q, k, mask, major))
+        is_plain = mask is None or isinstance(mask, CausalBias)
+        kernel = kernel_of_sdpa(q, k, None if is_plain else mask, major)
+        # With a mask the memory-efficient kernel rounds otherwise than without one.
+        assert is_plain or kernel == "math" or scores.window is not None
+        chosen.add(kernel)
+        if isinstance(mask, CausalBias):
+            mask = mask._materialize()
         if chosen != {"math"}:
             return fused(q, k, v, mask, **options)
         dtype, per_group = q.dtype, q.size(1) // k.size(1)
@@ -191,9 +214,9 @@ def attend_as_on_a_gpu(
             patched.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))
             patched.setattr(torch.Tensor, "is_cpu", property(lambda _: False))
             patched.setattr(torch.nn.functional, "scaled_dot_product_attention", choose)
-            patched.setattr(packed, "_BLOCK_SCORES", 6 * 136 * 7)
+            patched.setattr(one_by_one, "_BLOCK_SCORES", 6 * 136 * 7)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            out = _attend_one_by_one(*inputs, segments, scores)
+            out = one_by_one.attend(*inputs, segments, scores)
         gradients = torch.autograd.grad(out.float().square().sum(), inputs)
     return chosen, kept[0], [out, *gradients]
 

@@ -1,26 +1,25 @@
-"""Attention of packs against softmax over each whole sequence, and bits that no company changes."""
+"""Cached and stored tokens of packs, and outputs that are bit-identical in every batch."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from itertools import pairwise, product
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from nemo_aligner.batch.packed import CachedPrefix, Group, PackedBatch, Stored
-from nemo_aligner.models.attention import cpu_inference
-from nemo_aligner.models.attention.packed import _attend_on_cpu, _attend_one_by_one
+from nemo_aligner.models.attention.backends import BACKENDS, C_FILE, Backend, Case, Heads
 from nemo_aligner.models.attention.segments import KeyValuePool, PackedSegments, Scores
-from tests.models.attention.rings import attend_in_ring
+from tests.models.attention.backend_packs import LAYER, at, draw_tables, rows_of
 
-# All keys; a window that ends in a cached beginning, one before it, one that is longer than all
-# sequences, and one key.
-WINDOWS = (None, 12, 40, 71, 1)
 GENERATOR = torch.Generator().manual_seed(0)
-SLOTS, HEADS, GROUPS, CHANNELS = 100, 6, 2, 8
+SLOTS, GROUPS, CHANNELS = 100, 2, 8
+BLOCKS, TRAINING = (
+    next(backend for backend in BACKENDS if backend.name == name)
+    for name in ("CPU blocks", "CPU training")
+)
 
 
 def draw(count: int) -> list[int]:
@@ -48,57 +47,7 @@ PACKED.append(Group(2, 11))
 UNCACHED = [Group(2, 43), Group(1, 0), Group(1, 0), Group(1, 0), Group(2, 11)]
 
 
-def draw_tables(groups: int) -> list[Tensor]:
-    """Queries, keys and values by token and position, so that equal beginnings have equal ones."""
-    sizes = (HEADS, groups, groups)
-    drawn = (torch.randn(50, 80, size, CHANNELS, generator=GENERATOR) for size in sizes)
-    return [each.double() for each in drawn]
-
-
-TABLES = draw_tables(GROUPS)
-
-
-def at(table: Tensor, tokens: list[int]) -> Tensor:
-    return table[torch.tensor(tokens), torch.arange(len(tokens))]
-
-
-def plain(tables: list[Tensor], tokens: list[int], scores: Scores) -> Tensor:
-    """``[n, heads, c]`` by the definition."""
-    query, key, value = (at(table, tokens) for table in tables)
-    key, value = (x.repeat_interleave(HEADS // x.size(1), dim=1) for x in (key, value))
-    products = torch.einsum("qhc,khc->hqk", query, key) * (scores.scale or CHANNELS**-0.5)
-    if scores.soft_cap is not None:
-        products = scores.soft_cap * torch.tanh(products / scores.soft_cap)
-    indices = torch.arange(len(tokens))
-    behind = indices[:, None] - indices
-    hidden = (behind < 0) | (behind >= (scores.window or len(tokens)))
-    weights = products.masked_fill(hidden, float("-inf")).softmax(-1)
-    return torch.einsum("hqk,khc->qhc", weights, value)
-
-
-def attend_as_the_kernel(
-    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
-) -> Tensor:
-    """What a kernel of whole packs is asked: gathered keys, a mask that counts from their end."""
-    assert segments.kv_index is not None
-    key, value = (
-        x[segments.kv_index].repeat_interleave(HEADS // GROUPS, dim=1) for x in (key, value)
-    )
-    found = []
-    for (start, end), (first, last) in zip(
-        pairwise(segments.cu_seqlens.tolist()),
-        pairwise(segments.kv_cu_seqlens.tolist()),
-        strict=True,
-    ):
-        assert end - start <= segments.max_length
-        assert last - first <= segments.max_kv_length
-        products = torch.einsum("qhc,khc->hqk", query[start:end], key[first:last])
-        behind = torch.arange(last - first - (end - start), last - first)[:, None]
-        behind = behind - torch.arange(last - first)
-        hidden = (behind < 0) | (behind >= (scores.window or last))
-        products = (products * (scores.scale or CHANNELS**-0.5)).masked_fill(hidden, -torch.inf)
-        found.append(torch.einsum("hqk,khc->qhc", products.softmax(-1), value[first:last]))
-    return torch.cat(found)
+TABLES = draw_tables(GROUPS, CHANNELS)
 
 
 def pool(dtype: torch.dtype = torch.float64) -> KeyValuePool:
@@ -110,134 +59,36 @@ def pool(dtype: torch.dtype = torch.float64) -> KeyValuePool:
     return made
 
 
-def by_blocks(
-    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
-) -> Tensor:
-    """What a layer asks of attention in blocks, which reads cached keys in the pool itself."""
-    return cpu_inference.attend(turned(query, key), value, 3, segments, scores)
-
-
-@torch.no_grad()
-def by_kernel(
-    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
-) -> Tensor:
-    """What a layer asks of the compiled kernel, of values that lie between others, in fp32."""
-    heads = turned(query, key).float()
-    assert cpu_inference.can_attend(heads, scores)
-    value = torch.stack([value.float(), torch.full_like(value, torch.nan, dtype=torch.float)], 2)
-    return cpu_inference.attend_by_kernel(heads, value[:, :, 0], 3, segments, scores)
-
-
-def turned(query: Tensor, key: Tensor) -> Tensor:
-    """``[T, groups, repeats + 1, c]``: the queries of each group, and its key."""
-    return torch.cat([query.unflatten(1, (key.size(1), -1)), key[:, :, None]], 2)
-
-
-def whole(out: Tensor, batch: PackedBatch, sequence: int) -> Tensor:
-    """What is in the pack of the outputs of a sequence: its prefix is packed once, or is cached."""
-    bounds = list(pairwise(batch.cu_seqlens.tolist()))
-    cached = len(batch.cached.lengths) if batch.cached is not None else 0
-    end = int(batch.scored_tokens[sequence]) + 1
-    number = cached + next(n for n, (_, last) in enumerate(bounds) if last == end)
-    pieces = []
-    while number >= cached:
-        pieces.append(out[slice(*bounds[number - cached])])
-        number = int(batch.prefixes[number - cached])
-    return torch.cat(pieces[::-1])
+NO_COMPILER = "there is no C compiler, so none of it is compiled"
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason=NO_COMPILER)
 
 
 def attended(
-    batch: PackedBatch, attend: Callable[..., Tensor], scores: Scores, tables: list[Tensor] = TABLES
-) -> list[Tensor]:
-    """The outputs of each sequence that are in the pack."""
-    none = torch.zeros(0)
-    dtype = torch.float32 if attend is by_kernel else torch.float64
-    segments = PackedSegments.of(batch, (), none, pool(dtype))
-    query, key, value = (table[batch.tokens, batch.position_ids] for table in tables)
-    if attend not in (by_blocks, by_kernel):
-        key, value = segments.with_cached(3, key, value)
-    out = attend(query, key, value, segments, scores)
-    return [whole(out, batch, sequence) for sequence in range(len(SEQUENCES))]
-
-
-# With what windows and caps, and whether it has a backward.
-WAYS: dict[
-    str, tuple[Callable[..., Tensor], tuple[int | None, ...], tuple[float | None, ...], bool]
-] = {
-    "on_cpu": (_attend_on_cpu, (None,), (None,), True),
-    "one_by_one": (_attend_one_by_one, WINDOWS, (None, 1.5), True),
-    "blocks": (by_blocks, WINDOWS, (None, 1.5), False),
-    "by_kernel": (by_kernel, WINDOWS, (None,), False),
-    "as_the_kernel": (attend_as_the_kernel, WINDOWS, (None,), False),
-}
-
-
-NO_COMPILER = "there is no C compiler, so none of it is compiled"
-needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason=NO_COMPILER)
-KERNEL = pytest.param("by_kernel", marks=needs_compiler)
-
-
-@pytest.mark.parametrize("way", [KERNEL, *(way for way in WAYS if way != "by_kernel")])
-def test_pack_with_cached_beginnings_has_outputs_of_the_definition(way: str) -> None:
-    attend, windows, caps, _ = WAYS[way]
-    plain_batch = PackedBatch.pack(SEQUENCES, groups=PACKED)
-    for batch in (plain_batch, plain_batch.padded_to_multiple(64)):
-        for window, cap in product(windows, caps):
-            scores = Scores(0.5, window, cap)
-            found = attended(batch, attend, scores)
-            for tokens, ours in zip(SEQUENCES, found, strict=True):
-                wanted = plain(TABLES, tokens, scores)[-len(ours) :]
-                near = 1e-12 if ours.dtype is torch.float64 else 2e-6
-                torch.testing.assert_close(ours.double(), wanted, atol=near, rtol=0)
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if WAYS[way][-1]])
-def test_pack_has_outputs_and_gradients_of_the_definition(way: str) -> None:
-    attend, windows, caps, _ = WAYS[way]
-    batch = PackedBatch.pack(SEQUENCES, groups=UNCACHED)
-    for groups, scale in ((1, None), (2, 0.5), (6, None)):
-        tables = [each.requires_grad_() for each in draw_tables(groups)]
-        for window, cap in product(windows, caps):
-            scores = Scores(scale, window, cap)
-            found = torch.cat(attended(batch, attend, scores, tables))
-            wanted = torch.cat([plain(tables, tokens, scores) for tokens in SEQUENCES])
-            grad = torch.randn(wanted.shape, generator=GENERATOR).double()
-            both = [[each, *torch.autograd.grad(each, tables, grad)] for each in (found, wanted)]
-            for ours, theirs in zip(*both, strict=True):
-                torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0, msg=str(scores))
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_ring_has_outputs_and_gradients_of_one_rank(ranks: int) -> None:
-    """Where each has chunks of one token, and of none, and where some fill their share up."""
-    batch = PackedBatch.pack(SEQUENCES, groups=UNCACHED)
+    backend: Backend, scores: Scores, batch: PackedBatch, inputs: Sequence[Tensor], learns: bool
+) -> Tensor:
+    """The output ``[T, heads, c]`` of queries, keys and values, which have no cached prefix."""
+    query, key, value = inputs
+    kind = "cpu", query.dtype, query.size(1), key.size(1), query.size(2)
+    case = Case(*kind, scores, learns)
     segments = PackedSegments.of(batch, (), torch.zeros(0))
-    for groups, scale in ((1, None), (2, 0.5), (6, None)):
-        tables = draw_tables(groups)
-        inputs = [x[batch.tokens, batch.position_ids].requires_grad_() for x in tables]
-        grad = torch.randn(inputs[0].shape, generator=GENERATOR).double()
-        for window in WINDOWS:
-            scores = Scores(scale, window)
-            out = _attend_one_by_one(*inputs, segments, scores)
-            wanted = [out, *torch.autograd.grad(out, inputs, grad)]
-            found = attend_in_ring(ranks, batch, inputs, grad, scores)
-            for ours, theirs in zip(found, wanted, strict=True):
-                torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0, msg=str(scores))
+    with torch.set_grad_enabled(learns):
+        assert backend.fits(case)
+        return backend.attend(Heads(LAYER, (query, key), value), segments, case)
 
 
 def test_pack_keeps_a_nan_in_its_sequence() -> None:
-    none = torch.zeros(0)
     batch = PackedBatch.pack(SEQUENCES, groups=UNCACHED)
-    segments = PackedSegments.of(batch, (), none)
     last = int(batch.scored_tokens[3])
     others = torch.ones(batch.num_tokens, dtype=torch.bool)
     others[last + 1 - len(SEQUENCES[3]) : last + 1] = False
     inputs = [table[batch.tokens, batch.position_ids] for table in TABLES]
     inputs[2][last] = float("nan")
     query, key, value = (each.requires_grad_() for each in inputs)
-    kernels = [by_kernel] if shutil.which("cc") else []
-    for attend in (*kernels, by_blocks, _attend_on_cpu):
-        out = attend(query, key, value, segments, Scores())
+    for backend, learns in ((C_FILE, False), (BLOCKS, False), (TRAINING, True)):
+        if backend is C_FILE and shutil.which("cc") is None:
+            continue
+        tensors = [x if learns else x.detach().float() for x in (query, key, value)]
+        out = attended(backend, Scores(), batch, tensors, learns)
         assert out[others].isfinite().all()
         assert out[last].isnan().all()
     grads = torch.autograd.grad(out[others].sum(), (query, key, value))
@@ -295,36 +146,34 @@ def of_second(
     tables: list[Tensor],
     batch: PackedBatch,
     scores: Scores,
-    attend: Callable[..., Tensor] = by_blocks,
+    backend: Backend = BLOCKS,
 ) -> Tensor:
     """``[TOKENS, heads, c]`` of the second sequence."""
-    none = torch.zeros(0)
-    segments = PackedSegments.of(batch, (), none)
-    out = attend(*(table[batch.tokens] for table in tables), segments, scores)
-    return whole(out, batch, 1)
+    out = attended(backend, scores, batch, [table[batch.tokens] for table in tables], False)
+    return out[rows_of(batch, 1)]
 
 
 def check_any_company(
     scores: Scores,
     dtype: torch.dtype,
     heads: tuple[int, int],
-    attend: Callable[..., Tensor] = by_blocks,
+    backend: Backend = BLOCKS,
 ) -> list[Tensor]:
     """A sequence has the same bits alone, beside others, and where a prefix of it is shared."""
     sizes = (heads[0], heads[1], heads[1])
     drawn = (torch.randn(2 * TOKENS, size, 16, generator=GENERATOR) for size in sizes)
     tables = [each.to(dtype) for each in drawn]
     own = [*range(TOKENS)]
-    wanted = of_second(tables, PackedBatch.pack([[5], own]), scores, attend)
+    wanted = of_second(tables, PackedBatch.pack([[5], own]), scores, backend)
     assert wanted.shape == (TOKENS, heads[0], 16)
     assert torch.isfinite(wanted).all()
     many = PackedBatch.pack([OTHERS[0], own, *OTHERS] * 3)
-    assert torch.equal(of_second(tables, many, scores, attend), wanted), (scores, heads)
+    assert torch.equal(of_second(tables, many, scores, backend), wanted), (scores, heads)
     for cut in (1, 31, 32, 33, 64, 100, TOKENS - 1):
         group = [Group(1, 0), Group(3, cut)]
         likes = [own[:cut] + [7, 8, 9] * 9, own[:cut] + OTHERS[0]]
         batch = PackedBatch.pack([OTHERS[0], own, *likes], groups=group)
-        assert torch.equal(of_second(tables, batch, scores, attend), wanted), (scores, heads, cut)
+        assert torch.equal(of_second(tables, batch, scores, backend), wanted), (scores, heads, cut)
     return tables
 
 
@@ -339,9 +188,9 @@ def test_blocks_give_a_token_the_same_bits_in_any_company(dtype: torch.dtype) ->
 def test_kernel_gives_a_token_the_same_bits_in_any_company_and_those_of_the_definition() -> None:
     for scores in (Scores(), Scores(0.4, 40), Scores(None, 1)):
         for heads in ((4, 4), (6, 2), (16, 1)):
-            tables = check_any_company(scores, torch.float32, heads, by_kernel)
+            tables = check_any_company(scores, torch.float32, heads, C_FILE)
             batch = PackedBatch.pack([[5], [*range(TOKENS)]])
-            got = of_second(tables, batch, scores, by_kernel)
+            got = of_second(tables, batch, scores, C_FILE)
             exact = of_second([each.double() for each in tables], batch, scores)
             torch.testing.assert_close(got.double(), exact, rtol=0, atol=2e-6)
 

@@ -17,7 +17,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_re
 from nemo_aligner.config.common import Precision
 from nemo_aligner.cpu import products
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.attention import cpu_inference, packed
+from nemo_aligner.models.attention import backends, cpu_inference
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
 from nemo_aligner.tools.invariance import score_alone, score_calls
 from tests import families, tiny
@@ -205,7 +205,7 @@ def test_rewards_by_products_that_depend_on_their_rows(
     ) -> Tensor:
         key, value = segments.with_cached(number, turned[:, :, -1], value)
         query = turned[:, :, :-1].flatten(1, 2)
-        return packed._attend_on_cpu(query, key, value, segments, scores)
+        return backends._on_cpu(query, key, value, segments, scores)
 
     monkeypatch.setattr(cpu_inference, "can_attend", lambda *unused: False)
     monkeypatch.setattr(cpu_inference, "attend", cut_where_segments_are)

@@ -1,0 +1,329 @@
+"""The table of attention backends, and the only place where one of them is chosen.
+
+A backend is one entry of ``BACKENDS``: which features of the scores it has, where it runs, and a
+function from a layer's heads to its output. ``choose_backend`` returns the first entry that fits a
+``Case``, so the table lists the fastest first. To add a backend, add its entry;
+``tests/models/attention/test_backends.py`` then runs it on the same packs as all others.
+
+What new decoders need enters here, too. A new feature of the scores, like a learned sink for each
+head, is a new ``Feature``: entries that do not name it are never chosen for it. Values of another
+width than keys (latent attention) are one as well. A layer that does not attend to keys, like a
+gated delta rule, is a module of its own with a table of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.models.attention import cpu_inference, cpu_training, one_by_one, ring, varlen
+from nemo_aligner.models.attention.segments import (
+    Attend,
+    PackedSegments,
+    Scores,
+    gathering_again,
+)
+from nemo_aligner.models.shape import ModelShape
+
+
+class Feature(Enum):
+    """What the scores of a layer have besides their scale; see ``Scores``."""
+
+    WINDOW = "sliding windows"
+    SOFT_CAP = "logit soft-capping"
+
+
+@dataclass(frozen=True)
+class Case:
+    """All that the choice of a backend depends on.
+
+    Nothing of a pack is in it but ``uses_ring``: the same sequence gets the same backend in every
+    batch. Only in training ``scores`` lose a window in which all keys of the pack are.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        dtype: of queries, keys and values.
+        query_heads, key_heads: of this rank.
+        channels: of one head.
+        learns: gradients may be asked for; else a pack is scored.
+        uses_ring: keys and values travel around the ranks of a context parallel group.
+    """
+
+    device: str
+    dtype: torch.dtype
+    query_heads: int
+    key_heads: int
+    channels: int
+    scores: Scores
+    learns: bool
+    uses_ring: bool = False
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        window, soft_cap = self.scores.window is not None, self.scores.soft_cap is not None
+        return _FEATURES[window, soft_cap]
+
+
+_FEATURES = {
+    (window, soft_cap): frozenset([Feature.WINDOW] * window + [Feature.SOFT_CAP] * soft_cap)
+    for window in (False, True)
+    for soft_cap in (False, True)
+}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Queries, keys and values of one layer, of the n tokens whose queries this rank computes.
+
+    Attributes:
+        layer_number: whose keys and values in the segments' pool are read and written.
+        rotated: queries ``[n, heads, c]`` and keys ``[n, groups, c]``, past their rotation; or both
+            as ``joined [n, groups, repeats + 1, c]``, where of each group the key comes last.
+        value: ``[n, groups, c]``.
+    """
+
+    layer_number: int
+    rotated: tuple[Tensor, Tensor] | Tensor
+    value: Tensor
+
+    @property
+    def query(self) -> Tensor:
+        """``[n, heads, c]``; a copy of joined ones."""
+        if isinstance(self.rotated, Tensor):
+            return self.rotated[:, :, :-1].flatten(1, 2)
+        return self.rotated[0]
+
+    @property
+    def key(self) -> Tensor:
+        """``[n, groups, c]``."""
+        return self.rotated[:, :, -1] if isinstance(self.rotated, Tensor) else self.rotated[1]
+
+    @property
+    def joined(self) -> Tensor:
+        """``[n, groups, repeats + 1, c]``; a copy of those that are not."""
+        if isinstance(self.rotated, Tensor):
+            return self.rotated
+        query, key = self.rotated
+        return torch.cat([query.unflatten(1, (key.size(1), -1)), key.unsqueeze(2)], dim=2)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute attention.
+
+    Attributes:
+        features: of the scores; it is not chosen for scores with any other.
+        runs: tells if it computes a case with these features, on this machine.
+        attend: computes the output ``[n, heads, c]`` of the pack's heads.
+        takes_packs: one call computes a whole pack; else each segment is a call.
+    """
+
+    name: str
+    features: frozenset[Feature]
+    runs: Callable[[Case], bool]
+    attend: Callable[[Heads, PackedSegments, Case], Tensor]
+    takes_packs: bool = True
+
+    def fits(self, case: Case) -> bool:
+        """Tell if this backend computes ``case``."""
+        return case.features <= self.features and self.runs(case)
+
+
+def choose_backend(case: Case) -> Backend:
+    """Choose the fastest backend that fits.
+
+    Raises:
+        ValueError: none does.
+    """
+    for backend in BACKENDS:
+        if backend.fits(case):
+            return backend
+    raise ValueError(f"no attention backend computes {case}; they are listed in {__name__}")
+
+
+# How the functions of the other files are called.
+
+
+def _in_ring(heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
+    return ring.attend(heads.query, heads.key, heads.value, segments, case.scores)
+
+
+def _by_c_file(heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
+    return cpu_inference.attend_by_kernel(
+        heads.joined, heads.value, heads.layer_number, segments, case.scores
+    )
+
+
+def _by_blocks(heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
+    joined = heads.joined.contiguous()
+    return cpu_inference.attend(joined, heads.value, heads.layer_number, segments, case.scores)
+
+
+def _on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
+) -> Tensor:
+    lengths, prefixes = segments.all_lengths, segments.prefixes
+    return cpu_training.attend(query, key, value, lengths, prefixes, scores.scale, segments.queries)
+
+
+def _to_all_keys(attend: Attend, reads_index: bool = False) -> Callable[..., Tensor]:
+    """Make a backend's function of ``attend``, which needs the keys and values of all segments.
+
+    Args:
+        reads_index: it takes them at ``PackedSegments.kv_index``, if there is one.
+    """
+
+    def attend_to_all_keys(heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
+        query, key, value = heads.query, heads.key, heads.value
+        if segments.share is not None and case.learns:
+            layout, index = segments, segments.share.gathered
+            if reads_index:
+                layout, index = segments.remembered("laid out", segments.laid_out)
+            with gathering_again(key, value, index) as (key, value):
+                return attend(query, key, value, layout, case.scores)
+        key, value = segments.gathered(key, value)
+        key, value = segments.with_cached(heads.layer_number, key, value)
+        return attend(query, key, value, segments, case.scores)
+
+    return attend_to_all_keys
+
+
+def _by_varlen(attend: Attend) -> Callable[..., Tensor]:
+    return _to_all_keys(attend, reads_index=True)
+
+
+# Where they run.
+
+
+def _is_scored_by_c_file(case: Case) -> bool:
+    repeats = case.query_heads // case.key_heads
+    return _is_scored_on_cpu(case) and cpu_inference.can_attend(case.dtype, case.channels, repeats)
+
+
+def _is_scored_on_cpu(case: Case) -> bool:
+    return case.device == "cpu" and not case.learns
+
+
+def _runs_varlen(is_there: Callable[[bool], bool]) -> Callable[[Case], bool]:
+    """Tell where a kernel of FlashAttention 2 runs that ``is_there(with windows)``."""
+
+    def runs(case: Case) -> bool:
+        is_taken = case.device == "cuda" and varlen.why_no_kernel(case.dtype, case.channels) is None
+        return is_taken and is_there(Feature.WINDOW in case.features)
+
+    return runs
+
+
+_NONE: frozenset[Feature] = frozenset()
+_WINDOWS = frozenset({Feature.WINDOW})
+_WINDOWS_AND_CAPS = frozenset({Feature.WINDOW, Feature.SOFT_CAP})
+
+RING = Backend("ring", _WINDOWS, lambda case: case.uses_ring, _in_ring)
+C_FILE = Backend("C file", _WINDOWS, _is_scored_by_c_file, _by_c_file)
+
+BACKENDS: tuple[Backend, ...] = (
+    RING,
+    C_FILE,
+    Backend("CPU blocks", _WINDOWS_AND_CAPS, _is_scored_on_cpu, _by_blocks),
+    Backend(
+        "CPU training",
+        _NONE,
+        lambda case: case.device == "cpu",
+        _to_all_keys(_on_cpu),
+    ),
+    Backend(
+        "torch's varlen function",
+        _WINDOWS,
+        _runs_varlen(varlen.has_public_function),
+        _by_varlen(varlen.by_public_function),
+    ),
+    Backend(
+        "torch's varlen operator",
+        _WINDOWS,
+        _runs_varlen(varlen.has_operator),
+        _by_varlen(varlen.by_operator),
+    ),
+    Backend(
+        "flash-attn",
+        _WINDOWS_AND_CAPS,
+        _runs_varlen(varlen.has_flash_attn),
+        _by_varlen(varlen.by_flash_attn),
+    ),
+    Backend(
+        "one by one",
+        _WINDOWS_AND_CAPS,
+        lambda case: True,
+        _to_all_keys(one_by_one.attend),
+        takes_packs=False,
+    ),
+)
+"""The fastest first."""
+
+
+def rotates_by_c_file(case: Case) -> bool:
+    """Tell if heads that are scored on a CPU are rotated in place, by the C file."""
+    return C_FILE.fits(case)
+
+
+# What a model's layers will get on this GPU, told before they run.
+
+
+def scores_of(shape: ModelShape, layer_number: int) -> Scores:
+    """Say what the scores of layer 1 to ``num_layers`` are."""
+    window = shape.window_of(layer_number)
+    return Scores(shape.softmax_scale, window, shape.attn_logit_softcapping)
+
+
+def gpu_cases(shape: ModelShape, dtype: torch.dtype) -> Iterator[Case]:
+    """Yield the case of every layer on a GPU."""
+    heads = shape.num_attention_heads, shape.num_query_groups
+    for layer_number in range(1, shape.num_layers + 1):
+        scores = scores_of(shape, layer_number)
+        yield Case("cuda", dtype, *heads, shape.kv_channels, scores, learns=False)
+
+
+def slow_attention(shape: ModelShape, dtype: torch.dtype) -> str | None:
+    """Describe why attention is slow on this GPU; None if a kernel takes whole packs."""
+    if not torch.cuda.is_available():
+        return None
+    if all(choose_backend(case).takes_packs for case in gpu_cases(shape, dtype)):
+        return None
+    has_cap = shape.attn_logit_softcapping is not None
+    why = varlen.why_no_kernel(dtype, shape.kv_channels)
+    if why is None:
+        missing = Feature.SOFT_CAP if has_cap else Feature.WINDOW
+        why = f"torch {torch.__version__} has no kernel for {missing.value}: "
+        why += "install flash-attn >= 2.6"
+    if not has_cap and not one_by_one.takes_equal_heads(dtype, shape.kv_channels):
+        why += "; SDPA has no fused kernel for it either, and scores are made twice"
+    return f"attention runs one segment at a time, which is slow: {why}"
+
+
+def why_gathered(shape: ModelShape, dtype: torch.dtype) -> str | None:
+    """Say why keys and values cannot go round a ring; None if they can.
+
+    Results are merged by their log-sum-exp, so a kernel has to give it, and to be given it.
+    """
+    if shape.attn_logit_softcapping is not None:
+        return f"no kernel of torch's has {Feature.SOFT_CAP.value}"
+    if not torch.cuda.is_available():
+        return None
+    has_window = any(Feature.WINDOW in case.features for case in gpu_cases(shape, dtype))
+    if has_window and not varlen.has_operator(True):
+        return f"torch {torch.__version__} has no kernel for {Feature.WINDOW.value}"
+    return varlen.why_no_kernel(dtype, shape.kv_channels)
+
+
+def copies_keys(shape: ModelShape, dtype: torch.dtype) -> bool:
+    """Tell if attention on this GPU copies keys and values for each query head; for the planner."""
+    is_grouped = shape.num_query_groups < shape.num_attention_heads
+    return (
+        is_grouped
+        and shape.attn_logit_softcapping is None
+        and slow_attention(shape, dtype) is not None
+        and one_by_one.takes_equal_heads(dtype, shape.kv_channels)
+    )

@@ -1,0 +1,198 @@
+"""Attention segment by segment, where no kernel takes a whole pack: SDPA, or explicit scores.
+
+A GPU needs it in fp32, before Ampere, for head sizes that FlashAttention 2 lacks, and for windows
+and soft caps without a kernel; a CPU for windows and soft caps in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.utils.checkpoint import checkpoint
+
+from nemo_aligner.models.attention.segments import PackedSegments, Scores, attend_by_scores
+
+_AMPERE, _VOLTA = 8, 7
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
+) -> Tensor:
+    """Attend ``query [n, heads, c]`` to ``key``, ``value [C + T, groups, c]`` -> ``[n, heads, c]``.
+
+    C tokens are cached, and T are the pack's.
+    """
+    attend_segment = _choose_segment_kernel(query, key, scores)
+    parts = segments.queries
+    queries, keys, values = (
+        [piece.transpose(0, 1).unsqueeze(0) for piece in packed.split(split)]
+        for packed, split in (
+            (query, [part.length for part in parts]),
+            (key, segments.all_lengths),
+            (value, segments.all_lengths),
+        )
+    )
+    pieces = []
+    for part, q in zip(parts, queries, strict=True):
+        chain = segments.chain(part)
+        k, v = (packed[part.segment][:, :, : part.end] for packed in (keys, values))
+        if chain:
+            k, v = (
+                torch.cat([*(packed[number] for number in chain), rest], dim=2)
+                for packed, rest in ((keys, k), (values, v))
+            )
+        mask: Tensor | None = None
+        if scores.window is not None or scores.soft_cap is not None:
+            mask = _mask(q, k, segments, scores)
+        elif chain or part.start:
+            is_fused = attend_segment in (_by_sdpa, _with_equal_heads) and not q.is_cpu
+            sizes = q.size(2), k.size(2)
+            mask = _causal_bias(*sizes) if is_fused else _mask(q, k, segments, scores)
+        pieces.append(attend_segment(q, k, v, mask, scores))
+    return torch.cat(pieces, dim=2).squeeze(0).transpose(0, 1)
+
+
+_AttendSegment = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scores], Tensor]
+_BLOCK_SCORES = 2**26  # 256 MiB of fp32
+_SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def _choose_segment_kernel(query: Tensor, key: Tensor, scores: Scores) -> _AttendSegment:
+    """Choose a per-segment kernel that keeps little for its backward; see ``takes_equal_heads``."""
+    if scores.soft_cap is not None:
+        return _recomputed if query.is_cpu else partial(_in_blocks, attend_by_scores)
+    if query.is_cpu:
+        return _by_sdpa
+    if not takes_equal_heads(query.dtype, query.size(-1)):
+        return partial(_in_blocks, _by_sdpa)
+    return _by_sdpa if query.size(1) == key.size(1) else _with_equal_heads
+
+
+def _by_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
+) -> Tensor:
+    # Without cuDNN's kernel: it gave wrong gradients to segments of a length that an earlier pack
+    # had, too (torch 2.11, H200), probably by a plan that was cached for other strides.
+    with sdpa_kernel(_SDPA_KERNELS) if query.is_cuda else nullcontext():
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            mask,
+            is_causal=mask is None,
+            scale=scores.scale,
+            enable_gqa=query.size(1) != key.size(1),
+        )
+
+
+def _with_equal_heads(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
+) -> Tensor:
+    """Call SDPA with keys and values repeated for every query head.
+
+    The memory-efficient kernel takes no grouped heads. The copies, ``2 * m * heads * c`` numbers,
+    are kept for the backward; the math kernel would keep ``heads * n * m`` scores.
+    """
+    per_group = query.size(1) // key.size(1)
+    key, value = (heads.repeat_interleave(per_group, dim=1) for heads in (key, value))
+    return _by_sdpa(query, key, value, mask, scores)
+
+
+def _recomputed(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
+) -> Tensor:
+    return _without_keeping(attend_by_scores, query, key, value, mask, scores)
+
+
+def _in_blocks(
+    attend: _AttendSegment,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scores: Scores,
+) -> Tensor:
+    """Run ``attend`` on a few queries at a time, for kernels that materialise all their scores.
+
+    The backward recomputes each block, so at most ``_BLOCK_SCORES`` scores exist at a time.
+    """
+    if mask is None:
+        mask = _sees(query.size(2), key.size(2), None, query.device)
+    rows = max(1, _BLOCK_SCORES // (query.size(1) * key.size(2)))
+    parts = zip(query.split(rows, dim=2), mask.split(rows), strict=True)
+    return torch.cat(
+        [_without_keeping(attend, part, key, value, sees, scores) for part, sees in parts], dim=2
+    )
+
+
+def _without_keeping(attend: _AttendSegment, *arguments: Any) -> Tensor:
+    # Nothing is drawn in attention, so there is no generator's state to bring back.
+    return checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+def _causal_bias(queries: int, keys: int) -> CausalBias:
+    """Build torch's causal bias whose last query stands at the last key, for SDPA on a GPU.
+
+    A mask would make a reward in fp32 depend on its batch: with one, the memory-efficient kernel
+    multiplies scores by their scale before it adds the mask, and without one in the exponent. By
+    this object it is told the kind of mask, as by ``is_causal``, which a text without a shared or
+    cached prefix gets. Where the kernel does not run, SDPA gets the mask itself.
+    """
+    bias = causal_lower_right(1, 1)
+    # Set afterwards: torch's constructor allocates 8 bytes of host memory for each query and key.
+    bias.seq_len_q, bias.seq_len_kv = queries, keys
+    return bias
+
+
+def _mask(query: Tensor, key: Tensor, segments: PackedSegments, scores: Scores) -> Tensor:
+    """Mask ``[n, m]``: bool on a CPU or with a soft cap, else the float mask that SDPA adds.
+
+    From a bool mask SDPA would make the float one anew in each layer and keep it for the backward.
+    Rows are 16 elements apart or a multiple, or the memory-efficient kernel would copy the mask.
+    """
+    size = query.size(2), key.size(2)
+    if query.is_cpu:
+        return _sees(*size, scores.window, query.device)
+
+    def make() -> Tensor:
+        sees = _sees(*size, scores.window, query.device)
+        if scores.soft_cap is not None:
+            return sees
+        apart = -(-size[1] // 16) * 16
+        added = torch.full((size[0], apart), -torch.inf, dtype=query.dtype, device=query.device)
+        return added[:, : size[1]].masked_fill_(sees, 0.0)
+
+    return segments.remembered(("mask", *size, scores.window), make)
+
+
+def _sees(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Mask ``[queries, keys]`` bool; the last query stands at the last key."""
+    behind = keys - queries
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(behind)
+    return mask if window is None else mask.triu(behind - window + 1)
+
+
+# How torch chooses SDPA's kernel on a GPU: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+# Flash attention takes grouped heads, in 16 bits, from Ampere on, up to 256 channels, and no mask
+# (check_for_attn_mask). The memory-efficient kernel takes fp32, any number of channels, and masks,
+# but needs as many key heads as query heads (check_batch_size_and_num_heads_dense<false>). cuDNN's
+# takes only 16 bits. The rest falls to the math kernel, which keeps heads * n * m scores for the
+# backward pass.
+def takes_equal_heads(dtype: torch.dtype, channels: int) -> bool:
+    """Tell if SDPA's memory-efficient kernel runs on this GPU, given ungrouped heads."""
+    major = torch.cuda.get_device_capability()[0]
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    if dtype is torch.bfloat16 and major < _AMPERE:
+        return False
+    # minimum_gemm_alignment: 128 bits if there are tensor cores for the dtype.
+    has_tensor_cores = major >= _AMPERE or (is_half and major >= _VOLTA)
+    alignment = 16 // dtype.itemsize if has_tensor_cores else 1
+    return (is_half or dtype is torch.float32) and channels % alignment == 0

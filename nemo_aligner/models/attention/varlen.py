@@ -1,0 +1,144 @@
+"""Attention of a whole pack by one call of variable-length FlashAttention 2 on a GPU.
+
+torch has the kernel as an operator from 2.8 on, and behind a public function from 2.10 on; windows
+came in 2.11, and the function takes grouped heads from 2.12 on. flash-attn has windows and soft
+caps from 2.6 on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.models.attention.segments import PackedSegments, Scores
+from nemo_aligner.models.internals import gpu_flash_attention
+
+_LARGEST_HEAD = 256
+_AMPERE = (8, 0)
+
+
+def why_no_kernel(dtype: torch.dtype, channels: int) -> str | None:
+    """Say why FlashAttention 2 cannot run heads of so many channels on this GPU; None if it can."""
+    if torch.cuda.get_device_capability() < _AMPERE:
+        return "the GPU is older than Ampere"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{str(dtype).removeprefix('torch.')} is not bf16 or fp16"
+    if channels > _LARGEST_HEAD or channels % 8:
+        return f"heads have {channels} channels, wanted a multiple of 8 up to {_LARGEST_HEAD}"
+    return None
+
+
+def has_public_function(with_window: bool) -> bool:
+    """Tell if torch's public function takes grouped heads, and windows if it has to.
+
+    Without ``enable_gqa`` it would need a copy of the keys for each query head.
+    """
+    return "enable_gqa" in _varlen_parameters() and has_operator(with_window)
+
+
+def has_operator(with_window: bool) -> bool:
+    """Tell if the operator below it takes windows, if it has to."""
+    return not with_window or "window_size" in _varlen_parameters()
+
+
+def has_flash_attn(with_window: bool) -> bool:
+    """Tell if flash-attn is installed with soft caps, and so with windows."""
+    return _flash_attn() is not None
+
+
+@cache
+def _varlen_parameters() -> frozenset[str]:
+    """Parameter names of torch's public function; empty before torch 2.10."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def by_public_function(
+    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
+) -> Tensor:
+    """Call the public function of torch 2.12."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(  # type: ignore[return-value]
+        *packed_arguments(query, key, value, segments, scores),
+        scale=scores.scale,
+        window_size=_window(scores),
+        enable_gqa=query.size(1) != key.size(1),
+    )
+
+
+def by_operator(
+    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
+) -> Tensor:
+    """Call the operator below it, which takes grouped heads in torch 2.8 to 2.11."""
+    windows: dict[str, Any] = {}
+    if scores.window is not None:
+        before, after = _window(scores)
+        windows = {"window_size_left": before, "window_size_right": after}
+    return gpu_flash_attention(
+        *packed_arguments(query, key, value, segments, scores),
+        dropout_p=0.0,
+        is_causal=scores.window is None,
+        return_debug_mask=False,
+        scale=scores.scale,
+        **windows,
+    )[0]
+
+
+def by_flash_attn(
+    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
+) -> Tensor:
+    """Call flash-attn."""
+    attend = _flash_attn()
+    assert attend is not None
+    return attend(
+        *packed_arguments(query, key, value, segments, scores),
+        softmax_scale=scores.scale,
+        causal=True,
+        window_size=_window(scores),
+        softcap=scores.soft_cap or 0.0,
+    )
+
+
+@cache
+def _flash_attn() -> Callable[..., Tensor] | None:
+    """flash-attn's function; None if it is not installed, or has no soft caps."""
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    has_caps = "softcap" in inspect.signature(flash_attn_varlen_func).parameters
+    return flash_attn_varlen_func if has_caps else None
+
+
+def packed_arguments(
+    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
+    """Common arguments: query, keys and values with their prefixes, bounds, and largest lengths.
+
+    These kernels align the causal mask to the end of the keys, as prefixes require.
+    """
+    if segments.kv_index is None:
+        if torch.is_grad_enabled():
+            # A saved view would keep the projection's whole output until the backward.
+            value = value.contiguous()
+    else:
+        key, value = key[segments.kv_index], value[segments.kv_index]
+    bounds = segments.cu_seqlens, segments.kv_cu_seqlens
+    # Upper bounds select the kernel. Exact ones would make it depend on the pack: with one query
+    # per sequence they split the keys, and a window as long as the keys is dropped.
+    most_keys = max(segments.max_kv_length, 1 + (scores.window or 0))
+    return query, key, value, *bounds, max(2, segments.max_length), most_keys
+
+
+def _window(scores: Scores) -> tuple[int, int]:
+    """Number of keys visible before a query's own (-1 for all) and after it."""
+    return (-1 if scores.window is None else scores.window - 1), 0
