@@ -269,13 +269,16 @@ class _Segments:
         self.cached = list(dict.fromkeys(g.cached for g in groups if g.cached is not None))
         self._numbers = {cached: number for number, cached in enumerate(self.cached)}
         self.tokens: list[Tensor] = []
-        self.positions: list[Tensor] = []
+        # Arrays, not tensors, of what is made for each segment: a server packs hundreds in a call,
+        # and torch takes ten times as long for a few numbers, letting go of the interpreter at
+        # each step.
+        self._positions: list[np.ndarray] = []
         self.lengths: list[int] = []
         self.prefixes: list[int] = []
         self.ends: list[int] = []  # the segment that each sequence ends with
         self.num_tokens = 0
         self.reads: list[Tensor] = []
-        self._stored: list[Tensor] = []
+        self._stored: list[np.ndarray] = []
         self._slots: list[Tensor] = []
 
     def add_group(
@@ -305,17 +308,23 @@ class _Segments:
             self.ends.append(len(self.lengths))
             self._add(sequence, group.prefix, len(sequence), segment)
             if its is not None:
-                positions = torch.arange(its.start, its.start + len(its.slots))
-                offsets = torch.where(positions < group.prefix, first, own)
+                positions = np.arange(its.start, its.start + len(its.slots))
+                offsets = own
+                if its.start < group.prefix:
+                    offsets = np.where(positions < group.prefix, first, own)
                 self._stored.append(positions + offsets)
                 self._slots.append(its.slots)
 
     def _add(self, sequence: Tokens, start: int, stop: int, prefix: int) -> None:
         self.tokens.append(torch.as_tensor(sequence[start:stop], dtype=torch.int64))
-        self.positions.append(torch.arange(start, stop))
+        self._positions.append(np.arange(start, stop))
         self.lengths.append(stop - start)
         self.prefixes.append(prefix)
         self.num_tokens += stop - start
+
+    @property
+    def position_ids(self) -> Tensor:
+        return torch.from_numpy(np.concatenate(self._positions))
 
     def cache_use(self) -> CacheUse | None:
         if not self.cached and not self._stored:
@@ -324,7 +333,7 @@ class _Segments:
         return CacheUse(
             tuple(len(cached.slots) for cached in self.cached),
             torch.cat([none, *(cached.slots for cached in self.cached)]),
-            torch.cat([none, *self._stored]),
+            torch.from_numpy(np.concatenate([none.numpy(), *self._stored])),
             torch.cat([none, *self._slots]),
         )
 
@@ -462,7 +471,7 @@ class PackedBatch:
         bounds = torch.tensor([0, *segments.lengths], dtype=torch.int32).cumsum(0).int()
         return cls(
             tokens=torch.cat(segments.tokens),
-            position_ids=torch.cat(segments.positions),
+            position_ids=segments.position_ids,
             cu_seqlens=bounds,
             prefixes=torch.tensor(segments.prefixes),
             scored_tokens=bounds[1:][torch.tensor(segments.ends)].long() - 1

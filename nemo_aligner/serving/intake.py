@@ -78,12 +78,14 @@ class EncodedRequest:
         Raises:
             RequestError: it names the first row that has none.
         """
-        wrong = np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(axis=1))
-        if wrong.size:
-            number = self.numbers[int(np.searchsorted(ends, wrong[0], side="right"))]
-            raise RequestError(
-                f"row {number}: the model's reward is not a finite number", FailureKind.internal
-            )
+        is_finite = np.isfinite(values)
+        if is_finite.all():
+            return
+        wrong = np.flatnonzero(~is_finite.reshape(len(values), -1).all(axis=1))
+        number = self.numbers[int(np.searchsorted(ends, wrong[0], side="right"))]
+        raise RequestError(
+            f"row {number}: the model's reward is not a finite number", FailureKind.internal
+        )
 
 
 class _Sample(NamedTuple):

@@ -114,6 +114,8 @@ class Batcher:
         self._last_rows = self._last_end = self._last_seconds = 0.0
         self._is_closing = False
         self._changed = Condition()
+        # What the thread waits for.
+        self._awaited: Callable[[], bool] = self._has_work
         self._thread = Thread(target=self._run, name="batcher", daemon=True)
         self._thread.start()
 
@@ -138,7 +140,7 @@ class Batcher:
             self._waiting[request] = None
             self._waiting_rows += len(rows)
             self._waiting_tokens += sum(len(row.ids) for row in rows)
-            self._changed.notify()
+            self._notify()
         request.answer.add_done_callback(partial(self._drop, request))
         return request.answer
 
@@ -146,7 +148,7 @@ class Batcher:
         """Compute what waits, and end."""
         with self._changed:
             self._is_closing = True
-            self._changed.notify()
+            self._notify()
         self._thread.join()
 
     def _drop(self, request: _Request, answer: Future[list[np.ndarray]]) -> None:
@@ -156,7 +158,7 @@ class Batcher:
         with self._changed:
             self._end_request(request)
             calls = list(self._calls)
-            self._changed.notify()
+            self._notify()
         for call in calls:
             call.cancel_if_unneeded()
 
@@ -169,10 +171,22 @@ class Batcher:
             self._waiting_rows -= len(rows)
             self._waiting_tokens -= sum(len(row.ids) for row in rows)
 
+    def _wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> None:
+        self._awaited = condition
+        self._changed.wait_for(condition, timeout)
+
+    def _notify(self) -> None:
+        """Wake the thread, with the lock held, if it has what it waits for.
+
+        Woken by every request, it took a fifth of the interpreter's time to go to sleep again.
+        """
+        if self._awaited():
+            self._changed.notify()
+
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(self._has_work)
+                self._wait_for(self._has_work)
                 if self._is_idle():
                     return
                 self._gather()
@@ -190,7 +204,7 @@ class Batcher:
         """Wait for as many rows as the last call had, a twentieth of its time at most."""
         if not self._calls and not self._retries:
             left = self._last_end + _GATHER * self._last_seconds - time.monotonic()
-            self._changed.wait_for(self._has_come_back, max(0.0, left))
+            self._wait_for(self._has_come_back, max(0.0, left))
 
     def _has_come_back(self) -> bool:
         return self._is_full() or self._is_closing or self._waiting_rows >= self._last_rows
@@ -247,7 +261,7 @@ class Batcher:
         """Hand out what a call has computed, in whatever thread has ended it."""
         with self._changed:
             self._calls.remove(call)
-            self._changed.notify()
+            self._notify()
             if call.outputs.cancelled():
                 return
             seconds = self._measure(call)
@@ -297,7 +311,7 @@ class Batcher:
                 logger.error("a call of %d requests failed: %s", len(requests), error)
                 for request in requests:
                     self._retries.append([row for row in call.rows if row.request is request])
-                self._changed.notify()
+                self._notify()
             elif not requests[0].is_over:
                 self._end_request(requests[0])
                 failed = requests

@@ -349,7 +349,8 @@ def _cost(group: PrefixGroup, sequences: Sequence[np.ndarray], known: Sequence[i
 
 
 def _slots_of(blocks: Sequence[int]) -> torch.Tensor:
-    return (torch.tensor(blocks)[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)).flatten()
+    slots = np.array(blocks, dtype=np.int64)[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
+    return torch.from_numpy(slots.ravel())
 
 
 def _prefixes_of(uses: Sequence[BlockTable]) -> list[CachedPrefix | None]:
