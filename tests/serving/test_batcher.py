@@ -147,6 +147,29 @@ def test_a_full_call_is_ready_before_the_running_one_ends_and_a_third_is_not(mod
     batcher.close()
 
 
+def test_requests_that_have_to_wait_do_not_wake_the_thread(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would cost a change of threads; only the one that makes a call full wakes it."""
+    woken: list[None] = []
+    batcher = Batcher(model, tokens_per_call=10)
+    notify = batcher._changed.notify
+    monkeypatch.setattr(batcher._changed, "notify", lambda: (woken.append(None), notify()))
+    futures = [batcher.submit(rows_of([[1]]))]
+    while not batcher._calls:  # a moment later than the model has it
+        time.sleep(0.001)
+    num_woken = len(woken)
+    futures += [batcher.submit(rows_of([[2]])) for _ in range(9)]
+    assert len(woken) == num_woken
+    futures.append(batcher.submit(rows_of([[3]])))
+    assert len(woken) == num_woken + 1
+    model.wait_for_calls(2)
+    for call in range(2):
+        model.finish(call)
+    assert [rewards(future) for future in futures] == [[1.0], *[[2.0]] * 9, [3.0]]
+    batcher.close()
+
+
 def test_who_makes_a_call_fail_fails_alone(model):
     batcher = Batcher(model, tokens_per_call=100)
     blocker = batcher.submit(rows_of([[0]]))
