@@ -79,16 +79,17 @@ def build_contract(
     return contract
 
 
-def with_aggregate(contract: ScoringContract, how: str) -> ScoringContract:
-    """The contract of a model whose texts have one reward by the rule ``how``, an ``Aggregate``'s.
+def with_aggregate(contract: ScoringContract, rule: str | None) -> ScoringContract:
+    """Return the contract of a model whose samples have one reward by ``rule``, an ``Aggregate``'s.
 
-    Without turns or steps a text has only one, and there is no rule.
+    Without turns or steps a sample has only one reward, and the contract has no rule. It does not
+    name the rule ``last``, which is that of a contract without one, as is None.
 
     Raises:
         DataError: there is no such rule.
     """
-    is_rule = contract.has_steps and how != Aggregate.last.value
-    return dataclasses.replace(contract, aggregate=how if is_rule else None)
+    is_named = contract.has_steps and rule != Aggregate.last.value
+    return dataclasses.replace(contract, aggregate=rule if is_named else None)
 
 
 def _template(

@@ -23,13 +23,7 @@ from nemo_aligner.data.report import check_overlap
 from nemo_aligner.data.token_cache import IndexPlace, open_indexes
 from nemo_aligner.data.token_index import IndexRules
 from nemo_aligner.losses import build_objective
-from nemo_aligner.losses.base import (
-    Objective,
-    aggregate_of,
-    fitted,
-    label_limits,
-    readout_of,
-)
+from nemo_aligner.losses.base import Objective, label_limits
 from nemo_aligner.utils.errors import ConfigError, DataError
 
 
@@ -82,7 +76,7 @@ def build_training_data(
         raise ConfigError("model.data.data_prefix.train: got no file, wanted at least one")
     objective = build_objective(config, contract.attributes, contract.attribute_weights)
     _check_reads(contract, objective)
-    contract = with_aggregate(contract, aggregate_of(objective))
+    contract = with_aggregate(contract, objective.aggregate)
     how = how_to_read(config, objective)
     indexes = open_indexes(
         prefix.all_files,
@@ -102,13 +96,12 @@ def build_training_data(
         train, *heldout = (each.sharing_by(rotation_by_length) for each in (train, *heldout))
     # Bins and quantiles may be set by the labels, which are known only now.
     objective = _fitted(objective, train, contract)
-    contract = contract.with_readout(readout_of(objective))
+    contract = contract.with_readout(objective.readout)
     for dataset in (train, *heldout):
         _check_labels(dataset, objective)
         _check_fits(dataset, config.micro_batch_tokens)
-    is_centred = getattr(objective, "centres_labels", True)
     is_rated = objective.record_kind is RecordKind.rating
-    if is_rated and is_centred:
+    if is_rated and objective.centres_labels:
         if measure_label_means:
             contract = contract.with_label_means(_measured_means(train, contract.attributes))
         means = dict(zip(contract.attributes, contract.label_means, strict=True))
@@ -123,13 +116,12 @@ def build_training_data(
 def _check_reads(contract: ScoringContract, objective: Objective) -> None:
     """Refuse an objective that cannot learn from what the head reads."""
     reads = contract.scored_position
-    if contract.has_steps and getattr(objective, "takes_comparisons", False):
+    if contract.has_steps and objective.takes_comparisons:
         raise ConfigError(
             f"model.head.reads: got {reads}, wanted last_token or reply_mean: model.objective "
             "learns from pairs and ratings at once, and has no rule for rewards of steps"
         )
-    wants_pairs = objective.record_kind is RecordKind.comparison
-    if contract.has_steps and wants_pairs and not hasattr(objective, "aggregate"):
+    if contract.has_steps and objective.aggregate is None:
         raise ConfigError(
             f"model.head.reads: got {reads}, wanted last_token or reply_mean: model.objective has "
             "one reward for each text; model.objective=bradley_terry makes one of all of them"
@@ -142,7 +134,7 @@ def how_to_read(config: ModelConfig, objective: Objective) -> ReaderConfig:
     return ReaderConfig.of(
         config.data,
         "model.data",
-        kind=None if getattr(objective, "takes_comparisons", False) else objective.record_kind,
+        kind=None if objective.takes_comparisons else objective.record_kind,
         attributes=objective.columns if is_rating else (),
         loss_mask_val=config.regression.loss_mask_val,
         pair_columns=() if is_rating else objective.columns,
@@ -176,13 +168,13 @@ def _fitted(objective: Objective, train: TokenizedDataset, contract: ScoringCont
     """The objective with what it takes from the data, and the head that training starts from."""
     kept = contract.output_readout
     try:
-        objective = fitted(objective, train.records.labels, kept)
+        objective = objective.fitted(train.records.labels, kept)
     except ValueError as error:
         files = [report.path for report in train.reports]
         raise ConfigError(f"model.objective_kwargs: {error} in {files}") from error
-    if kept is not None and readout_of(objective) != kept:
+    if kept is not None and objective.readout != kept:
         raise ConfigError(
-            f"model.objective: got one with {_described(readout_of(objective))} for each "
+            f"model.objective: got one with {_described(objective.readout)} for each "
             f"attribute, and the reward model to start from has {_described(kept)}; wanted the "
             "same, or pretrained_checkpoint.new_head=true"
         )

@@ -290,7 +290,7 @@ def right_from(source: RewardSource) -> float:
         return RIGHT_FROM
     contract = source.contract
     objective = default_step_objective(contract.readout, contract.label_means, source.attributes)
-    return float(getattr(objective, "right_from", RIGHT_FROM))
+    return objective.right_from
 
 
 def _last_labels(record: Rating, steps: int, columns: int) -> list[list[float]]:

@@ -1,9 +1,9 @@
 """Training objectives, and ``OBJECTIVES``, their registry.
 
 ``model.objective`` names an entry, or ``package.module:Name`` for one from another package: a
-dataclass with the members of ``base.Objective``. Its fields are settings
-(``model.objective_kwargs``), except ``attributes`` and, if it has them, their ``weights`` in the
-merged reward. By default ``model.reward_model_type`` chooses.
+dataclass that inherits from ``base.PairObjective`` or ``base.RatingObjective``. Its fields are
+settings (``model.objective_kwargs``), except ``attributes`` and, if it has them, their ``weights``
+in the merged reward. By default ``model.reward_model_type`` chooses.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields
 from typing import Any
 
 from nemo_aligner.config.common import RecordKind, RewardModelType
 from nemo_aligner.config.model import ModelConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.readout import LOG_ODDS, SIGMOID, Readout
-from nemo_aligner.losses.base import Objective
+from nemo_aligner.losses.base import Objective, PairObjective, RatingObjective
 from nemo_aligner.losses.multi_head import HeadEnsemble
 from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, PlackettLuce, RaoKupper
 from nemo_aligner.losses.regression import (
@@ -143,7 +143,8 @@ def settings_of_run(config: ModelConfig, contract: ScoringContract) -> dict[str,
 
 def objective_settings(objective: Objective) -> dict[str, Any]:
     """Settings of an objective, defaults included."""
-    return {name: getattr(objective, name) for name in _defaults(type(objective))}
+    settings = asdict(objective)
+    return {name: settings[name] for name in _defaults(type(objective))}
 
 
 def settings_with_defaults(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,25 +191,18 @@ def _find(name: str) -> type[Any]:
         kind = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{_KEY}: got {name!r}, {wanted}: {error}") from error
-    lacking = [member for member in _MEMBERS if not hasattr(kind, member)]
-    if not is_dataclass(kind) or lacking:
+    if not _is_objective(kind):
         raise ConfigError(
-            f"{_KEY}: {name}: wanted a dataclass like nemo_aligner.losses.base.Objective"
-            + (f"; it lacks {', '.join(lacking)}" if lacking else "")
+            f"{_KEY}: {name}: wanted a dataclass that inherits from PairObjective or "
+            "RatingObjective (nemo_aligner.losses.base), and defines what they leave abstract"
         )
-    return kind  # type: ignore[return-value]
+    return kind  # type: ignore[no-any-return]
 
 
-_MEMBERS = (
-    "record_kind",
-    "main_metric",
-    "columns",
-    "learns_from_ties",
-    "lowest_label",
-    "loss",
-    "step_metrics",
-    "report",
-)
+def _is_objective(kind: Any) -> bool:
+    """True for a subclass of the base classes that can be created and has its own fields."""
+    is_subclass = isinstance(kind, type) and issubclass(kind, PairObjective | RatingObjective)
+    return is_subclass and not kind.__abstractmethods__
 
 
 def _defaults(kind: type[Any]) -> dict[str, Any]:

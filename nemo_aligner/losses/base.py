@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,72 +28,134 @@ from nemo_aligner.metrics.table import (
 # The interface, and what objectives on pairs and on ratings share.
 
 
-class Objective(Protocol):
-    """A training objective: its loss, the label columns it reads, and its metrics.
+RIGHT_FROM = 0.5  # of labels and rewards from 0 to 1
 
-    Rewards are ``[S, A]``, in the order of ``records``, which hold their owners and labels.
-    ``reply_lengths`` are ``[S]`` integers. An objective may also define ``readout``: its rewards
-    are then the head's ``[S, A * K]`` outputs, K for each attribute.
+
+@dataclass(frozen=True)
+class Objective(ABC):
+    """Base of all training objectives, with a default for every member but the abstract ones.
+
+    A loss inherits from ``PairObjective`` or ``RatingObjective``, which add what those have in
+    common, and overrides what differs, by a property, a class attribute or a field. Its fields are
+    settings.
+
+    ``rewards`` are ``[S, A]``, in the order of ``records``, which hold their owners and labels; an
+    objective with a ``readout`` gets the head's outputs ``[S, A * K]`` instead, K for each
+    attribute, and one that learns scalars gets L columns more.
 
     Attributes:
-        attributes: A names, of the columns of the rewards.
+        attributes: A names, one for each reward of a sample.
         record_kind: kind of records it trains on.
         main_metric: metric that ranks checkpoints by default.
     """
 
+    attributes: tuple[str, ...]
     record_kind: ClassVar[RecordKind]
     main_metric: ClassVar[str]
 
-    @property
-    def attributes(self) -> tuple[str, ...]: ...
+    @abstractmethod
+    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+        """Sum of the losses and their count; the mean is taken once, over the global batch."""
+
+    @abstractmethod
+    def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
+        """Metrics of one batch, in addition to the loss."""
+
+    @abstractmethod
+    def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
+        """Metrics of a whole data set, in addition to the loss.
+
+        ``reply_lengths`` are ``[S]`` integers, in tokens.
+        """
+
+    # Which records and labels it reads.
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Label columns that the data must have."""
-        ...
+        return ()
 
     @property
     def learns_from_ties(self) -> bool:
         """True if comparisons whose completions are all tied contribute to the loss."""
-        ...
+        return False
+
+    @property
+    def takes_comparisons(self) -> bool:
+        """True if an objective on ratings also learns from comparisons."""
+        return False
 
     @property
     def lowest_label(self) -> float | None:
         """Least value allowed in its label columns; None allows all."""
-        ...
+        return None
 
-    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum of the losses and their count; the mean is taken once, over the global batch."""
-        ...
+    @property
+    def highest_label(self) -> float | None:
+        """Greatest value allowed in its label columns; None allows all."""
+        return None
 
-    def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
-        """Metrics of one batch, beside the loss."""
-        ...
+    @property
+    def centres_labels(self) -> bool:
+        """True if it trains on labels minus their means, which are added back to rewards."""
+        return False
 
-    def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
-        """Metrics of a whole data set, beside the loss."""
-        ...
+    def fitted(self, labels: LabelColumns, kept: Readout | None) -> Objective:
+        """Return the objective fitted to the training set's ``labels``; most do not change.
+
+        Args:
+            kept: readout of the head that training starts from; None if it has one output for each
+                attribute.
+
+        Raises:
+            ValueError: the labels do not determine it.
+        """
+        return self
+
+    # How the head's outputs become rewards.
+
+    @property
+    def readout(self) -> Readout | None:
+        """Conversion of outputs into rewards; None if outputs are rewards."""
+        return None
+
+    @property
+    def aggregate(self) -> str | None:
+        """Rule that makes one reward of those of a sample's turns or steps.
+
+        None if it has none, and cannot learn from rewards of turns or steps.
+        """
+        return None
+
+    @property
+    def right_from(self) -> float:
+        """Reward from which on a step counts as right, if steps are scored."""
+        return RIGHT_FROM
+
+    # What the loss needs in addition to rewards.
+
+    @property
+    def is_of_batch(self) -> bool:
+        """True if its loss is not a sum over records but a function of all rewards of a batch."""
+        return False
+
+    @property
+    def start_of_learned(self) -> tuple[float, ...]:
+        """Initial values of L scalars it learns in addition to the weights."""
+        return ()
+
+    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
+        """Report the scalars it learns, by name; empty if there are none, or no rewards."""
+        return {}
 
 
 @dataclass(frozen=True)
-class PairObjective:
+class PairObjective(Objective):
     """Base of objectives on pairs, with one attribute and every metric of pairs."""
 
     attributes: tuple[str, ...] = ("reward",)
     record_kind: ClassVar[RecordKind] = RecordKind.comparison
     main_metric: ClassVar[str] = "accuracy"
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def learns_from_ties(self) -> bool:
-        return False
-
-    @property
-    def lowest_label(self) -> float | None:
-        return None
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
         found = measure_pairs(PairRewards.of(self._sides(rewards, records)), in_step=True)
@@ -105,37 +168,28 @@ class PairObjective:
 
     def _sides(self, outputs: Tensor, records: Records) -> Tensor:
         """Reward of the better and the worse of every pair, ``[P, 2]``."""
-        read = rewards_of(getattr(self, "readout", None), outputs)
-        return torch.stack(records.pairs().of(read[:, 0]), dim=1)
-
-    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
-        """Scalars it learns beside the weights, by name; most objectives have none."""
-        return {}
-
-
-RIGHT_FROM = 0.5  # of labels and rewards from 0 to 1
+        rewards = rewards_of(self.readout, outputs)
+        return torch.stack(records.pairs().of(rewards[:, 0]), dim=1)
 
 
 @dataclass(frozen=True)
-class RatingObjective:
+class RatingObjective(Objective):
     """Base of objectives on rated replies, with a label column for each attribute."""
 
-    attributes: tuple[str, ...]
     record_kind: ClassVar[RecordKind] = RecordKind.rating
     main_metric: ClassVar[str] = "pearson_mean"
-    learns_from_ties: ClassVar[bool] = False
-    lowest_label: ClassVar[float | None] = None
-    # Whether labels are trained on minus their means, which are added back to rewards.
-    centres_labels: ClassVar[bool] = True
 
     @property
     def columns(self) -> tuple[str, ...]:
         return self.attributes
 
     @property
-    def readout(self) -> Readout | None:
-        """Conversion of outputs into rewards; None if outputs are rewards."""
-        return None
+    def centres_labels(self) -> bool:
+        return True
+
+    @property
+    def aggregate(self) -> str | None:
+        return Aggregate.last.value
 
     def errors(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
         """Errors ``[S, A]``, reward minus label and 0 where a label is missing; and a mask."""
@@ -144,11 +198,6 @@ class RatingObjective:
         # ``where`` alone would not do: the gradient of the branch it leaves out is 0 times NaN.
         errors = torch.where(present, records.as_single(rewards) - labels.nan_to_num(), 0.0)
         return errors, present
-
-    @property
-    def right_from(self) -> float:
-        """Where steps are scored, the reward from which on one counts as right."""
-        return RIGHT_FROM
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
         rated = self._rated(rewards, records, torch.zeros(len(rewards), dtype=torch.int64))
@@ -177,19 +226,9 @@ class RatingObjective:
         )
 
 
-def readout_of(objective: Objective) -> Readout | None:
-    """Conversion of its head's outputs into rewards; third-party objectives may lack one."""
-    return getattr(objective, "readout", None)
-
-
-def start_of_learned(objective: Objective) -> tuple[float, ...]:
-    """Initial values of the scalars it learns, which its head appends to each text's outputs."""
-    return getattr(objective, "start_of_learned", ())
-
-
 def count_outputs(objective: Objective) -> int:
     """Count its head's outputs, including all that is only for the loss."""
-    return _count_rewarding(objective) + len(start_of_learned(objective))
+    return _count_rewarding(objective) + len(objective.start_of_learned)
 
 
 def without_learned(objective: Objective, outputs: Tensor) -> Tensor:
@@ -198,13 +237,8 @@ def without_learned(objective: Objective, outputs: Tensor) -> Tensor:
 
 
 def _count_rewarding(objective: Objective) -> int:
-    readout = readout_of(objective)
+    readout = objective.readout
     return len(objective.attributes) * (1 if readout is None else readout.width)
-
-
-def is_of_batch(objective: Objective) -> bool:
-    """True if its loss is no sum over records, but a function of all rewards of a batch at once."""
-    return getattr(objective, "is_of_batch", False)
 
 
 def reward_gradient(objective: Objective, rewards: Tensor, records: Records) -> Tensor:
@@ -221,17 +255,12 @@ def reward_gradient(objective: Objective, rewards: Tensor, records: Records) -> 
     return (gradient * (len(records) / count.clamp(min=1))).float()
 
 
-def aggregate_of(objective: Objective) -> str:
-    """Rule by which it makes one reward of a text of those of its turns or steps."""
-    return getattr(objective, "aggregate", Aggregate.last.value)
-
-
 def losses_per_record(objective: Objective, records: Records) -> float:
     """How many losses the mean over a batch of ``records`` counts for each of them.
 
     It is 1 for most pairs, and the number of labels for ratings.
     """
-    if is_of_batch(objective):
+    if objective.is_of_batch:
         return 1.0
     _, count = objective.loss(torch.zeros(records.num_rewards, count_outputs(objective)), records)
     return int(count) / len(records)
@@ -247,24 +276,10 @@ def spreads_of(readout: Readout | None, outputs: Tensor) -> Tensor | None:
     return None if readout is None else torch.from_numpy(readout.spreads(_on_host(outputs)))
 
 
-def fitted(objective: Objective, labels: LabelColumns, kept: Readout | None) -> Objective:
-    """Fit an objective to the training set's ``labels``; most are returned unchanged.
-
-    Args:
-        kept: readout of the head that training starts from; None if it has one output each.
-
-    Raises:
-        ValueError: the labels do not determine it.
-    """
-    fit = getattr(objective, "fitted", None)
-    return objective if fit is None else fit(labels, kept)
-
-
 def label_limits(objective: Objective, names: Sequence[str]) -> Tensor:
     """Least and greatest label allowed in each column, ``[len(names), 2]`` float32."""
     # A label beyond the outer bins would silently be learned as the outer one.
-    lowest, readout = objective.lowest_label, readout_of(objective)
-    highest = getattr(objective, "highest_label", None)
+    lowest, highest, readout = objective.lowest_label, objective.highest_label, objective.readout
     ends = -math.inf if lowest is None else lowest, math.inf if highest is None else highest
     limits = dict.fromkeys(names, ends)
     if readout is not None and readout.kind == BINS:
@@ -280,46 +295,50 @@ def _on_host(outputs: Tensor) -> np.ndarray:
 # Checks of an objective's settings. A ValueError says what was got, and what was wanted.
 
 
-def check_number(objective: object, name: str, low: float, below: float = math.inf) -> None:
+def check_number(objective: Objective, name: str, low: float, below: float = math.inf) -> None:
     """Check that a setting is finite, at least ``low`` and less than ``below``."""
     less = "" if below == math.inf else f" and less than {below:g}"
     fits = low <= _as_number(objective, name) < below
     _require(objective, name, fits, f"a number of {low:g} or more{less}")
 
 
-def check_above(objective: object, name: str, low: float) -> None:
+def check_above(objective: Objective, name: str, low: float) -> None:
     """Check that a setting is finite and greater than ``low``."""
     value = _as_number(objective, name)
     _require(objective, name, low < value < math.inf, f"a number above {low:g}")
 
 
-def check_flag(objective: object, name: str) -> None:
+def check_flag(objective: Objective, name: str) -> None:
     """Check that a setting is a bool."""
-    _require(objective, name, isinstance(getattr(objective, name), bool), "true or false")
+    _require(objective, name, isinstance(_setting(objective, name), bool), "true or false")
 
 
-def check_whole(objective: object, name: str, low: int) -> None:
+def check_whole(objective: Objective, name: str, low: int) -> None:
     """Check that a setting is an int of at least ``low``."""
-    value = getattr(objective, name)
+    value = _setting(objective, name)
     _require(objective, name, type(value) is int and value >= low, f"a whole number from {low} on")
 
 
-def check_choice(objective: object, name: str, choices: Sequence[str]) -> None:
+def check_choice(objective: Objective, name: str, choices: Sequence[str]) -> None:
     """Check that a setting is one of ``choices``."""
-    fits = getattr(objective, name) in choices
+    fits = _setting(objective, name) in choices
     _require(objective, name, fits, f"one of {', '.join(choices)}")
 
 
-def _as_number(objective: object, name: str) -> float:
+def _setting(objective: Objective, name: str) -> Any:
+    return asdict(objective)[name]
+
+
+def _as_number(objective: Objective, name: str) -> float:
     """Return the setting, or NaN, which no range contains, if it is not a number."""
-    value = getattr(objective, name)
+    value = _setting(objective, name)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number else math.nan
 
 
-def _require(objective: object, name: str, fits: bool, wanted: str) -> None:
+def _require(objective: Objective, name: str, fits: bool, wanted: str) -> None:
     if not fits:
-        raise ValueError(f"{name}: got {getattr(objective, name)!r}, wanted {wanted}")
+        raise ValueError(f"{name}: got {_setting(objective, name)!r}, wanted {wanted}")
 
 
 # Metrics of complete sets of rewards.

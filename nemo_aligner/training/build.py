@@ -33,10 +33,6 @@ from nemo_aligner.data.training_data import TrainingData, TrainLoader, build_tra
 from nemo_aligner.distributed.collectives import current_device, gpu_computes_bf16, on_main
 from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout
 from nemo_aligner.losses import build_objective, settings_of_run
-from nemo_aligner.losses.base import (
-    aggregate_of,
-    start_of_learned,
-)
 from nemo_aligner.models.activation_offload import offload_activations
 from nemo_aligner.models.lora import LoraDropout, train_adapters_alone
 from nemo_aligner.models.reward_model import (
@@ -120,7 +116,7 @@ def build_data(config: TrainConfig) -> TrainingData:
     contract = build_contract(model, tokenizer, config.precision, start, earlier_contract)
     # Before the contract is compared with that of the model to start from.
     objective = build_objective(model, contract.attributes, contract.attribute_weights)
-    contract = with_aggregate(contract, aggregate_of(objective))
+    contract = with_aggregate(contract, objective.aggregate)
     if start is not None:
         contract = continue_contract(
             contract,
@@ -277,7 +273,7 @@ def _load(config: TrainConfig, data: TrainingData, layout: ParallelLayout) -> Pr
     _begin_head(config, data, pretrained)
     if pretrained.model.post_process:
         # Only now: archives have weights of texts' outputs, and none of an objective's own.
-        pretrained.model.rm_head.learn_beside(start_of_learned(data.objective))
+        pretrained.model.rm_head.learn_beside(data.objective.start_of_learned)
     return pretrained
 
 

@@ -30,13 +30,10 @@ from nemo_aligner.distributed.collectives import agree, current_device, gather_o
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.losses.base import (
     Objective,
-    aggregate_of,
     count_outputs,
-    is_of_batch,
     losses_per_record,
     measure_set,
     measure_step,
-    readout_of,
     reward_gradient,
     rewards_of,
     without_learned,
@@ -151,7 +148,7 @@ class RewardLearner:
 
         That takes a forward pass of its own, whose rewards are those of the next one.
         """
-        if not is_of_batch(self.objective):
+        if not self.objective.is_of_batch:
             return self.objective.loss
         self._ddp.train()
         mine = forward(self._ddp, plan.packs, self._layout)
@@ -274,7 +271,7 @@ def describe_rewards(
 
 def whole_rewards(objective: Objective, labels: LabelColumns, outputs: Tensor) -> Tensor:
     """``[S, A]`` float64 of a head's ``outputs``, what labels were centred on added."""
-    read = rewards_of(readout_of(objective), without_learned(objective, outputs))
+    read = rewards_of(objective.readout, without_learned(objective, outputs))
     return read.double() + torch.tensor(labels.offsets(objective.attributes), dtype=torch.float64)
 
 
@@ -284,9 +281,9 @@ def _spread(objective: Objective, records: Records, rewards: Tensor) -> dict[str
     Of texts, where the objective aggregates the rewards of their turns or steps; else of these.
     """
     measured = whole_rewards(objective, records.labels, rewards)
-    how = aggregate_of(objective)
-    if records.texts is not None and how != Aggregate.last.value:
-        measured = rewards_of_texts(measured, records, Aggregate(how))
+    rule = objective.aggregate
+    if records.texts is not None and rule not in (None, Aggregate.last.value):
+        measured = rewards_of_texts(measured, records, Aggregate(rule))
     averages, deviations = measured.mean(0).tolist(), measured.std(0, correction=0).tolist()
     spread: dict[str, float] = {}
     for name, mean, deviation in zip(objective.attributes, averages, deviations, strict=True):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_aligner.batch.packed import Records
-from nemo_aligner.losses.base import PairObjective, count_outputs, is_of_batch, reward_gradient
+from nemo_aligner.losses.base import PairObjective, count_outputs, reward_gradient
 from nemo_aligner.losses.pairwise import BradleyTerry, pearson
 from tests.losses.hand_made import accepted, check_any_batch, check_gradient, learn, ranked
 
@@ -77,7 +77,7 @@ def test_gradient_by_reward_is_that_of_the_whole_batch(objective: PairObjective)
         (wanted,) = torch.autograd.grad(total / count, leaf)
         got = reward_gradient(objective, rewards, records) / len(records)
         torch.testing.assert_close(got, wanted.float())
-        if not is_of_batch(objective):
+        if not objective.is_of_batch:
             check_any_batch(objective, rewards, records)
     alone = torch.ones(2, count_outputs(objective))
     gradient = reward_gradient(objective, alone, PAIRS.select([0]))

@@ -183,7 +183,7 @@ def test_evaluation_measures_probabilities_by_the_loss_of_training() -> None:
     rewards = trained.readout.rewards(np.array(outputs)[:, None])[:, 0].tolist()
     wanted, count = loss_of(trained, outputs, stepped(labels))
     assert loss_of(evaluated, rewards, stepped(labels)) == (pytest.approx(wanted, rel=1e-6), count)
-    assert evaluated.right_from == trained.right_from  # type: ignore[attr-defined]
+    assert evaluated.right_from == trained.right_from
     certain, _ = loss_of(evaluated, [0.0, 1.0], stepped([[1.0, 0.0]]))
     assert 80 < certain < 120
     earlier = default_step_objective(None, [0.0], ["right"])
