@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nemo_aligner.batch.outputs import OutputColumns
 from nemo_aligner.batch.packed import (
     CachedPrefix,
     Group,
@@ -222,3 +223,14 @@ def test_ranks_share_out_a_pack_evenly_with_all_that_is_read(ranks: int, multipl
     positions[batch.num_tokens :] = 0
     work = [int(positions[share.rows].sum()) for share in shares]
     assert max(work) < 1.1 * sum(work) / ranks
+
+
+def test_columns_of_a_heads_outputs_are_told_apart_in_their_order() -> None:
+    columns = OutputColumns(num_attributes=2, outputs_per_attribute=3, num_learned=1)
+    outputs = torch.arange(4 * columns.count).view(4, 7)
+    named = columns.split(outputs)
+    assert named.attributes[0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert named.learned[0].tolist() == [6]
+    assert torch.equal(named.joined(), outputs)
+    assert columns.by_attribute(outputs)[0].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert OutputColumns(2).split(outputs[:, :2]).learned.shape == (4, 0)

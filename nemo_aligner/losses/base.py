@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_aligner.batch.outputs import OutputColumns
 from nemo_aligner.batch.packed import LabelColumns, Records
 from nemo_aligner.config.common import Aggregate, RecordKind
 from nemo_aligner.contract.readout import BINS, Readout
@@ -39,9 +40,9 @@ class Objective(ABC):
     common, and overrides what differs, by a property, a class attribute or a field. Its fields are
     settings.
 
-    ``rewards`` are ``[S, A]``, in the order of ``records``, which hold their owners and labels; an
-    objective with a ``readout`` gets the head's outputs ``[S, A * K]`` instead, K for each
-    attribute, and one that learns scalars gets L columns more.
+    ``rewards`` are ``[S, A]``, in the order of ``records``, which hold their owners and labels. An
+    objective with a ``readout`` gets K outputs for each attribute instead, and one that learns
+    scalars also gets these: ``output_columns`` tells them apart.
 
     Attributes:
         attributes: A names, one for each reward of a sample.
@@ -144,6 +145,12 @@ class Objective(ABC):
         """Initial values of L scalars it learns in addition to the weights."""
         return ()
 
+    @property
+    def output_columns(self) -> OutputColumns:
+        """Columns of the head's outputs, which its methods take as ``rewards``."""
+        width = 1 if self.readout is None else self.readout.width
+        return OutputColumns(len(self.attributes), width, len(self.start_of_learned))
+
     def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
         """Report the scalars it learns, by name; empty if there are none, or no rewards."""
         return {}
@@ -168,7 +175,7 @@ class PairObjective(Objective):
 
     def _sides(self, outputs: Tensor, records: Records) -> Tensor:
         """Reward of the better and the worse of every pair, ``[P, 2]``."""
-        rewards = rewards_of(self.readout, outputs)
+        rewards = rewards_of(self.readout, self.output_columns.split(outputs).attributes)
         return torch.stack(records.pairs().of(rewards[:, 0]), dim=1)
 
 
@@ -218,27 +225,13 @@ class RatingObjective(Objective):
         return StepVerdicts.of(rewards, labels, sizes, self.attributes, self.right_from)
 
     def _rated(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> RatedRewards:
-        outputs, labels = records.as_single(rewards), records.labels.targets(self.attributes)
+        outputs = records.as_single(self.output_columns.split(rewards).attributes)
+        labels = records.labels.targets(self.attributes)
         lengths = records.as_single(reply_lengths)
         spreads = spreads_of(self.readout, outputs)
         return RatedRewards.of(
             rewards_of(self.readout, outputs), labels, self.attributes, lengths, spreads
         )
-
-
-def count_outputs(objective: Objective) -> int:
-    """Count its head's outputs, including all that is only for the loss."""
-    return _count_rewarding(objective) + len(objective.start_of_learned)
-
-
-def without_learned(objective: Objective, outputs: Tensor) -> Tensor:
-    """``outputs [S, count_outputs]`` without what is only for the loss."""
-    return outputs[:, : _count_rewarding(objective)]
-
-
-def _count_rewarding(objective: Objective) -> int:
-    readout = objective.readout
-    return len(objective.attributes) * (1 if readout is None else readout.width)
 
 
 def reward_gradient(objective: Objective, rewards: Tensor, records: Records) -> Tensor:
@@ -262,7 +255,8 @@ def losses_per_record(objective: Objective, records: Records) -> float:
     """
     if objective.is_of_batch:
         return 1.0
-    _, count = objective.loss(torch.zeros(records.num_rewards, count_outputs(objective)), records)
+    rewards = torch.zeros(records.num_rewards, objective.output_columns.count)
+    _, count = objective.loss(rewards, records)
     return int(count) / len(records)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_aligner.batch.outputs import HeadOutputs, OutputColumns
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.batch.pairs import PairRows
 from nemo_aligner.config.common import Aggregate
@@ -108,14 +109,17 @@ class BradleyTerry(PairObjective):
 
     def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
         """Sum over records of their pairs' mean loss, and their count, of rewards ``[S, 1]``."""
-        rewards, records = self._of_texts(rewards, records)
+        outputs, records = self._of_texts(self.output_columns.split(rewards), records)
+        rewards = outputs.attributes[:, 0]
         # K ranked completions are K (K - 1) / 2 pairs, which share one record's weight (eq. 1).
         pairs = records.pairs(with_ties=self.learns_from_ties)
-        better, worse = pairs.of(rewards[:, 0])
+        better, worse = pairs.of(rewards)
         margins = better - worse
         if self._reads_lengths:
             lengths = reply_lengths(rewards, records)
-            bias = pairs.of(rewards[:, 1])[0] if self.learn_length_bias else self.length_bias
+            bias: Tensor | float = self.length_bias
+            if self.learn_length_bias:
+                bias = pairs.of(outputs.learned[:, 0])[0]
             margins = margins + explained_by_length(bias, lengths, pairs)
         labels = self._labels(pairs, records)
         losses = self._ordered(-margins, labels)
@@ -128,7 +132,7 @@ class BradleyTerry(PairObjective):
             return pairs.sum_and_count(losses)
         losses = weigh_longer_chosen(losses, self.longer_chosen_weight, lengths, pairs)
         total, count = pairs.sum_and_count(losses)
-        r = length_correlation(rewards[:, 0], lengths, pairs, self.length_correlation_of)
+        r = length_correlation(rewards, lengths, pairs, self.length_correlation_of)
         return total + count * self.length_correlation_penalty * r.square(), count
 
     @property
@@ -148,7 +152,7 @@ class BradleyTerry(PairObjective):
     def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
         if not self.learn_length_bias or len(rewards) == 0:
             return {}
-        return {"length_bias": float(rewards[0, 1])}
+        return {"length_bias": float(self.output_columns.split(rewards).learned[0, 0])}
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
         return super().step_metrics(*self._measured(rewards, records))
@@ -159,18 +163,17 @@ class BradleyTerry(PairObjective):
 
     def _measured(self, rewards: Tensor, records: Records) -> tuple[Tensor, Records]:
         """As ``_of_texts``, rounded once, as evaluation and a server do it."""
-        merged, texts = self._of_texts(rewards.double(), records)
-        return merged.to(rewards.dtype), texts
+        outputs = self.output_columns.split(rewards.double())
+        merged, records = self._of_texts(outputs, records)
+        return merged.joined().to(rewards.dtype), records
 
-    def _of_texts(self, rewards: Tensor, records: Records) -> tuple[Tensor, Records]:
-        """One reward of each text, and the records that own them."""
+    def _of_texts(self, outputs: HeadOutputs, records: Records) -> tuple[HeadOutputs, Records]:
+        """One reward of each sample, and the records that own them."""
         if records.texts is None:
-            return rewards, records
-        # Behind the rewards stand scalars that the loss learns, the same in every row.
-        attributes = len(self.attributes)
-        merged = aggregate(rewards[:, :attributes], records, self.aggregate)
-        learned = aggregate(rewards[:, attributes:], records, Aggregate.last.value)
-        return torch.cat([merged, learned], dim=1), records.of_texts()
+            return outputs, records
+        merged = aggregate(outputs.attributes, records, self.aggregate)
+        learned = aggregate(outputs.learned, records, Aggregate.last.value)
+        return HeadOutputs(merged, learned), records.of_texts()
 
     def _labels(self, pairs: PairRows, records: Records) -> Tensor | None:
         """Label ``[P]`` of every pair's record; None if labels are unused."""
@@ -302,6 +305,11 @@ class TieModel(Protocol):
         """True if the parameter is a function of a learned x."""
         ...
 
+    @property
+    def output_columns(self) -> OutputColumns:
+        """Columns of the head's outputs; x is one of them where it is learned."""
+        ...
+
     def parameter(self, x: float) -> float:
         """Compute the parameter from x."""
         ...
@@ -318,11 +326,12 @@ class TieModel(Protocol):
 def won_or_tied(model: TieModel, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
     """Sum over records of their pairs' mean loss, and the count of records.
 
-    Takes rewards ``[S, 1]``, or ``[S, 2]`` with x where it is learned.
+    Takes rewards ``[S, 1]``, and x where it is learned.
     """
+    outputs = model.output_columns.split(rewards)
     pairs = records.pairs(with_ties=True)
-    better, worse = pairs.of(rewards[:, 0])
-    x = pairs.of(rewards[:, 1])[0] if model.learned else None
+    better, worse = pairs.of(outputs.attributes[:, 0])
+    x = pairs.of(outputs.learned[:, 0])[0] if model.learned else None
     losses = model.won(better - worse, x)
     if pairs.are_ties is not None:
         are_ties = to_device(pairs.are_ties, losses.device)
@@ -334,7 +343,8 @@ def tie_parameter_of(model: TieModel, rewards: Tensor) -> dict[str, float]:
     """Report the learned parameter, from rewards with x; empty if it is fixed."""
     if not model.learned or len(rewards) == 0:
         return {}
-    return {"tie_parameter": model.parameter(float(rewards[0, 1]))}
+    x = float(model.output_columns.split(rewards).learned[0, 0])
+    return {"tie_parameter": model.parameter(x)}
 
 
 # Davidson.

@@ -162,9 +162,9 @@ class Quantiles(RatingObjective):
         levels = to_device(torch.tensor(self.levels, dtype=outputs.dtype), outputs.device)
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
-        shape = (len(self.attributes), len(self.levels))
+        quantiles = self.output_columns.by_attribute(records.as_single(outputs))
         # u > 0: the output is too low, which costs t of the distance; too high costs 1 - t of it.
-        short = labels.nan_to_num()[..., None] - records.as_single(outputs).unflatten(1, shape)
+        short = labels.nan_to_num()[..., None] - quantiles
         losses = torch.maximum(levels * short, (levels - 1) * short).mean(dim=2)
         return torch.where(present, losses, 0.0).sum(), present.sum()
 
@@ -233,7 +233,7 @@ class OrdinalBins(RatingObjective):
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
         # Softmax in each attribute's own K outputs.
-        logits = records.as_single(outputs).unflatten(1, (len(self.attributes), readout.width))
+        logits = self.output_columns.by_attribute(records.as_single(outputs))
         weights = _two_hot(labels.nan_to_num().to(outputs.dtype), values)
         losses = -(weights * logits.log_softmax(dim=2)).sum(dim=2)
         return torch.where(present, losses, 0.0).sum(), present.sum()

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_aligner.batch.outputs import HeadOutputs
 from nemo_aligner.models.layers import invariant_linear, rows_now
 from nemo_aligner.models.shape import HeadShape
 
@@ -59,8 +60,8 @@ class RewardHead(HeadLayer):
         if "hidden.weight" in drawn:
             self.hidden = HeadLayer(drawn["hidden.weight"], drawn.get("hidden.bias"))
 
-    def learn_beside(self, start: Sequence[float]) -> None:
-        """Append scalars that an objective learns, ``start`` at first, to each text's outputs."""
+    def add_learned_scalars(self, start: Sequence[float]) -> None:
+        """Add scalars that an objective learns, ``start`` at first, to the outputs of each row."""
         if start:
             numbers = torch.tensor(start, dtype=torch.float32, device=self.weight.device)
             self.learned = torch.nn.Parameter(numbers)
@@ -72,7 +73,7 @@ class RewardHead(HeadLayer):
             hidden = self.hidden(hidden, rows).relu()
         outputs = super().forward(hidden, rows)
         if self.learned is not None:
-            outputs = torch.cat([outputs, self.learned.expand(len(outputs), -1)], dim=1)
+            outputs = HeadOutputs(outputs, self.learned.expand(len(outputs), -1)).joined()
         return outputs
 
 

@@ -180,9 +180,10 @@ class GPTRewardModel(GPTModel):
         ``pool`` has the keys and values of the beginnings that the pack takes from a cache.
 
         Returns:
-            On the last pipeline stage rewards ``[S, num_attributes]`` float32, or a critic's values
-            ``[T, num_attributes]``; on the others hidden states ``[T, 1, hidden]`` for the next
-            stage (``T / tp`` tokens under sequence parallelism).
+            On the last pipeline stage the head's outputs ``[S, columns]`` float32, in the order of
+            ``OutputColumns``, or a critic's values ``[T, num_attributes]``; on the others hidden
+            states ``[T, 1, hidden]`` for the next stage (``T / tp`` tokens under sequence
+            parallelism).
         """
         rows, count = self._read_rows(batch)
         # The last layer goes on with these rows alone.

@@ -272,8 +272,8 @@ def _load(config: TrainConfig, data: TrainingData, layout: ParallelLayout) -> Pr
     )
     _begin_head(config, data, pretrained)
     if pretrained.model.post_process:
-        # Only now: archives have weights of texts' outputs, and none of an objective's own.
-        pretrained.model.rm_head.learn_beside(data.objective.start_of_learned)
+        # Only after loading: archives have the head's weights, but no scalars of an objective.
+        pretrained.model.rm_head.add_learned_scalars(data.objective.start_of_learned)
     return pretrained
 
 

@@ -18,7 +18,6 @@ from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.data.token_cache import IndexPlace, are_kept
 from nemo_aligner.data.training_data import TrainingData, TrainLoader
 from nemo_aligner.distributed.layout import LayoutSizes, check_sizes
-from nemo_aligner.losses.base import count_outputs
 from nemo_aligner.models.attention.packed import copies_keys, why_gathered
 from nemo_aligner.models.attention.segments import chains_of
 from nemo_aligner.models.pointwise.choice import choose_kernels
@@ -76,7 +75,7 @@ def check_run(config: TrainConfig, processes: int) -> str:
     checkpoints = open_checkpoints(config.exp_manager, data)
     build_early_stopping(config.exp_manager, data)
     head_is_new = start is None or config.pretrained_checkpoint.new_head
-    num_outputs = count_outputs(data.objective)
+    num_outputs = data.objective.output_columns.count
     plan = _plan(config, layout, loader, total_steps, num_outputs, shape)
     return "\n".join(
         [

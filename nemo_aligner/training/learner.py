@@ -30,13 +30,11 @@ from nemo_aligner.distributed.collectives import agree, current_device, gather_o
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.losses.base import (
     Objective,
-    count_outputs,
     losses_per_record,
     measure_set,
     measure_step,
     reward_gradient,
     rewards_of,
-    without_learned,
 )
 from nemo_aligner.models.experts import describe_load, take_load
 from nemo_aligner.models.reward_model import unwrap_after_training
@@ -176,7 +174,7 @@ class RewardLearner:
         self, mine: Tensor | None, batches: Sequence[PackedBatch], records: Records
     ) -> Tensor:
         # The head's outputs, more than one for an attribute where a loss has quantiles or bins.
-        shape = (records.num_rewards, count_outputs(self.objective))
+        shape = (records.num_rewards, self.objective.output_columns.count)
         return gather_rewards(mine, batches, shape, self._layout)
 
     def validate(self, watch: Watch = unwatched) -> dict[str, float]:
@@ -271,8 +269,9 @@ def describe_rewards(
 
 def whole_rewards(objective: Objective, labels: LabelColumns, outputs: Tensor) -> Tensor:
     """``[S, A]`` float64 of a head's ``outputs``, what labels were centred on added."""
-    read = rewards_of(objective.readout, without_learned(objective, outputs))
-    return read.double() + torch.tensor(labels.offsets(objective.attributes), dtype=torch.float64)
+    rewards = rewards_of(objective.readout, objective.output_columns.split(outputs).attributes)
+    offsets = torch.tensor(labels.offsets(objective.attributes), dtype=torch.float64)
+    return rewards.double() + offsets
 
 
 def _spread(objective: Objective, records: Records, rewards: Tensor) -> dict[str, float]:
@@ -306,7 +305,7 @@ def validation_metric_names(
         for index, kind in enumerate(zip(dataset.sources, are_ratings, strict=True)):
             first.setdefault(kind, index)
         few = dataset.select(list(first.values()))
-        rewards = torch.zeros(few.records.num_rewards, count_outputs(objective))
+        rewards = torch.zeros(few.records.num_rewards, objective.output_columns.count)
         names += [f"{dataset.name}/{name}" for name in describe_rewards(objective, few, rewards)]
     return names
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nemo_aligner.batch.packed import LabelColumns, Records
-from nemo_aligner.losses.base import Objective, count_outputs, mean_loss
+from nemo_aligner.losses.base import Objective, mean_loss
 
 
 def ranked(*ranks: Sequence[int], label_margins: Sequence[float] | None = None) -> Records:
@@ -69,7 +69,7 @@ def learn(objective: Objective, features: Tensor, records: Records, steps: int =
 
     Its loss is checked to have come down.
     """
-    model = torch.nn.Linear(features.shape[1], count_outputs(objective), dtype=torch.float64)
+    model = torch.nn.Linear(features.shape[1], objective.output_columns.count, dtype=torch.float64)
     torch.nn.init.zeros_(model.weight)
     torch.nn.init.zeros_(model.bias)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_aligner.batch.packed import Records
-from nemo_aligner.losses.base import Objective, count_outputs
+from nemo_aligner.losses.base import Objective
 from nemo_aligner.losses.multi_head import HeadEnsemble, bootstrap_counts
 from nemo_aligner.losses.pairwise import BradleyTerry, Davidson, PlackettLuce, RaoKupper
 from nemo_aligner.losses.regression import (
@@ -62,7 +62,7 @@ def test_gradient_and_sums_do_not_depend_on_the_batch_and_wait_for_no_device(
 ) -> None:
     """The first to fail where a gradient is not that of the loss."""
     for records in (RANKED, PAIRS) if objective.main_metric == "accuracy" else (RATED,):
-        shape = (records.num_rewards, count_outputs(objective))
+        shape = (records.num_rewards, objective.output_columns.count)
         rewards = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         check_gradient(objective, rewards, records)
         check_any_batch(objective, rewards, records)
@@ -101,7 +101,7 @@ def test_heads_of_an_ensemble_learn_each_from_a_sample_of_its_own() -> None:
 
 def check_far_apart(objective: Objective, rewards: torch.Tensor, records: Records) -> None:
     """In fp32, also where a pair is as good as certain or a reward of no use."""
-    if getattr(objective, "learned", False):
+    if objective.start_of_learned:
         rewards = torch.full_like(rewards, objective.start_of_learned[0])
     levels = torch.tensor(FAR_APART).repeat(len(rewards))[: len(rewards)]
     rewards = torch.cat([levels[:, None], rewards[:, 1:]], dim=1).requires_grad_()

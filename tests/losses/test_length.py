@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_aligner.batch.packed import Records
-from nemo_aligner.losses.base import PairObjective, count_outputs, reward_gradient
+from nemo_aligner.losses.base import PairObjective, reward_gradient
 from nemo_aligner.losses.pairwise import BradleyTerry, pearson
 from tests.losses.hand_made import accepted, check_any_batch, check_gradient, learn, ranked
 
@@ -69,7 +69,7 @@ def test_terms_against_length_are_those_written_out() -> None:
 def test_gradient_by_reward_is_that_of_the_whole_batch(objective: PairObjective) -> None:
     """Packs that use it add up to the mean loss; a loss that is a sum does so by itself."""
     for records in (PAIRS, RANKED):
-        shape = (records.num_rewards, count_outputs(objective))
+        shape = (records.num_rewards, objective.output_columns.count)
         rewards = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         check_gradient(objective, rewards, records)
         leaf = rewards.double().requires_grad_()
@@ -79,7 +79,7 @@ def test_gradient_by_reward_is_that_of_the_whole_batch(objective: PairObjective)
         torch.testing.assert_close(got, wanted.float())
         if not objective.is_of_batch:
             check_any_batch(objective, rewards, records)
-    alone = torch.ones(2, count_outputs(objective))
+    alone = torch.ones(2, objective.output_columns.count)
     gradient = reward_gradient(objective, alone, PAIRS.select([0]))
     assert bool(torch.isfinite(gradient).all()), "of rewards that are all the same"
     assert float(objective.loss(alone[:0], PAIRS.select([]))[0]) == 0

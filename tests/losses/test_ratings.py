@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_aligner.batch.packed import LabelColumns, Records
 from nemo_aligner.contract.readout import Readout
-from nemo_aligner.losses.base import count_outputs, label_limits, rewards_of, spreads_of
+from nemo_aligner.losses.base import label_limits, rewards_of, spreads_of
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.losses.regression import (
     Huber,
@@ -97,7 +97,7 @@ def test_ordinal_bins_values_are_given_for_all_by_name_or_taken_from_the_labels(
     assert for_all.readout == Readout("bins", ((0.0, 1.0),) * 2)
     kept = Readout("bins", ((0.0, 5.0),) * 2)
     assert OrdinalBins(NAMES).fitted(labels, kept).readout == kept
-    assert count_outputs(measured) == 6
+    assert measured.output_columns.count == 6
     assert label_limits(measured, NAMES).tolist() == [[1.0, 3.0], [-2.0, 6.0]]
     with pytest.raises(ValueError, match=r"wanted them, .* brief are one"):
         OrdinalBins(NAMES).fitted(rated(torch.tensor([[1.0, 2.0], [3.0, 2.0]])).labels, None)

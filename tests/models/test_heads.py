@@ -196,7 +196,7 @@ def test_head_and_adapters_are_called_wherever_they_have_weights(layout: Any) ->
                 num_attributes=2,
                 precision=Precision.fp32,
             )
-            model.rm_head.learn_beside([1.0])
+            model.rm_head.add_learned_scalars([1.0])
             missed = modules_that_are_not_called(model, PackedBatch.pack([[1, 2, 3], [4, 5]]))
             if missed:
                 unseen[head, adapted] = missed

@@ -204,7 +204,7 @@ def test_own_storage_is_the_same_memory_and_outlives_its_tensor() -> None:
 def test_run_weights_are_those_that_train(layout: Any) -> None:
     """With LoRA the adapters and all of the head; without it everything."""
     model = build(layout, LORA, head=HeadShape(bias=True, mlp_size=8))
-    model.rm_head.learn_beside([1.0])
+    model.rm_head.add_learned_scalars([1.0])
     of_head = {f"model.rm_head.{name}" for name, _ in model.rm_head.named_parameters()}
     assert len(of_head) == 5
     names = set(sharded_weights(model))
@@ -234,7 +234,7 @@ def test_run_weights_digest_sees_one_bit_of_a_frozen_weight_and_none_of_others(
     layout: Any,
 ) -> None:
     model = build(layout, LORA, head=HeadShape(bias=True, mlp_size=8))
-    model.rm_head.learn_beside([1.0])
+    model.rm_head.add_learned_scalars([1.0])
     before = frozen_digest(model)
     perturb(model)
     with torch.no_grad():

@@ -1,0 +1,62 @@
+"""Outputs of a reward head by name, and the order of their columns, which only this module knows.
+
+A head gives one tensor, because pipeline stages and ranks exchange one: K outputs for each of A
+attributes, attribute by attribute, and then L scalars that a loss learns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HeadOutputs:
+    """Outputs of a reward head for S samples, turns or steps.
+
+    Attributes:
+        attributes: ``[S, A * K]``, from which rewards are read.
+        learned: ``[S, L]`` scalars that a loss learns, the same in every row.
+    """
+
+    attributes: Tensor
+    learned: Tensor
+
+    def joined(self) -> Tensor:
+        """Join the columns to ``[S, A * K + L]``; ``OutputColumns.split`` is the inverse."""
+        return torch.cat([self.attributes, self.learned], dim=1)
+
+
+@dataclass(frozen=True)
+class OutputColumns:
+    """Columns of a head's outputs, as an objective needs them.
+
+    Attributes:
+        num_attributes: A.
+        outputs_per_attribute: K, which is 1 unless the objective has a readout.
+        num_learned: L.
+    """
+
+    num_attributes: int
+    outputs_per_attribute: int = 1
+    num_learned: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of columns, ``A * K + L``."""
+        return self._num_read + self.num_learned
+
+    @property
+    def _num_read(self) -> int:
+        return self.num_attributes * self.outputs_per_attribute
+
+    def split(self, outputs: Tensor) -> HeadOutputs:
+        """Split ``outputs [S, A * K + L]``."""
+        return HeadOutputs(outputs[:, : self._num_read], outputs[:, self._num_read :])
+
+    def by_attribute(self, outputs: Tensor) -> Tensor:
+        """Return the ``[S, A, K]`` outputs of each attribute, of ``outputs [S, A * K + L]``."""
+        shape = (self.num_attributes, self.outputs_per_attribute)
+        return self.split(outputs).attributes.unflatten(1, shape)
