@@ -1,9 +1,9 @@
 """Training objectives, and ``OBJECTIVES``, their registry.
 
 ``model.objective`` names an entry, or ``package.module:Name`` for one from another package: a
-dataclass with the members of ``base.Objective``. Its fields are settings
-(``model.objective_kwargs``), except ``attributes`` and, if it has them, their ``weights`` in the
-merged reward. By default ``model.reward_model_type`` chooses.
+dataclass that inherits from ``base.PairObjective`` or ``base.RatingObjective``. Its fields are
+settings (``model.objective_kwargs``), except ``attributes`` and, if it has them, their ``weights``
+in the merged reward. By default ``model.reward_model_type`` chooses.
 """
 
 from __future__ import annotations

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_aligner.batch.outputs import HeadOutputs
+from nemo_aligner.batch.outputs import HeadOutputs, OutputColumns
 from nemo_aligner.batch.packed import Records
 from nemo_aligner.batch.pairs import PairRows
 from nemo_aligner.config.common import Aggregate
@@ -298,61 +297,61 @@ def _cosine(first: Tensor, second: Tensor) -> Tensor:
 Number: TypeAlias = float | Tensor
 
 
-@dataclass(frozen=True)
-class TieObjective(PairObjective):
-    """Base of models of ties: negative log-likelihoods of pairs that are won, and that are tied.
-
-    Attributes:
-        tie_parameter: how often equal replies are tied.
-        learned: start at ``tie_parameter`` and learn x, of which it is a function.
-    """
-
-    tie_parameter: float = 1.0
-    learned: bool = False
+class TieModel(Protocol):
+    """Negative log-likelihoods of a pair that is won, and of one that is tied."""
 
     @property
-    def learns_from_ties(self) -> bool:
-        return True
+    def learned(self) -> bool:
+        """True if the parameter is a function of a learned x."""
+        ...
 
-    @abstractmethod
+    @property
+    def output_columns(self) -> OutputColumns:
+        """Columns of the head's outputs; x is one of them where it is learned."""
+        ...
+
     def parameter(self, x: float) -> float:
         """Compute the parameter from x."""
+        ...
 
-    @abstractmethod
     def won(self, margins: Tensor, x: Tensor | None) -> Tensor:
         """Losses ``[P]`` of pairs that were won, from better minus worse rewards."""
+        ...
 
-    @abstractmethod
     def tied(self, margins: Tensor, x: Tensor | None) -> Tensor:
         """Losses ``[P]`` of pairs that were tied."""
+        ...
 
-    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
-        """Sum over records of their pairs' mean loss, and the count of records.
 
-        Takes rewards ``[S, 1]``, and x where it is learned.
-        """
-        outputs = self.output_columns.split(rewards)
-        pairs = records.pairs(with_ties=True)
-        better, worse = pairs.of(outputs.attributes[:, 0])
-        x = pairs.of(outputs.learned[:, 0])[0] if self.learned else None
-        losses = self.won(better - worse, x)
-        if pairs.are_ties is not None:
-            are_ties = to_device(pairs.are_ties, losses.device)
-            losses = torch.where(are_ties, self.tied(better - worse, x), losses)
-        return pairs.sum_and_count(losses)
+def won_or_tied(model: TieModel, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+    """Sum over records of their pairs' mean loss, and the count of records.
 
-    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
-        if not self.learned or len(rewards) == 0:
-            return {}
-        x = float(self.output_columns.split(rewards).learned[0, 0])
-        return {"tie_parameter": self.parameter(x)}
+    Takes rewards ``[S, 1]``, and x where it is learned.
+    """
+    outputs = model.output_columns.split(rewards)
+    pairs = records.pairs(with_ties=True)
+    better, worse = pairs.of(outputs.attributes[:, 0])
+    x = pairs.of(outputs.learned[:, 0])[0] if model.learned else None
+    losses = model.won(better - worse, x)
+    if pairs.are_ties is not None:
+        are_ties = to_device(pairs.are_ties, losses.device)
+        losses = torch.where(are_ties, model.tied(better - worse, x), losses)
+    return pairs.sum_and_count(losses)
+
+
+def tie_parameter_of(model: TieModel, rewards: Tensor) -> dict[str, float]:
+    """Report the learned parameter, from rewards with x; empty if it is fixed."""
+    if not model.learned or len(rewards) == 0:
+        return {}
+    x = float(model.output_columns.split(rewards).learned[0, 0])
+    return {"tie_parameter": model.parameter(x)}
 
 
 # Davidson.
 
 
 @dataclass(frozen=True)
-class Davidson(TieObjective):
+class Davidson(PairObjective):
     """Wins, losses and ties in proportion to ``exp(m / 2)``, ``exp(-m / 2)`` and ``tie_parameter``.
 
     A tie is as likely as the geometric mean of a win and a loss, times the parameter (Davidson
@@ -365,13 +364,27 @@ class Davidson(TieObjective):
         learned: start at ``tie_parameter`` and learn x, whose ``exp(x)`` it is.
     """
 
+    tie_parameter: float = 1.0
+    learned: bool = False
+
     def __post_init__(self) -> None:
         check_flag(self, "learned")
         check_above(self, "tie_parameter", 0)
 
     @property
+    def learns_from_ties(self) -> bool:
+        return True
+
+    @property
     def start_of_learned(self) -> tuple[float, ...]:
         return (math.log(self.tie_parameter),) if self.learned else ()
+
+    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+        """See ``won_or_tied``."""
+        return won_or_tied(self, rewards, records)
+
+    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
+        return tie_parameter_of(self, rewards)
 
     def parameter(self, x: float) -> float:
         return math.exp(x)
@@ -395,7 +408,7 @@ _LOG_2 = math.log(2)
 
 
 @dataclass(frozen=True)
-class RaoKupper(TieObjective):
+class RaoKupper(PairObjective):
     """Won with ``sigmoid(m - h)``, lost with ``sigmoid(-m - h)``, else tied, at the margin m.
 
     h is ``log(tie_parameter)``, a threshold below which differences go unnoticed (Rao and Kupper
@@ -408,14 +421,26 @@ class RaoKupper(TieObjective):
     """
 
     tie_parameter: float = 2.0
+    learned: bool = False
 
     def __post_init__(self) -> None:
         check_flag(self, "learned")
         check_above(self, "tie_parameter", 1)
 
     @property
+    def learns_from_ties(self) -> bool:
+        return True
+
+    @property
     def start_of_learned(self) -> tuple[float, ...]:
         return (math.log(self.tie_parameter - 1),) if self.learned else ()
+
+    def loss(self, rewards: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+        """See ``won_or_tied``."""
+        return won_or_tied(self, rewards, records)
+
+    def numbers_learned(self, rewards: Tensor) -> dict[str, float]:
+        return tie_parameter_of(self, rewards)
 
     def parameter(self, x: float) -> float:
         return 1 + math.exp(x)
