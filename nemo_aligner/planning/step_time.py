@@ -28,13 +28,13 @@ from nemo_aligner.planning.cost import (
 )
 from nemo_aligner.planning.memory import offloaded_bytes
 
-# Measured shares of an H200's peaks: 989 TFLOP/s in bf16, and 4.8 TB/s of memory (docs/gpu.md). The
-# seven steps there fix them: attention by the rows of 512 to 8,192 tokens, the others but the
-# host's by the widths of 2,048 and 4,096.
-MATMUL_SHARE = 0.72
+# Measured shares of an H100's peaks: 989 TFLOP/s in bf16, 3.35 TB/s of memory (docs/gpu.md). Its
+# steps at widths of 2,048 and 4,096, eager and fused, fix the shares of matmuls and pointwise
+# kernels; AdamW alone that of updates; the H200's steps of 512 to 8,192 tokens that of attention.
+MATMUL_SHARE = 0.79
 ATTENTION_SHARE = 0.275
-POINTWISE_SHARE = 0.32
-UPDATE_SHARE = 0.72
+POINTWISE_SHARE = 0.36
+UPDATE_SHARE = 0.78
 # Seconds that the host takes to launch the forward and backward pass of a layer, by the width of
 # 1,024, where the GPU waits for it.
 HOST_SECONDS_PER_LAYER = 2.55e-3
@@ -47,9 +47,9 @@ _HIDDEN_PASSES = {False: 26, True: 22}
 _QUERY_PASSES = {False: 18, True: 8}
 _GATED_PASSES = {False: 16, True: 8}
 _UNGATED_PASSES = 10
-# Bytes per parameter: a weight's gradient is written in 16 bits and added to an fp32 buffer in each
-# pack; once in a step the buffer is cleared and reduced, and AdamW reads and writes its state.
-_GRADIENT_BYTES, _UPDATE_BYTES = 12, 50
+# Bytes per parameter: products of weights' gradients read and write fp32 sums in each pack;
+# once in a step the sums are cleared and scaled, and AdamW reads and writes its state.
+_GRADIENT_BYTES, _UPDATE_BYTES = 8, 54
 
 
 @dataclass(frozen=True)
