@@ -309,10 +309,8 @@ class _Segments:
             self._add(sequence, group.prefix, len(sequence), segment)
             if its is not None:
                 positions = np.arange(its.start, its.start + len(its.slots))
-                shifts: np.ndarray | int = own
-                if its.start < group.prefix:
-                    shifts = np.where(positions < group.prefix, first, own)
-                self._stored.append(positions + shifts)
+                is_shared = positions < group.prefix
+                self._stored.append(positions + np.where(is_shared, first, own))
                 self._slots.append(its.slots)
 
     def _add(self, sequence: Tokens, start: int, stop: int, prefix: int) -> None:
