@@ -148,9 +148,11 @@ def new_pool(pack: RandomPack, tables: Sequence[Tensor], case: Case) -> KeyValue
     """Make the pool of one layer that has the keys and values of the pack's cached prefixes."""
     kind = SLOTS, case.key_heads, case.channels, case.dtype, case.device
     pool = KeyValuePool([LAYER], *kind)
+    pooled = torch.zeros(2, SLOTS, case.key_heads, case.channels, dtype=case.dtype)
     for tokens, prefix in pack.cached:
-        for pooled, table in zip(pool.layer(LAYER), tables[1:], strict=True):
-            pooled[prefix.slots.to(case.device)] = at(table, tokens).to(case.device, case.dtype)
+        for rows, table in zip(pooled, tables[1:], strict=True):
+            rows[prefix.slots] = at(table, tokens).to(case.dtype)
+    pool.layer(LAYER).copy_(pooled)
     return pool
 
 
@@ -163,19 +165,19 @@ def run_backend(
         The output ``[T, heads, c]``, and in training the gradients of queries, keys and values, for
         an output's gradient that is the queries themselves, and 0 of padding.
     """
-    inputs = [
-        table[batch.tokens, batch.position_ids].to(case.device, case.dtype) for table in tables
-    ]
+    # With an index: a rehearsal's fake GPU knows no other.
+    device = torch.device(case.device, 0)
+    inputs = [table[batch.tokens, batch.position_ids].to(device, case.dtype) for table in tables]
     if not case.learns:  # a layer that is scored has them between others
         value = inputs[2]
         inputs[2] = torch.stack([value, torch.full_like(value, torch.nan)], dim=2)[:, :, 0]
-    is_text = rows_with_text(pack, batch).to(case.device)
+    is_text = rows_with_text(pack, batch).to(device)
     grad = inputs[0] * is_text[:, None, None]
     if case.uses_ring:
         return attend_in_ring(3, batch, inputs, grad, case.scores)
     pool = new_pool(pack, tables, case)
-    last_token = torch.zeros(0, device=case.device)
-    segments = PackedSegments.of(batch.to(case.device), (), last_token, pool)
+    last_token = torch.zeros(0, device=device)
+    segments = PackedSegments.of(batch.to(device), (), last_token, pool)
     with torch.set_grad_enabled(case.learns):
         query, key, value = (x.requires_grad_(case.learns) for x in inputs)
         output = backend.attend(Heads(LAYER, (query, key), value), segments, case)
