@@ -35,7 +35,10 @@ class RowWriter:
                 "message": _message(report),
             }
         )
-        self._output.write_text(json.dumps(self._rows))
+        # Whole at any time: the part may be stopped while it writes.
+        unfinished = self._output.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(self._rows))
+        unfinished.replace(self._output)
 
 
 def _message(report: pytest.TestReport) -> str:

@@ -27,7 +27,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,9 @@ import yaml
 
 try:
     import nemo_aligner as na
+    from nemo_aligner.config.evaluation import EvaluateDataConfig
     from nemo_aligner.metrics.ranking import fit_temperature, share_right, wilson_interval
-    from nemo_aligner.utils.errors import AlignerError
+    from nemo_aligner.utils.errors import AlignerError, DataError
 except ModuleNotFoundError as missing:
     sys.exit(f"{missing}: activate its environment (source .venv/bin/activate) or pip install -e .")
 
@@ -132,7 +133,11 @@ def judge(
         for path, lines_of_file in zip(files, lines, strict=True):
             path.write_text("".join(f"{line}\n" for line in lines_of_file), encoding="utf-8")
         with na.train(records=files[0], output=folder, **settings) as model:
-            rows = model.evaluate(files[1]).rows
+            try:
+                rows = model.evaluate(files[1], **reading_settings(settings)).rows
+            except DataError as error:  # no pair of the fold can be judged
+                print(f"{folder.name}: no pair is judged: {error}", file=sys.stderr)
+                rows = []
         margins = {
             row["record"].rpartition(":")[2]: row["rewards"]["chosen"] - row["rewards"]["rejected"]
             for row in rows
@@ -142,6 +147,13 @@ def judge(
         shutil.rmtree(folder)  # gigabytes of checkpoints
     for number, pair in enumerate(heldout, start=1):
         pair.margin = judged["margins"].get(str(number), math.nan)
+
+
+def reading_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings by which pairs are read, as ``evaluate`` names them."""
+    shared = {field.name for field in fields(EvaluateDataConfig)}
+    names = {key: key.removeprefix("model.data.") for key in settings if "model.data." in key}
+    return {f"data.{name}": settings[key] for key, name in names.items() if name in shared}
 
 
 def set_probabilities(pairs: Sequence[Pair]) -> str:
@@ -168,7 +180,8 @@ def weigh(pair: Pair, confidence: float) -> str:
     """Return the line with ``label_margin``, the probability of a right label if it is doubted."""
     row = json.loads(pair.line)
     weight = 1 - pair.p_wrong if pair.p_wrong >= confidence else 1.0
-    row["label_margin"] = round(weight * row.get("label_margin", 1.0), 6)
+    margin = row.get("label_margin")  # null is a missing label, as no label
+    row["label_margin"] = round(weight * (1.0 if margin is None else margin), 6)
     return json.dumps(row, ensure_ascii=False)
 
 

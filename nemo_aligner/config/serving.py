@@ -37,7 +37,7 @@ class FrontConfig:
     certificate_file: str | None = setting(None, "certificate chain (PEM), for https")
     key_file: str | None = setting(None, "private key of the certificate (PEM)")
     complete_turns: bool = setting(
-        True, "complete raw texts and ids at an end of turn, but by KServe, /v1/rewards"
+        True, "end raw texts and ids as a turn ends, but for KServe, /v1/rewards"
     )
     reject_foreign_templates: bool = setting(
         False, "reject raw texts and ids in another chat template, but by KServe"

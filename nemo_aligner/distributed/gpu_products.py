@@ -14,7 +14,7 @@ bytes; here they are at multiples of 128, because chunks begin at multiples of 6
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -132,6 +132,17 @@ def row_multiple(count: int, smallest: int) -> int:
 
 
 # Weight gradients.
+
+
+@cache
+def adds_to_fp32() -> bool:
+    """Tell if a product of 16 bits can add to an fp32 sum on this GPU: torch 2.8 and 2.9 refuse."""
+    ones = torch.ones(16, 16, device="cuda", dtype=torch.float16)
+    try:
+        add_weight_gradient(torch.zeros(16, 16, device="cuda"), ones, ones)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def add_weight_gradient(to: Tensor, input: Tensor, grad: Tensor) -> None:

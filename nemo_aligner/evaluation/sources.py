@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,11 +14,10 @@ import numpy as np
 
 from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
 from nemo_aligner.checkpoint.nemo.fingerprint import check_expected_fingerprint, read_fingerprint
-from nemo_aligner.checkpoint.nemo.reward_model import check_expected_contract
+from nemo_aligner.checkpoint.nemo.reward_model import check_expected_contract, read_tokenizer
 from nemo_aligner.config.common import Aggregate, Overlong, RecordKind
 from nemo_aligner.config.evaluation import EvaluateConfig, SourceConfig
 from nemo_aligner.config.model import TRL_FORMAT, layout_sizes
-from nemo_aligner.contract.added_tokens import load_hf_tokenizer
 from nemo_aligner.contract.contract import OverlongError, ScoringContract
 from nemo_aligner.contract.from_settings import check_expected
 from nemo_aligner.contract.messages import Text
@@ -297,7 +297,7 @@ def open_server(
     if path == "/classify":
         scorer: Scorer = VllmScorer(address, attributes)
     else:
-        tokenizer = None if config.tokenizer is None else load_hf_tokenizer(config.tokenizer)
+        tokenizer = None if config.tokenizer is None else read_tokenizer(Path(config.tokenizer))
         scorer = QueryScorer(address, attributes, tokenizer)
     yield RewardSource(name, scorer, tuple(weights.values()))
 

@@ -37,8 +37,8 @@ class Objective(ABC):
     """Base of all training objectives, with a default for every member but the abstract ones.
 
     A loss inherits from ``PairObjective`` or ``RatingObjective``, which add what those have in
-    common, and overrides what differs, by a property, a class attribute or a field. Its fields are
-    settings.
+    common, and overrides what differs, by a property, a class attribute or a field with a default.
+    Its fields are settings.
 
     ``rewards`` are ``[S, A]``, in the order of ``records``, which hold their owners and labels. An
     objective with a ``readout`` gets K outputs for each attribute instead, and one that learns
@@ -203,17 +203,25 @@ class RatingObjective(Objective):
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
         # ``where`` alone would not do: the gradient of the branch it leaves out is 0 times NaN.
-        errors = torch.where(present, records.as_single(rewards) - labels.nan_to_num(), 0.0)
+        outputs = records.as_single(self.output_columns.split(rewards).attributes)
+        errors = torch.where(present, outputs - labels.nan_to_num(), 0.0)
         return errors, present
 
     def step_metrics(self, rewards: Tensor, records: Records) -> dict[str, float]:
         rated = self._rated(rewards, records, torch.zeros(len(rewards), dtype=torch.int64))
-        found = measure_ratings(rated, in_step=True)
-        return {**found, **measure_steps(self._verdicts(rated, records), in_step=True)}
+        return {
+            **measure_ratings(rated, in_step=True),
+            **measure_steps(self._verdicts(rated, records), in_step=True),
+            **self.numbers_learned(rewards),
+        }
 
     def report(self, rewards: Tensor, records: Records, reply_lengths: Tensor) -> dict[str, float]:
         rated = self._rated(rewards, records, reply_lengths)
-        return {**measure_ratings(rated), **measure_steps(self._verdicts(rated, records))}
+        return {
+            **measure_ratings(rated),
+            **measure_steps(self._verdicts(rated, records)),
+            **self.numbers_learned(rewards),
+        }
 
     def _verdicts(self, rated: RatedRewards, records: Records) -> StepVerdicts | None:
         if not records.labels.of_rewards:

@@ -105,6 +105,7 @@ class BinaryCrossEntropy(RatingObjective):
         """Sum over labels, and their count (int), of ``outputs [S, A]``."""
         labels = records.labels.targets(self.attributes)
         present = ~torch.isnan(labels)
+        outputs = self.output_columns.split(outputs).attributes
         # log(1 + exp(r)) - l r, without the overflow of exp.
         losses = F.softplus(outputs) - labels.nan_to_num() * records.as_single(outputs)
         return torch.where(present, losses, 0.0).sum(), present.sum()

@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from nemo_aligner.cpu.products import accumulate_weight_gradients
-from nemo_aligner.distributed.gpu_products import add_weight_gradient
+from nemo_aligner.distributed.gpu_products import add_weight_gradient, adds_to_fp32
 from nemo_aligner.models.layer_shape import RopeScaling
 
 # Below scaled_dot_product_attention, which drops the log-sum-exp of the scores.
@@ -41,7 +41,7 @@ def add_weight_gradients_on_gpu() -> None:
 
     On a CPU ``cpu/backend.py`` has done so.
     """
-    if torch.cuda.is_available() and not has_weight_gradient_kernel():
+    if torch.cuda.is_available() and not has_weight_gradient_kernel() and adds_to_fp32():
         accumulate_weight_gradients(layers, add_weight_gradient)
 
 

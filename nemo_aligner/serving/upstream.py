@@ -97,9 +97,9 @@ class UpstreamService(ScoringService):
             return await self._client.score_rows_async(
                 request.texts, on_error=on_error, is_probe=is_probe
             )
-        # No route probes with token ids.
-        token_lists = request.token_lists or []
-        return await self._client.score_token_rows_async(token_lists, on_error=on_error)
+        return await self._client.score_token_rows_async(
+            request.token_lists or [], on_error=on_error, is_probe=is_probe
+        )
 
     async def _note_contract(self, contract_hash: str | None) -> None:
         """Read the contract of new rewards, which names and weighs their attributes.

@@ -158,7 +158,7 @@ def check_goes_on(latest: Saved, fresh: RunState, data: TrainingData) -> Saved:
     The frozen weights of LoRA are not compared, as the model is not read yet: see ``resume``.
 
     Returns:
-        The checkpoint, with the fingerprint that this version would have written.
+        The checkpoint; its fingerprint has the names and settings that earlier versions left out.
 
     Raises:
         CheckpointError: it is of another run.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.data.filter_labels import find_prompt, main
+from examples.data.filter_labels import find_prompt, main, reading_settings
 from tests import tiny
 from tests.data.files import rows_of, write
 
@@ -69,6 +69,19 @@ def test_filter_refuses_what_it_cannot_judge_by(tmp_path: Path) -> None:
     rated = write(tmp_path / "rated.jsonl", {"prompt": "q", "response": "a", "helpfulness": 1})
     with pytest.raises(SystemExit, match=r"rated\.jsonl:1: wanted a JSON object with 'chosen'"):
         main([f"--input={rated}", *command[1:]])
+
+
+def test_pairs_are_judged_as_they_are_read_for_training() -> None:
+    settings = {
+        "model.data.system_prompt_file": "system.txt",
+        "model.data.malformed": "drop",
+        "model.data.seq_length": 128,
+        "model.optim.lr": 1e-5,
+    }
+    assert reading_settings(settings) == {
+        "data.system_prompt_file": "system.txt",
+        "data.malformed": "drop",
+    }
 
 
 def test_prompt_of_a_pair_is_what_its_sides_begin_with() -> None:

@@ -104,8 +104,13 @@ class FakeClient:
         return await self._scored(list(texts), [total(text) for text in whole], on_error)
 
     async def score_token_rows_async(
-        self, token_lists: Sequence[Sequence[int]], *, on_error: str = "nan"
+        self,
+        token_lists: Sequence[Sequence[int]],
+        *,
+        on_error: str = "nan",
+        is_probe: bool = False,
     ) -> ScoredRows:
+        self.probes += is_probe
         return await self._scored(list(token_lists), [*map(float, map(sum, token_lists))], on_error)
 
     async def _scored(self, rows: list[Any], sums: list[float], on_error: str) -> ScoredRows:

@@ -186,6 +186,42 @@ def test_who_makes_a_call_fail_fails_alone(model):
     batcher.close()
 
 
+def test_close_waits_for_the_retries_of_a_call_that_is_just_failing(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_failing, may_fail = threading.Event(), threading.Event()
+    fail = Batcher._fail
+
+    def fail_later(*arguments: Any) -> None:
+        is_failing.set()
+        assert may_fail.wait(WAIT_S)
+        fail(*arguments)
+
+    batcher = Batcher(model, tokens_per_call=100)
+    batcher.submit(rows_of([[0]]))
+    model.wait_for_calls(1)
+    good, bad = batcher.submit(rows_of([[1]])), batcher.submit(rows_of([[666]]))
+    model.finish(0)
+    model.wait_for_calls(2)
+    with monkeypatch.context() as patches:
+        patches.setattr(Batcher, "_fail", fail_later)
+        finishing = threading.Thread(target=model.finish, args=(1,))
+        finishing.start()
+        assert is_failing.wait(WAIT_S)
+    closing = threading.Thread(target=batcher.close)
+    closing.start()
+    closing.join(0.2)
+    may_fail.set()
+    for call in (2, 3):
+        model.finish(call)
+    assert rewards(good) == [1]
+    with pytest.raises(ServingError, match="666"):
+        bad.result(WAIT_S)
+    for thread in (finishing, closing):
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
 def test_the_rest_of_a_request_that_failed_is_not_scored(model):
     batcher = Batcher(model, tokens_per_call=1)
     bad = batcher.submit(rows_of([[666], [1], [2], [3]]))

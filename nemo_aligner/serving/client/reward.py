@@ -170,11 +170,16 @@ class RewardClient(ServerClient[ServerPool]):
         return await self._run(self._collect, *_of_texts(texts), on_error, is_probe)
 
     async def score_token_rows_async(
-        self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "nan"
+        self,
+        token_lists: Sequence[Sequence[int]],
+        *,
+        on_error: OnError = "nan",
+        is_probe: bool = False,
     ) -> ScoredRows:
         """``score_rows_async`` of token sequences, scored as they stand."""
         rows = token_rows(token_lists)
-        return await self._run(self._collect, len(rows), partial(split_tokens, rows), on_error)
+        split = partial(split_tokens, rows)
+        return await self._run(self._collect, len(rows), split, on_error, is_probe)
 
     async def contract_async(self) -> ScoringContract:
         """Like ``contract``, for asyncio."""

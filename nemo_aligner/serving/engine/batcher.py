@@ -111,6 +111,7 @@ class Batcher:
         self._waiting_rows = self._waiting_tokens = 0
         self._retries: deque[list[_QueuedRow]] = deque()
         self._calls: list[_Call] = []
+        self._num_finishing = 0
         self._last_rows = self._last_end = self._last_seconds = 0.0
         self._is_closing = False
         self._changed = Condition()
@@ -178,7 +179,8 @@ class Batcher:
     def _notify(self) -> None:
         """Wake the thread, with the lock held, if it has what it waits for.
 
-        Woken by every request, it took a fifth of the interpreter's time to go to sleep again.
+        If every request woke it, the thread would take a fifth of the interpreter's time to go to
+        sleep again.
         """
         if self._awaited():
             self._changed.notify()
@@ -213,7 +215,7 @@ class Batcher:
         return self._waiting_tokens >= self._pace.limit
 
     def _is_idle(self) -> bool:
-        return not (self._waiting or self._retries or self._calls)
+        return not (self._waiting or self._retries or self._calls or self._num_finishing)
 
     def _take(self) -> list[_QueuedRow]:
         """The oldest rows that fit into one call; only this thread takes any."""
@@ -260,11 +262,21 @@ class Batcher:
     def _finish(self, call: _Call) -> None:
         """Hand out what a call has computed, in whatever thread has ended it."""
         with self._changed:
+            # Until its answers or retries are there, the batcher is not idle.
+            self._num_finishing += 1
             self._calls.remove(call)
             self._notify()
-            if call.outputs.cancelled():
-                return
-            seconds = self._measure(call)
+            seconds = 0.0 if call.outputs.cancelled() else self._measure(call)
+        try:
+            if not call.outputs.cancelled():
+                self._read(call, seconds)
+        finally:
+            with self._changed:
+                self._num_finishing -= 1
+                self._notify()
+
+    def _read(self, call: _Call, seconds: float) -> None:
+        """Hand out the outputs of a call that took ``seconds``, or what it has raised."""
         # Nobody sees an exception that is raised here, so each becomes that of the requests: they
         # would wait for ever.
         try:

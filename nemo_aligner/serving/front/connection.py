@@ -239,7 +239,8 @@ class Connection(HttpToolsProtocol):
             self._expect_unsent_bytes_to_shrink()
         else:
             # The client has not taken a byte of its answer all this time.
-            self.aborted_connections[ANSWER_NOT_READ] += 1
+            if self.phase == BUSY:  # else it was counted, or only its end is awaited
+                self.aborted_connections[ANSWER_NOT_READ] += 1
             self.phase = CLOSING
             self.transport.abort()
 

@@ -195,7 +195,11 @@ class Engine:
         return await self._collect(len(texts), split, on_error)
 
     async def score_token_rows_async(
-        self, token_lists: Sequence[Sequence[int]], *, on_error: OnError = "nan"
+        self,
+        token_lists: Sequence[Sequence[int]],
+        *,
+        on_error: OnError = "nan",
+        is_probe: bool = False,
     ) -> ScoredRows:
         split = partial(split_tokens, list(token_lists))
         return await self._collect(len(token_lists), split, on_error)
