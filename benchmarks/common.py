@@ -234,7 +234,14 @@ def shown(value: Any) -> str:
 
 def write_json(path: Path | None, content: Mapping[str, Any]) -> None:
     if path is not None:
-        path.write_text(json.dumps(content, indent=2) + "\n")
+        write_whole(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is whole at any time, even if the process is stopped meanwhile."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(path)
 
 
 def machine() -> str:

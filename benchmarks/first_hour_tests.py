@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from common import write_whole
 
 _MESSAGE_LENGTH = 600
 
@@ -35,10 +36,7 @@ class RowWriter:
                 "message": _message(report),
             }
         )
-        # Whole at any time: the part may be stopped while it writes.
-        unfinished = self._output.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(self._rows))
-        unfinished.replace(self._output)
+        write_whole(self._output, json.dumps(self._rows))
 
 
 def _message(report: pytest.TestReport) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from common import gpu_memory_used, matmul_rate, now, peak_gib
+from common import gpu_memory_used, matmul_rate, now, peak_gib, write_whole
 from first_hour_machine import machine, model
 from step_profile import StepTrace, trace
 from step_settings import fastest_so_far
@@ -83,7 +83,7 @@ def _write(rows: Iterator[Row], output: Path | None) -> None:
     for row in rows:
         found.append(row)
         if output is not None:
-            output.write_text(json.dumps(found))
+            write_whole(output, json.dumps(found))
 
 
 def _given_shape(model: str | None) -> dict[str, Any] | None:

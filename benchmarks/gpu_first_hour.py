@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import choose_device, environment, how_it_ended, machine, processor
+from common import choose_device, environment, how_it_ended, machine, processor, write_whole
 from first_hour_page import render_page
 from first_hour_parts import PARTS, Hour, Part
 
@@ -139,14 +139,8 @@ class _Report:
         begun = len(self.results)
         to_come = [_result(part, "not run", "it was not come to") for part in self._parts[begun:]]
         content = {**self._about, "parts": [*self.results, *to_come]}
-        _write(self._folder / "first_hour.json", json.dumps(content, indent=2) + "\n")
-        _write(self.page, render_page(content))
-
-
-def _write(path: Path, text: str) -> None:
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+        write_whole(self._folder / "first_hour.json", json.dumps(content, indent=2) + "\n")
+        write_whole(self.page, render_page(content))
 
 
 def _run(part: Part, hour: Hour, before: Sequence[Result], limit: float, threads: int) -> Result:

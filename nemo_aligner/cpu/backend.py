@@ -124,10 +124,11 @@ def _adjust_linear_layers(layers: Any) -> None:
     # Imported here because it imports torch, as megatron-core has by now.
     from nemo_aligner.cpu.products import (
         accumulate_weight_gradients,
+        add_weight_gradient,
         multiply_by_onednn,
     )
 
-    accumulate_weight_gradients(layers)
+    accumulate_weight_gradients(layers, add_weight_gradient)
     multiply_by_onednn(layers)
 
 

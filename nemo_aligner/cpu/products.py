@@ -235,16 +235,13 @@ def reordered_for_products(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight, MOST_ROWS)
 
 
-def accumulate_weight_gradients(
-    layers: Any, add: Callable[[Tensor, Tensor, Tensor], None] | None = None
-) -> None:
+def accumulate_weight_gradients(layers: Any, add: Callable[[Tensor, Tensor, Tensor], None]) -> None:
     """Give megatron-core the fused weight gradients that Apex would provide on a GPU.
 
     Args:
         layers: its module of linear layers.
-        add: ``add_weight_gradient`` by default.
+        add: ``add_weight_gradient`` of this module, or a GPU's of ``gpu_products``.
     """
-    add = add or add_weight_gradient
 
     def into(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
         add(main_grad, total_input, grad_output)

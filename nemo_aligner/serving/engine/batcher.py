@@ -262,14 +262,15 @@ class Batcher:
     def _finish(self, call: _Call) -> None:
         """Hand out what a call has computed, in whatever thread has ended it."""
         with self._changed:
-            # Until its answers or retries are there, the batcher is not idle.
-            self._num_finishing += 1
             self._calls.remove(call)
             self._notify()
-            seconds = 0.0 if call.outputs.cancelled() else self._measure(call)
+            if call.outputs.cancelled():
+                return
+            # Until its answers or retries are there, the batcher is not idle.
+            self._num_finishing += 1
+            seconds = self._measure(call)
         try:
-            if not call.outputs.cancelled():
-                self._read(call, seconds)
+            self._read(call, seconds)
         finally:
             with self._changed:
                 self._num_finishing -= 1
