@@ -16,12 +16,12 @@ from xdist.scheduler import LoadScopeScheduling
 
 import nemo_aligner.distributed  # noqa: F401 - before any test imports megatron-core
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
-from tests import tiny
-from tests.contracts import Contracts
-from tests.environments import kept_environment, make_environment
-from tests.launching import PREPARED
-from tests.once import TURNS, Once, once_per_run, run_folder
-from tests.tiers import QUICK_SECS, Clock, Durations, store
+from tests.harness import tiny
+from tests.harness.contracts import Contracts
+from tests.harness.environments import kept_environment, make_environment
+from tests.harness.launching import PREPARED
+from tests.harness.once import TURNS, Once, once_per_run, run_folder
+from tests.harness.tiers import QUICK_SECS, Clock, Durations, store
 
 # Workers of xdist, and what a shell puts into the background, ignore SIGINT, and what they start
 # does, too: Ctrl-C could not be tested there.

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.tiny import ROOT
+from tests.harness.tiny import ROOT
 
 PACKAGE = ROOT / "nemo_aligner"
 MAX_FILE_LINES = 600

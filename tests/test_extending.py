@@ -25,9 +25,9 @@ from nemo_aligner.evaluation.sources import RewardSource
 from nemo_aligner.metrics import table
 from nemo_aligner.metrics.ranking import PairRewards
 from nemo_aligner.utils.errors import DataError
-from tests import tiny
-from tests.contracts import Contracts
 from tests.data.files import write
+from tests.harness import tiny
+from tests.harness.contracts import Contracts
 
 PAGE = (tiny.ROOT / "docs" / "extending.md").read_text()
 FILES = {

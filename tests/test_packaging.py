@@ -18,9 +18,9 @@ from nemo_aligner.config import describe
 from nemo_aligner.config.load import load_config
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.utils.errors import ConfigError
-from tests import tiny
 from tests.docs.pages import PAGES, name_of
-from tests.launching import ROOT
+from tests.harness import tiny
+from tests.harness.launching import ROOT
 
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 ASK = """

@@ -11,7 +11,7 @@ import pytest
 from nemo_aligner.utils import processes
 from nemo_aligner.utils.errors import ConfigError, PeerError
 from nemo_aligner.utils.processes import find_process, first_host, leave_together, report, settle
-from tests.launching import TORCHRUN
+from tests.harness.launching import TORCHRUN
 
 SLURM = {
     "SLURM_PROCID": "9",

@@ -12,8 +12,8 @@ from pathlib import Path
 from nemo_aligner.cli.main import main, run_verb
 from nemo_aligner.training.signals import GO_ON_EXIT_CODE
 from nemo_aligner.utils import errors
-from tests.environments import install, kept_environment, new_environment
-from tests.tiny import ROOT
+from tests.harness.environments import install, kept_environment, new_environment
+from tests.harness.tiny import ROOT
 
 
 def requirements() -> tuple[str, ...]:

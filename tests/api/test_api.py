@@ -26,10 +26,10 @@ from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.records import as_json, write_records
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.utils.errors import ConfigError, DataError, SettingsError, StoppedError
-from tests import tiny
 from tests.contract.refusals import assert_refused
 from tests.data.files import pair_with_call
-from tests.environments import kept_environment, make_environment
+from tests.harness import tiny
+from tests.harness.environments import kept_environment, make_environment
 from tests.training import jobs
 
 SETTINGS: dict[str, Any] = {

@@ -20,9 +20,9 @@ from nemo_aligner.distributed.layout import initialize_layout
 from nemo_aligner.integrations.in_process import InProcessScorer
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import ConfigError, DataError, SettingsError
-from tests import tiny
 from tests.data.files import write
-from tests.scorers import score_tokens
+from tests.harness import tiny
+from tests.harness.scorers import score_tokens
 
 QUESTION = {"role": "user", "content": "why"}
 TEXTS = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
+from tests.harness import tiny
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.tiny import ROOT
+from tests.harness.tiny import ROOT
 
 DIES = "import os, sys; print('a word before', file=sys.stderr); os.kill(os.getpid(), 9)"
 ENDS = "import sys; sys.exit('no memory left')"

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests import tiny
+from tests.harness import tiny
 
 SCRIPT = ["bash", str(tiny.ROOT / "scripts/gpu_first_hour.sh"), "--device", "cpu"]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests import tiny
+from tests.harness import tiny
 from tests.serving.client.misbehaving import Answering
 
 pytest.importorskip("aiohttp")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests import tiny
+from tests.harness import tiny
 
 
 @pytest.fixture

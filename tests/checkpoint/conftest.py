@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests import tiny
 from tests.checkpoint import foreign
 from tests.checkpoint.fuzzing import TINY, Damaged, Fuzzer
 from tests.checkpoint.loading import Theirs
 from tests.checkpoint.weights.tensors import request
+from tests.harness import tiny
 
 QUICK, AT_A_TIME = 100, 1000
 

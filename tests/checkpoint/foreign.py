@@ -20,7 +20,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from tests import tiny
+from tests.harness import tiny
 
 ROPE = {
     "rope_type": "llama3",

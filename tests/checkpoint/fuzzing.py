@@ -19,7 +19,7 @@ from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, load_reward_model
 from nemo_aligner.config.common import Precision
 from nemo_aligner.utils.errors import AlignerError
-from tests import tiny
+from tests.harness import tiny
 
 SECONDS = 60
 MEMORY = 2**31  # what a case may take beside what the process has

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.utils.errors import CheckpointError
-from tests import tiny
 from tests.checkpoint import foreign
 from tests.checkpoint.foreign import Tensors
+from tests.harness import tiny
 
 SEQUENCES = [list(range(3, 3 + length)) for length in (5, 40, 1, 17)]
 # Writes a checkpoint of another program into a folder of this name; see the fixture ``theirs``.

@@ -14,7 +14,6 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
-from tests import families, tiny
 from tests.checkpoint.fuzzing import (
     ALL,
     BOMB,
@@ -34,6 +33,7 @@ from tests.checkpoint.fuzzing import (
     with_nasty_value,
 )
 from tests.checkpoint.hf.gguf.writing import LLAMA3, write_gguf, write_sentencepiece
+from tests.harness import families, tiny
 
 gguf = pytest.importorskip("gguf")
 

@@ -26,13 +26,13 @@ from nemo_aligner.checkpoint.nemo.reward_model import read_tokenizer
 from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
-from tests import tiny
 from tests.checkpoint import foreign
 from tests.checkpoint.foreign import Writer, bridge_run, megatron_lm, nemo1, nemo1_tar_gz, nemo2
 from tests.checkpoint.hf.exporting import edit
 from tests.checkpoint.loading import Tensors, Theirs, check, head_of, load, scores
 from tests.checkpoint.refusals import refusals
-from tests.environments import package
+from tests.harness import tiny
+from tests.harness.environments import package
 from tests.training import critic_steps
 
 STANDARD = {"enable": True, "mean": 0.5, "std": 2.0}

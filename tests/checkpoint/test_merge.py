@@ -22,8 +22,8 @@ from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
-from tests import tiny
 from tests.checkpoint.refusals import refusals
+from tests.harness import tiny
 
 TEXTS = ["what is a map", "thanks for asking"]
 Vary = Callable[..., Path]

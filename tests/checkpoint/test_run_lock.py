@@ -20,7 +20,7 @@ from nemo_aligner.checkpoint.run import RunCheckpoints, RunState
 from nemo_aligner.checkpoint.run_lock import Holder, lock_run
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
-from tests import tiny
+from tests.harness import tiny
 
 HOLD = """
 import sys

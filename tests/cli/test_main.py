@@ -15,7 +15,7 @@ import pytest
 import nemo_aligner
 from nemo_aligner.cli.main import VERBS, load, main
 from nemo_aligner.cli.reference import render_keys, render_settings
-from tests.tiny import ROOT
+from tests.harness.tiny import ROOT
 
 Captured = pytest.CaptureFixture[str]
 BARE = [sys.executable, "-S", "-E"]  # without site-packages, as a Python of the system

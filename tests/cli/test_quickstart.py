@@ -26,8 +26,8 @@ from nemo_aligner.tools.quickstart import (
     unpack_gguf,
 )
 from nemo_aligner.utils.errors import ConfigError, DataError
-from tests import tiny
 from tests.checkpoint.refusals import refusals
+from tests.harness import tiny
 
 SAVES = """
 import time

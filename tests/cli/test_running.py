@@ -16,7 +16,7 @@ from nemo_aligner.cli.serve import run_score, score_parser
 from nemo_aligner.serving.failures import failure_of
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
 from nemo_aligner.utils.processes import show_command
-from tests.launching import ROOT
+from tests.harness.launching import ROOT
 
 Captured = pytest.CaptureFixture[str]
 

@@ -17,7 +17,7 @@ from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.engine.scorer import load_scorer
-from tests import tiny
+from tests.harness import tiny
 from tests.training import jobs
 
 FILES = Path(__file__).parent / "files"

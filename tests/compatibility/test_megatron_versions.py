@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from tests import tiny
 from tests.compatibility.test_earlier_files import EXPECTED, TOLERANCE, arguments, logged_in
-from tests.environments import install, kept_environment, new_environment, python_of
+from tests.harness import tiny
+from tests.harness.environments import install, kept_environment, new_environment, python_of
 
 if sys.version_info >= (3, 11):
     import tomllib

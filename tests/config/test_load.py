@@ -20,7 +20,7 @@ from nemo_aligner.config.serving import GatewayRunConfig, ServeConfig, ServeCrit
 from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.utils.errors import ConfigError, SettingsError
 from tests.config.refusals import not_refused
-from tests.tiny import ROOT
+from tests.harness.tiny import ROOT
 
 SCHEMAS = {
     "train": TrainConfig,

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from nemo_aligner.contract.template_check import freeze_date
-from tests.environments import kept_environment, package
+from tests.harness.environments import kept_environment, package
 
 _TRL = ("trl==1.16.0", "trl/chat_templates")
 _AXOLOTL = ("axolotl==0.19.0", "axolotl/utils/chat_templates/templates")

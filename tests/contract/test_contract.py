@@ -18,7 +18,7 @@ from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError
 from tests.contract.refusals import assert_refused
-from tests.contracts import Contracts
+from tests.harness.contracts import Contracts
 
 CHAT = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "the cat sings"}]
 FIXED = ScoringContract(

@@ -18,7 +18,7 @@ from nemo_aligner.contract.readout import Readout
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import ConfigError
 from tests.contract.test_contract import FIXED
-from tests.contracts import Contracts
+from tests.harness.contracts import Contracts
 
 
 def test_start_decides_what_is_left_open(contracts: Contracts, tokenizer: Tokenizer) -> None:

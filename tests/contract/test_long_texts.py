@@ -16,8 +16,8 @@ from nemo_aligner.contract import tokenizer as tokenizers
 from nemo_aligner.contract.contract import OverlongError, ScoringContract
 from nemo_aligner.contract.tokenizer import TextBounds, WordMemo, common_start, load_tokenizer
 from nemo_aligner.utils.errors import DataError
-from tests import tiny
-from tests.contracts import Contracts
+from tests.harness import tiny
+from tests.harness.contracts import Contracts
 from tests.serving.fake_server import CONTRACT
 
 LLAMA_3 = (

@@ -28,7 +28,7 @@ from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.contract.turns import find_marker, make_reply_marker, reply_start
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contract.refusals import assert_refused
-from tests.contracts import Contracts
+from tests.harness.contracts import Contracts
 
 SYSTEM = {"role": "system", "content": "be kind"}
 USER = {"role": "user", "content": "why"}

@@ -15,7 +15,7 @@ from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES, render
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import DataError
 from tests.contract.chat_templates import CONVERSATIONS, KWARGS, read_templates
-from tests.contracts import Contracts
+from tests.harness.contracts import Contracts
 
 CHAT = [{"role": "user", "content": "What is red?"}, {"role": "assistant", "content": "A rose."}]
 SYSTEM = [{"role": "system", "content": "Be brief."}, *CHAT]

@@ -16,7 +16,7 @@ from nemo_aligner.contract.steps import OPEN_ENDED, StepSpan
 from nemo_aligner.contract.tokenizer import Tokenizer
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contract.refusals import assert_refused
-from tests.contracts import Contracts
+from tests.harness.contracts import Contracts
 
 USER = {"role": "user", "content": "why\n\nis it so"}
 RULES = [rule.value for rule in ScoredPosition][2:]

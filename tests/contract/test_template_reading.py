@@ -41,7 +41,7 @@ from tests.contract.chat_templates import (
 )
 from tests.contract.refusals import assert_refused
 from tests.contract.test_turn_marks import with_tokens
-from tests.contracts import Contracts
+from tests.harness.contracts import Contracts
 
 WITH_CALLS = [name for name, (said, _) in CONVERSATIONS.items() if "'tool_calls': " in str(said)]
 # Of each template what transformers leaves out without a word.

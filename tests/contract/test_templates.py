@@ -22,7 +22,7 @@ from nemo_aligner.contract.templates import (
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contract.refusals import assert_refused
-from tests.contracts import Contracts
+from tests.harness.contracts import Contracts
 
 CHAT = [
     {"role": "user", "content": "why"},

@@ -14,7 +14,7 @@ from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES, Frames, find_fra
 from nemo_aligner.contract.tokenizer import Tokenizer, load_tokenizer
 from nemo_aligner.contract.turns import TurnMarkError, TurnMarks
 from nemo_aligner.utils.errors import DataError
-from tests.environments import package
+from tests.harness.environments import package
 
 # Room for thoughts before the last reply, which an earlier one is written without.
 THINKING = (

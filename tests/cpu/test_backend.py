@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.launching import run_code
+from tests.harness.launching import run_code
 
 
 def test_package_imports_no_torch_and_sets_what_cuda_reads_at_its_start() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_aligner.cpu import products
 from nemo_aligner.cpu.products import FreedMemory, give_back_gaps, resident_bytes
-from tests.launching import run_code
+from tests.harness.launching import run_code
 
 needs_glibc = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="malloc is glibc's on Linux alone"

@@ -15,8 +15,8 @@ from nemo_aligner.config.model import DataPrefixConfig
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.data.readers import ReaderConfig, RecordFile, read_records
 from nemo_aligner.data.training_data import TrainingData, build_training_data
-from tests import tiny
-from tests.contracts import Contracts
+from tests.harness import tiny
+from tests.harness.contracts import Contracts
 
 DATA = Path(os.environ.get("NEMO_ALIGNER_DATA", tiny.ROOT.parent / "shared" / "data"))
 

@@ -14,10 +14,10 @@ from nemo_aligner.config.model import DataPrefixConfig
 from nemo_aligner.data.packing import packed_size
 from nemo_aligner.data.training_data import build_training_data
 from nemo_aligner.utils.errors import ConfigError, DataError
-from tests import tiny
-from tests.contracts import Contracts
 from tests.data.conftest import Run
 from tests.data.files import build, write
+from tests.harness import tiny
+from tests.harness.contracts import Contracts
 
 
 def pair(chosen: str, rejected: str, prompt: str = "why") -> dict[str, str]:

@@ -27,10 +27,10 @@ from nemo_aligner.evaluation.run_task import run_task
 from nemo_aligner.evaluation.tasks import TASKS
 from nemo_aligner.serving.protocols import StepRewards
 from nemo_aligner.utils.errors import DataError
-from tests.contracts import Contracts
 from tests.data.files import pair_with_call
-from tests.fuzzing import Faults, damaged, fuzz_settings
-from tests.scorers import source_of
+from tests.harness.contracts import Contracts
+from tests.harness.fuzzing import Faults, damaged, fuzz_settings
+from tests.harness.scorers import source_of
 
 RECORDS, ITEMS, IN_A_BATCH = 10_000, 2_000, 20
 ANSWER = {"role": "assistant", "content": "b"}

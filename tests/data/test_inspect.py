@@ -20,10 +20,10 @@ from nemo_aligner.data.records import Origin
 from nemo_aligner.data.report import far_labels, label_range
 from nemo_aligner.data.texts import label_of, labelled_texts, write_first_replies
 from nemo_aligner.utils.errors import DataError
-from tests import tiny
-from tests.contracts import Contracts
 from tests.data.conftest import Run
 from tests.data.files import write
+from tests.harness import tiny
+from tests.harness.contracts import Contracts
 
 VERB = "data inspect"
 

@@ -16,9 +16,9 @@ from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.losses.base import measure_set, measure_step
 from nemo_aligner.utils.errors import ConfigError, DataError
-from tests.contracts import Contracts
 from tests.data.files import build, write
 from tests.data.ranked_format import FORMAT
+from tests.harness.contracts import Contracts
 
 TIED = {"question": "who", "ranked": [[0, "the cat"], [0, "a dog"]]}
 THREE = {"question": "why", "ranked": [[1, "no"], [0, "yes cat"], [1, "a tree"]]}

@@ -20,10 +20,10 @@ from nemo_aligner.data.demo import build_demo_pairs, write_demo
 from nemo_aligner.data.hub import fetch
 from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.utils.errors import ConfigError, DataError
-from tests import tiny
 from tests.data.conftest import Run
 from tests.data.files import rows_of
-from tests.environments import kept_environment, make_environment
+from tests.harness import tiny
+from tests.harness.environments import kept_environment, make_environment
 
 DATASETS = ("datasets>=4,<5", "numpy<2", "pyarrow<26")
 CARD = """---

@@ -10,8 +10,8 @@ from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.inspect import Inspection, inspect_files
 from nemo_aligner.utils.errors import DataError
 from tests.contract.refusals import assert_refused
-from tests.contracts import Contracts
 from tests.data.files import build, read, write
+from tests.harness.contracts import Contracts
 
 
 def turn(role: str, content: str) -> dict[str, str]:

@@ -15,9 +15,9 @@ from nemo_aligner.data.formats.base import PairKeys
 from nemo_aligner.data.readers import PromptWrapping
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.contract.refusals import assert_refused
-from tests.contracts import Contracts
 from tests.data.conftest import Run
 from tests.data.files import build, read, rows_of, write
+from tests.harness.contracts import Contracts
 
 PAIR = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
 SYSTEM = {"role": "system", "content": "Be brief."}

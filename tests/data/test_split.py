@@ -14,11 +14,11 @@ from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.split import Split, split_file
 from nemo_aligner.utils.errors import ConfigError, DataError
-from tests import tiny
-from tests.contracts import Contracts
 from tests.data.conftest import Run
 from tests.data.files import build, rows_of, write
 from tests.data.ranked_format import SEVERAL
+from tests.harness import tiny
+from tests.harness.contracts import Contracts
 
 
 def parts_of(folder: Path) -> list[list[dict[str, Any]]]:

@@ -16,10 +16,10 @@ from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.data.records import Rating
 from nemo_aligner.data.training_data import TrainingData, build_training_data
 from nemo_aligner.utils.errors import ConfigError, DataError
-from tests import tiny
 from tests.contract.refusals import assert_refused
-from tests.contracts import Contracts
 from tests.data.files import write
+from tests.harness import tiny
+from tests.harness.contracts import Contracts
 
 STEPWISE: dict[str, Any] = {
     "prompt": "why",

@@ -16,8 +16,8 @@ from nemo_aligner.data.files import AnyLine, BadLine, Line, read_lines
 from nemo_aligner.data.readers import ReaderConfig, read_records
 from nemo_aligner.utils.errors import DataError
 from tests.contract.refusals import assert_refused
-from tests.contracts import Contracts
 from tests.data.files import build, pair_with_call
+from tests.harness.contracts import Contracts
 
 
 def lines_of(path: Path, text: str) -> list[AnyLine]:

@@ -20,9 +20,9 @@ from nemo_aligner.data import token_cache, token_index, tokenize
 from nemo_aligner.data.token_index import ArraysInFolder
 from nemo_aligner.data.training_data import StepPlan, TrainingData, TrainLoader
 from nemo_aligner.utils.errors import ConfigError, DataError
-from tests import tiny
-from tests.contracts import Contracts
 from tests.data.files import build, rows_of, write
+from tests.harness import tiny
+from tests.harness.contracts import Contracts
 
 LONG_AGO = 1_600_000_000
 

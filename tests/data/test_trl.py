@@ -20,9 +20,9 @@ from nemo_aligner.contract.tokenizer import load_tokenizer
 from nemo_aligner.data.records import PAIR_COLUMNS
 from nemo_aligner.evaluation.run import evaluate
 from nemo_aligner.utils.errors import ConfigError, DataError
-from tests import tiny
-from tests.contracts import Contracts
 from tests.data import files
+from tests.harness import tiny
+from tests.harness.contracts import Contracts
 
 USER = {"role": "user", "content": "who is it?"}
 SYSTEM = {"role": "system", "content": "be good"}

@@ -22,7 +22,7 @@ from nemo_aligner.data.token_index import ArraysInFolder
 from nemo_aligner.data.training_data import TrainLoader, build_training_data
 from nemo_aligner.distributed.collectives import gather_objects
 from nemo_aligner.distributed.launch import launch
-from tests.contracts import Contracts
+from tests.harness.contracts import Contracts
 
 
 def die_at_half(place: Path) -> None:

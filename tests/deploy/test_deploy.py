@@ -18,12 +18,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from nemo_aligner.cli.main import load
 from nemo_aligner.config.load import load_config
 from nemo_aligner.serving.front.metrics import COUNTED
-from tests import tiny
 from tests.docs.test_pages import SCHEMAS
-from tests.environments import install, kept_environment, make_environment, new_environment
+from tests.harness import tiny
+from tests.harness.environments import install, kept_environment, make_environment, new_environment
+from tests.harness.tiny import ROOT
 from tests.serving.fake_server import CONTRACT
 from tests.serving.gateway_calls import FakeClient, call, gateway_front
-from tests.tiny import ROOT
 
 DEPLOY = ROOT / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))

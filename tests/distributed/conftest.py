@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import layouts
-from tests.once import Once
+from tests.harness.once import Once
 
 
 @pytest.fixture(scope="session")

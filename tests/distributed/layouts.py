@@ -15,8 +15,8 @@ from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.data.formats import FORMATS
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.engine.scorer import load_scorer
-from tests import tiny
 from tests.data.files import rows_of, write
+from tests.harness import tiny
 from tests.training import jobs
 
 STEPS, PART = 5, 2

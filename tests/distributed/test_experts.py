@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import families, tiny
 from tests.data.files import rows_of
 from tests.distributed.layouts import archive
+from tests.harness import families, tiny
 
 # The rate depends on the step alone, wherever a run is to end.
 SETTINGS = (

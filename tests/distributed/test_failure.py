@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from tests import tiny
-from tests.launching import ROOT, free_port, rank_environment, run_local_ranks
+from tests.harness import tiny
+from tests.harness.launching import ROOT, free_port, rank_environment, run_local_ranks
 
 SCRIPT = "tests/distributed/failing.py"
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests import tiny
 from tests.distributed.layouts import archive
+from tests.harness import tiny
 
 
 def check(

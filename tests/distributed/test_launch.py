@@ -11,8 +11,8 @@ from nemo_aligner.distributed.launch import launch, single_process
 from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout, check_sizes
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.processes import Process
-from tests import tiny
-from tests.launching import TORCHRUN, run_code
+from tests.harness import tiny
+from tests.harness.launching import TORCHRUN, run_code
 
 
 def test_launch_of_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

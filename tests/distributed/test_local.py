@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
-from tests.launching import run_code, run_local_ranks, start_local_ranks
+from tests.harness import tiny
+from tests.harness.launching import run_code, run_local_ranks, start_local_ranks
 
 # Ends with a program for each rank, which prints that it has begun.
 RANKS = """

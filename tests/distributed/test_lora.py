@@ -18,9 +18,9 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.shape import LoraShape, is_of_adapter, read_lora
 from nemo_aligner.utils.errors import CheckpointError
-from tests import tiny
 from tests.distributed import layouts
-from tests.environments import kept_environment, make_environment
+from tests.harness import tiny
+from tests.harness.environments import kept_environment, make_environment
 
 
 @pytest.fixture(scope="module")

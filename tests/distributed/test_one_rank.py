@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests import tiny
+from tests.harness import tiny
 
 
 def test_collectives_of_one_rank_return_what_it_gave() -> None:

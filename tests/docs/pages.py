@@ -6,7 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
-from tests.launching import ROOT
+from tests.harness.launching import ROOT
 
 PAGES = sorted(
     path

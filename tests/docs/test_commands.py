@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
 from tests.docs.pages import PAGES, blocks, every_block, name_of, shell_commands, split_verb
 from tests.docs.workplace import RUN, build_workplace, first_run
-from tests.launching import ROOT, free_port
-from tests.once import Once
+from tests.harness import tiny
+from tests.harness.launching import ROOT, free_port
+from tests.harness.once import Once
 from tests.serving.servers import Server, running
 
 TRACKING = "tests/training/test_tracking.py"  # wandb and mlflow have an environment of their own

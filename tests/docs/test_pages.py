@@ -24,7 +24,7 @@ from nemo_aligner.data import report
 from nemo_aligner.data.formats import FORMATS
 from tests.config.nemo_aligner_files import write_file
 from tests.docs.pages import PAGES, commands, pieces, split_verb
-from tests.tiny import ROOT
+from tests.harness.tiny import ROOT
 
 SCHEMAS = {
     "train": TrainConfig,

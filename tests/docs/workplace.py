@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.evaluation.tasks import find_task
-from tests import families, tiny
 from tests.checkpoint.hf.gguf.writing import write_gguf
 from tests.config.nemo_aligner_files import write_file
-from tests.launching import ROOT
+from tests.harness import families, tiny
+from tests.harness.launching import ROOT
 
 HEADS = 8  # and as many query groups, for as many ranks
 PAIRS = 16

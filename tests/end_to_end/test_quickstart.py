@@ -11,8 +11,8 @@ import pytest
 
 from nemo_aligner.tools import quickstart
 from nemo_aligner.utils.processes import show_command
-from tests import tiny
-from tests.once import TURNS
+from tests.harness import tiny
+from tests.harness.once import TURNS
 
 VERBS = ("convert", "data split", "train", "evaluate", "serve", "score")
 SETTINGS = ("trainer.rm.max_steps=2", "model.freeze_layers=0", "model.optim.lr=1e-3")

@@ -15,7 +15,7 @@ from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.metrics.ranking import mcnemar, wilson_interval
 from nemo_aligner.utils.errors import DataError
 from tests.evaluation.refusals import refusal
-from tests.scorers import source_of
+from tests.harness.scorers import source_of
 
 QUESTION = {"role": "user", "content": "2+2?"}
 # Of ten pairs the margins that two models give, and where the pairs are from.

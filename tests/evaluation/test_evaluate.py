@@ -42,10 +42,10 @@ from nemo_aligner.losses.base import measure_set
 from nemo_aligner.serving.client import scorers
 from nemo_aligner.serving.client.posting import JsonAnswer
 from nemo_aligner.utils.errors import DataError
-from tests import tiny
-from tests.contracts import Contracts
 from tests.data.files import rows_of, write
-from tests.scorers import FunctionScorer, measured
+from tests.harness import tiny
+from tests.harness.contracts import Contracts
+from tests.harness.scorers import FunctionScorer, measured
 from tests.serving.fake_server import CONTRACT
 
 ORIGIN = Origin("pairs.jsonl", 1)

@@ -34,9 +34,9 @@ from nemo_aligner.evaluation.run_task import run_task
 from nemo_aligner.evaluation.tasks import TASKS
 from nemo_aligner.metrics.ranking import wilson_interval
 from nemo_aligner.utils.errors import ConfigError, DataError
-from tests import tiny
 from tests.evaluation.refusals import NOT_REFUSED, refusal
-from tests.scorers import source_of
+from tests.harness import tiny
+from tests.harness.scorers import source_of
 
 Score = Callable[[Sequence[Text]], np.ndarray]
 

@@ -16,9 +16,9 @@ from nemo_aligner.evaluation.report.page import write_page
 from nemo_aligner.evaluation.run import evaluate
 from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.utils.errors import ConfigError, SettingsError
-from tests import tiny
 from tests.data.files import rows_of, write
 from tests.evaluation.refusals import refusal
+from tests.harness import tiny
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.smoke), "bf16"])

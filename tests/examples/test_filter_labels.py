@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from examples.data.filter_labels import find_prompt, main, reading_settings
-from tests import tiny
 from tests.data.files import rows_of, write
+from tests.harness import tiny
 
 WRONG = (3, 17, 30)
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from nemo_aligner.data.readers import ReaderConfig, read_records
-from tests import tiny
 from tests.data.files import write
+from tests.harness import tiny
 
 RECIPES = tiny.ROOT / "conf" / "recipes"
 HELPSTEER2 = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")

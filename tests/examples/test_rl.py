@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
+from tests.harness import tiny
 from tests.serving.servers import FAKE, QUICK, Server, running
 
 FOLDER = tiny.ROOT / "examples/rl"

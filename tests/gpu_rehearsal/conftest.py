@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import tiny
-from tests.once import Once
+from tests.harness import tiny
+from tests.harness.once import Once
 
 HERE = Path(__file__).parent
 _LONGEST_S = 900.0  # on a machine that has much else to do; alone it is less than a tenth

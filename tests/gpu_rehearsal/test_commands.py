@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests import tiny
 from tests.gpu_rehearsal.conftest import Rehearse, Task
-from tests.once import Once
+from tests.harness import tiny
+from tests.harness.once import Once
 
 Seen = dict[str, Any]
 PARAMETERS = 94_000  # and some more

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
-from tests import tiny
-from tests.once import Once
+from tests.harness import tiny
+from tests.harness.once import Once
 from tests.serving.servers import FAKE, QUICK, SERVE, running
 
 START_SECS = 120

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_aligner.integrations.nemo_gym import drop_in
-from tests.environments import install, kept_environment, new_environment, python_of
-from tests.launching import ROOT, free_port
+from tests.harness.environments import install, kept_environment, new_environment, python_of
+from tests.harness.launching import ROOT, free_port
 
 GYM = "nemo-gym==0.7.0"
 START_SECS = 120

@@ -15,11 +15,11 @@ import pytest
 
 from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.serving.engine.scorer import RewardScorer
-from tests import tiny
-from tests.environments import kept_environment, make_environment, package, vllm_python
+from tests.harness import tiny
+from tests.harness.environments import kept_environment, make_environment, package, vllm_python
+from tests.harness.scorers import score_tokens
 from tests.integrations.clients import openrlhf_client, verl_client
 from tests.integrations.clients.stand_ins import StandIns
-from tests.scorers import score_tokens
 
 CLIENTS = Path(__file__).parent / "clients"
 RECORDED = Path(__file__).parent / "recorded" / "vllm_classify.json"

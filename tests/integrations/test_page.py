@@ -24,7 +24,7 @@ from nemo_aligner.integrations.nemo_gym import drop_in
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from nemo_aligner.utils.errors import ConfigError
 from tests.docs.pages import blocks
-from tests.launching import ROOT
+from tests.harness.launching import ROOT
 from tests.serving.test_page import curls
 
 PAGE = ROOT / "docs" / "rl_trainers.md"

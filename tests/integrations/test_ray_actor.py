@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 from nemo_aligner.integrations import nemo_rl
-from tests import tiny
-from tests.environments import kept_environment, make_environment
+from tests.harness import tiny
+from tests.harness.environments import kept_environment, make_environment
 
 RAY = "ray==2.58.0"
 SCRIPT = Path(__file__).parent / "clients" / "ray_actor.py"

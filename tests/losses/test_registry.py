@@ -25,7 +25,7 @@ from nemo_aligner.losses.base import PairObjective
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.losses.regression import BinaryCrossEntropy, MaskedMse
 from nemo_aligner.utils.errors import ConfigError
-from tests import tiny
+from tests.harness import tiny
 
 
 @dataclass(frozen=True)

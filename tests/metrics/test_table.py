@@ -16,7 +16,7 @@ from nemo_aligner.metrics.table import (
     is_shown,
     measure_pairs,
 )
-from tests.tiny import ROOT
+from tests.harness.tiny import ROOT
 
 
 def test_better_values_and_where_they_are_shown_are_known_by_the_last_part_of_a_name() -> None:

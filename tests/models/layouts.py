@@ -31,7 +31,7 @@ from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models.reward_model import GPTRewardModel, set_routers, wrap_for_training
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer, infer_values
 from nemo_aligner.training.optimizer import build_optimizer
-from tests.families import SEQUENCES
+from tests.harness.families import SEQUENCES
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP=2": {"tp": 2},
@@ -45,7 +45,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 IN_BF16 = ("TP=2", "PP=2")  # at the others: serving/engine/test_batch_invariance.py
 # What is there of experts.
 MIXTURES = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"]
-# Of tests.families, one of each.
+# Of tests.harness.families, one of each.
 CASES = [
     "llama3", "llama_dynamic", "qwen2", "qwen3", "mistral_untied_window", "ministral", "ministral3",
     "smollm3_untied_window", "gemma", "gemma2", "gemma3", "nemotron", "olmo2", "granite",

@@ -49,7 +49,7 @@ from nemo_aligner.models.shape import (
 )
 from nemo_aligner.training.optimizer import build_optimizer
 from nemo_aligner.utils.errors import CheckpointError, SettingsError
-from tests import tiny
+from tests.harness import tiny
 from tests.planning.test_cost import CONFIG
 
 LORA = LoraShape(4, 8.0, LORA_TARGETS)

@@ -14,7 +14,7 @@ from nemo_aligner.config.model import Recompute
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.fixed_sizes import pad_to_fixed_sizes, round_up_tokens
 from nemo_aligner.models.step import infer
-from tests import tiny
+from tests.harness import tiny
 from tests.models.graphed import (
     PACKS,
     RecordedCapture,

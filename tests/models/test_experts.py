@@ -25,7 +25,7 @@ from nemo_aligner.models.lora import ExpertAdapter, fold_adapters
 from nemo_aligner.models.reward_model import set_routers
 from nemo_aligner.models.shape import LoraShape
 from nemo_aligner.models.step import infer
-from tests import families
+from tests.harness import families
 
 PACK = PackedBatch.pack(families.SEQUENCES, Records.of(range(3), [2] * 3))
 COUNT, TOP_K = families.EXPERTS["num_experts"], families.EXPERTS["num_experts_per_tok"]

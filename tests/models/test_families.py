@@ -25,8 +25,8 @@ from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model,
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import forward_backward, infer
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
-from tests import families, tiny
-from tests.families import CASES, GROUPS, SEQUENCES, WINDOW
+from tests.harness import families, tiny
+from tests.harness.families import CASES, GROUPS, SEQUENCES, WINDOW
 from tests.models import layouts
 from tests.models.test_heads import modules_that_are_not_called
 

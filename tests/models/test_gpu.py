@@ -18,7 +18,7 @@ from nemo_aligner.models.attention.backends import BACKENDS, Backend
 from nemo_aligner.models.pointwise.choice import available_kernels
 from nemo_aligner.models.step import infer
 from nemo_aligner.serving.engine.rows import Row
-from tests import families, tiny
+from tests.harness import families, tiny
 from tests.models.attention.backend_packs import RandomPack, cases_of, check_backend
 from tests.models.graphed import PACKS, gradients, load
 from tests.models.test_pointwise import check_implementation

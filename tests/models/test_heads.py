@@ -34,8 +34,8 @@ from nemo_aligner.models.shape import (
 from nemo_aligner.planning.cost import Packs, Plan, head_size
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError
-from tests import tiny
-from tests.once import Once
+from tests.harness import tiny
+from tests.harness.once import Once
 
 TWO_LAYERS = HeadShape(bias=True, mlp_size=24)
 TEXTS = ["the cat sings", "why", "no stone is where the bird sleeps", "yes please thank you"] * 3

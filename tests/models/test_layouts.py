@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_aligner.config.common import Precision
-from tests import families, tiny
+from tests.harness import families, tiny
 from tests.models import layouts
 from tests.models.layouts import IN_BF16, LAYOUTS
 

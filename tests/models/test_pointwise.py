@@ -32,8 +32,8 @@ from nemo_aligner.models.pointwise.operations import EAGER
 from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.rotary import rotate
 from nemo_aligner.models.shape import ModelShape
-from tests import tiny
-from tests.environments import kept_environment, make_environment
+from tests.harness import tiny
+from tests.harness.environments import kept_environment, make_environment
 
 Function = Callable[..., Tensor]
 

@@ -25,8 +25,8 @@ from nemo_aligner.models.readout import mean_of_replies
 from nemo_aligner.models.step import find_reply_rows, infer_values
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.utils.errors import CheckpointError
-from tests import tiny
-from tests.once import Once
+from tests.harness import tiny
+from tests.harness.once import Once
 
 QUESTION = "where is the warm stone house by the river and why is the tree so green " * 2
 CHATS: list[Text] = [

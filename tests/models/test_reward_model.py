@@ -16,7 +16,7 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.reward_model import freeze_lower_layers, wrap_for_training
 from nemo_aligner.models.step import count_parts, forward_backward, infer, infer_in_parts
 from nemo_aligner.utils.errors import ConfigError
-from tests import tiny
+from tests.harness import tiny
 
 SEQUENCES = [list(range(3, 3 + length)) for length in (5, 40, 1, 17)]
 

@@ -36,7 +36,7 @@ from nemo_aligner.planning.memory import fullest_stage, memory, pack_activations
 from nemo_aligner.planning.planner import Planner, PlanRequest, preset, settings_of
 from nemo_aligner.planning.step_time import Machine, step_time
 from nemo_aligner.utils.errors import ConfigError
-from tests import tiny
+from tests.harness import tiny
 
 CONFIG = {
     "num_layers": 4,

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from nemo_aligner.cli.main import main
-from tests.launching import run_code
+from tests.harness.launching import run_code
 
 CONFIG = {
     "num_layers": 4,

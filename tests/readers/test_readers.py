@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from nemo_aligner.contract.scorer import score_all
-from tests import tiny
-from tests.once import Once
+from tests.harness import tiny
+from tests.harness.once import Once
 
 CHATS = [
     tiny.chat("what is the river", "thank you the river is blue"),

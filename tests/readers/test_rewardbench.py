@@ -26,10 +26,10 @@ from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.contract.tokenizer import load_tokenizer
 from nemo_aligner.evaluation.run_task import TaskResult, run_task
 from nemo_aligner.evaluation.tasks import find_task
-from tests import tiny
 from tests.data.files import published, rows_of, write
-from tests.once import Once
-from tests.scorers import source_of
+from tests.harness import tiny
+from tests.harness.once import Once
+from tests.harness.scorers import source_of
 
 LLMBAR = {
     "Natural": "llmbar-natural",

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from nemo_aligner.config.common import Overlong
-from tests import tiny
-from tests.once import Once
+from tests.harness import tiny
+from tests.harness.once import Once
 from tests.serving.client.misbehaving import Misbehaving
 from tests.serving.servers import FAKE, QUICK, SERVE, Server, running
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tests.launching import ROOT, free_port, rank_environment
-from tests.once import TURNS
+from tests.harness.launching import ROOT, free_port, rank_environment
+from tests.harness.once import TURNS
 
 START_SECS = 120
 FAKE = "tests/serving/fake_server.py"

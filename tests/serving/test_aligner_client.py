@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from nemo_aligner.serving.engine.scorer import RewardScorer
-from tests import tiny
-from tests.environments import package
-from tests.once import Once
-from tests.scorers import score_tokens
+from tests.harness import tiny
+from tests.harness.environments import package
+from tests.harness.once import Once
+from tests.harness.scorers import score_tokens
 from tests.serving.servers import Server
 
 REQUIREMENT = "nemo-aligner==0.7.0"

@@ -17,9 +17,9 @@ from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.serving.client import RewardCriticClient
 from nemo_aligner.serving.protocols.critic import DEFAULT_URL
 from nemo_aligner.utils.errors import ServingError
-from tests import tiny
 from tests.docs.pages import blocks
-from tests.once import Once
+from tests.harness import tiny
+from tests.harness.once import Once
 from tests.serving.servers import SERVE, Server, running
 from tests.serving.test_aligner_client import run_client
 from tests.serving.test_attacks import attacks_on_tensors, check_survives

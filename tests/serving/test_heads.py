@@ -10,8 +10,8 @@ import pytest
 
 import nemo_aligner as na
 from nemo_aligner.api.reward_model import release_models
-from tests import tiny
-from tests.heads import KINDS, NAMES, served, write_archive
+from tests.harness import tiny
+from tests.harness.heads import KINDS, NAMES, served, write_archive
 
 RATINGS = [
     {"prompt": prompt, "response": response, **dict.fromkeys(("reward", *NAMES), 1)}

@@ -15,7 +15,7 @@ import pytest
 
 from nemo_aligner.config.serving import GatewayConfig, ServerConfig
 from tests.docs.pages import blocks
-from tests.launching import ROOT, free_port
+from tests.harness.launching import ROOT, free_port
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.servers import Server, gateway
 

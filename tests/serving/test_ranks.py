@@ -14,7 +14,7 @@ from nemo_aligner.serving.engine import executor as ranks_module
 from nemo_aligner.serving.engine.executor import Launch, ModelRanks, RanksLostError
 from nemo_aligner.utils.errors import ServingError
 from nemo_aligner.utils.host_transfer import Arriving
-from tests import tiny
+from tests.harness import tiny
 from tests.serving.forked_ranks import led
 
 

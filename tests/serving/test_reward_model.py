@@ -27,8 +27,8 @@ from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.serving.run import run_server, served
 from nemo_aligner.utils.errors import ConfigError, DataError, ServingError
-from tests import tiny
-from tests.scorers import score_tokens
+from tests.harness import tiny
+from tests.harness.scorers import score_tokens
 from tests.serving.gateway_calls import call, gateway_front
 from tests.serving.servers import SERVE, Server, running
 

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from nemo_aligner.serving.client import RewardClient
-from tests import tiny
-from tests.launching import free_port
+from tests.harness import tiny
+from tests.harness.launching import free_port
 from tests.serving.client.misbehaving import eventually
 from tests.serving.fake_server import CONTRACT, FINGERPRINT, total
 from tests.serving.servers import (

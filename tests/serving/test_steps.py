@@ -28,7 +28,7 @@ from nemo_aligner.serving.engine.shaping import RewardShaper
 from nemo_aligner.serving.protocols import StepRewards, kserve
 from nemo_aligner.serving.reward import RewardBackend
 from nemo_aligner.utils.errors import ConfigError, ServingError
-from tests.heads import OneRank
+from tests.harness.heads import OneRank
 from tests.serving.gateway_calls import FakeClient, call, gateway_front
 from tests.serving.servers import SERVE, running
 

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from nemo_aligner.contract.scorer import score_all
-from tests import tiny
+from tests.harness import tiny
 from tests.serving.conftest import MAX_ROWS
 from tests.serving.fake_server import SEQ_LENGTH, total
 from tests.serving.fire import INFER, Request, check_that_leavers_harm_nobody, send_all

@@ -16,7 +16,7 @@ import pytest
 
 from nemo_aligner.training.tracking import read_metrics
 from nemo_aligner.utils.processes import find_process
-from tests import tiny
+from tests.harness import tiny
 
 SLURM = tiny.ROOT / "scripts/slurm"
 SHELL = [*tiny.ROOT.glob("scripts/*.sh"), *SLURM.iterdir(), tiny.ROOT / ".ci/run"]

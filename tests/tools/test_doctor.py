@@ -16,7 +16,7 @@ import pytest
 
 from nemo_aligner.tools import doctor
 from nemo_aligner.tools.doctor import Finding, Verdict, examine, render
-from tests import tiny
+from tests.harness import tiny
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 BROKEN = """

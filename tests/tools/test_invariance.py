@@ -34,7 +34,7 @@ from nemo_aligner.tools.invariance import (
     summarise,
 )
 from nemo_aligner.utils.errors import PeerError
-from tests import families, tiny
+from tests.harness import families, tiny
 
 SHAPE = ModelShape.from_config(
     {

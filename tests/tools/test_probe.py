@@ -15,8 +15,8 @@ from nemo_aligner.config.common import RecordKind
 from nemo_aligner.data.training_data import TrainingData
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.tools.overfit_test import few_records, probe, swap_labels
-from tests import tiny
 from tests.data.test_packing import dataset
+from tests.harness import tiny
 
 
 @pytest.fixture(scope="module")

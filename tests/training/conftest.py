@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests import families, tiny
-from tests.once import Once
+from tests.harness import families, tiny
+from tests.harness.once import Once
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests import tiny
-from tests.launching import free_port
+from tests.harness import tiny
+from tests.harness.launching import free_port
 
 TIMEOUT_S = 600.0  # of all jobs together
 Done = subprocess.CompletedProcess[str]

@@ -6,7 +6,7 @@ import gc
 import json
 import sys
 
-from tests.launching import ROOT
+from tests.harness.launching import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import synthetic

@@ -24,7 +24,7 @@ from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer import build_optimizer
 from nemo_aligner.utils.errors import TrainingError
-from tests import tiny
+from tests.harness import tiny
 
 SHAPE = ModelShape.from_config(tiny.SMALLEST)
 RECORDS, BATCH, SEED = 12, 8, 1234

@@ -17,7 +17,7 @@ from nemo_aligner.cli import main as cli
 from nemo_aligner.cpu import products
 from nemo_aligner.data.formats import FORMATS
 from tests.data.ranked_format import FORMAT
-from tests.launching import HOST
+from tests.harness.launching import HOST
 from tests.training.interrupted import arm, decide_when_written
 
 # What jobs need, which they would import one after the other.

@@ -17,8 +17,8 @@ from nemo_aligner.checkpoint.hf.reward_archive import ExportOptions
 from nemo_aligner.data.rollout import Rollout
 from nemo_aligner.training.critic import CriticRun
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, TrainingError
-from tests import families, tiny
-from tests.once import Once
+from tests.harness import families, tiny
+from tests.harness.once import Once
 from tests.training.critic_steps import PROBES, open_run, rollouts
 
 LR, CLIP, EPS, DECAY, MAX_NORM, BATCH = 0.01, 0.3, 1e-3, 0.05, 0.5, 4

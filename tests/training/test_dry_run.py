@@ -17,7 +17,7 @@ from nemo_aligner.distributed.layout import LayoutSizes
 from nemo_aligner.training.dry_run import _kept_keys, check_run
 from nemo_aligner.training.prepare import prepare_run
 from nemo_aligner.utils.errors import AlignerError
-from tests import tiny
+from tests.harness import tiny
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,9 @@ from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.training.resume import changes_since, check_goes_on, go_on, new_state
 from nemo_aligner.training.trainer import EarlyStopping
 from nemo_aligner.utils.errors import CheckpointError
-from tests import tiny
-from tests.contracts import Contracts
 from tests.data.files import build, write
+from tests.harness import tiny
+from tests.harness.contracts import Contracts
 
 NAME = "validation/accuracy"
 SHAPE = ModelShape.from_config(tiny.SMALLEST)

@@ -17,9 +17,9 @@ from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.data.training_data import TrainingData, build_training_data, how_to_read
 from nemo_aligner.training.resume import RunFacts
 from nemo_aligner.training.trainer import HeldoutRewards
-from tests import tiny
-from tests.contracts import Contracts
 from tests.data import files
+from tests.harness import tiny
+from tests.harness.contracts import Contracts
 
 
 def build(

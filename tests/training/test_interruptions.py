@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.checkpoint.run_lock import lock_run
-from tests import tiny
 from tests.distributed.layouts import LORA
-from tests.once import Once
+from tests.harness import tiny
+from tests.harness.once import Once
 from tests.training import jobs
 
 Where = tuple[str, str, str]

@@ -16,7 +16,7 @@ from nemo_aligner.config.training import TrainConfig
 from nemo_aligner.training.dry_run import check_run
 from nemo_aligner.training.run import train
 from nemo_aligner.training.trainer import SupervisedTrainer
-from tests import tiny
+from tests.harness import tiny
 
 
 class _StartedError(Exception):

@@ -16,8 +16,8 @@ from nemo_aligner.training import tracking
 from nemo_aligner.training.loggers import build_loggers
 from nemo_aligner.training.tracking import read_metrics
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
-from tests import tiny
-from tests.environments import kept_environment, make_environment
+from tests.harness import tiny
+from tests.harness.environments import kept_environment, make_environment
 
 # MLflow's own package without its server's parts, with what its database asks for.
 REQUIREMENTS = ("wandb>=0.20,<1", "mlflow-skinny>=3,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
-from tests import tiny
 from tests.checkpoint.hf.exporting import MEANS, REWARD_CASES, WEIGHTS, save_again
+from tests.harness import tiny
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained, save_rewa
 from nemo_aligner.config.common import Precision
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.models.shape import LoraShape, is_of_adapter
-from tests import families, tiny
 from tests.checkpoint.hf.exporting import edit_tensors, export, tensors_of
 from tests.checkpoint.refusals import refusals
-from tests.contracts import Contracts
+from tests.harness import families, tiny
+from tests.harness.contracts import Contracts
 
 QKV = LoraShape(3, 6.0, ("linear_qkv", "linear_proj"))
 

@@ -21,9 +21,9 @@ from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.evaluation.sources import load_source
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import AlignerError, CheckpointError, DataError
-from tests import tiny
 from tests.checkpoint.hf.exporting import edit, edit_tensors, export, save_again
 from tests.checkpoint.refusals import check_damages
+from tests.harness import tiny
 
 TEXTS: list[Text] = [
     [{"role": "user", "content": "a red dog"}, {"role": "assistant", "content": "thank you"}],

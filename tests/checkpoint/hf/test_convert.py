@@ -40,7 +40,6 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError
-from tests import tiny
 from tests.checkpoint.hf.exporting import (
     NAMES,
     REWARD_CASES,
@@ -54,7 +53,8 @@ from tests.checkpoint.hf.exporting import (
     tensors_of,
 )
 from tests.checkpoint.refusals import overwrite, refusals
-from tests.families import LLAMA3_ROPE
+from tests.harness import tiny
+from tests.harness.families import LLAMA3_ROPE
 
 pytestmark = pytest.mark.usefixtures("layout")
 

@@ -27,7 +27,6 @@ from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.contract.templates import BUILT_IN_TEMPLATES
 from nemo_aligner.contract.tokenizer import load_tokenizer
 from nemo_aligner.serving.engine.scorer import load_scorer
-from tests import tiny
 from tests.checkpoint.hf.exporting import (
     MEANS,
     NAMES,
@@ -42,7 +41,8 @@ from tests.checkpoint.hf.exporting import (
     tensors_of,
 )
 from tests.checkpoint.refusals import refusals
-from tests.contracts import Contracts
+from tests.harness import tiny
+from tests.harness.contracts import Contracts
 
 pytestmark = pytest.mark.usefixtures("layout")
 

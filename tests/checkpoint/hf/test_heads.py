@@ -23,7 +23,6 @@ from nemo_aligner.api.reward_model import release_models
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.utils.errors import CheckpointError
-from tests import families, tiny
 from tests.checkpoint.hf.exporting import (
     check_refused,
     config_edits,
@@ -32,8 +31,9 @@ from tests.checkpoint.hf.exporting import (
     edit_tensors,
 )
 from tests.checkpoint.refusals import overwrite
-from tests.families import internlm2_names, write_hf_checkpoint
-from tests.heads import served
+from tests.harness import families, tiny
+from tests.harness.families import internlm2_names, write_hf_checkpoint
+from tests.harness.heads import served
 
 HIDDEN = tiny.SHAPE["hidden_size"]
 NAMES = ("helpfulness", "verbosity")
@@ -87,8 +87,8 @@ class Case:
         said: by the conversion.
         architecture: in its ``config.json``.
         exported: ``architectures`` of its export; None is not compared.
-        body: see ``tests/families.py``.
-        shape: settings of the body beside those of ``tests/families.py``.
+        body: see ``tests/harness/families.py``.
+        shape: settings of the body beside those of ``tests/harness/families.py``.
         file: where its tensors are.
         precision: of training.
     """

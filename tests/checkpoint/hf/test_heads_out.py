@@ -23,10 +23,10 @@ from nemo_aligner.api.reward_model import release_models
 from nemo_aligner.checkpoint.hf import gguf_out
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.utils.errors import AlignerError
-from tests import families, tiny
 from tests.checkpoint.hf.exporting import config_of
-from tests.environments import kept_environment, make_environment, package, vllm_python
-from tests.heads import KINDS, TWO_LAYERS, write_archive
+from tests.harness import families, tiny
+from tests.harness.environments import kept_environment, make_environment, package, vllm_python
+from tests.harness.heads import KINDS, TWO_LAYERS, write_archive
 
 SENTENCE_TRANSFORMERS = "sentence-transformers==6.2.0"
 CLIENTS = Path(__file__).parents[2] / "integrations" / "clients"

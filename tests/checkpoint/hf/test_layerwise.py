@@ -16,7 +16,7 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import infer
-from tests import families
+from tests.harness import families
 
 DTYPES = (torch.bfloat16, torch.float32)
 pytestmark = pytest.mark.usefixtures("layout")

@@ -21,10 +21,10 @@ from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.step import infer
-from tests import families, tiny
 from tests.checkpoint.hf.exporting import assert_same, export, tensors_of
 from tests.checkpoint.refusals import refusals
-from tests.families import SEQUENCES, WINDOW
+from tests.harness import families, tiny
+from tests.harness.families import SEQUENCES, WINDOW
 
 TEXT = {**tiny.SHAPE, "initializer_range": 0.1}
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "image_size": 28}

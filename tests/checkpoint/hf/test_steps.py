@@ -17,9 +17,9 @@ from nemo_aligner.checkpoint.hf.classifier import load_hf_reward_model
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.config.model import ScoredPosition
 from nemo_aligner.utils.errors import CheckpointError
-from tests import tiny
 from tests.checkpoint.hf.exporting import assert_same, config_of, edit_tensors, tensors_of
-from tests.families import write_hf_checkpoint
+from tests.harness import tiny
+from tests.harness.families import write_hf_checkpoint
 
 HIDDEN = tiny.SHAPE["hidden_size"]
 QUESTION = {"role": "user", "content": "why"}

@@ -18,8 +18,8 @@ from nemo_aligner.checkpoint.nemo.reward_model import read_text_rules
 from nemo_aligner.utils.errors import AlignerError, CheckpointError
 from tests.checkpoint.hf.exporting import config_of
 from tests.checkpoint.hf.test_heads_out import WIDE, printed
-from tests.environments import vllm_python
-from tests.heads import KINDS, write_archive
+from tests.harness.environments import vllm_python
+from tests.harness.heads import KINDS, write_archive
 
 QUESTION = {"role": "user", "content": "why"}
 QUICK = ("bins with a bias", "step_ends", "\n", "llama", "LlamaForTokenClassification")

@@ -26,7 +26,7 @@ from nemo_aligner.checkpoint.nemo.reward_model import (
     save_reward_model,
 )
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
-from tests import tiny
+from tests.harness import tiny
 
 # Written before archives had fingerprints.
 OLD = tiny.ROOT / "tests" / "compatibility" / "files" / "regression.nemo"

@@ -26,9 +26,9 @@ from nemo_aligner.contract.readout import Readout
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.training.build import _begin_head
 from nemo_aligner.utils.errors import ConfigError, SettingsError
-from tests import tiny
 from tests.checkpoint.refusals import refusals
-from tests.once import Once
+from tests.harness import tiny
+from tests.harness.once import Once
 
 
 # Before there is a layout: it is made in one of its own.

@@ -30,7 +30,6 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import LORA_TARGETS
 from nemo_aligner.contract.from_settings import build_contract
 from nemo_aligner.models.shape import LoraShape, ModelShape, is_of_adapter
-from tests import tiny
 from tests.checkpoint import foreign
 from tests.checkpoint.foreign import Writer, bridge, nemo1, nemo2, zarr_folder
 from tests.checkpoint.loading import (
@@ -45,7 +44,8 @@ from tests.checkpoint.loading import (
 from tests.checkpoint.refusals import check_damages, refusals
 from tests.checkpoint.resave import LAYOUTS
 from tests.checkpoint.weights.tensors import sharded
-from tests.contracts import Contracts
+from tests.harness import tiny
+from tests.harness.contracts import Contracts
 
 LORA = LoraShape(3, 6.0, LORA_TARGETS)
 

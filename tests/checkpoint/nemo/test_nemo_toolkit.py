@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nemo_aligner.checkpoint.nemo.archive import open_nemo, write_nemo
-from tests.environments import kept_environment, make_environment
+from tests.harness.environments import kept_environment, make_environment
 
 REQUIREMENTS = ("nemo_toolkit[core]==3.0.0", "lightning==2.4.0")
 CONFIG = {"num_layers": 2, "layernorm_epsilon": 1e-5, "bias": False, "vocab_size": 320}

@@ -17,10 +17,10 @@ import yaml
 
 from nemo_aligner.checkpoint.nemo.archive import open_nemo, write_nemo
 from nemo_aligner.utils.errors import CheckpointError
-from tests import tiny
 from tests.checkpoint.fuzzing import files_of
 from tests.checkpoint.loading import Bomb
 from tests.checkpoint.refusals import refusals
+from tests.harness import tiny
 
 CONFIG = {"vocab_size": 320, "num_layers": 2, "layernorm_epsilon": 1e-5, "precision": "bf16"}
 CONTRACT = {"version": 1, "template": "{{ messages }} é"}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
-from tests.launching import start_local_ranks
-from tests.once import Once
+from tests.harness import tiny
+from tests.harness.launching import start_local_ranks
+from tests.harness.once import Once
 from tests.test_temporary import is_empty_soon
 
 READ = """

@@ -20,8 +20,8 @@ from nemo_aligner.checkpoint.weights import open_weights
 from nemo_aligner.checkpoint.weights.store import read_common
 from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.utils.errors import CheckpointError
-from tests import tiny
 from tests.checkpoint.loading import Bomb
+from tests.harness import tiny
 
 # A second or two for each bomb where nothing bounds it; each level more doubles that.
 _LEVELS = 26

@@ -24,11 +24,11 @@ from nemo_aligner.evaluation.run import report_evaluation
 from nemo_aligner.evaluation.run_task import run_task
 from nemo_aligner.evaluation.tasks import find_task
 from nemo_aligner.utils.errors import ConfigError, DataError
-from tests.contracts import Contracts
 from tests.data.files import write
 from tests.evaluation.refusals import refusal
 from tests.evaluation.report.folders import EVIL, SECTIONS, pair_rows, write_run
-from tests.scorers import measured, source_of
+from tests.harness.contracts import Contracts
+from tests.harness.scorers import measured, source_of
 
 LIMIT = 3_000_000
 VOID = {"meta", "link", "br", "img", "wbr"}

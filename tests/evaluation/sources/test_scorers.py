@@ -25,8 +25,8 @@ from nemo_aligner.serving.client.posting import PostingAddress
 from nemo_aligner.serving.client.scorers import QueryScorer, ServedScorer, VllmScorer
 from nemo_aligner.serving.engine.scorer import RewardEnsemble, RewardScorer, load_scorer
 from nemo_aligner.utils.errors import AlignerError, ConfigError
-from tests import tiny
 from tests.checkpoint.hf.exporting import export
+from tests.harness import tiny
 from tests.serving.client.misbehaving import Answer, Answering, Misbehaving, output
 
 SAMPLES = ["thank you", "a red dog sings", "", "the river"]

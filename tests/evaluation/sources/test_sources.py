@@ -14,9 +14,9 @@ from nemo_aligner.config.evaluation import EvaluateConfig
 from nemo_aligner.config.load import load_config
 from nemo_aligner.evaluation.run import evaluate
 from nemo_aligner.utils.errors import AlignerError, ConfigError, ServingError
-from tests import tiny
 from tests.checkpoint.hf.exporting import export
 from tests.evaluation.refusals import refusal
+from tests.harness import tiny
 from tests.serving.servers import SERVE, gateway, running
 
 ATTRIBUTES = ("helpfulness", "verbosity")

@@ -26,7 +26,7 @@ from nemo_aligner.serving.protocols import StepRewards
 from nemo_aligner.utils.errors import ConfigError, DataError
 from tests.data.files import published
 from tests.evaluation.refusals import refusal
-from tests.scorers import source_of
+from tests.harness.scorers import source_of
 
 
 def write(path: Path, records: Sequence[dict[str, Any]]) -> Path:

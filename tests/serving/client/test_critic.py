@@ -11,7 +11,7 @@ import pytest
 
 from nemo_aligner.serving.client import RewardCriticClient
 from nemo_aligner.utils.errors import ConfigError, ServingError
-from tests.launching import free_port
+from tests.harness.launching import free_port
 from tests.serving.client.misbehaving import Answer, Die, Misbehaving, output, seconds
 
 ROLLOUT = [np.ones((2, 3), dtype=np.int64), *np.zeros((3, 2, 2), dtype=np.float32)]

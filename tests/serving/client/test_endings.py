@@ -14,8 +14,8 @@ import pytest
 
 from nemo_aligner.serving.client import RewardClient
 from nemo_aligner.utils.errors import ServingError
-from tests import tiny
-from tests.launching import ROOT
+from tests.harness import tiny
+from tests.harness.launching import ROOT
 from tests.serving.client.misbehaving import Misbehaving, eventually
 
 BEGIN = """

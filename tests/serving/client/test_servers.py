@@ -16,7 +16,7 @@ import pytest
 
 from nemo_aligner.serving.client import RefusedError, RewardClient
 from nemo_aligner.utils.errors import ConfigError, ServingError
-from tests.launching import free_port
+from tests.harness.launching import free_port
 from tests.serving.client.misbehaving import (
     Die,
     Misbehaving,

@@ -24,7 +24,7 @@ from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.tools import invariance
-from tests.scorers import score_tokens
+from tests.harness.scorers import score_tokens
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},

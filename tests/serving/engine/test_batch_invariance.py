@@ -20,9 +20,9 @@ from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention import backends, cpu_inference
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
 from nemo_aligner.tools.invariance import score_alone, score_calls
-from tests import families, tiny
-from tests.once import Once
-from tests.scorers import score_tokens
+from tests.harness import families, tiny
+from tests.harness.once import Once
+from tests.harness.scorers import score_tokens
 from tests.serving.engine.company import (
     BUDGET,
     LONGEST,

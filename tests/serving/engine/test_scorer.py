@@ -13,8 +13,8 @@ import pytest
 from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.serving.engine.rows import Row
-from tests import families, tiny
-from tests.once import Once
+from tests.harness import families, tiny
+from tests.harness.once import Once
 from tests.serving.engine import cached_layouts
 from tests.serving.engine.cached_layouts import CACHES, score_ahead, scorers
 from tests.serving.engine.company import traffic

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.serving.engine.prefix_cache import BlockManager, as_key
-from tests import tiny
+from tests.harness import tiny
 from tests.serving.engine import step_layouts
 
 

@@ -39,8 +39,8 @@ from nemo_aligner.serving.front.app import PLAIN_ROUTES, ROUTES, Front
 from nemo_aligner.serving.protocols import ScoredRows, kserve, kserve_body
 from nemo_aligner.serving.reward import RewardBackend
 from nemo_aligner.serving.scoring import TemplateParts
-from tests.contracts import Contracts
-from tests.fuzzing import Faults, damaged, fuzz_settings
+from tests.harness.contracts import Contracts
+from tests.harness.fuzzing import Faults, damaged, fuzz_settings
 from tests.serving.fake_server import FakeScorer
 from tests.serving.gateway_calls import call_async, gateway_front
 from tests.serving.services.test_reward import Immediate

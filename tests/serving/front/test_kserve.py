@@ -23,7 +23,7 @@ from nemo_aligner.config.serving import GatewayConfig
 from nemo_aligner.serving.front.listen import FrontServer, open_socket, url_of
 from nemo_aligner.serving.protocols import kserve, kserve_body
 from nemo_aligner.utils.errors import ServingError
-from tests.environments import package
+from tests.harness.environments import package
 from tests.serving.fake_server import CONTRACT, total
 from tests.serving.gateway_calls import FakeClient, call, gateway_front
 

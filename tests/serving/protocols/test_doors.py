@@ -21,8 +21,8 @@ from nemo_aligner.integrations.trl import RewardFunction
 from nemo_aligner.serving.client import ScoredRows
 from nemo_aligner.serving.front.app import ROUTES
 from nemo_aligner.serving.protocols import kserve
-from tests.contracts import Contracts
 from tests.data.files import read, write
+from tests.harness.contracts import Contracts
 from tests.serving.protocols.bodies import parsed
 
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Of a city"}}

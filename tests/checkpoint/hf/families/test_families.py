@@ -28,10 +28,10 @@ from nemo_aligner.contract.scorer import score_all
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.utils.errors import CheckpointError
-from tests import families, tiny
 from tests.checkpoint.hf.exporting import config_of, edit, export
 from tests.checkpoint.refusals import refusals
-from tests.families import CASES, WINDOW
+from tests.harness import families, tiny
+from tests.harness.families import CASES, WINDOW
 
 NAMES = tuple(sorted({case["model_type"] for case in CASES.values()}))
 # What every config.json says.

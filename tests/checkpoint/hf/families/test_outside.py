@@ -13,7 +13,6 @@ from nemo_aligner.checkpoint.hf import families
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo as convert
 from nemo_aligner.checkpoint.hf.families import NAME_KEY, family_of, find_family, register_family
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
-from tests import tiny
 from tests.checkpoint.hf.exporting import (
     assert_same,
     config_of,
@@ -23,6 +22,7 @@ from tests.checkpoint.hf.exporting import (
 )
 from tests.checkpoint.hf.families.test_families import SIZES
 from tests.checkpoint.hf.families.toy_llama import TOY_LLAMA
+from tests.harness import tiny
 
 TOY_SIZES = {**SIZES, "ffn_dim": SIZES["intermediate_size"], "intermediate_size": None}
 

@@ -32,7 +32,6 @@ from nemo_aligner.checkpoint.nemo.archive import open_nemo
 from nemo_aligner.contract.tokenizer import load_tokenizer
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.utils.errors import CheckpointError
-from tests import families, tiny
 from tests.checkpoint.hf.exporting import config_of, edit
 from tests.checkpoint.hf.gguf.writing import (
     LLAMA3,
@@ -43,6 +42,7 @@ from tests.checkpoint.hf.gguf.writing import (
     write_sentencepiece,
 )
 from tests.checkpoint.refusals import refusals
+from tests.harness import families, tiny
 
 gguf = pytest.importorskip("gguf")
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import tiny
+from tests.harness import tiny
 
 gguf = pytest.importorskip("gguf")
 

@@ -23,8 +23,8 @@ import pytest
 import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
 
-from tests import tiny
-from tests.environments import triton_python
+from tests.harness import tiny
+from tests.harness.environments import triton_python
 from tests.serving.client.misbehaving import eventually
 from tests.serving.fake_server import total
 from tests.serving.servers import (

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import launching, tiny
-from tests.once import Turns, once_per_run
-from tests.tiny import ROOT
+from tests.harness import launching, tiny
+from tests.harness.once import Turns, once_per_run
+from tests.harness.tiny import ROOT
 
 SCRIPT = """
 import atexit, json, os, signal, subprocess, sys, time
@@ -152,7 +152,7 @@ def test_what_a_launch_puts_into_this_process_reaches_no_script(
 WORKER = """
 import sys, time
 from pathlib import Path
-from tests.once import Turns, once_per_run
+from tests.harness.once import Turns, once_per_run
 
 def build(folder):
     time.sleep(0.5)

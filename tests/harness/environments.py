@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from filelock import FileLock
 
-from tests.launching import ROOT
+from tests.harness.launching import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.launching import PREPARED, ROOT, launch_script
+from tests.harness.launching import PREPARED, ROOT, launch_script
 
 # The environment of the test run: libraries and launches in this process put more into it.
 GIVEN = dict(os.environ)

@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.once import TURNS
+from tests.harness.once import TURNS
 
-ROOT = Path(__file__).resolve().parent.parent
-LOCAL_RANKS = str(ROOT / "tests/local_ranks.py")
+ROOT = Path(__file__).resolve().parents[2]
+LOCAL_RANKS = str(ROOT / "tests/harness/local_ranks.py")
 HOST = "127.0.0.1"
 GRACE_SECS = 30  # as torchrun gives the other ranks of one that failed
 Done = subprocess.CompletedProcess[str]
@@ -42,7 +42,7 @@ class PreparedRank:
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/prepared_process.py")],
+            [sys.executable, str(ROOT / "tests/harness/prepared_process.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,  # else select sees nothing of a line that was read ahead

@@ -19,8 +19,8 @@ from nemo_aligner.distributed.layout import destroy_layout, initialize_layout
 from nemo_aligner.serving.engine.scorer import load_scorer
 from nemo_aligner.serving.protocols import kserve
 from nemo_aligner.serving.reward import RewardBackend
-from tests import families, tiny
 from tests.checkpoint.hf.exporting import edit, edit_tensors
+from tests.harness import families, tiny
 
 HIDDEN = tiny.SHAPE["hidden_size"]
 NAMES = ("helpfulness", "verbosity")

@@ -1,9 +1,10 @@
-"""Imports the libraries, and then forks itself into whatever script it is told to run.
+"""Import the libraries once, then fork for every script that a test starts.
 
-``python tests/prepared_process.py`` is one rank. It reads jobs, a line of JSON each, and answers
-each with a line when its script begins and one when that has ended; ``tests/launching.py`` writes
-them. At the end of input it ends, and so does a script that still runs. Nothing of ours is imported
-here, and nothing that our package prepares for; one thread is all there is when a script begins.
+``python tests/harness/prepared_process.py`` is one rank. It reads jobs from its input, one line of
+JSON each (``tests/harness/launching.py`` writes them), and prints a line when a job's script begins
+and another when the script has ended. At the end of its input the process ends, and so does a
+script that still runs. It imports nothing of this package, so that every script sees its own state,
+and has a single thread when it forks.
 """
 
 from __future__ import annotations

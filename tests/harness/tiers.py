@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.launching import ROOT
-from tests.once import TURNS
+from tests.harness.launching import ROOT
+from tests.harness.once import TURNS
 
 FILE = ROOT / "tests" / "durations.json"
 QUICK_SECS = 3.0

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nemo_aligner.batch.packed import Group
-from tests import tiny
+from tests.harness import tiny
 
 WINDOW = 8
 LLAMA3_ROPE = {
