@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -376,4 +376,4 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         elif isinstance(one, dict):
             waiting += one.values()
         elif is_dataclass(one) and not isinstance(one, type):
-            waiting += [getattr(one, each.name) for each in fields(one)]
+            waiting += vars(one).values()  # cached properties, too

@@ -33,8 +33,7 @@ from nemo_aligner.cpu.products import MOST_ROWS
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.activations import ACTIVATIONS
 from nemo_aligner.models.attention.packed import LastTokenAttention, PackedAttention
-from nemo_aligner.models.attention.segments import PackedSegments
-from nemo_aligner.models.experts import COUNTED, Counted, MixtureOfExperts
+from nemo_aligner.models.experts import MixtureOfExperts
 from nemo_aligner.models.internals import (
     add_weight_gradients_on_gpu,
     has_weight_gradient_kernel,
@@ -50,6 +49,7 @@ from nemo_aligner.models.layers import (
     rows_now,
     sum_in_rank_order,
 )
+from nemo_aligner.models.pack_context import Balance, PackContext
 from nemo_aligner.models.pointwise.eager import Shared, rms_norm
 from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
 from nemo_aligner.models.shape import ModelShape
@@ -175,10 +175,12 @@ class NormedRowLinear(RowLinear):
         norm = NORMS[config.normalization]
         self.post_layernorm = norm(config, output_size, eps=config.layernorm_epsilon)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, context: PackContext | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         if rows_now(self) is not None:
             return self.infer(x), None
-        output, bias = super().forward(x)
+        output, bias = super().forward(x, context)
         return self.post_layernorm(output), bias
 
     def infer(self, x: Tensor) -> Tensor:
@@ -378,15 +380,16 @@ def _mixture(shape: ModelShape) -> type:
 class PackedLayer(TransformerLayer):
     """``[T, 1, hidden] -> [T, 1, hidden]``; sequence parallelism splits T over TP.
 
-    The same modules are called one after the other: megatron-core's code path through them is 330
-    operations, most of which take longer to launch than to compute. TransformerEngine's modules,
-    and mixtures of experts in training, keep megatron-core's path.
+    It calls megatron-core's modules one after the other, without the rest of megatron-core's layer,
+    which has 330 operations, most of which take longer to launch than to compute. What a module
+    needs to know of the pack it gets as an argument, from the ``PackContext`` that megatron-core
+    hands to every layer as ``packed_seq_params``.
 
     Args:
         residual_multiplier: factor of what is added to the residual stream.
 
     Attributes:
-        pointwise: the kernels between the matrix products, but for scoring on a CPU.
+        pointwise: the kernels between the matmuls, except for scoring on a CPU.
     """
 
     pointwise: PointwiseKernels = EAGER
@@ -398,34 +401,49 @@ class PackedLayer(TransformerLayer):
     def forward(
         self,
         hidden_states: Tensor,
-        *args: Any,
-        packed_seq_params: PackedSegments | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, Any]:
-        is_mixture = isinstance(self.mlp, MixtureOfExperts)
-        if isinstance(self.input_layernorm, IdentityOp) or (learns(self) and is_mixture):
-            options["packed_seq_params"] = packed_seq_params
-            if is_mixture and packed_seq_params is not None:
-                counted = packed_seq_params.remembered(COUNTED, Counted)
-                self.mlp.router.records = counted.records
-                self.mlp.router.counted = self._counted(counted)
-            return super().forward(hidden_states, *args, **options)
-        assert packed_seq_params is not None
-        if learns(self):
-            return self._learn(hidden_states, packed_seq_params), None
-        return self._infer(hidden_states, packed_seq_params), None
+        *unused: Any,
+        packed_seq_params: PackContext | None = None,
+        **unused_options: Any,
+    ) -> tuple[Tensor, None]:
+        if packed_seq_params is None:
+            raise ValueError("a layer needs the PackContext of its pack as packed_seq_params")
+        if isinstance(self.input_layernorm, IdentityOp):
+            compute = self._call_engine
+        else:
+            compute = self._learn if learns(self) else self._infer
+        return compute(hidden_states, packed_seq_params), None
 
-    def _learn(self, hidden: Tensor, segments: PackedSegments) -> Tensor:
+    def _call_engine(self, hidden: Tensor, context: PackContext) -> Tensor:
+        """Compute the layer by TransformerEngine's modules, which fuse the norms."""
+        attended, _ = self.self_attention(
+            self.input_layernorm(hidden), attention_mask=None, packed_seq_params=context
+        )
+        hidden = torch.add(self._read(hidden, context), attended, alpha=self._multiplier)
+        normed = self.pre_mlp_layernorm(hidden)
+        if isinstance(self.mlp, MixtureOfExperts):
+            added, _ = self.mlp(normed, self._balance(context))
+        else:
+            added, _ = self.mlp(normed)
+        return torch.add(hidden, added, alpha=self._multiplier)
+
+    def _learn(self, hidden: Tensor, context: PackContext) -> Tensor:
         """Compute the layer with gradients.
 
         Modules are called, not their ``forward``: their hooks wait for weights that Megatron is
         still gathering.
         """
-        attended = self._attend_in_training(self.input_layernorm(hidden), segments)
-        added, _ = self.self_attention.linear_proj(attended)
-        hidden, normed = self._add_and_norm(self._read(hidden, segments), added)
-        inner, _ = self.mlp.linear_fc1(normed)
-        added, _ = self.mlp.linear_fc2(self.mlp.activation_func(inner))
+        attended = self._attend_in_training(self.input_layernorm(hidden), context)
+        added, _ = self.self_attention.linear_proj(attended, context=context)
+        hidden = self._read(hidden, context)
+        if isinstance(self.mlp, MixtureOfExperts):
+            # Not fused, like the split of heads: both have always rounded twice in such layers.
+            hidden = torch.add(hidden, added, alpha=self._multiplier)
+            added, _ = self.mlp(self.pre_mlp_layernorm(hidden), self._balance(context))
+        else:
+            hidden, normed = self._add_and_norm(hidden, added)
+            inner, _ = self.mlp.linear_fc1(normed, context=context)
+            activated = self.mlp.activation_func(inner)
+            added, _ = self.mlp.linear_fc2(activated, context=context)
         return torch.add(hidden, added, alpha=self._multiplier)
 
     def _add_and_norm(self, hidden: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
@@ -434,20 +452,41 @@ class PackedLayer(TransformerLayer):
         hidden = torch.add(hidden, added, alpha=self._multiplier)
         return hidden, self.pre_mlp_layernorm(hidden)
 
-    def _attend_in_training(self, normed: Tensor, segments: PackedSegments) -> Tensor:
+    def _attend_in_training(self, normed: Tensor, context: PackContext) -> Tensor:
         """Compute attention of the normed ``[T, 1, hidden]`` -> ``[T, 1, heads * c]``."""
         attention = self.self_attention
         core = attention.core_attention
-        if self._splits_and_rotates:
-            mixed, _ = attention.linear_qkv(normed)
-            heads = self._split_and_rotate(mixed, segments)
-            attend = partial(core.attend, segments=segments)
+        mixed, _ = attention.linear_qkv(normed, context=context)
+        if self._splits_and_rotates and not isinstance(self.mlp, MixtureOfExperts):
+            heads = self._split_and_rotate(mixed, context)
+            attend = partial(core.attend, context=context)
         else:
-            heads = attention.get_query_key_value_tensors(normed)
-            attend = partial(core, packed_seq_params=segments)
+            heads = self._split(mixed)
+            attend = partial(core, packed_seq_params=context)
         if attention.checkpoint_core_attention and self.training:
             return tensor_parallel.checkpoint(attend, False, *heads)
         return attend(*heads)
+
+    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split what linear_qkv returns as megatron-core's SelfAttention does.
+
+        Args:
+            mixed: ``[T, 1, groups * (repeats + 2) * c]``: for each group the channels of its query
+                heads, of its key and of its value.
+
+        Returns:
+            Queries ``[T, 1, heads, c]``, keys and values ``[T, 1, groups, c]``, normed if the model
+            norms queries and keys, and not rotated yet.
+        """
+        attention = self.self_attention
+        channels = attention.hidden_size_per_attention_head
+        grouped = mixed.view(*mixed.shape[:-1], attention.num_query_groups_per_partition, -1)
+        widths = [grouped.size(-1) - 2 * channels, channels, channels]
+        query, key, value = torch.split(grouped, widths, dim=-1)
+        query = query.reshape(*query.shape[:2], -1, channels)
+        if self.config.qk_layernorm:  # else megatron-core has None there, or an IdentityOp
+            query, key = attention.q_layernorm(query), attention.k_layernorm(key)
+        return query, key, value
 
     @property
     def _splits_and_rotates(self) -> bool:
@@ -460,24 +499,25 @@ class PackedLayer(TransformerLayer):
         return has_kernel and has_rope and not self.config.qk_layernorm
 
     def _split_and_rotate(
-        self, mixed: Tensor, segments: PackedSegments
+        self, mixed: Tensor, context: PackContext
     ) -> tuple[Tensor, Tensor, Tensor]:
         attention, split_and_rotate = self.self_attention, self.pointwise.split_and_rotate
         assert split_and_rotate is not None
-        cos, sin = segments.tables[attention.core_attention.rotation]
+        cos, sin = context.tables[attention.core_attention.rotation]
         groups = attention.num_query_groups_per_partition
         return split_and_rotate(mixed, cos, sin, groups, attention.hidden_size_per_attention_head)
 
-    def _counted(self, counted: Counted) -> int:
-        return counted.tokens
+    def _balance(self, context: PackContext) -> Balance:
+        """What the router of this layer counts."""
+        return context.balance
 
-    def _infer(self, hidden: Tensor, segments: PackedSegments) -> Tensor:
+    def _infer(self, hidden: Tensor, context: PackContext) -> Tensor:
         mixed = self.self_attention.linear_qkv.infer(self.input_layernorm.forward(hidden))
-        attended = self._attend(mixed, segments)
-        hidden = self._read(hidden, segments)
+        attended = self._attend(mixed, context)
+        hidden = self._read(hidden, context)
         is_by_rows = not (self.config.sequence_parallel or isinstance(self.mlp, MixtureOfExperts))
         if hidden.is_cpu and is_by_rows and hidden.size(0) > MOST_ROWS:
-            # As products are cut anyway; what lies between them is not put together.
+            # Matmuls are cut into such chunks anyway; here what lies between them is not joined.
             parts = zip(attended.split(MOST_ROWS), hidden.split(MOST_ROWS), strict=True)
             return torch.cat([self._finish(*part) for part in parts])
         return self._finish(attended, hidden)
@@ -513,23 +553,23 @@ class PackedLayer(TransformerLayer):
             added = added.to(hidden.dtype) * self._multiplier
         return added.add_(hidden) if added.dtype is hidden.dtype else hidden + added
 
-    def _attend(self, mixed: Tensor, segments: PackedSegments) -> Tensor:
+    def _attend(self, mixed: Tensor, context: PackContext) -> Tensor:
         """``[T, 1, groups * (repeats + 2) * c]``, of linear_qkv, -> ``[T, 1, heads * c]``."""
         attention = self.self_attention
         core = attention.core_attention
         if mixed.is_cuda and self._splits_and_rotates:
-            return core.attend(*self._split_and_rotate(mixed, segments), segments)
+            return core.attend(*self._split_and_rotate(mixed, context), context)
         groups = attention.num_query_groups_per_partition
         grouped = mixed.view(mixed.size(0), groups, -1, attention.hidden_size_per_attention_head)
-        turning, value = grouped[:, :, :-1], grouped[:, :, -1]
-        if self.config.qk_layernorm:  # Without it a version has None there, another IdentityOp.
-            query, key = turning[:, :, :-1], turning[:, :, -1:]
+        joined, value = grouped[:, :, :-1], grouped[:, :, -1]
+        if self.config.qk_layernorm:  # else megatron-core has None there, or an IdentityOp
+            query, key = joined[:, :, :-1], joined[:, :, -1:]
             normed = attention.q_layernorm(query), attention.k_layernorm(key)
-            turning = torch.cat(normed, dim=2)
+            joined = torch.cat(normed, dim=2)
         infer = core.infer_on_cpu if mixed.is_cpu else core.infer_on_gpu
-        return infer(turning, value, segments)
+        return infer(joined, value, context)
 
-    def _read(self, hidden: Tensor, segments: PackedSegments) -> Tensor:
+    def _read(self, hidden: Tensor, context: PackContext) -> Tensor:
         """The rows of the residual stream that the rest of the layer computes."""
         return hidden
 
@@ -537,36 +577,20 @@ class PackedLayer(TransformerLayer):
 class LastLayer(PackedLayer):
     """The layer before the head, ``[T, 1, hidden] -> [R, 1, hidden]``; TP splits T and R.
 
-    Past attention, which is a ``LastTokenAttention``, it computes only the rows that the reward
-    head reads: everything there works row by row.
+    Behind its attention, which is a ``LastTokenAttention``, it computes only the rows that the
+    reward head reads: everything there works row by row.
     """
 
-    def _forward_attention(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        packed_seq_params: PackedSegments | None = None,
-        **unused: Any,
-    ) -> tuple[Tensor, None]:
-        assert packed_seq_params is not None
-        attended, _ = self.self_attention(
-            self.input_layernorm(hidden_states),
-            attention_mask=attention_mask,
-            packed_seq_params=packed_seq_params,
-        )
-        read = self._read(hidden_states, packed_seq_params)
-        return torch.add(read, attended, alpha=self._multiplier), None
+    def _balance(self, context: PackContext) -> Balance:
+        return context.balance_of_read_rows
 
-    def _counted(self, counted: Counted) -> int:
-        return counted.rows
-
-    def _read(self, hidden: Tensor, segments: PackedSegments) -> Tensor:
-        rows = segments.last_token
+    def _read(self, hidden: Tensor, context: PackContext) -> Tensor:
+        rows = context.read_rows
         if not self.config.sequence_parallel:
             return hidden[rows]
         group = self.pg_collection.tp
         local = rows - group.rank() * hidden.size(0)
-        mine = (local >= 0) & (local < hidden.size(0))
-        # Masked fill rather than a product with 0, which would keep another record's NaN.
-        found = hidden[local.clamp(0, hidden.size(0) - 1)].masked_fill(~mine[:, None, None], 0.0)
-        return tensor_parallel.reduce_scatter_to_sequence_parallel_region(found, group=group)
+        is_local = (local >= 0) & (local < hidden.size(0))
+        # Masked fill rather than multiplying by 0, which would keep another record's NaN.
+        read = hidden[local.clamp(0, hidden.size(0) - 1)].masked_fill(~is_local[:, None, None], 0.0)
+        return tensor_parallel.reduce_scatter_to_sequence_parallel_region(read, group=group)

@@ -22,9 +22,9 @@ from torch.autograd.function import once_differentiable
 
 from nemo_aligner.batch.packed import CacheUse
 from nemo_aligner.models.attention.packed import PackedAttention
-from nemo_aligner.models.attention.segments import PackedSegments
 from nemo_aligner.models.experts import routers
 from nemo_aligner.models.internals import engine_layers, has_apex_weight_gradients
+from nemo_aligner.models.pack_context import PackContext
 from nemo_aligner.utils.processes import is_main
 
 logger = logging.getLogger(__name__)
@@ -37,30 +37,33 @@ Replay = Callable[[], None]
 
 @dataclass(frozen=True)
 class DecoderInputs:
-    """What a decoder computes from: ``tokens``, ``positions [T]`` int64, and their segments."""
+    """What a decoder computes from: ``tokens``, ``positions [T]`` int64, and their context.
+
+    The context has no tables yet, which follow from the positions.
+    """
 
     tokens: Tensor
     positions: Tensor
-    segments: PackedSegments
+    context: PackContext
 
     def tensors(self) -> list[Tensor]:
         """All tensors that a decoder reads of a pack, in a fixed order."""
-        segments, use = self.segments, self.segments.cached
+        segments, use = self.context.segments, self.context.segments.cached
         bounds = [segments.cu_seqlens, segments.kv_cu_seqlens]
-        tensors = [self.tokens, self.positions, *bounds, segments.last_token]
+        tensors = [self.tokens, self.positions, *bounds, self.context.read_rows]
         if segments.kv_index is not None:
             tensors.append(segments.kv_index)
         return tensors if use is None else [*tensors, *use.tensors()]
 
     def key(self) -> Hashable:
         """All else: packs with equal keys run the same kernels."""
-        segments = self.segments
+        segments = self.context.segments
         shapes = tuple(tensor.shape for tensor in self.tensors())
         return shapes, segments.sizes, segments.kv_index is None, id(segments.pool)
 
     def as_buffers(self) -> DecoderInputs:
         """Copy all tensors. ``lengths`` and ``prefixes``, which only this pack has, are dropped."""
-        segments, use = self.segments, self.segments.cached
+        segments, use = self.context.segments, self.context.segments.cached
         fixed = replace(
             segments,
             lengths=(),
@@ -68,10 +71,10 @@ class DecoderInputs:
             cu_seqlens=segments.cu_seqlens.clone(),
             kv_cu_seqlens=segments.kv_cu_seqlens.clone(),
             kv_index=None if segments.kv_index is None else segments.kv_index.clone(),
-            last_token=segments.last_token.clone(),
-            cached=use and CacheUse(use.lengths, *(each.clone() for each in use.tensors())),
+            cached=use and CacheUse(use.lengths, *(index.clone() for index in use.tensors())),
         )
-        return DecoderInputs(self.tokens.clone(), self.positions.clone(), fixed)
+        context = PackContext(fixed, self.context.read_rows.clone())
+        return DecoderInputs(self.tokens.clone(), self.positions.clone(), context)
 
     def fill(self, given: DecoderInputs) -> None:
         """Copy the tensors of ``given``, which has the same key, into these."""
@@ -256,9 +259,9 @@ class _Graph:
         return self.output.detach()
 
     def _decoded(self) -> Tensor:
-        # Nothing that was remembered of an earlier pack.
-        segments = replace(self._inputs.segments, _memory={})
-        return self._decode(replace(self._inputs, segments=segments))
+        # A copy, as the cached properties of these segments are of an earlier pack.
+        context = replace(self._inputs.context, segments=replace(self._inputs.context.segments))
+        return self._decode(replace(self._inputs, context=context))
 
     def _infer(self) -> Tensor:
         return self._decoded()

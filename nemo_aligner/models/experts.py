@@ -13,8 +13,7 @@ where a token has one row instead of one for each of its experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,23 +35,8 @@ from nemo_aligner.models.expert_rows import Exchange, RowCounts
 from nemo_aligner.models.layer_shape import ExpertShape
 from nemo_aligner.models.layers import invariant_linear, rows_now, sum_partial
 
-COUNTED = "counted"
-"""Name under which a pack's segments remember its ``Counted``."""
-
-
-@dataclass(frozen=True)
-class Counted:
-    """What a router counts of a pack: the rest is there only to make even shares.
-
-    Attributes:
-        records: of the pack.
-        tokens: of this rank of a context parallel group, before those that fill it up.
-        rows: that the head reads, likewise.
-    """
-
-    records: int = 0
-    tokens: int = 0
-    rows: int = 0
+if TYPE_CHECKING:
+    from nemo_aligner.models.pack_context import Balance
 
 
 class MixtureOfExperts(MegatronModule):
@@ -77,16 +61,19 @@ class MixtureOfExperts(MegatronModule):
         if self.shape.shared_width is not None:
             self.shared_experts = ExpertMLP(config, self.activation, self.shape.shared_width)
 
-    def forward(self, hidden: Tensor, **unused: Any) -> tuple[Tensor, None]:
-        return self._mix(hidden.squeeze(1), rows_now(self)).unsqueeze(1), None
+    def forward(
+        self, hidden: Tensor, balance: Balance | None = None, **unused: Any
+    ) -> tuple[Tensor, None]:
+        """Compute the layer's MLP; training needs the ``balance`` that the router counts."""
+        return self._mix(hidden.squeeze(1), rows_now(self), balance).unsqueeze(1), None
 
     def infer(self, hidden: Tensor) -> Tensor:
         """Compute as ``ColumnLinear.infer``."""
-        return self._mix(hidden.squeeze(1), self.invariant_rows).unsqueeze(1)
+        return self._mix(hidden.squeeze(1), self.invariant_rows, None).unsqueeze(1)
 
-    def _mix(self, tokens: Tensor, rows: int | None) -> Tensor:
-        """``[T, hidden] -> [T, hidden]``, in products of ``rows`` rows unless None."""
-        chosen, weights = self.router(tokens, rows)
+    def _mix(self, tokens: Tensor, rows: int | None, balance: Balance | None) -> Tensor:
+        """``[T, hidden] -> [T, hidden]``, in matmuls of ``rows`` rows unless None."""
+        chosen, weights = self.router(tokens, rows, balance)
         is_split, group = self.config.sequence_parallel, self._group
         if is_split:
             tokens = gather_from_sequence_parallel_region(tokens, group=group)
@@ -131,17 +118,11 @@ class Router(torch.nn.Module):
         aux_loss_coeff: factor of the auxiliary loss, ``E * sum(f_e * P_e)`` of a pack, with the
             share ``f_e`` of choices and the mean probability ``P_e`` of each of E experts (Fedus et
             al. 2021, arXiv:2101.03961, equations 4 to 6). Each pack's counts once for each of its
-            ``records``, and the step's is their mean.
-        losses_per_record: what the step's loss divides by, for each of its records: the gradient of
-            the auxiliary loss is divided by the same number in the end.
-        records, counted: of the next pack; how many of its tokens, the first ones, are no filler,
-            all TP ranks' together.
+            records, and the step's is their mean.
         load: choices of each expert since the last ``take_load``, on this rank, in training.
     """
 
     aux_loss_coeff = 0.0
-    losses_per_record = 1.0
-    records = counted = 0
 
     def __init__(self, config: TransformerConfig, shape: ExpertShape) -> None:
         super().__init__()
@@ -161,8 +142,14 @@ class Router(torch.nn.Module):
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, tokens: Tensor, rows: int | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, rows: int | None, balance: Balance | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Choose experts for ``tokens [T, hidden]``.
+
+        Args:
+            rows: of a matmul; None is all.
+            balance: what of the pack counts towards load and auxiliary loss; needed in training.
 
         Returns:
             Their numbers ``[T, k]``, and their weights ``[T, k]`` in fp32; behind these, if there
@@ -174,7 +161,8 @@ class Router(torch.nn.Module):
         ranked = shares.detach().sort(dim=-1, descending=True, stable=True).indices
         chosen = ranked[:, : self._shape.top_k].contiguous()
         if self.training and torch.is_grad_enabled():  # once if it is recomputed, too
-            shares = self._balanced(shares, chosen)
+            assert balance is not None
+            shares = self._balanced(shares, chosen, balance)
         weights = shares.gather(-1, chosen)
         if self._shape.renormalized:
             total, *others = weights.unbind(-1)
@@ -187,9 +175,9 @@ class Router(torch.nn.Module):
         against = F.pad(_product(given, self.shared_gate.float(), rows), (0, 1))
         return chosen, torch.cat([weights, against.softmax(-1)[:, :1]], dim=1)
 
-    def _balanced(self, shares: Tensor, chosen: Tensor) -> Tensor:
+    def _balanced(self, shares: Tensor, chosen: Tensor, balance: Balance) -> Tensor:
         """Note the load, and add the auxiliary loss's gradient to that of ``shares [T, E]``."""
-        own = min(max(0, self.counted - self._part * len(chosen)), len(chosen))
+        own = min(max(0, balance.tokens - self._part * len(chosen)), len(chosen))
         counts = _choices(chosen[:own], self._shape.count)
         self.load += counts
         if not self.aux_loss_coeff:
@@ -198,7 +186,7 @@ class Router(torch.nn.Module):
         if self._group.size() > 1:
             dist.all_reduce(counts, group=self._group)
         count, top_k = self._shape.count, self._shape.top_k
-        factor = self.aux_loss_coeff * self.losses_per_record * self.records * count / top_k
+        factor = self.aux_loss_coeff * balance.losses_per_record * balance.records * count / top_k
         slope = counts[:-1] * (factor / counts[-1].clamp(min=1).float() ** 2)
         return _WithSlope.apply(shares, slope, own)
 

@@ -18,9 +18,6 @@ from nemo_aligner.cpu.products import accumulate_weight_gradients
 from nemo_aligner.distributed.gpu_products import add_weight_gradient, adds_to_fp32
 from nemo_aligner.models.layer_shape import RopeScaling
 
-# Below scaled_dot_product_attention, which drops the log-sum-exp of the scores.
-cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # Below torch.nn.attention.varlen, which is new in torch 2.10 and complete from 2.12 on.
 gpu_flash_attention = torch.ops.aten._flash_attention_forward
 gpu_flash_attention_backward = torch.ops.aten._flash_attention_backward

@@ -8,7 +8,7 @@ tensor parallel partial results in rank order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from nemo_aligner.cpu.products import invariant_linear_on_cpu
 from nemo_aligner.distributed.gpu_products import invariant_linear_on_gpu
 from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
 from nemo_aligner.models.shape import LORA_A, LORA_B
+
+if TYPE_CHECKING:
+    from nemo_aligner.models.pack_context import PackContext
 
 
 def learns(module: torch.nn.Module) -> bool:
@@ -74,11 +77,16 @@ class ColumnLinear(ColumnParallelLinear):
         super().__init__(*args, **options)
         self.register_module("adapter", None)
 
-    def forward(self, input_: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, input_: Tensor, *args: Any, context: PackContext | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute ``[T, 1, i] -> [T, 1, o]``; an adapter with dropout needs the ``context``."""
         if rows_now(self) is not None:
             return self.infer(input_), None
         output, bias = super().forward(input_, *args, **options)
-        return output if self.adapter is None else output + self.adapter(input_, None), bias
+        if self.adapter is not None:
+            output = output + self.adapter(input_, None, context)
+        return output, bias
 
     def infer(self, input_: Tensor) -> Tensor:
         """Compute ``[T, 1, i] -> [T, 1, o]`` without gradients, batch invariant if it is to be.
@@ -112,11 +120,16 @@ class RowLinear(RowParallelLinear):
         super().__init__(*args, **options)
         self.register_module("adapter", None)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, input_: Tensor, context: PackContext | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute as ``ColumnLinear.forward``."""
         if rows_now(self) is not None:
             return self.infer(input_), None
         output, bias = super().forward(input_)
-        return output if self.adapter is None else output + self.adapter(input_, None), bias
+        if self.adapter is not None:
+            output = output + self.adapter(input_, None, context)
+        return output, bias
 
     def infer(self, input_: Tensor) -> Tensor:
         """Compute as ``ColumnLinear.infer``."""

@@ -7,7 +7,7 @@ own weight. The low-rank product between them, ``[T, rank]``, is all that ranks 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from nemo_aligner.models.backbone import LastLayer
 from nemo_aligner.models.expert_rows import RowCounts
 from nemo_aligner.models.experts import ExpertLinear, MixtureOfExperts
 from nemo_aligner.models.layers import ColumnLinear, RowLinear, invariant_linear, sum_partial
+from nemo_aligner.models.pack_context import PackContext
 from nemo_aligner.models.shape import EXPERT_LINEARS, LINEARS, LoraShape
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.host_transfer import to_device
@@ -76,12 +77,17 @@ class LoraAdapter(torch.nn.Module):
         # Replicated, but sees only this rank's tokens: Megatron sums its gradient over TP.
         whole.sequence_parallel = layer.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor, rows: int | None) -> Tensor:
-        """Compute the adapter's output; ``rows`` is ``rows_now`` of the layer."""
+    def forward(self, x: Tensor, rows: int | None, context: PackContext | None = None) -> Tensor:
+        """Compute the adapter's output.
+
+        Args:
+            rows: ``rows_now`` of the layer.
+            context: of the pack; dropout in training needs its keys.
+        """
         scale = self.scale
         if self._dropout is not None and self.training:
             scale /= 1 - self._dropout.rate
-            x = self._dropped(x, self._dropout)
+            x = self._dropped(x, self._dropout, context)
         # Scaled in the low rank, where a token has ``rank`` numbers instead of ``out``.
         low = _product(x, self.linear_in, rows) * scale
         if not self._is_by_outputs:
@@ -93,13 +99,22 @@ class LoraAdapter(torch.nn.Module):
             low = copy_to_tensor_model_parallel_region(low, group=self._group)
         return _product(low, self.linear_out, rows)
 
-    def _dropped(self, x: Tensor, dropout: LoraDropout) -> Tensor:
+    def _dropped(self, x: Tensor, dropout: LoraDropout, context: PackContext | None) -> Tensor:
+        keys = None
+        if context is not None:
+            is_last = self._reads_rows
+            keys = context.dropout_keys_of_read_rows if is_last else context.dropout_keys
+        if keys is None:
+            raise RuntimeError(
+                "a LoRA adapter with dropout got no dropout keys in training. Pass it the "
+                "PackContext of its pack, made with LoraDropout.token_keys."
+            )
         tokens = channels = 0
         if not self._is_by_outputs:
             channels = self._group.rank() * x.size(-1)
         elif self._is_split:
             tokens = self._group.rank() * x.size(0)
-        return dropout.apply(x, self._number, self._reads_rows, tokens, channels)
+        return dropout.apply(x, keys[tokens : tokens + x.size(0)], self._number, channels)
 
 
 def _product(x: Tensor, linear: torch.nn.Linear, rows: int | None) -> Tensor:
@@ -165,9 +180,6 @@ def attach_adapters(model: Any, lora: LoraShape, dropout: LoraDropout | None = N
                 # Behind its attention the last layer computes only the rows that the head reads.
                 reads_rows = isinstance(layer, LastLayer) and name != LINEARS["linear_qkv"]
                 linear.adapter = LoraAdapter(linear, lora, number, dropout, reads_rows=reads_rows)
-        if dropout is not None:
-            # A hook, because a recomputed layer may run after another pack's forward pass.
-            layer.register_forward_pre_hook(partial(_enter, dropout), with_kwargs=True)
 
 
 def _beside_experts(
@@ -234,11 +246,6 @@ def train_adapters_alone(model: Any) -> None:
         model.rm_head.requires_grad_(True)
 
 
-def _enter(dropout: LoraDropout, layer: Any, inputs: Any, options: dict[str, Any]) -> None:
-    if layer.training:
-        dropout.enter(options["packed_seq_params"])
-
-
 @torch.no_grad()
 def fold_adapters(model: torch.nn.Module) -> None:
     """Merge the adapters into the weights, rounding once, and remove them."""
@@ -267,7 +274,6 @@ def folded(weight: Tensor, low: Tensor, high: Tensor, scale: float) -> Tensor:
 # A mask bit is a hash of the seed, the step, the token's record and position, the linear layer and
 # the channel. It is therefore the same at any layout, under recomputation and after a resume.
 
-_KEYS = "dropout keys"
 _MASK = 2**64 - 1
 # Odd multipliers without a regular bit pattern: SplitMix64's (Steele et al. 2014), and two of 31
 # bits chosen the same way.
@@ -275,14 +281,12 @@ _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB13311
 _SHORT_FIRST, _SHORT_SECOND = 0x2C1B3C6D, 0x297A2D39
 
 
+@dataclass(frozen=True)
 class LoraDropout:
     """Zero a share ``rate`` of A's inputs in training (Srivastava et al. 2014)."""
 
-    def __init__(self, rate: float, seed: int) -> None:
-        self.rate = rate
-        self._step = 0
-        self._seed = seed
-        self._keys = self._keys_of_rows = torch.zeros(0, dtype=torch.int32)
+    rate: float
+    seed: int
 
     @classmethod
     def from_settings(cls, settings: LoraConfig, seed: int) -> LoraDropout | None:
@@ -290,34 +294,16 @@ class LoraDropout:
         drops = settings.rank > 0 and settings.dropout > 0
         return cls(settings.dropout, seed) if drops else None
 
-    def begin_step(self, step: int) -> None:
-        """Draw other masks from here on: the training step is part of the hash."""
-        self._step = step
-
-    def begin(self, batch: PackedBatch, segments: Any) -> None:
-        """Prepare for a pack's forward pass; ``segments`` are its ``PackedSegments``."""
-        segments.remembered(_KEYS, lambda: batch.of_own(self._token_keys(batch)))
-
-    def enter(self, segments: Any) -> None:
-        """Switch to the pack of a layer's forward pass, which may be a recomputation."""
-        self._keys = segments.remembered(_KEYS, _not_begun)
-        self._keys_of_rows = self._keys[segments.last_token]
-
-    def apply(
-        self, x: Tensor, linear: int, reads_rows: bool, first_token: int, first_channel: int
-    ) -> Tensor:
+    def apply(self, x: Tensor, keys: Tensor, linear: int, first_channel: int) -> Tensor:
         """Zero the dropped elements of ``x [T, 1, in]``; the caller scales up the rest.
 
         Args:
+            keys: ``[T]`` int32, of ``token_keys``.
             linear: number of the linear layer in the model.
-            reads_rows: T are the rows that the head reads, not the pack's tokens.
-            first_token: index of ``x``'s first token, where TP ranks split the tokens.
             first_channel: index of ``x``'s first channel, where TP ranks split the channels.
         """
-        keys = self._keys_of_rows if reads_rows else self._keys
-        keys = keys[first_token : first_token + x.size(0)]
         numbers = torch.arange(first_channel, first_channel + x.size(-1), device=x.device)
-        channels = _mixed(numbers, _mixed_number(self._seed, linear))
+        channels = _mixed(numbers, _mixed_number(self.seed, linear))
         bits = keys[:, None] + channels
         for shift, factor in ((15, _SHORT_FIRST), (12, _SHORT_SECOND)):
             bits ^= _shifted(bits, shift, 32)
@@ -325,8 +311,12 @@ class LoraDropout:
         left_out = bits < int(-(2**31) + self.rate * 2**32)
         return x.masked_fill(left_out[:, None], 0.0)
 
-    def _token_keys(self, batch: PackedBatch) -> Tensor:
-        """Hash key ``[T]`` int32 of every token, on its device."""
+    def token_keys(self, batch: PackedBatch, step: int) -> Tensor:
+        """Compute the hash key ``[T]`` int32 of every token of a pack, on its device.
+
+        Args:
+            step: training step, counted from 0; each draws other masks.
+        """
         lengths = batch.cu_seqlens.diff()
         prefixes = batch.prefixes.tolist()
         # A segment that no other one begins with ends a text; the filler at the tail is no text.
@@ -338,7 +328,7 @@ class LoraDropout:
         of_segment = [0] * len(prefixes)
         if texts:  # else the pack is there for other ranks' experts alone
             for number, (record, place) in reversed(list(zip(ends, texts, strict=True))):
-                key = _mixed_number(self._seed, self._step, record, place)
+                key = _mixed_number(self.seed, step, record, place)
                 of_segment[number] = key
                 if prefixes[number] >= 0:  # the first text of a shared prefix determines its key
                     of_segment[prefixes[number]] = _mixed_number(key)
@@ -356,10 +346,6 @@ def _number_texts(records: Records) -> list[tuple[int, int]]:
     first_texts = torch.searchsorted(starts, records.bounds[:-1])
     places = torch.arange(len(starts)) - first_texts[owners]
     return list(zip(records.ids[owners].tolist(), places.tolist(), strict=True))
-
-
-def _not_begun() -> Tensor:
-    raise RuntimeError("a layer with dropout ran on a pack without LoraDropout.begin")
 
 
 def _mixed_number(*numbers: int) -> int:

@@ -50,14 +50,7 @@ from nemo_aligner.models.cuda_graphs import (
     why_not_graphed,
     why_not_graphed_in_training,
 )
-from nemo_aligner.models.experts import (
-    COUNTED,
-    Counted,
-    ExpertLinear,
-    MixtureOfExperts,
-    Router,
-    routers,
-)
+from nemo_aligner.models.experts import ExpertLinear, MixtureOfExperts, Router, routers
 from nemo_aligner.models.fixed_sizes import round_up_rows
 from nemo_aligner.models.internals import engine_layers, fused_output_layer_allowed
 from nemo_aligner.models.layers import (
@@ -68,6 +61,7 @@ from nemo_aligner.models.layers import (
     rows_now,
 )
 from nemo_aligner.models.lora import LoraDropout, attach_adapters
+from nemo_aligner.models.pack_context import Balance, PackContext
 from nemo_aligner.models.pointwise.choice import choose_kernels
 from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
 from nemo_aligner.models.readout import mean_of_replies
@@ -146,6 +140,7 @@ class GPTRewardModel(GPTModel):
             # A parameter that gets no gradient would keep its bucket from being reduced.
             del self.output_layer
             self.rm_head = RewardHead(shape.hidden_size, num_attributes, seed, shape.head)
+        self._step, self._losses_per_record = 0, 1.0
         self.lora_dropout = lora_dropout
         if shape.lora is not None:
             attach_adapters(self, shape.lora, lora_dropout)
@@ -170,10 +165,7 @@ class GPTRewardModel(GPTModel):
 
         ``losses_per_record`` is how many losses the step's mean counts for each of its records.
         """
-        if self.lora_dropout is not None:
-            self.lora_dropout.begin_step(step)
-        for router in routers(self).values():
-            router.losses_per_record = losses_per_record
+        self._step, self._losses_per_record = step, losses_per_record
 
     def forward(self, batch: PackedBatch, pool: KeyValuePool | None = None) -> Tensor:
         """Score a pack, or this rank's share of it, that lies on this model's device.
@@ -187,14 +179,9 @@ class GPTRewardModel(GPTModel):
             parallelism).
         """
         rows, count = self._read_rows(batch)
-        # The last layer goes on with these rows alone.
-        segments = PackedSegments.of(batch, (), self._rows_of_head(rows, batch), pool)
-        if self.lora_dropout is not None and self.training:
-            self.lora_dropout.begin(batch, segments)
-        # megatron-core gives its layers nothing else of the pack: a router asks the segments.
-        segments.remembered(COUNTED, lambda: _counted(batch, len(rows)))
+        context = self._context(batch, rows, pool)
         tokens, positions = batch.of_own(batch.tokens), batch.of_own(batch.position_ids)
-        inputs, by_length = DecoderInputs(tokens, positions, segments), self._by_length(batch)
+        inputs, by_length = DecoderInputs(tokens, positions, context), self._by_length(batch)
         if self.graphs is None or batch.sizes is None or by_length is not None:
             hidden = self._decode(inputs, by_length)
         else:
@@ -219,8 +206,8 @@ class GPTRewardModel(GPTModel):
     def _decode(self, inputs: DecoderInputs, by_length: ByLength | None = None) -> Tensor:
         """Compute all but the head; reads nothing of a pack but ``inputs``' tensors and sizes."""
         positions, dtype = inputs.positions, self.config.params_dtype
-        segments = replace(
-            inputs.segments,
+        context = replace(
+            inputs.context,
             tables=tuple(each.tables(positions, dtype, by_length) for each in self._rotations),
             query_scale=self._query_scale(positions),
         )
@@ -229,8 +216,22 @@ class GPTRewardModel(GPTModel):
             attention_mask=None,
             # PackedAttention rotates, in far fewer passes over memory than megatron-core.
             rotary_pos_emb=None,
-            packed_seq_params=segments,
+            packed_seq_params=context,
         )
+
+    def _context(self, batch: PackedBatch, rows: Tensor, pool: KeyValuePool | None) -> PackContext:
+        """Describe a pack to the layers, but for the tables, of which the head reads ``rows``."""
+        read_rows = self._rows_of_head(rows, batch)
+        segments = PackedSegments.of(batch, read_rows.device, pool)
+        keys, balance, balance_of_rows = None, Balance(), Balance()
+        if self.lora_dropout is not None and self.training:
+            keys = batch.of_own(self.lora_dropout.token_keys(batch, self._step))
+        records = len(batch.records)
+        if records:  # a pack without any is there for other ranks' experts only
+            tokens = batch.num_own_tokens - batch.num_own_filled
+            balance = Balance(records, tokens, self._losses_per_record)
+            balance_of_rows = replace(balance, tokens=len(rows))
+        return PackContext(segments, read_rows, balance, balance_of_rows, keys)
 
     def _read_rows(self, batch: PackedBatch) -> tuple[Tensor, int]:
         """Which of this rank's tokens the head reads, and how many outputs all ranks have."""
@@ -324,13 +325,6 @@ class GPTRewardModel(GPTModel):
     ) -> dict[str, Any]:
         # Skip LanguageModule's version, which expects an output layer.
         return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
-
-
-def _counted(batch: PackedBatch, rows: int) -> Counted:
-    """Count a pack for its routers; one of no record is there for other ranks' experts alone."""
-    if not len(batch.records):
-        return Counted()
-    return Counted(len(batch.records), batch.num_own_tokens - batch.num_own_filled, rows)
 
 
 def build_reward_model(

@@ -96,7 +96,9 @@ def attend_by_bounds(
 def attention_by_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU attention as on a GPU."""
     attend = backends._by_varlen(attend_by_bounds)
-    by_bounds = Backend("by bounds", frozenset(Feature), lambda case: True, attend)
+    by_bounds: Backend[None] = Backend(
+        "by bounds", frozenset(Feature), lambda case: True, attend, lambda segments, case: None
+    )
     monkeypatch.setattr(packed, "choose_backend", lambda case: by_bounds)
     monkeypatch.setattr(PackedAttention, "infer_on_cpu", PackedAttention.infer_on_gpu)
 

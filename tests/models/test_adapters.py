@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -268,18 +267,8 @@ def left_out(
 ) -> Tensor:
     """``[T, 64]``, which numbers of a pack are left out."""
     dropout = LoraDropout(rate, seed)
-    dropout.begin_step(step)
-    memory: dict[Any, Any] = {}
-
-    def remembered(name: Any, make: Any) -> Any:
-        if name not in memory:
-            memory[name] = make()
-        return memory[name]
-
-    segments: Any = SimpleNamespace(remembered=remembered, last_token=batch.scored_tokens)
-    dropout.begin(batch, segments)
-    dropout.enter(segments)
-    return dropout.apply(torch.ones(batch.num_tokens, 1, 64), linear, False, 0, 0)[:, 0] == 0
+    keys = dropout.token_keys(batch, step)
+    return dropout.apply(torch.ones(batch.num_tokens, 1, 64), keys, linear, 0)[:, 0] == 0
 
 
 def pair(record: int, prefix: int) -> PackedBatch:
@@ -348,11 +337,11 @@ def test_dropout_of_a_text_with_several_rewards_is_that_of_its_record_and_number
 
 def test_dropout_on_ranks_that_share_tokens_or_channels_is_the_same() -> None:
     dropout = LoraDropout(0.3, 5)
-    dropout._keys = torch.randint(-(2**31), 2**31 - 1, (12,), dtype=torch.int32)
+    keys = torch.randint(-(2**31), 2**31 - 1, (12,), dtype=torch.int32)
     x = torch.ones(12, 1, 32)
-    whole = dropout.apply(x, 3, False, 0, 0)
-    assert torch.equal(dropout.apply(x[:5], 3, False, 4, 0), whole[4:9])
-    assert torch.equal(dropout.apply(x[:, :, :8], 3, False, 0, 16), whole[:, :, 16:24])
+    dropped = dropout.apply(x, keys, 3, 0)
+    assert torch.equal(dropout.apply(x[:5], keys[4:9], 3, 0), dropped[4:9])
+    assert torch.equal(dropout.apply(x[:, :, :8], keys, 3, 16), dropped[:, :, 16:24])
 
 
 def gradients(layout: Any, recompute: Recompute, rate: float) -> list[Tensor]:

@@ -13,17 +13,19 @@ gated delta rule, is a module of its own with a table of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
-from nemo_aligner.models.attention import cpu_inference, cpu_training, one_by_one, ring, varlen
+from nemo_aligner.cpu import block_attention, kernel_attention, training_attention
+from nemo_aligner.models.attention import one_by_one, ring, varlen
 from nemo_aligner.models.attention.segments import (
-    Attend,
     PackedSegments,
+    Plan,
     Scores,
     gathering_again,
 )
@@ -111,29 +113,39 @@ class Heads:
         return torch.cat([query.unflatten(1, (key.size(1), -1)), key.unsqueeze(2)], dim=2)
 
 
-@dataclass(frozen=True)
-class Backend:
+def _plan_nothing(segments: PackedSegments, case: Case) -> None:
+    """Make the plan of a backend that prepares nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Backend(Generic[Plan]):
     """One way to compute attention.
 
     Attributes:
         features: of the scores; it is not chosen for scores with any other.
         runs: tells if it computes a case with these features, on this machine.
-        attend: computes the output ``[n, heads, c]`` of the pack's heads.
+        compute: computes the output ``[n, heads, c]`` of the pack's heads by the pack's plan.
+        plan: makes a pack's plan, which all layers of the same case share.
         takes_packs: one call computes a whole pack; else each segment is a call.
     """
 
     name: str
     features: frozenset[Feature]
     runs: Callable[[Case], bool]
-    attend: Callable[[Heads, PackedSegments, Case], Tensor]
+    compute: Callable[[Heads, PackedSegments, Case, Plan], Tensor]
+    plan: Callable[[PackedSegments, Case], Plan]
     takes_packs: bool = True
+
+    def attend(self, heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
+        """Compute the output ``[n, heads, c]`` of a layer's heads."""
+        return self.compute(heads, segments, case, segments.plan(self, case))
 
     def fits(self, case: Case) -> bool:
         """Tell if this backend computes ``case``."""
         return case.features <= self.features and self.runs(case)
 
 
-def choose_backend(case: Case) -> Backend:
+def choose_backend(case: Case) -> Backend[Any]:
     """Choose the fastest backend that fits.
 
     Raises:
@@ -148,52 +160,116 @@ def choose_backend(case: Case) -> Backend:
 # How the functions of the other files are called.
 
 
-def _in_ring(heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
-    return ring.attend(heads.query, heads.key, heads.value, segments, case.scores)
+def _in_ring(heads: Heads, segments: PackedSegments, case: Case, plan: ring.RingPlan) -> Tensor:
+    return ring.attend(heads.query, heads.key, heads.value, plan, case.scores.scale)
 
 
-def _by_c_file(heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
-    return cpu_inference.attend_by_kernel(
-        heads.joined, heads.value, heads.layer_number, segments, case.scores
+def _plan_ring(segments: PackedSegments, case: Case) -> ring.RingPlan:
+    return ring.plan_ring(segments, case.scores.window)
+
+
+def _by_c_file(
+    heads: Heads, segments: PackedSegments, case: Case, plan: kernel_attention.KernelPlan
+) -> Tensor:
+    joined, pooled = heads.joined, None
+    key, value = segments.gathered(joined[:, :, -1], heads.value)
+    if segments.cached is not None and segments.pool is not None:
+        layer = segments.pool.layer(heads.layer_number)
+        use = segments.cached
+        pooled = kernel_attention.PooledTokens(layer, use.stored, use.slots)
+    scale, window = case.scores.scale, case.scores.window
+    return kernel_attention.attend_by_kernel(joined, key, value, pooled, plan, scale, window)
+
+
+def _plan_c_file(segments: PackedSegments, case: Case) -> kernel_attention.KernelPlan:
+    slots = None if segments.cached is None else segments.cached.taken
+    repeats = case.query_heads // case.key_heads
+    keys = _segment_keys(segments)
+    return kernel_attention.plan_items(keys, sum(segments.lengths), slots, repeats)
+
+
+def _by_blocks(
+    heads: Heads, segments: PackedSegments, case: Case, plan: block_attention.BlockPlan
+) -> Tensor:
+    joined = heads.joined.contiguous()
+    key, value = segments.gathered(joined[:, :, -1], heads.value)
+    key, value = segments.with_cached(heads.layer_number, key, value)
+    scale, soft_cap = case.scores.scale, case.scores.soft_cap
+    return block_attention.attend_in_blocks(joined, key, value, plan, scale, soft_cap)
+
+
+def _plan_blocks(segments: PackedSegments, case: Case) -> block_attention.BlockPlan:
+    shape = block_attention.ScoreShape(case.scores.window, case.scores.soft_cap is not None)
+    dtype = torch.promote_types(case.dtype, torch.float32)
+    keys = _segment_keys(segments)
+    return block_attention.plan_blocks(keys, case.query_heads, case.key_heads, shape, dtype)
+
+
+def _segment_keys(segments: PackedSegments) -> list[block_attention.SegmentKeys]:
+    return block_attention.list_segment_keys(
+        segments.cu_seqlens, segments.kv_cu_seqlens, segments.kv_index
     )
 
 
-def _by_blocks(heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
-    joined = heads.joined.contiguous()
-    return cpu_inference.attend(joined, heads.value, heads.layer_number, segments, case.scores)
+_Calls = Sequence[training_attention.Block]
 
 
-def _on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
+def _train_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, case: Case, calls: _Calls
 ) -> Tensor:
-    lengths, prefixes = segments.all_lengths, segments.prefixes
-    return cpu_training.attend(query, key, value, lengths, prefixes, scores.scale, segments.queries)
+    return training_attention.attend_by_calls(query, key, value, calls, case.scores.scale)
 
 
-def _to_all_keys(attend: Attend, reads_index: bool = False) -> Callable[..., Tensor]:
+def _plan_calls(segments: PackedSegments, case: Case) -> _Calls:
+    parts = segments.queries
+    chains = [segments.chain(part) for part in parts]
+    return training_attention.plan_calls(segments.all_lengths, parts, chains)
+
+
+_AttendToAll = Callable[[Tensor, Tensor, Tensor, PackedSegments, Case, Plan], Tensor]
+"""``query [n, heads, c]``, ``key`` and ``value [C + T, groups, c]`` -> ``[n, heads, c]``."""
+
+
+def _to_all_keys(
+    attend: _AttendToAll[Plan], reads_index: bool = False
+) -> Callable[[Heads, PackedSegments, Case, Plan], Tensor]:
     """Make a backend's function of ``attend``, which needs the keys and values of all segments.
 
     Args:
         reads_index: it takes them at ``PackedSegments.kv_index``, if there is one.
     """
 
-    def attend_to_all_keys(heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
+    def attend_to_all_keys(
+        heads: Heads, segments: PackedSegments, case: Case, plan: Plan
+    ) -> Tensor:
         query, key, value = heads.query, heads.key, heads.value
         if segments.share is not None and case.learns:
             layout, index = segments, segments.share.gathered
             if reads_index:
-                layout, index = segments.remembered("laid out", segments.laid_out)
+                layout, index = segments.gathered_layout
             with gathering_again(key, value, index) as (key, value):
-                return attend(query, key, value, layout, case.scores)
+                return attend(query, key, value, layout, case, plan)
         key, value = segments.gathered(key, value)
         key, value = segments.with_cached(heads.layer_number, key, value)
-        return attend(query, key, value, segments, case.scores)
+        return attend(query, key, value, segments, case, plan)
 
     return attend_to_all_keys
 
 
-def _by_varlen(attend: Attend) -> Callable[..., Tensor]:
-    return _to_all_keys(attend, reads_index=True)
+_AttendVarlen = Callable[[Tensor, Tensor, Tensor, PackedSegments, Scores], Tensor]
+
+
+def _by_varlen(
+    attend: _AttendVarlen,
+) -> Callable[[Heads, PackedSegments, Case, None], Tensor]:
+    """Make a backend's function of a varlen kernel, which reads a pack's bounds and no plan."""
+
+    def attend_without_plan(
+        query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, case: Case, plan: None
+    ) -> Tensor:
+        return attend(query, key, value, segments, case.scores)
+
+    return _to_all_keys(attend_without_plan, reads_index=True)
 
 
 # Where they run.
@@ -201,7 +277,8 @@ def _by_varlen(attend: Attend) -> Callable[..., Tensor]:
 
 def _is_scored_by_c_file(case: Case) -> bool:
     repeats = case.query_heads // case.key_heads
-    return _is_scored_on_cpu(case) and cpu_inference.can_attend(case.dtype, case.channels, repeats)
+    is_scored = _is_scored_on_cpu(case)
+    return is_scored and kernel_attention.can_attend(case.dtype, case.channels, repeats)
 
 
 def _is_scored_on_cpu(case: Case) -> bool:
@@ -222,42 +299,47 @@ _NONE: frozenset[Feature] = frozenset()
 _WINDOWS = frozenset({Feature.WINDOW})
 _WINDOWS_AND_CAPS = frozenset({Feature.WINDOW, Feature.SOFT_CAP})
 
-RING = Backend("ring", _WINDOWS, lambda case: case.uses_ring, _in_ring)
-C_FILE = Backend("C file", _WINDOWS, _is_scored_by_c_file, _by_c_file)
+RING = Backend("ring", _WINDOWS, lambda case: case.uses_ring, _in_ring, _plan_ring)
+C_FILE = Backend("C file", _WINDOWS, _is_scored_by_c_file, _by_c_file, _plan_c_file)
 
-BACKENDS: tuple[Backend, ...] = (
+BACKENDS: tuple[Backend[Any], ...] = (
     RING,
     C_FILE,
-    Backend("CPU blocks", _WINDOWS_AND_CAPS, _is_scored_on_cpu, _by_blocks),
+    Backend("CPU blocks", _WINDOWS_AND_CAPS, _is_scored_on_cpu, _by_blocks, _plan_blocks),
     Backend(
         "CPU training",
         _NONE,
         lambda case: case.device == "cpu",
-        _to_all_keys(_on_cpu),
+        _to_all_keys(_train_on_cpu),
+        _plan_calls,
     ),
     Backend(
         "torch's varlen function",
         _WINDOWS,
         _runs_varlen(varlen.has_public_function),
         _by_varlen(varlen.by_public_function),
+        _plan_nothing,
     ),
     Backend(
         "torch's varlen operator",
         _WINDOWS,
         _runs_varlen(varlen.has_operator),
         _by_varlen(varlen.by_operator),
+        _plan_nothing,
     ),
     Backend(
         "flash-attn",
         _WINDOWS_AND_CAPS,
         _runs_varlen(varlen.has_flash_attn),
         _by_varlen(varlen.by_flash_attn),
+        _plan_nothing,
     ),
     Backend(
         "one by one",
         _WINDOWS_AND_CAPS,
         lambda case: True,
         _to_all_keys(one_by_one.attend),
+        one_by_one.plan_masks,
         takes_packs=False,
     ),
 )

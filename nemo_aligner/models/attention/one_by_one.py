@@ -6,10 +6,10 @@ and soft caps without a kernel; a CPU for windows and soft caps in training.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,19 +18,28 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
-from nemo_aligner.models.attention.segments import PackedSegments, Scores, attend_by_scores
+from nemo_aligner.models.attention.segments import PackedSegments, Scores
+from nemo_aligner.utils.soft_cap import soft_capped_attention
+
+if TYPE_CHECKING:
+    from nemo_aligner.models.attention.backends import Case
 
 _AMPERE, _VOLTA = 8, 7
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: PackedSegments,
+    case: Case,
+    masks: Sequence[Tensor | None],
 ) -> Tensor:
     """Attend ``query [n, heads, c]`` to ``key``, ``value [C + T, groups, c]`` -> ``[n, heads, c]``.
 
-    C tokens are cached, and T are the pack's.
+    C tokens are cached, and T are the pack's. ``masks`` are those of ``plan_masks``.
     """
-    attend_segment = _choose_segment_kernel(query, key, scores)
+    attend_segment = _choose_segment_kernel(case)
     parts = segments.queries
     queries, keys, values = (
         [piece.transpose(0, 1).unsqueeze(0) for piece in packed.split(split)]
@@ -41,23 +50,40 @@ def attend(
         )
     )
     pieces = []
-    for part, q in zip(parts, queries, strict=True):
+    for part, q, mask in zip(parts, queries, masks, strict=True):
         chain = segments.chain(part)
         k, v = (packed[part.segment][:, :, : part.end] for packed in (keys, values))
         if chain:
             k, v = (
-                torch.cat([*(packed[number] for number in chain), rest], dim=2)
-                for packed, rest in ((keys, k), (values, v))
+                torch.cat([*(packed[number] for number in chain), last], dim=2)
+                for packed, last in ((keys, k), (values, v))
             )
-        mask: Tensor | None = None
-        if scores.window is not None or scores.soft_cap is not None:
-            mask = _mask(q, k, segments, scores)
-        elif chain or part.start:
-            is_fused = attend_segment in (_by_sdpa, _with_equal_heads) and not q.is_cpu
-            sizes = q.size(2), k.size(2)
-            mask = _causal_bias(*sizes) if is_fused else _mask(q, k, segments, scores)
-        pieces.append(attend_segment(q, k, v, mask, scores))
+        pieces.append(attend_segment(q, k, v, mask, case.scores))
     return torch.cat(pieces, dim=2).squeeze(0).transpose(0, 1)
+
+
+def plan_masks(segments: PackedSegments, case: Case) -> list[Tensor | None]:
+    """Make the mask ``[n, m]`` of every part of the pack's segments; equal sizes share one.
+
+    None is a causal mask over the part's own keys, which SDPA makes itself.
+    """
+    attend_segment, device = _choose_segment_kernel(case), segments.cu_seqlens.device
+    has_fused_kernel = attend_segment in (_by_sdpa, _with_equal_heads) and case.device != "cpu"
+    is_plain = case.scores.window is None and case.scores.soft_cap is None
+    made: dict[tuple[int, int], Tensor] = {}
+    masks: list[Tensor | None] = []
+    for part in segments.queries:
+        chain = segments.chain(part)
+        if is_plain and not (chain or part.start):
+            masks.append(None)
+            continue
+        keys = part.end + sum(segments.all_lengths[number] for number in chain)
+        size = part.length, keys
+        if size not in made:
+            uses_bias = is_plain and has_fused_kernel
+            made[size] = _causal_bias(*size) if uses_bias else _mask(*size, case, device)
+        masks.append(made[size])
+    return masks
 
 
 _AttendSegment = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scores], Tensor]
@@ -65,15 +91,24 @@ _BLOCK_SCORES = 2**26  # 256 MiB of fp32
 _SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def _choose_segment_kernel(query: Tensor, key: Tensor, scores: Scores) -> _AttendSegment:
+def _choose_segment_kernel(case: Case) -> _AttendSegment:
     """Choose a per-segment kernel that keeps little for its backward; see ``takes_equal_heads``."""
-    if scores.soft_cap is not None:
-        return _recomputed if query.is_cpu else partial(_in_blocks, attend_by_scores)
-    if query.is_cpu:
+    is_on_cpu = case.device == "cpu"
+    if case.scores.soft_cap is not None:
+        return _recomputed if is_on_cpu else partial(_in_blocks, _by_explicit_scores)
+    if is_on_cpu:
         return _by_sdpa
-    if not takes_equal_heads(query.dtype, query.size(-1)):
+    if not takes_equal_heads(case.dtype, case.channels):
         return partial(_in_blocks, _by_sdpa)
-    return _by_sdpa if query.size(1) == key.size(1) else _with_equal_heads
+    return _by_sdpa if case.query_heads == case.key_heads else _with_equal_heads
+
+
+def _by_explicit_scores(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
+) -> Tensor:
+    assert mask is not None
+    assert scores.soft_cap is not None
+    return soft_capped_attention(query, key, value, mask, scores.scale, scores.soft_cap)
 
 
 def _by_sdpa(
@@ -109,7 +144,7 @@ def _with_equal_heads(
 def _recomputed(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
 ) -> Tensor:
-    return _without_keeping(attend_by_scores, query, key, value, mask, scores)
+    return _without_keeping(_by_explicit_scores, query, key, value, mask, scores)
 
 
 def _in_blocks(
@@ -152,25 +187,18 @@ def _causal_bias(queries: int, keys: int) -> CausalBias:
     return bias
 
 
-def _mask(query: Tensor, key: Tensor, segments: PackedSegments, scores: Scores) -> Tensor:
+def _mask(queries: int, keys: int, case: Case, device: torch.device) -> Tensor:
     """Mask ``[n, m]``: bool on a CPU or with a soft cap, else the float mask that SDPA adds.
 
     From a bool mask SDPA would make the float one anew in each layer and keep it for the backward.
     Rows are 16 elements apart or a multiple, or the memory-efficient kernel would copy the mask.
     """
-    size = query.size(2), key.size(2)
-    if query.is_cpu:
-        return _sees(*size, scores.window, query.device)
-
-    def make() -> Tensor:
-        sees = _sees(*size, scores.window, query.device)
-        if scores.soft_cap is not None:
-            return sees
-        apart = -(-size[1] // 16) * 16
-        added = torch.full((size[0], apart), -torch.inf, dtype=query.dtype, device=query.device)
-        return added[:, : size[1]].masked_fill_(sees, 0.0)
-
-    return segments.remembered(("mask", *size, scores.window), make)
+    sees = _sees(queries, keys, case.scores.window, device)
+    if case.device == "cpu" or case.scores.soft_cap is not None:
+        return sees
+    apart = -(-keys // 16) * 16
+    added = torch.full((queries, apart), -torch.inf, dtype=case.dtype, device=device)
+    return added[:, :keys].masked_fill_(sees, 0.0)
 
 
 def _sees(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:

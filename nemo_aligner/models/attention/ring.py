@@ -20,34 +20,30 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.autograd import Function
 
-from nemo_aligner.models.attention.cpu_training import Block, add_block, add_gradients, as_heads
-from nemo_aligner.models.attention.segments import PackedSegments, Scores, queries_of
+from nemo_aligner.cpu.training_attention import Block, add_block, add_gradients, as_heads
+from nemo_aligner.models.attention.segments import PackedSegments, queries_of
 from nemo_aligner.models.internals import gpu_flash_attention, gpu_flash_attention_backward
 from nemo_aligner.utils.host_transfer import to_device
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
+    query: Tensor, key: Tensor, value: Tensor, plan: RingPlan, scale: float | None
 ) -> Tensor:
-    """Attend ``query [n, heads, c]`` of this rank's share to its texts -> ``[n, heads, c]``.
+    """Attend ``query [n, heads, c]`` of this rank's share to its sequences -> ``[n, heads, c]``.
 
     Args:
         key, value: ``[n, groups, c]`` of the same tokens, rotated to their positions.
-        segments: with a ``share``, and without cached tokens.
-        scores: without a soft cap.
+        plan: the pack's, see ``plan_ring``.
+        scale: factor of the scores; None is ``c ** -0.5``.
     """
-    window = scores.window
-    if window is not None and window >= segments.max_kv_length:
-        window = None
-    plan = segments.remembered(("ring", window), lambda: _plan(segments, window, query.device))
-    found: Tensor = _Ring.apply(query, key, value, plan, scores.scale)
-    return found
+    attended: Tensor = _Ring.apply(query, key, value, plan, scale)
+    return attended
 
 
 class _Ring(Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan, scale: float | None
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: RingPlan, scale: float | None
     ) -> Tensor:
         query, own = query.contiguous(), torch.stack([key, value])
         precise = torch.promote_types(query.dtype, torch.float32)
@@ -149,11 +145,15 @@ class _Piece:
         return self.position + self.length
 
 
-_Plan: TypeAlias = Sequence[Sequence[Any]]
-"""Of each rank's share what is computed: ``Block`` by ``Block``, or on a GPU by ``_Call``."""
+RingPlan: TypeAlias = Sequence[Sequence[Any]]
+"""For each rank's share the calls on it: a ``Block`` each on a CPU, a ``_Call`` each on a GPU."""
 
 
-def _plan(segments: PackedSegments, window: int | None, device: torch.device) -> _Plan:
+def plan_ring(segments: PackedSegments, window: int | None) -> RingPlan:
+    """Plan a pack with a ``share`` and without cached tokens, for layers with this ``window``."""
+    device = segments.cu_seqlens.device
+    if window is not None and window >= segments.max_kv_length:
+        window = None
     assert segments.share is not None
     share, own = segments.share, list(_pieces(segments, segments.share.rank, window))
     blocks = [

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nemo_aligner.batch.context import ContextShare
 from nemo_aligner.batch.packed import CacheUse, FixedSizes, PackedBatch
 from nemo_aligner.models.internals import saved_tensor_hooks
-from nemo_aligner.models.rotary import Tables
 from nemo_aligner.utils.host_transfer import all_to_device, to_device
 
-Thing = TypeVar("Thing")
+if TYPE_CHECKING:
+    from nemo_aligner.models.attention.backends import Backend, Case
+
+Plan = TypeVar("Plan")
+"""What a backend prepares once for each pack."""
 
 
 def chains_of(prefixes: Sequence[int], cached: int) -> list[tuple[int, ...]]:
@@ -78,68 +81,56 @@ def rotations_of(batch: PackedBatch, by_length: Callable[[int], int]) -> list[in
     return [found[number] for number in range(len(cached), len(lengths))]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedSegments:
-    """Segments of a pack, passed where megatron-core passes ``PackedSeqParams``.
+    """Segments of a pack, as attention sees them.
 
-    ``qkv_format`` is not ``thd``, for which megatron-core would split the pack to rotate each
-    sequence. Instead ``tables`` hold a row per token, and PackedAttention rotates.
+    What several layers compute alike is a cached property, or a ``plan`` of their backend.
 
     Attributes:
-        tables: of each rotation cosines and sines at every token's position in its sequence.
         lengths: tokens of every segment.
         prefixes: number of each segment's prefix, -1 for none; numbers count cached ones first.
         cu_seqlens: ``[G + 1]`` int32 bounds of the queries.
         kv_cu_seqlens: ``[G + 1]`` int32 bounds of the keys, prefixes included.
         kv_index: ``[K]`` int64 index of every key into the C cached tokens followed by the T of the
             pack; None if keys and tokens are the same.
-        last_token: ``[R]`` int64 rows that the head reads.
-        query_scale: ``[T, 1, 1]`` factors of queries, past their rotation; None is 1.
         cached: tokens that the pack takes from ``pool``, and those it stores there.
-        share: the tokens whose queries this rank of a context parallel group computes. Tables, the
-            bounds of queries and ``last_token`` are then of these, and T is the whole pack's for
-            keys and for all else.
+        share: the tokens whose queries this rank of a context parallel group computes. The bounds
+            of queries are then of these, and T is the whole pack's for keys and for all else.
         sizes: that bounds and ``kv_index`` are filled up to; their length is the upper bound of
             ``max_length`` and ``max_kv_length``. None is as many as there are.
     """
 
-    tables: tuple[Tables, ...]
     lengths: tuple[int, ...]
     prefixes: tuple[int, ...]
     cu_seqlens: Tensor
     kv_cu_seqlens: Tensor
     kv_index: Tensor | None
-    last_token: Tensor
     cached: CacheUse | None = None
     pool: KeyValuePool | None = None
-    query_scale: Tensor | None = None
     share: ContextShare | None = None
     sizes: FixedSizes | None = None
-    qkv_format: str = "packed"
-    _memory: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls,
-        batch: PackedBatch,
-        tables: tuple[Tables, ...],
-        last_token: Tensor,
-        pool: KeyValuePool | None = None,
-        query_scale: Tensor | None = None,
+        cls, batch: PackedBatch, device: torch.device | str, pool: KeyValuePool | None = None
     ) -> PackedSegments:
-        """Build the segments of ``batch`` on the device of ``last_token``."""
+        """Build the segments of ``batch`` on ``device``.
+
+        Raises:
+            ValueError: the batch uses cached keys, and there is no ``pool``.
+        """
         if batch.cached is not None and pool is None:
             raise ValueError("a pack uses cached keys, but its model has no pool of them")
-        device = last_token.device
         lengths = tuple(batch.cu_seqlens.diff().tolist())
         prefixes = tuple(batch.prefixes.tolist())
         queries = keys = batch.cu_seqlens
         index = None
         if max(prefixes) >= 0 or batch.share is not None:
             cached = batch.cached.lengths if batch.cached is not None else ()
-            own = queries_of(lengths, len(cached), batch.share)
-            sizes, index = _keys_of(own, prefixes, (*cached, *lengths))
-            queries, keys = _bounds([each.length for each in own]), _bounds(sizes)
+            parts = queries_of(lengths, len(cached), batch.share)
+            sizes, index = _keys_of(parts, prefixes, (*cached, *lengths))
+            queries, keys = _bounds([part.length for part in parts]), _bounds(sizes)
         if batch.sizes is not None:
             queries, keys, index = _pad_bounds(queries, keys, index, batch.sizes)
         if index is None:
@@ -149,25 +140,27 @@ class PackedSegments:
             # By itself: autograd keeps the bounds for the backward pass, but not this.
             index = to_device(index, device)
         return cls(
-            tables,
             lengths,
             prefixes,
             queries,
             keys,
             index,
-            last_token,
             batch.cached,
             pool,
-            query_scale,
             batch.share,
             batch.sizes,
         )
 
-    def remembered(self, name: Hashable, make: Callable[[], Thing]) -> Thing:
-        """Return what ``make`` computes for ``name``, computing it only for the first layer."""
-        if name not in self._memory:
-            self._memory[name] = make()
-        return self._memory[name]
+    def plan(self, backend: Backend[Plan], case: Case) -> Plan:
+        """Return the backend's plan of this pack for layers of this ``case``, which share it."""
+        key = backend, case
+        if key not in self._plans:
+            self._plans[key] = backend.plan(self, case)
+        return cast(Plan, self._plans[key])
+
+    @cached_property
+    def _plans(self) -> dict[tuple[Backend[Any], Case], Any]:
+        return {}
 
     def with_cached(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Extend this layer's ``[T, groups, c]`` by the cached tokens: ``[C + T, groups, c]``.
@@ -197,14 +190,18 @@ class PackedSegments:
         if self.cached is None or self.pool is None:
             return None
         use = self.cached
-        stored, slots = self.remembered(
-            "stored", lambda: (_in_place(use.stored), _in_place(use.slots))
-        )
-        kept = self.pool.layer(layer_number)
+        layer = self.pool.layer(layer_number)
         if use.stored.numel():
-            for pooled, own in zip(kept, (key, value), strict=True):
-                pooled[slots] = own[stored]
-        return kept
+            stored, slots = self._stored_places
+            for pooled, local in zip(layer, (key, value), strict=True):
+                pooled[slots] = local[stored]
+        return layer
+
+    @cached_property
+    def _stored_places(self) -> tuple[Tensor | slice, Tensor | slice]:
+        """Tokens of the pack to store, and their slots, as slices where possible."""
+        assert self.cached is not None
+        return _as_slice(self.cached.stored), _as_slice(self.cached.slots)
 
     @cached_property
     def all_lengths(self) -> tuple[int, ...]:
@@ -248,14 +245,20 @@ class PackedSegments:
             return key, value
         return gather_keys(key, value, self.share.gathered)
 
-    def laid_out(self) -> tuple[PackedSegments, Tensor]:
-        """The same for keys that are gathered part by part, and where the K keys then lie."""
+    @cached_property
+    def gathered_layout(self) -> tuple[PackedSegments, Tensor]:
+        """The same segments for keys that are gathered in the order of ``kv_index``.
+
+        Returns:
+            The segments, whose keys and tokens are the same, and ``[K]`` int64, where each of these
+            keys lies among the tokens of all ranks, rank by rank.
+        """
         assert self.share is not None
         assert self.kv_index is not None
         return replace(self, kv_index=None), self.share.gathered[self.kv_index]
 
 
-def _in_place(rows: Tensor) -> Tensor | slice:
+def _as_slice(rows: Tensor) -> Tensor | slice:
     """``rows [n]`` as a slice if they follow one another and lie on the host; else themselves."""
     if rows.is_cpu and rows.numel() and bool((rows.diff() == 1).all()):
         return slice(int(rows[0]), int(rows[-1]) + 1)
@@ -329,40 +332,6 @@ class Scores:
     scale: float | None = None
     window: int | None = None
     soft_cap: float | None = None
-
-
-def attend_by_scores(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
-) -> Tensor:
-    """Attend ``query [1, heads, n, c]`` to ``key``, ``value [1, groups, m, c]`` by the definition.
-
-    Materialises all ``heads * n * m`` scores, in fp32 or wider.
-    """
-    assert scores.soft_cap is not None
-    assert mask is not None
-    scale = query.size(-1) ** -0.5 if scores.scale is None else scores.scale
-    # Heads of a group lie beside each other, so keys broadcast over them without a copy.
-    grouped = query.unflatten(1, (key.size(1), -1))
-    products = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2))
-    products = products.to(torch.promote_types(products.dtype, torch.float32)) * scale
-    capped = scores.soft_cap * torch.tanh(products / scores.soft_cap)
-    weights = capped.masked_fill(~mask, float("-inf")).softmax(-1)
-    return torch.matmul(weights.to(value.dtype), value.unsqueeze(2)).flatten(1, 2)
-
-
-def add_attended(out: Tensor, lse: Tensor, more: Tensor, its_lse: Tensor) -> None:
-    """Merge the result of further keys into ``out`` and ``lse`` by their log-sum-exp, in place.
-
-    ``out`` and ``more [..., c]``, ``lse`` and ``its_lse [...]``.
-    """
-    total = torch.logaddexp(lse, its_lse)
-    weight = torch.exp(its_lse - total).unsqueeze(-1)
-    out += (more - out) * weight.to(out.dtype)
-    lse.copy_(total)
-
-
-Attend = Callable[[Tensor, Tensor, Tensor, PackedSegments, Scores], Tensor]
-"""``query [T, heads, c]``, ``key`` and ``value [C + T, groups, c]`` -> ``[T, heads, c]``."""
 
 
 # Keys and values that outlive their pack, so that later packs can begin with them.

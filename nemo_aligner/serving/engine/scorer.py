@@ -50,7 +50,7 @@ from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ConfigError, ServingError
 from nemo_aligner.utils.host_transfer import Arriving
 
-# Tokens of a text whose attention takes every way: see models/attention/cpu_inference.py.
+# Tokens of a text whose attention takes every way: see cpu/block_attention.py.
 logger = logging.getLogger(__name__)
 
 _BEYOND_A_SPAN = 600

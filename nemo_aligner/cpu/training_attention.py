@@ -1,17 +1,18 @@
-"""Trainable attention over the segments of a pack on a CPU: no padding, no mask, no prefix copies.
+"""Attention for training on a CPU: no padding, no mask, no copies of shared prefixes.
 
-Each segment attends causally to itself in one call of torch's flash attention; of a segment that
-context parallelism cuts, each part to itself and to those before it. All segments with a common
-prefix, in the pack or cached, attend to it in one more. A token's partial results are merged
-by their log-sum-exp, and the backward of each part follows from the merged output and log-sum-exp
-(FlashAttention, Dao et al. 2022; RingAttention, Liu et al. 2023).
+Each segment attends causally to itself in one call of torch's flash attention. Context parallelism
+cuts a segment into parts: each then attends to itself and to the parts before it. All segments with
+a common prefix, in the pack or cached, attend to it in one more call. A token's partial results are
+merged by their log-sum-exp, and the backward of each part follows from the merged output and
+log-sum-exp (FlashAttention, Dao et al. 2022; RingAttention, Liu et al. 2023).
+
+``plan_calls`` lists a pack's calls once, and ``attend_by_calls`` computes a layer by them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -19,8 +20,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from nemo_aligner.models.attention.segments import Queries, add_attended, chains_of, queries_of
-from nemo_aligner.models.internals import cpu_flash_attention, cpu_flash_attention_backward
+from nemo_aligner.cpu.flash_attention import (
+    add_attended,
+    cpu_flash_attention,
+    cpu_flash_attention_backward,
+)
 
 
 @dataclass(frozen=True)
@@ -44,57 +48,49 @@ class Block:
         return torch.zeros(size, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Sequence[int],
-    prefixes: Sequence[int],
-    scale: float | None,
-    parts: Sequence[Queries] | None = None,
+def attend_by_calls(
+    query: Tensor, key: Tensor, value: Tensor, calls: Sequence[Block], scale: float | None
 ) -> Tensor:
     """Attend ``query [n, heads, c]`` to ``key``, ``value [C + T, groups, c]`` -> ``[n, heads, c]``.
 
     Args:
-        lengths: tokens of every segment: the cached ones, C in all, then the pack's own.
-        prefixes: for each of the pack's own segments the number of its prefix, -1 for none.
-        scale: of the scores; None is ``c ** -0.5``.
-        parts: of the segments that have the queries; None is all of the pack's own, whole.
+        calls: of the pack, see ``plan_calls``.
+        scale: factor of the scores; None is ``c ** -0.5``.
     """
-    cached = len(lengths) - len(prefixes)
-    if parts is None:
-        parts = queries_of(lengths[cached:], cached, None)
-    blocks = _blocks(tuple(lengths), tuple(prefixes), tuple(parts))
-    return _PackedAttention.apply(query, key, value, blocks, scale)
+    return _PackedAttention.apply(query, key, value, tuple(calls), scale)
 
 
-@lru_cache(maxsize=4)  # every layer asks for the same
-def _blocks(
-    lengths: tuple[int, ...], prefixes: tuple[int, ...], parts: tuple[Queries, ...]
+def plan_calls(
+    lengths: Sequence[int],
+    parts: Sequence[tuple[int, int, int]],
+    chains: Sequence[Sequence[int]],
 ) -> tuple[Block, ...]:
-    """List the calls: every part on itself and on what precedes it in its segment, then every run
-    with a common prefix on that.
+    """List a pack's calls: every part on itself and on what precedes it in its segment, then every
+    run of parts with a common prefix on that prefix.
+
+    Args:
+        lengths: tokens of every segment: the cached ones, then the pack's own.
+        parts: the parts of segments whose queries are computed here: for each its segment's number,
+            its first token's place in the segment, and its number of tokens.
+        chains: for each part the numbers of its prefixes, from the sequence's beginning.
     """
-    cached = len(lengths) - len(prefixes)
     bounds = [0, *accumulate(lengths)]
-    ends = [0, *accumulate(part.length for part in parts)]
-    queries = [slice(*each) for each in pairwise(ends)]
-    blocks, before = [], []
-    for part, rows in zip(parts, queries, strict=True):
-        first = bounds[part.segment]
-        blocks.append(Block(rows, slice(first + part.start, first + part.end), True))
-        if part.start:
-            before.append(Block(rows, slice(first, first + part.start), False))
-    blocks += before
-    every = chains_of(prefixes, cached)
-    chains = [every[part.segment - cached] for part in parts]
+    ends = [0, *accumulate(length for _, _, length in parts)]
+    queries = [slice(*span) for span in pairwise(ends)]
+    blocks, earlier = [], []
+    for (segment, start, length), rows in zip(parts, queries, strict=True):
+        first = bounds[segment]
+        blocks.append(Block(rows, slice(first + start, first + start + length), True))
+        if start:
+            earlier.append(Block(rows, slice(first, first + start), False))
+    blocks += earlier
     for depth in range(max(map(len, chains))):
-        own = 0
+        end = 0
         for number, run in groupby(chain[depth] if len(chain) > depth else -1 for chain in chains):
-            start, own = own, own + len(list(run))
+            begin, end = end, end + len(list(run))
             if number >= 0:
                 keys = slice(bounds[number], bounds[number + 1])
-                blocks.append(Block(slice(ends[start], ends[own]), keys, False))
+                blocks.append(Block(slice(ends[begin], ends[end]), keys, False))
     return tuple(blocks)
 
 

@@ -1,24 +1,24 @@
-"""Blockwise attention on a CPU for inference, with the same bits for a token in any batch.
+"""Blockwise attention for scoring on a CPU; a token's output is bit-identical in every batch.
 
-Queries are processed in blocks of 32 positions of their *sequence*, however its beginning is
-provided: with it, as a shared prefix, or from the cache. The keys that a block sees in one call
-follow from its position alone, and queries that the pack lacks are padded. No kernel mixes the rows
-of a product, so a token's arithmetic is a function of its sequence.
+Queries are processed in blocks of 32 positions of their *sequence*, whether its first tokens are
+its own, a shared prefix, or a cached one. The keys that a block sees in one call follow from its
+position, and queries that the pack lacks are padded. No kernel mixes the rows of a matmul, so a
+token's arithmetic depends on its sequence only.
 
-Distant keys come first, in spans of 512 positions. All queries past a span see all of it, so those
-of every text that begins with it share one call and one copy of its keys. Partial results of the
-spans and of the remaining keys are merged in order of position by their log-sum-exp.
+Distant keys come first, in spans of 512 positions. All queries behind a span see all of it, so the
+queries of every sequence that begins with it share one call and one copy of its keys. The partial
+results of the spans and of the remaining keys are merged in order of position by their log-sum-exp.
 
 The query heads of a group lie one after the other in a block, because they share keys. Blocks with
-equally many keys share a call, in fp32: for narrower types torch's kernel chooses between two
-products by the size of the whole call.
+the same number of keys share a call, in fp32: for narrower dtypes torch's kernel chooses between
+two matmuls by the size of the whole call.
 
-Where kernels.c could be compiled it attends instead, to a sequence's keys in one pass.
+``plan_blocks`` makes a pack's plan once, and ``attend_in_blocks`` computes a layer by it. Where
+``kernels.c`` compiles, ``kernel_attention.py`` is faster and used instead.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,44 +28,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_aligner.cpu import kernels
-from nemo_aligner.models.attention.segments import (
-    PackedSegments,
-    Scores,
-    add_attended,
-    attend_by_scores,
-)
-from nemo_aligner.models.internals import cpu_flash_attention
+from nemo_aligner.cpu.flash_attention import add_attended, cpu_flash_attention
+from nemo_aligner.utils.soft_cap import soft_capped_attention
 
 # Up to so many elements (at::internal::GRAIN_SIZE) one thread computes all of them, in whole
 # vectors. Beyond, the remainder of a thread's share goes through a different exponential.
 _GRAIN = 2**15
 
 
-def attend(
-    turned: Tensor, value: Tensor, layer_number: int, segments: PackedSegments, scores: Scores
+def attend_in_blocks(
+    joined: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: BlockPlan,
+    scale: float | None,
+    soft_cap: float | None,
 ) -> Tensor:
-    """Attend each token to its own sequence up to itself.
+    """Attend each token of a pack causally to its own sequence.
 
     Args:
-        turned: ``[T, groups, repeats + 1, c]``, contiguous: of each group its query heads and then
-            its key, all rotated to their positions.
-        value: ``[T, groups, c]``.
-        layer_number: whose keys and values in the segments' pool are read and written.
+        joined: ``[T, groups, repeats + 1, c]``, contiguous: for each group its query heads and then
+            its key, rotated to their positions.
+        key, value: ``[C + T, groups, c]`` of the cached tokens and of the pack's tokens.
+        plan: the pack's plan for layers with these heads and this window.
+        scale: factor of the scores; None is ``c ** -0.5``.
+        soft_cap: limit of the scores (Gemma 2); None is no limit.
 
     Returns:
-        ``[T, heads, c]``.
+        ``[T, heads, c]`` in the dtype of ``joined``.
     """
-    tokens, groups, width, channels = turned.shape
+    tokens, groups, width, channels = joined.shape
     heads = groups * (width - 1)
-    precise = torch.promote_types(turned.dtype, torch.float32)
-    plan = segments.remembered(
-        (heads, groups, scores, precise),
-        lambda: plan_blocks(segments, heads, groups, scores, precise),
-    )
-    key, value = segments.gathered(turned[:, :, -1], value)
-    key, value = segments.with_cached(layer_number, key, value)
-    queries = turned.view(-1, channels).index_select(0, plan.queries.view(-1)).to(precise)
+    precise = torch.promote_types(joined.dtype, torch.float32)
+    queries = joined.view(-1, channels).index_select(0, plan.queries.view(-1)).to(precise)
     queries = queries.view(len(plan.queries), groups, -1, channels)
     outputs = _Outputs(tokens * heads + 1, channels, precise)
     complete: list[Tensor] = []
@@ -75,9 +70,9 @@ def attend(
         for part in step.parts(key, value, precise):
             last = first + len(part.keys)
             mask = plan.mask[:, -part.keys.size(2) :] if part.is_last else None
-            found, lse = _attend_part(queries[first:last], part, mask, scores)
+            output, lse = _attend_part(queries[first:last], part, mask, scale, soft_cap)
             # The kernel's own layout is [n, rows, groups, c].
-            rows = found.transpose(1, 2).reshape(-1, channels)
+            rows = output.transpose(1, 2).reshape(-1, channels)
             if part.is_first and part.is_last:
                 complete.append(rows)
             elif part.is_last:
@@ -89,8 +84,8 @@ def attend(
     if complete:
         outputs.out.index_copy_(0, plan.complete, _joined(complete))
     if ends:
-        outputs.add(plan.ends, *(_joined(each) for each in zip(*ends, strict=True)))
-    return outputs.out[:-1].view(tokens, heads, channels).to(turned.dtype)
+        outputs.add(plan.ends, *(_joined(pieces) for pieces in zip(*ends, strict=True)))
+    return outputs.out[:-1].view(tokens, heads, channels).to(joined.dtype)
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
@@ -98,20 +93,22 @@ def _joined(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def _attend_part(
-    query: Tensor, part: Part, mask: Tensor | None, scores: Scores
+    query: Tensor, part: Part, mask: Tensor | None, scale: float | None, soft_cap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attend ``query [n, groups, rows, c]`` batchwise; returns output and log-sum-exp."""
+    """Attend ``query [n, groups, rows, c]`` batchwise; return output and log-sum-exp."""
     keys, values = part.keys, part.values
-    if scores.soft_cap is None:
+    if soft_cap is None:
         output: tuple[Tensor, Tensor] = cpu_flash_attention(
-            query, keys, values, 0.0, False, attn_mask=mask, scale=scores.scale
+            query, keys, values, 0.0, False, attn_mask=mask, scale=scale
         )
         return output
     assert mask is not None
     # One matrix at a time: the batch size must not select a kernel.
-    each = zip(query.split(1), keys.split(1), values.split(1), strict=True)
-    found = torch.cat([attend_by_scores(*one, mask == 0, scores) for one in each])
-    return found, found.new_zeros(found.shape[:-1])  # soft-capped blocks have a single part
+    blocks = zip(query.split(1), keys.split(1), values.split(1), strict=True)
+    capped = torch.cat(
+        [soft_capped_attention(*block, mask == 0, scale, soft_cap) for block in blocks]
+    )
+    return capped, capped.new_zeros(capped.shape[:-1])  # soft-capped blocks have a single part
 
 
 class _Outputs:
@@ -215,27 +212,54 @@ class BlockPlan:
     mask: Tensor
 
 
+@dataclass(frozen=True)
+class ScoreShape:
+    """What a plan depends on of a layer's scores.
+
+    Attributes:
+        window: keys that a query sees, its own included; None is all before it.
+        is_capped: scores are soft-capped, which torch's kernel cannot do part by part.
+    """
+
+    window: int | None
+    is_capped: bool
+
+    @property
+    def takes_spans(self) -> bool:
+        """False with a window or soft cap, where a block sees all its keys in one call."""
+        return self.window is None and not self.is_capped
+
+
 def plan_blocks(
-    segments: PackedSegments, heads: int, groups: int, scores: Scores, dtype: torch.dtype
+    segments: Sequence[SegmentKeys],
+    heads: int,
+    groups: int,
+    scores: ScoreShape,
+    dtype: torch.dtype,
 ) -> BlockPlan:
-    """Plan a pack so that cutting a sequence into other segments changes no arithmetic."""
-    own = list(own_segments(segments))
+    """Plan a pack so that cutting a sequence into other segments changes no arithmetic.
+
+    Args:
+        segments: of the pack, see ``list_segment_keys``.
+        dtype: in which scores are computed, fp32 or wider.
+    """
     steps: list[_Span | _Run] = []
     rows: list[np.ndarray] = []
-    for number, keys, seeing in _spans(own) if _takes_spans(scores) else ():
+    for number, keys, seeing in _spans(segments) if scores.takes_spans else ():
         blocks = np.pad(seeing, (0, -len(seeing) % BLOCK), constant_values=-1).reshape(-1, BLOCK)
         rows += list(blocks)
         steps.append(_Span(torch.from_numpy(keys), len(blocks), is_first=number == 0))
     ends = len(rows)
     is_complete: list[bool] = []
-    for members in _runs(own):
+    for members in _runs(segments):
         run, its_rows = _plan_run(members, scores)
         rows += its_rows
         steps.append(run)
         for count, _, is_first in run.blocks:
             is_complete += [is_first] * count
-    mask = _mask(max(each.num_blocks for each in own) * BLOCK, scores.window)
-    queries, targets = _of_heads(np.stack(rows), int(segments.cu_seqlens[-1]), heads, groups)
+    mask = _mask(max(segment.num_blocks for segment in segments) * BLOCK, scores.window)
+    tokens = sum(segment.end - segment.start for segment in segments)
+    queries, targets = _of_heads(np.stack(rows), tokens, heads, groups)
     complete = torch.tensor(is_complete)
     return BlockPlan(
         tuple(steps),
@@ -248,8 +272,14 @@ def plan_blocks(
 
 
 @dataclass(frozen=True)
-class _Segment:
-    """A segment's first row in the pack, its positions in its sequence, and its keys' rows."""
+class SegmentKeys:
+    """A segment of a pack, and the keys that its sequence has up to its end.
+
+    Attributes:
+        row: of its first token in the pack.
+        start, end: positions of its tokens in their sequence.
+        keys: ``[end]`` int64 rows of all keys of the sequence, in order of position.
+    """
 
     row: int
     start: int
@@ -276,22 +306,26 @@ class _Segment:
         return np.arange(max(position, self.start), self.end) + self.row - self.start
 
 
-def own_segments(segments: PackedSegments) -> Iterator[_Segment]:
-    """Yield the pack's own segments, each with the rows of all keys of its sequence."""
-    rows, bounds = (each.tolist() for each in (segments.cu_seqlens, segments.kv_cu_seqlens))
-    index = segments.kv_index
-    every = np.arange(rows[-1]) if index is None else index.numpy()
+def list_segment_keys(
+    query_bounds: Tensor, key_bounds: Tensor, key_index: Tensor | None
+) -> list[SegmentKeys]:
+    """List a pack's segments, each with the rows of its sequence's keys.
+
+    Args:
+        query_bounds: ``[G + 1]`` bounds of the segments' tokens in the pack.
+        key_bounds: ``[G + 1]`` bounds of their keys, prefixes included, in ``key_index``.
+        key_index: ``[K]`` int64 row of every key; None if keys and tokens are the same.
+    """
+    rows, bounds = query_bounds.tolist(), key_bounds.tolist()
+    every = np.arange(rows[-1]) if key_index is None else key_index.numpy()
+    segments = []
     for (row, stop), (first, end) in zip(pairwise(rows), pairwise(bounds), strict=True):
         size = end - first
-        yield _Segment(row, size - (stop - row), size, every[first:end])
+        segments.append(SegmentKeys(row, size - (stop - row), size, every[first:end]))
+    return segments
 
 
-def _takes_spans(scores: Scores) -> bool:
-    """False with a window or soft cap, where a block sees all its keys in one call."""
-    return scores.window is None and scores.soft_cap is None
-
-
-def _spans(segments: Iterable[_Segment]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+def _spans(segments: Iterable[SegmentKeys]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Yield each span's number in its sequence, its keys, and the rows of all queries past it."""
     found: dict[tuple[int, bytes], list[np.ndarray]] = defaultdict(list)
     for each in segments:
@@ -303,16 +337,16 @@ def _spans(segments: Iterable[_Segment]) -> Iterator[tuple[int, np.ndarray, np.n
         yield number, np.frombuffer(keys, np.int64).copy(), np.concatenate(rows)
 
 
-def _runs(segments: Iterable[_Segment]) -> Iterator[list[_Segment]]:
+def _runs(segments: Iterable[SegmentKeys]) -> Iterator[list[SegmentKeys]]:
     """Group segments that start in one block, none more than twice as long as another."""
-    alike: dict[tuple[int, int], list[_Segment]] = defaultdict(list)
+    alike: dict[tuple[int, int], list[SegmentKeys]] = defaultdict(list)
     for each in segments:
         alike[each.first_block, each.num_blocks.bit_length()].append(each)
     for members in alike.values():
         yield sorted(members, key=lambda each: -each.num_blocks)
 
 
-def _plan_run(members: Sequence[_Segment], scores: Scores) -> tuple[_Run, list[np.ndarray]]:
+def _plan_run(members: Sequence[SegmentKeys], scores: ScoreShape) -> tuple[_Run, list[np.ndarray]]:
     """Plan the run of ``members``; returns it with the rows of its blocks."""
     numbers = range(members[0].first_block, members[0].num_blocks)
     start = _first_key(numbers[0], scores)
@@ -322,14 +356,14 @@ def _plan_run(members: Sequence[_Segment], scores: Scores) -> tuple[_Run, list[n
         rows += [each.rows_of(block) for each in having]
         first = _first_key(block, scores)
         seen = slice(first - start, (block + 1) * BLOCK - start)
-        blocks.append((len(having), seen, first == 0 or not _takes_spans(scores)))
+        blocks.append((len(having), seen, first == 0 or not scores.takes_spans))
     keys = _filled([each.keys[start:] for each in members], numbers[-1] * BLOCK + BLOCK - start)
     return _Run(torch.from_numpy(keys), tuple(blocks)), rows
 
 
-def _first_key(block: int, scores: Scores) -> int:
+def _first_key(block: int, scores: ScoreShape) -> int:
     """First key, aligned to a block, that a block's queries see in their last step."""
-    if _takes_spans(scores):
+    if scores.takes_spans:
         return block * BLOCK // SPAN * SPAN
     if scores.window is None:
         return 0
@@ -363,101 +397,4 @@ def _of_heads(rows: np.ndarray, tokens: int, heads: int, groups: int) -> tuple[T
     blocks = len(rows)
     return torch.from_numpy(queries.reshape(blocks, -1)), torch.from_numpy(
         nowhere.reshape(blocks, -1)
-    )
-
-
-# Attention by kernels.c, which needs no spans, no padded blocks and no merging.
-
-
-# As in kernels.c: rows that are computed together, channels at most, and in steps.
-_ROWS, _MOST_CHANNELS, _CHANNELS = 96, 256, 4
-_NO_WINDOW = 2**30
-
-
-def can_attend(dtype: torch.dtype, channels: int, repeats: int) -> bool:
-    """Tell if the kernel can be had, and computes groups of so many query heads of a key head."""
-    fits = channels <= _MOST_CHANNELS and repeats <= _ROWS
-    return fits and kernels.can_take(dtype, channels, _CHANNELS)
-
-
-def attend_by_kernel(
-    turned: Tensor, value: Tensor, layer_number: int, segments: PackedSegments, scores: Scores
-) -> Tensor:
-    """Attend each token to its own sequence up to itself; as ``attend``, in any strides."""
-    tokens, groups, width, channels = turned.shape
-    repeats = width - 1
-    key, value = segments.gathered(turned[:, :, -1], value)
-    use, pool = segments.cached, segments.pool
-    kept: Tensor | tuple[None, None] = (None, None)
-    stored: tuple[int | None, int | None, int] = (None, None, 0)
-    if use is not None and pool is not None:
-        kept = pool.layer(layer_number)
-        stored = (use.stored.data_ptr(), use.slots.data_ptr(), len(use.stored))
-    items, rows = segments.remembered(("items", repeats), lambda: _plan(segments, repeats))
-    keys, values = (_Source.of(*each) for each in zip(kept, (key, value), strict=True))
-    out = turned.new_empty(tokens, groups * repeats, channels)
-    kernels.call(
-        "attend",
-        turned.dtype is torch.bfloat16,
-        turned.data_ptr(),
-        *turned.stride()[:2],
-        ctypes.byref(keys),
-        ctypes.byref(values),
-        out.data_ptr(),
-        groups,
-        repeats,
-        channels,
-        channels**-0.5 if scores.scale is None else scores.scale,
-        scores.window or _NO_WINDOW,
-        items.data_ptr(),
-        len(items),
-        rows.data_ptr(),
-        *stored,
-    )
-    return out
-
-
-class _Source(ctypes.Structure):
-    """Addresses and strides of a layer's keys, or values: the pool's, and the pack's own."""
-
-    _fields_ = (
-        ("pool", ctypes.c_void_p),
-        ("own", ctypes.c_void_p),
-        ("pool_token", ctypes.c_int64),
-        ("pool_group", ctypes.c_int64),
-        ("own_token", ctypes.c_int64),
-        ("own_group", ctypes.c_int64),
-    )
-
-    @classmethod
-    def of(cls, pool: Tensor | None, own: Tensor) -> _Source:
-        """Of ``[slots, groups, c]``, and of ``[T, groups, c]``."""
-        address, strides = (None, (0, 0)) if pool is None else (pool.data_ptr(), pool.stride()[:2])
-        return cls(address, own.data_ptr(), *strides, *own.stride()[:2])
-
-
-def _plan(segments: PackedSegments, repeats: int) -> tuple[Tensor, Tensor]:
-    """Plan what is computed together, the most expensive first.
-
-    Returns:
-        ``[n, 4]`` int32: an item's first row in the pack, its tokens, the position of the first,
-        and where its sequence's keys begin in the second array: ``[K]`` int32 rows of keys. They
-        are of the pack, or of the pool as ``-1 - slot``.
-    """
-    use = segments.cached
-    row_of = np.arange(sum(segments.lengths))
-    if use is not None:
-        row_of = np.concatenate([-1 - use.taken.numpy(), row_of])
-    rows, items, begin, most = [], [], 0, _ROWS // repeats
-    for each in own_segments(segments):
-        rows.append(row_of[each.keys])
-        own = each.end - each.start
-        size = -(-own // -(-own // most))  # of about equal items, as few as can be
-        for position in range(each.start, each.end, size):
-            count = min(size, each.end - position)
-            items.append((each.row + position - each.start, count, position, begin))
-        begin += len(each.keys)
-    items.sort(key=lambda item: -item[2])
-    return torch.tensor(items, dtype=torch.int32), torch.from_numpy(
-        np.concatenate(rows).astype(np.int32)
     )
