@@ -87,7 +87,7 @@ class GPTRewardModel(GPTModel):
         lora_dropout: of the inputs of LoRA's adapters, in training.
 
     Attributes:
-        rotation_by_length: of ``ModelShape``: which texts may share a beginning.
+        length_dependent_rope: of ``ModelShape``: which texts may share a beginning.
         graphs: CUDA graphs by which packs run (``use_cuda_graphs``); None without.
         smallest_chunk: fewest rows of a batch invariant product on a GPU, on any rank of the model;
             None on a CPU, and where rewards may depend on the batch.
@@ -124,7 +124,7 @@ class GPTRewardModel(GPTModel):
         self.reply_marker = reply_marker
         self.smallest_chunk: int | None = None
         self._rotations = rotations(shape, self.rotary_pos_emb)
-        self.rotation_by_length = shape.rotation_by_length
+        self.length_dependent_rope = shape.length_dependent_rope
         self._has_one_rotation = shape.one_rotation_until is None
         self._query_scaling = shape.query_scaling
         self._has_engine = use_transformer_engine(shape, config.params_dtype)
@@ -298,7 +298,7 @@ class GPTRewardModel(GPTModel):
 
     def _by_length(self, batch: PackedBatch) -> ByLength | None:
         """Which rotations a pack's texts have; None if all have the one of short texts."""
-        numbers = [] if self._has_one_rotation else rotations_of(batch, self.rotation_by_length)
+        numbers = [] if self._has_one_rotation else rotations_of(batch, self.length_dependent_rope)
         distinct = sorted(set(numbers))
         if distinct in ([], [0]):
             return None

@@ -20,7 +20,7 @@ Tables = tuple[Tensor, Tensor]
 """Cosines and sines ``[T, 1, 1, r]`` in the model's dtype."""
 
 ByLength = tuple[list[int], Tensor]
-"""The distinct ``ModelShape.rotation_by_length`` of a pack, and which each token has ``[T]``."""
+"""The distinct ``ModelShape.length_dependent_rope`` of a pack, and which each token has ``[T]``."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Rotation:
     Attributes:
         stretch: positions are divided by it first.
         scale: factor of cosines and sines.
-        of_longer: frequencies ``[r]`` of texts by their ``ModelShape.rotation_by_length`` above 0;
-            None if there are none.
+        of_longer: frequencies ``[r]`` of long sequences by their number above 0, see
+            ``ModelShape.length_dependent_rope``; None if there are none.
     """
 
     frequencies: Tensor

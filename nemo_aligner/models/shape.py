@@ -251,7 +251,7 @@ class ModelShape:
             return self.longrope.old_context_len
         return None if self.dynamic_rope_factor is None else self.max_position_embeddings
 
-    def rotation_by_length(self, tokens: int) -> int:
+    def length_dependent_rope(self, tokens: int) -> int:
         """Number of the rotation of texts of so many tokens; with the same one they may share keys.
 
         0 up to ``one_rotation_until``; longer ones have 1 in LongRoPE, else their length.

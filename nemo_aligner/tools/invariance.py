@@ -517,7 +517,7 @@ def _trained_on(
         lora=base.shape.lora,
         reply_marker=contract.reply_marker,
     )
-    by_length = pretrained.model.rotation_by_length
+    by_length = pretrained.model.length_dependent_rope
     packs = [
         replace(pack, rows=indices[pack.rows])
         for pack in pack_sequences(sequences, contract.seq_length, None, by_length)

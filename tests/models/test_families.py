@@ -193,13 +193,13 @@ def test_texts_that_are_rotated_differently_share_no_prefix(
     made = build("llama_dynamic")
     with pytest.raises(ValueError, match="rotated differently share a beginning"):
         our_rewards(made.ours, layout, "common prefixes")
-    rotations = [made.ours.rotation_by_length(tokens) for tokens in (51, 52, 53, 54)]
+    rotations = [made.ours.length_dependent_rope(tokens) for tokens in (51, 52, 53, 54)]
     assert rotations == [0, 0, 53, 54]
     made = build("phi3_longrope")
-    assert [made.ours.rotation_by_length(tokens) for tokens in (13, 14, 15, 16)] == [0, 0, 1, 1]
+    assert [made.ours.length_dependent_rope(tokens) for tokens in (13, 14, 15, 16)] == [0, 0, 1, 1]
     # 13 tokens are shared by the first two, and by the three longer ones.
     texts = [[*range(3, 3 + 13), *rest] for rest in ([20], [21], [22, 23], [22, 24], [25] * 40)]
-    (pack,) = pack_sequences(texts, 200, None, made.ours.rotation_by_length)
+    (pack,) = pack_sequences(texts, 200, None, made.ours.length_dependent_rope)
     assert pack.num_tokens == sum(map(len, texts)) - 3 * 13
     got = infer(made.ours, [pack], layout)
     assert got is not None

@@ -61,7 +61,7 @@ def rotations_of(batch: PackedBatch, by_length: Callable[[int], int]) -> list[in
     """List the number of each segment's rotation, by the length of the texts that it is a part of.
 
     Args:
-        by_length: ``ModelShape.rotation_by_length``.
+        by_length: ``ModelShape.length_dependent_rope``.
 
     Raises:
         ValueError: a segment, cached or not, is a part of texts with different rotations.

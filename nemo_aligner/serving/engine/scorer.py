@@ -116,7 +116,7 @@ class RewardScorer:
         self.counts = TokenCounts()
         marker = contract.reply_marker
         self._cache = PrefixCache(
-            prefix_cache_tokens, layout, micro_batch_tokens, marker, model.rotation_by_length
+            prefix_cache_tokens, layout, micro_batch_tokens, marker, model.length_dependent_rope
         )
         self._pool = model.new_key_value_pool(self._cache.slots) if self._cache.slots else None
 
@@ -277,7 +277,7 @@ class RewardScorer:
     ) -> CallPlan:
         if self._pool is not None:
             return self._cache.plan(sequences, reads)
-        by_length = self.model.rotation_by_length
+        by_length = self.model.length_dependent_rope
         packs = pack_sequences(sequences, self._micro_batch_tokens, reads, by_length)
         # All ranks make the same packs, so each replica can take its own without a message.
         mine = packs[self._layout.dp_rank :: self._layout.dp]
