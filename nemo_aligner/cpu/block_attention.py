@@ -31,8 +31,8 @@ from torch import Tensor
 from nemo_aligner.cpu.flash_attention import add_attended, cpu_flash_attention
 from nemo_aligner.utils.soft_cap import soft_capped_attention
 
-# Up to so many elements (at::internal::GRAIN_SIZE) one thread computes all of them, in whole
-# vectors. Beyond, the remainder of a thread's share goes through a different exponential.
+# Up to this many elements (at::internal::GRAIN_SIZE) torch uses one thread. With more threads, the
+# elements of a thread that do not fill a vector go through a different exponential.
 _GRAIN = 2**15
 
 
@@ -112,26 +112,26 @@ def _attend_part(
 
 
 class _Outputs:
-    """Running result ``out [rows, c]`` of queries that see their keys part by part."""
+    """Partial results ``out [rows, c]`` of queries that see their keys part by part."""
 
     def __init__(self, rows: int, channels: int, dtype: torch.dtype) -> None:
         self.out = torch.empty(rows, channels, dtype=dtype)
         self._lse = torch.empty(rows, dtype=dtype)
 
-    def put(self, targets: Tensor, found: Tensor, lse: Tensor) -> None:
+    def put(self, targets: Tensor, rows: Tensor, lse: Tensor) -> None:
         """Set the rows ``targets [m]`` to the result of their first keys."""
-        self.out.index_copy_(0, targets, found)
+        self.out.index_copy_(0, targets, rows)
         self._lse.index_copy_(0, targets, lse)
 
-    def add(self, targets: Tensor, found: Tensor, lse: Tensor) -> None:
+    def add(self, targets: Tensor, rows: Tensor, lse: Tensor) -> None:
         """Merge the result of the next keys into the rows ``targets``."""
-        for some in zip(*(x.split(_GRAIN) for x in (targets, found, lse)), strict=True):
-            self._add(*some)
+        for chunk in zip(*(x.split(_GRAIN) for x in (targets, rows, lse)), strict=True):
+            self._add(*chunk)
 
-    def _add(self, targets: Tensor, found: Tensor, lse: Tensor) -> None:
-        seen, its_lse = self.out.index_select(0, targets), self._lse.index_select(0, targets)
-        add_attended(seen, its_lse, found, lse)
-        self.put(targets, seen, its_lse)
+    def _add(self, targets: Tensor, rows: Tensor, lse: Tensor) -> None:
+        merged, merged_lse = self.out.index_select(0, targets), self._lse.index_select(0, targets)
+        add_attended(merged, merged_lse, rows, lse)
+        self.put(targets, merged, merged_lse)
 
 
 # Planning: which queries and keys of a pack share a call.
@@ -143,8 +143,9 @@ BLOCK, SPAN = 32, 512
 class Part:
     """``keys`` and ``values [n, groups, k, c]`` that n blocks of queries see.
 
-    ``is_first``: these keys begin their sequences. ``is_last``: they end with the block itself, and
-    the causal mask applies.
+    Attributes:
+        is_first: these keys are the first of their sequences.
+        is_last: these keys end with the block itself, so the causal mask applies.
     """
 
     keys: Tensor
@@ -155,7 +156,10 @@ class Part:
 
 @dataclass(frozen=True)
 class _Span:
-    """``keys [SPAN]``, int64 rows that all queries of ``blocks`` see, of any sequences."""
+    """``keys [SPAN]`` int64 rows, which all queries of ``blocks`` blocks see.
+
+    The queries may be of several sequences, which have these keys in common.
+    """
 
     keys: Tensor
     blocks: int
@@ -199,8 +203,8 @@ class BlockPlan:
             block by block in the order of the steps.
         targets: same size: the row of each output, in the order in which the kernel returns it,
             ``[repeats * BLOCK, groups]`` of a block; ``T * heads`` is a dummy row.
-        complete: those of the blocks whose keys are one part, in one row.
-        ends: those of the blocks that end what spans began, in one row.
+        complete: the targets of blocks whose keys are a single part, flattened.
+        ends: the targets of blocks whose first keys are in spans, flattened.
         mask: ``[repeats * BLOCK, K]`` added to the scores of keys that end with the block.
     """
 
@@ -296,13 +300,13 @@ class SegmentKeys:
         return -(-self.end // BLOCK)
 
     def rows_of(self, block: int) -> np.ndarray:
-        """Rows ``[BLOCK]`` of a block's queries; -1 where the segment has none."""
+        """Return the rows ``[BLOCK]`` of a block's queries; -1 where the segment has none."""
         positions = np.arange(block * BLOCK, (block + 1) * BLOCK)
         is_own = (positions >= self.start) & (positions < self.end)
         return np.where(is_own, positions + self.row - self.start, -1)
 
     def rows_from(self, position: int) -> np.ndarray:
-        """Rows of its queries from a position on."""
+        """Return the rows of the segment's queries from a position on."""
         return np.arange(max(position, self.start), self.end) + self.row - self.start
 
 
@@ -326,43 +330,47 @@ def list_segment_keys(
 
 
 def _spans(segments: Iterable[SegmentKeys]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield each span's number in its sequence, its keys, and the rows of all queries past it."""
-    found: dict[tuple[int, bytes], list[np.ndarray]] = defaultdict(list)
-    for each in segments:
+    """Yield each span's number in its sequence, its keys, and the rows of all queries after it."""
+    rows_of_spans: dict[tuple[int, bytes], list[np.ndarray]] = defaultdict(list)
+    for segment in segments:
         # The span of the last block is incomplete.
-        for number in range((each.num_blocks - 1) * BLOCK // SPAN):
+        for number in range((segment.num_blocks - 1) * BLOCK // SPAN):
             end = (number + 1) * SPAN
-            found[number, each.keys[end - SPAN : end].tobytes()].append(each.rows_from(end))
-    for (number, keys), rows in sorted(found.items(), key=lambda item: item[0][0]):
+            rows_of_spans[number, segment.keys[end - SPAN : end].tobytes()].append(
+                segment.rows_from(end)
+            )
+    for (number, keys), rows in sorted(rows_of_spans.items(), key=lambda item: item[0][0]):
         yield number, np.frombuffer(keys, np.int64).copy(), np.concatenate(rows)
 
 
 def _runs(segments: Iterable[SegmentKeys]) -> Iterator[list[SegmentKeys]]:
-    """Group segments that start in one block, none more than twice as long as another."""
+    """Group segments that start in the same block, with lengths within a factor of 2."""
     alike: dict[tuple[int, int], list[SegmentKeys]] = defaultdict(list)
-    for each in segments:
-        alike[each.first_block, each.num_blocks.bit_length()].append(each)
+    for segment in segments:
+        alike[segment.first_block, segment.num_blocks.bit_length()].append(segment)
     for members in alike.values():
-        yield sorted(members, key=lambda each: -each.num_blocks)
+        yield sorted(members, key=lambda segment: -segment.num_blocks)
 
 
 def _plan_run(members: Sequence[SegmentKeys], scores: ScoreShape) -> tuple[_Run, list[np.ndarray]]:
-    """Plan the run of ``members``; returns it with the rows of its blocks."""
+    """Plan the run of ``members``; return it with the rows of its blocks."""
     numbers = range(members[0].first_block, members[0].num_blocks)
     start = _first_key(numbers[0], scores)
     rows, blocks = [], []
     for block in numbers:
-        having = [each for each in members if each.num_blocks > block]
-        rows += [each.rows_of(block) for each in having]
+        reaching = [segment for segment in members if segment.num_blocks > block]
+        rows += [segment.rows_of(block) for segment in reaching]
         first = _first_key(block, scores)
         seen = slice(first - start, (block + 1) * BLOCK - start)
-        blocks.append((len(having), seen, first == 0 or not scores.takes_spans))
-    keys = _filled([each.keys[start:] for each in members], numbers[-1] * BLOCK + BLOCK - start)
+        blocks.append((len(reaching), seen, first == 0 or not scores.takes_spans))
+    keys = _filled(
+        [segment.keys[start:] for segment in members], numbers[-1] * BLOCK + BLOCK - start
+    )
     return _Run(torch.from_numpy(keys), tuple(blocks)), rows
 
 
 def _first_key(block: int, scores: ScoreShape) -> int:
-    """First key, aligned to a block, that a block's queries see in their last step."""
+    """Return the first key, aligned to a block, that a block's queries see in their last step."""
     if scores.takes_spans:
         return block * BLOCK // SPAN * SPAN
     if scores.window is None:
@@ -371,7 +379,7 @@ def _first_key(block: int, scores: ScoreShape) -> int:
 
 
 def _mask(keys: int, window: int | None) -> Tensor:
-    """Causal mask ``[BLOCK, keys]``: -inf for keys that a query does not see, else 0."""
+    """Make the causal mask ``[BLOCK, keys]``: -inf for keys that a query does not see, else 0."""
     behind = keys - BLOCK
     hidden = torch.ones(BLOCK, keys, dtype=torch.bool).triu(behind + 1)
     if window is not None:
@@ -380,8 +388,8 @@ def _mask(keys: int, window: int | None) -> Tensor:
 
 
 def _filled(keys: Sequence[np.ndarray], length: int) -> np.ndarray:
-    """Stack to ``[n, length]``, padding with a sequence's own last key, which the mask hides."""
-    filled = [np.pad(each, (0, length - len(each)), mode="edge") for each in keys]
+    """Stack to ``[n, length]``, padding with a sequence's last key, which the mask hides."""
+    filled = [np.pad(row, (0, length - len(row)), mode="edge") for row in keys]
     return np.stack(filled)
 
 

@@ -108,10 +108,10 @@ class _Source(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, pool: Tensor | None, own: Tensor) -> _Source:
+    def of(cls, pool: Tensor | None, local: Tensor) -> _Source:
         """Describe ``pool [slots, groups, c]`` and ``own [T, groups, c]``."""
         address, strides = (None, (0, 0)) if pool is None else (pool.data_ptr(), pool.stride()[:2])
-        return cls(address, own.data_ptr(), *strides, *own.stride()[:2])
+        return cls(address, local.data_ptr(), *strides, *local.stride()[:2])
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,13 @@ def plan_items(
     row_of = np.arange(num_tokens)
     if cached_slots is not None:
         row_of = np.concatenate([-1 - cached_slots.numpy(), row_of])
-    rows, items, begin, most = [], [], 0, _ROWS // repeats
+    rows, items, begin, max_tokens = [], [], 0, _ROWS // repeats
     for segment in segments:
         rows.append(row_of[segment.keys])
         length = segment.end - segment.start
-        size = -(-length // -(-length // most))  # as few items as possible, of about equal size
+        size = -(
+            -length // -(-length // max_tokens)
+        )  # as few items as possible, of about equal size
         for position in range(segment.start, segment.end, size):
             count = min(size, segment.end - position)
             items.append((segment.row + position - segment.start, count, position, begin))

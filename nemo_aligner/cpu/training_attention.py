@@ -29,9 +29,12 @@ from nemo_aligner.cpu.flash_attention import (
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of queries and of the keys they see; ``is_causal`` if these are the same tokens.
+    """Rows of queries, and of the keys that they see, for one call of the kernel.
 
-    Of n queries and m keys number i sees number j if ``j - i >= m - n - before``; all if None.
+    Attributes:
+        is_causal: queries and keys are the same tokens, under a causal mask.
+        before: of n queries and m keys, query i sees key j if ``j - i >= m - n - before``, which
+            a window causes; None is all keys.
     """
 
     queries: slice
@@ -40,7 +43,7 @@ class Block:
     before: int | None = None
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
-        """``[n, m]`` that is added to the scores; None if it is causal, or all keys are seen."""
+        """Make the mask ``[n, m]`` to add to the scores; None if the kernel needs none."""
         if self.before is None:
             return None
         size = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
@@ -95,9 +98,10 @@ def plan_calls(
 
 
 def as_heads(x: Tensor, groups: int) -> Tensor:
-    """View ``[T, heads, c]`` as ``[heads / groups, groups, T, c]``: head ``g * r + i`` at [i, g].
+    """View ``[T, heads, c]`` as ``[r, groups, T, c]`` with head ``g * r + i`` at ``[i, g]``.
 
-    The query heads of a group lie along the batch dimension, over which keys are expanded for free.
+    So the ``r = heads / groups`` query heads of a group lie along the batch dimension, along which
+    keys are expanded without a copy.
     """
     tokens, heads, channels = x.shape
     return x.view(tokens, groups, heads // groups, channels).permute(2, 1, 0, 3)
@@ -133,7 +137,7 @@ class _PackedAttention(Function):
         grad = grads[0].contiguous()
         groups = key.size(1)
         to_query, to_key, to_value = (torch.empty_like(x) for x in (query, key, value))
-        if len(key) > len(query):  # else each is first written by its own causal block
+        if len(key) > len(query):  # else every row is first written by its own causal block
             to_key.zero_(), to_value.zero_()
         q, k, v, o, d = (as_heads(x, groups) for x in (query, key, value, out, grad))
         dq, dk, dv = (as_heads(x, groups) for x in (to_query, to_key, to_value))
@@ -145,13 +149,15 @@ class _PackedAttention(Function):
 def add_block(
     block: Block, heads: Sequence[Tensor], o: Tensor, lse: Tensor, scale: float | None
 ) -> None:
-    """Add what a block's queries find in its keys to ``o`` and ``lse [repeats, groups, n]``.
+    """Merge a block's attention into the output ``o`` and ``lse [repeats, groups, n]``, in place.
 
-    A causal block is the first to write its rows. ``heads`` are queries, keys and values; these and
-    ``o`` are as ``as_heads`` gives them.
+    A causal block is the first to write its rows.
+
+    Args:
+        heads: queries, keys and values. They and ``o`` are views by ``as_heads``.
     """
     q, k, v = heads
-    some, its_lse = cpu_flash_attention(
+    added, added_lse = cpu_flash_attention(
         q[:, :, block.queries],
         k[:, :, block.keys].expand(len(q), -1, -1, -1),
         v[:, :, block.keys].expand(len(q), -1, -1, -1),
@@ -161,10 +167,10 @@ def add_block(
         scale=scale,
     )
     if block.is_causal:
-        o[:, :, block.queries] = some
-        lse[:, :, block.queries] = its_lse
+        o[:, :, block.queries] = added
+        lse[:, :, block.queries] = added_lse
     else:
-        add_attended(o[:, :, block.queries], lse[:, :, block.queries], some, its_lse)
+        add_attended(o[:, :, block.queries], lse[:, :, block.queries], added, added_lse)
 
 
 def add_gradients(
@@ -174,16 +180,19 @@ def add_gradients(
     gradients: Sequence[Tensor],
     scale: float | None,
 ) -> None:
-    """Add one call's gradients; all but what it adds to is freed before the next call.
+    """Add one block's gradients in place.
 
-    ``saved`` are the output's gradient, queries, keys, values and the output, ``gradients`` those
-    of queries, keys and values, which a causal block is the first to write. 16 bits are computed in
-    fp32: torch's backward in bf16 takes 1.1 to 5 times as long for segments of 20 to 400 tokens.
+    16-bit inputs are computed in fp32: torch's backward pass in bf16 takes 1.1 to 5 times as long
+    for segments of 20 to 400 tokens.
+
+    Args:
+        saved: the output's gradient, queries, keys, values and the output.
+        gradients: of queries, keys and values; a causal block is the first to write its rows.
     """
     rows = (block.queries, block.queries, block.keys, block.keys, block.queries)
-    d, q, k, v, o = (x[:, :, its].to(lse.dtype) for x, its in zip(saved, rows, strict=True))
+    d, q, k, v, o = (x[:, :, span].to(lse.dtype) for x, span in zip(saved, rows, strict=True))
     repeats = q.size(0)
-    found = cpu_flash_attention_backward(
+    added_gradients = cpu_flash_attention_backward(
         d,
         q,
         k.expand(repeats, -1, -1, -1),
@@ -195,10 +204,10 @@ def add_gradients(
         attn_mask=block.mask(q.dtype),
         scale=scale,
     )
-    for its, to, some in zip(rows[1:4], gradients, found, strict=True):
-        if some.size(0) > to.size(0):
-            some = some.sum(0, keepdim=True)
+    for span, gradient, added in zip(rows[1:4], gradients, added_gradients, strict=True):
+        if added.size(0) > gradient.size(0):
+            added = added.sum(0, keepdim=True)
         if block.is_causal:
-            to[:, :, its] = some
+            gradient[:, :, span] = added
         else:
-            to[:, :, its] += some
+            gradient[:, :, span] += added

@@ -45,9 +45,10 @@ from nemo_aligner.distributed.layout import (
     destroy_layout,
     initialize_layout,
 )
-from nemo_aligner.models.reward_model import make_batch_invariant, wrap_for_training
+from nemo_aligner.models.batch_invariance import make_batch_invariant
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import forward_backward, gather_rewards
+from nemo_aligner.models.training_wrap import wrap_for_training
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.serving.run import served
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError, PeerError

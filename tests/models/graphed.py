@@ -22,8 +22,9 @@ from nemo_aligner.models.attention import backends, packed, varlen
 from nemo_aligner.models.attention.backends import Backend, Feature
 from nemo_aligner.models.attention.packed import PackedAttention
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
-from nemo_aligner.models.reward_model import make_batch_invariant, wrap_for_training
+from nemo_aligner.models.batch_invariance import make_batch_invariant
 from nemo_aligner.models.step import forward_backward
+from nemo_aligner.models.training_wrap import wrap_for_training
 
 
 class RecordedCapture:

@@ -28,8 +28,9 @@ from nemo_aligner.distributed.collectives import on_main
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.losses.pairwise import BradleyTerry
-from nemo_aligner.models.reward_model import GPTRewardModel, set_routers, wrap_for_training
+from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer, infer_values
+from nemo_aligner.models.training_wrap import set_routers, wrap_for_training
 from nemo_aligner.training.optimizer import build_optimizer
 from tests.harness.families import SEQUENCES
 

@@ -1,14 +1,15 @@
 """The table of attention backends, and the only place where one of them is chosen.
 
-A backend is one entry of ``BACKENDS``: which features of the scores it has, where it runs, and a
-function from a layer's heads to its output. ``choose_backend`` returns the first entry that fits a
-``Case``, so the table lists the fastest first. To add a backend, add its entry;
-``tests/models/attention/test_backends.py`` then runs it on the same packs as all others.
+A backend is one entry of ``BACKENDS``: which features of the scores it has, where it runs, a
+function from a layer's heads to its output, and what it prepares once for each pack.
+``choose_backend`` returns the first entry that fits a ``Case``, so the table lists the fastest
+first. To add a backend, add its entry; ``tests/models/attention/test_backends.py`` then runs it on
+the same packs as all others.
 
-What new decoders need enters here, too. A new feature of the scores, like a learned sink for each
+New kinds of decoders are added here, too. A new feature of the scores, like a learned sink for each
 head, is a new ``Feature``: entries that do not name it are never chosen for it. Values of another
-width than keys (latent attention) are one as well. A layer that does not attend to keys, like a
-gated delta rule, is a module of its own with a table of its own.
+width than keys (latent attention) are a feature as well. A layer that does not attend to keys, like
+a gated delta rule, is a separate module with its own table.
 """
 
 from __future__ import annotations
@@ -43,15 +44,16 @@ class Feature(Enum):
 class Case:
     """All that the choice of a backend depends on.
 
-    Nothing of a pack is in it but ``uses_ring``: the same sequence gets the same backend in every
-    batch. Only in training ``scores`` lose a window in which all keys of the pack are.
+    Except for ``uses_ring`` nothing in it depends on the pack, so that a sequence gets the same
+    backend in every batch. In training only, a window that covers all keys of the pack is left out
+    of ``scores``.
 
     Attributes:
         device: ``cpu`` or ``cuda``.
         dtype: of queries, keys and values.
-        query_heads, key_heads: of this rank.
+        query_heads, key_heads: heads of this rank.
         channels: of one head.
-        learns: gradients may be asked for; else a pack is scored.
+        learns: the pass is for training, with gradients; else a pack is scored.
         uses_ring: keys and values travel around the ranks of a context parallel group.
     """
 
@@ -79,12 +81,12 @@ _FEATURES = {
 
 @dataclass(frozen=True)
 class Heads:
-    """Queries, keys and values of one layer, of the n tokens whose queries this rank computes.
+    """Queries, keys and values of one layer, for the n tokens whose queries this rank computes.
 
     Attributes:
-        layer_number: whose keys and values in the segments' pool are read and written.
-        rotated: queries ``[n, heads, c]`` and keys ``[n, groups, c]``, past their rotation; or both
-            as ``joined [n, groups, repeats + 1, c]``, where of each group the key comes last.
+        layer_number: the layer whose keys and values in the segments' pool are read and written.
+        rotated: queries ``[n, heads, c]`` and keys ``[n, groups, c]`` after RoPE; or both as
+            ``joined [n, groups, repeats + 1, c]``, with each group's query heads and then its key.
         value: ``[n, groups, c]``.
     """
 
@@ -94,19 +96,19 @@ class Heads:
 
     @property
     def query(self) -> Tensor:
-        """``[n, heads, c]``; a copy of joined ones."""
+        """Queries ``[n, heads, c]``; a copy if they are joined."""
         if isinstance(self.rotated, Tensor):
             return self.rotated[:, :, :-1].flatten(1, 2)
         return self.rotated[0]
 
     @property
     def key(self) -> Tensor:
-        """``[n, groups, c]``."""
+        """Keys ``[n, groups, c]``."""
         return self.rotated[:, :, -1] if isinstance(self.rotated, Tensor) else self.rotated[1]
 
     @property
     def joined(self) -> Tensor:
-        """``[n, groups, repeats + 1, c]``; a copy of those that are not."""
+        """Queries and keys ``[n, groups, repeats + 1, c]``; a copy if they are not joined."""
         if isinstance(self.rotated, Tensor):
             return self.rotated
         query, key = self.rotated
@@ -122,8 +124,8 @@ class Backend(Generic[Plan]):
     """One way to compute attention.
 
     Attributes:
-        features: of the scores; it is not chosen for scores with any other.
-        runs: tells if it computes a case with these features, on this machine.
+        features: of the scores that it has; it is not chosen for scores with any other feature.
+        runs: tells if it computes a case with these features on this machine.
         compute: computes the output ``[n, heads, c]`` of the pack's heads by the pack's plan.
         plan: makes a pack's plan, which all layers of the same case share.
         takes_packs: one call computes a whole pack; else each segment is a call.
@@ -157,7 +159,7 @@ def choose_backend(case: Case) -> Backend[Any]:
     raise ValueError(f"no attention backend computes {case}; they are listed in {__name__}")
 
 
-# How the functions of the other files are called.
+# Adapters: from a layer's heads to the arguments of the functions in the other files.
 
 
 def _in_ring(heads: Heads, segments: PackedSegments, case: Case, plan: ring.RingPlan) -> Tensor:
@@ -236,7 +238,7 @@ def _to_all_keys(
     """Make a backend's function of ``attend``, which needs the keys and values of all segments.
 
     Args:
-        reads_index: it takes them at ``PackedSegments.kv_index``, if there is one.
+        reads_index: it reads them at ``PackedSegments.kv_index``, if there is one.
     """
 
     def attend_to_all_keys(
@@ -272,7 +274,7 @@ def _by_varlen(
     return _to_all_keys(attend_without_plan, reads_index=True)
 
 
-# Where they run.
+# Where backends run.
 
 
 def _is_scored_by_c_file(case: Case) -> bool:
@@ -286,7 +288,11 @@ def _is_scored_on_cpu(case: Case) -> bool:
 
 
 def _runs_varlen(is_there: Callable[[bool], bool]) -> Callable[[Case], bool]:
-    """Tell where a kernel of FlashAttention 2 runs that ``is_there(with windows)``."""
+    """Make the ``runs`` of a FlashAttention 2 kernel.
+
+    Args:
+        is_there: tells if the kernel is installed, given whether it needs windows.
+    """
 
     def runs(case: Case) -> bool:
         is_taken = case.device == "cuda" and varlen.why_no_kernel(case.dtype, case.channels) is None
@@ -347,15 +353,15 @@ BACKENDS: tuple[Backend[Any], ...] = (
 
 
 def rotates_by_c_file(case: Case) -> bool:
-    """Tell if heads that are scored on a CPU are rotated in place, by the C file."""
+    """Tell if the C file rotates heads in place, which are to be scored on a CPU."""
     return C_FILE.fits(case)
 
 
-# What a model's layers will get on this GPU, told before they run.
+# Which backends a model's layers will get on this GPU, before it runs.
 
 
 def scores_of(shape: ModelShape, layer_number: int) -> Scores:
-    """Say what the scores of layer 1 to ``num_layers`` are."""
+    """Return how layer 1 to ``num_layers`` computes its scores."""
     window = shape.window_of(layer_number)
     return Scores(shape.softmax_scale, window, shape.attn_logit_softcapping)
 
@@ -369,26 +375,26 @@ def gpu_cases(shape: ModelShape, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def slow_attention(shape: ModelShape, dtype: torch.dtype) -> str | None:
-    """Describe why attention is slow on this GPU; None if a kernel takes whole packs."""
+    """Return a warning that says why attention is slow on this GPU; None if it is fast."""
     if not torch.cuda.is_available():
         return None
     if all(choose_backend(case).takes_packs for case in gpu_cases(shape, dtype)):
         return None
     has_cap = shape.attn_logit_softcapping is not None
-    why = varlen.why_no_kernel(dtype, shape.kv_channels)
-    if why is None:
+    reason = varlen.why_no_kernel(dtype, shape.kv_channels)
+    if reason is None:
         missing = Feature.SOFT_CAP if has_cap else Feature.WINDOW
-        why = f"torch {torch.__version__} has no kernel for {missing.value}: "
-        why += "install flash-attn >= 2.6"
+        reason = f"torch {torch.__version__} has no kernel for {missing.value}: "
+        reason += "install flash-attn >= 2.6"
     if not has_cap and not one_by_one.takes_equal_heads(dtype, shape.kv_channels):
-        why += "; SDPA has no fused kernel for it either, and scores are made twice"
-    return f"attention runs one segment at a time, which is slow: {why}"
+        reason += "; SDPA has no fused kernel for it either, and scores are made twice"
+    return f"attention runs one segment at a time, which is slow: {reason}"
 
 
 def why_gathered(shape: ModelShape, dtype: torch.dtype) -> str | None:
-    """Say why keys and values cannot go round a ring; None if they can.
+    """Return why keys and values cannot go around a ring; None if they can.
 
-    Results are merged by their log-sum-exp, so a kernel has to give it, and to be given it.
+    Results are merged by their log-sum-exp, so a kernel has to return it and take it back.
     """
     if shape.attn_logit_softcapping is not None:
         return f"no kernel of torch's has {Feature.SOFT_CAP.value}"

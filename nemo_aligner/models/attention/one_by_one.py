@@ -92,7 +92,10 @@ _SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 
 def _choose_segment_kernel(case: Case) -> _AttendSegment:
-    """Choose a per-segment kernel that keeps little for its backward; see ``takes_equal_heads``."""
+    """Choose a kernel for single segments that saves little for its backward pass.
+
+    See ``takes_equal_heads`` for SDPA's kernels.
+    """
     is_on_cpu = case.device == "cpu"
     if case.scores.soft_cap is not None:
         return _recomputed if is_on_cpu else partial(_in_blocks, _by_explicit_scores)
@@ -114,8 +117,8 @@ def _by_explicit_scores(
 def _by_sdpa(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
 ) -> Tensor:
-    # Without cuDNN's kernel: it gave wrong gradients to segments of a length that an earlier pack
-    # had, too (torch 2.11, H200), probably by a plan that was cached for other strides.
+    # Not cuDNN's kernel: it gave wrong gradients for lengths that an earlier pack had, too (torch
+    # 2.11, H200), probably because of a plan that it had cached for other strides.
     with sdpa_kernel(_SDPA_KERNELS) if query.is_cuda else nullcontext():
         return F.scaled_dot_product_attention(
             query,
@@ -133,8 +136,8 @@ def _with_equal_heads(
 ) -> Tensor:
     """Call SDPA with keys and values repeated for every query head.
 
-    The memory-efficient kernel takes no grouped heads. The copies, ``2 * m * heads * c`` numbers,
-    are kept for the backward; the math kernel would keep ``heads * n * m`` scores.
+    The memory-efficient kernel takes no grouped heads. The copies, ``2 * m * heads * c`` values,
+    are saved for the backward pass; the math kernel would save ``heads * n * m`` scores.
     """
     per_group = query.size(1) // key.size(1)
     key, value = (heads.repeat_interleave(per_group, dim=1) for heads in (key, value))
@@ -157,7 +160,7 @@ def _in_blocks(
 ) -> Tensor:
     """Run ``attend`` on a few queries at a time, for kernels that materialise all their scores.
 
-    The backward recomputes each block, so at most ``_BLOCK_SCORES`` scores exist at a time.
+    The backward pass recomputes each block, so at most ``_BLOCK_SCORES`` scores exist at a time.
     """
     if mask is None:
         mask = _sees(query.size(2), key.size(2), None, query.device)
@@ -169,29 +172,30 @@ def _in_blocks(
 
 
 def _without_keeping(attend: _AttendSegment, *arguments: Any) -> Tensor:
-    # Nothing is drawn in attention, so there is no generator's state to bring back.
+    # Attention draws no random numbers, so there is no generator state to restore.
     return checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def _causal_bias(queries: int, keys: int) -> CausalBias:
-    """Build torch's causal bias whose last query stands at the last key, for SDPA on a GPU.
+    """Build torch's causal bias with the last query at the last key, for SDPA on a GPU.
 
-    A mask would make a reward in fp32 depend on its batch: with one, the memory-efficient kernel
-    multiplies scores by their scale before it adds the mask, and without one in the exponent. By
-    this object it is told the kind of mask, as by ``is_causal``, which a text without a shared or
-    cached prefix gets. Where the kernel does not run, SDPA gets the mask itself.
+    A mask would make a reward in fp32 depend on its batch. With a mask, the memory-efficient kernel
+    scales scores before it adds the mask; without one, it scales them in the exponent. A sample
+    without a shared or cached prefix needs no mask, only ``is_causal``. This object passes the kind
+    of mask, like ``is_causal``. Where that kernel does not run, torch makes a mask from it.
     """
     bias = causal_lower_right(1, 1)
-    # Set afterwards: torch's constructor allocates 8 bytes of host memory for each query and key.
+    # Set after construction, because torch's constructor allocates 8 bytes of host memory for each
+    # query and key.
     bias.seq_len_q, bias.seq_len_kv = queries, keys
     return bias
 
 
 def _mask(queries: int, keys: int, case: Case, device: torch.device) -> Tensor:
-    """Mask ``[n, m]``: bool on a CPU or with a soft cap, else the float mask that SDPA adds.
+    """Make a mask ``[queries, keys]``: bool on a CPU or with a soft cap, else float, to be added.
 
-    From a bool mask SDPA would make the float one anew in each layer and keep it for the backward.
-    Rows are 16 elements apart or a multiple, or the memory-efficient kernel would copy the mask.
+    From a bool mask SDPA would make a float mask again in each layer, and save it for the backward
+    pass. The rows' stride is a multiple of 16, or the memory-efficient kernel would copy the mask.
     """
     sees = _sees(queries, keys, case.scores.window, device)
     if case.device == "cpu" or case.scores.soft_cap is not None:
@@ -202,7 +206,7 @@ def _mask(queries: int, keys: int, case: Case, device: torch.device) -> Tensor:
 
 
 def _sees(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Mask ``[queries, keys]`` bool; the last query stands at the last key."""
+    """Make a bool mask ``[queries, keys]`` of the keys that queries see; both end at one place."""
     behind = keys - queries
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(behind)
     return mask if window is None else mask.triu(behind - window + 1)
@@ -212,7 +216,7 @@ def _sees(queries: int, keys: int, window: int | None, device: torch.device) -> 
 # Flash attention takes grouped heads, in 16 bits, from Ampere on, up to 256 channels, and no mask
 # (check_for_attn_mask). The memory-efficient kernel takes fp32, any number of channels, and masks,
 # but needs as many key heads as query heads (check_batch_size_and_num_heads_dense<false>). cuDNN's
-# takes only 16 bits. The rest falls to the math kernel, which keeps heads * n * m scores for the
+# takes only 16 bits. All else goes to the math kernel, which saves heads * n * m scores for the
 # backward pass.
 def takes_equal_heads(dtype: torch.dtype, channels: int) -> bool:
     """Tell if SDPA's memory-efficient kernel runs on this GPU, given ungrouped heads."""

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class PackedAttention(MegatronModule):
-    """Core attention of ``query [T, 1, heads, c]`` on ``key``, ``value [T, 1, groups, c]``.
+    """Core attention of ``query [T, 1, heads, c]`` to ``key``, ``value [T, 1, groups, c]``.
 
-    Rotates query and key to their positions, if its layer does; then each segment attends causally
-    to itself and to its chain of prefixes. Returns ``[T, 1, heads * c]``.
+    Rotates query and key to their positions, if the layer has RoPE. Then each segment attends
+    causally to itself and to its chain of prefixes. Returns ``[T, 1, heads * c]``.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class PackedAttention(MegatronModule):
         **unused: Any,
     ) -> Tensor:
         if packed_seq_params is None:
-            raise ValueError("attention needs the bounds of the packed sequences")
+            raise ValueError("attention needs the PackContext of its pack as packed_seq_params")
         if self.rotation is not None:
             tables = packed_seq_params.tables[self.rotation]
             query, key = (rotate(heads, *tables) for heads in (query, key))

@@ -37,12 +37,12 @@ from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.cpu.products import use_huge_pages
 from nemo_aligner.data.packing import SequenceReads, pack_sequences
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.reward_model import (
-    GPTRewardModel,
+from nemo_aligner.models.batch_invariance import (
     freeze_for_scoring,
     make_batch_invariant,
     try_all_products,
 )
+from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.step import count_parts, gather_rewards_later, infer_in_parts
 from nemo_aligner.serving.engine.prefix_cache import CallPlan, PrefixCache
 from nemo_aligner.serving.engine.rows import Row

@@ -70,7 +70,7 @@ def chosen(window: int | None, soft_cap: float | None) -> tuple[Backend, Case]:
 
 
 def attend(backend: Backend, case: Case) -> None:
-    backend.attend(Heads(1, (QUERY, QUERY), QUERY), SEGMENTS, case)
+    backend.compute(Heads(1, (QUERY, QUERY), QUERY), SEGMENTS, case, None)
 
 
 def test_kernel_refuses_what_flash_attention_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def test_pool_is_of_no_use_without_cached_tokens_and_asked_for_with_them() -> No
     segments = PackedSegments.of(batch, "cpu", pool())
     key, value = torch.zeros(4, GROUPS, CHANNELS), torch.ones(4, GROUPS, CHANNELS)
     assert segments.with_cached(3, key, value) == (key, value)
-    with pytest.raises(ValueError, match="its model has no pool"):
+    with pytest.raises(ValueError, match="no pool"):
         PackedSegments.of(PackedBatch.pack(SEQUENCES, groups=PACKED), "cpu")
 
 
