@@ -74,7 +74,7 @@ _TRIED: dict[Setting, dict[Any, tuple[int, ...]]] = {}
 def _set_rows(model: Any, setting: Setting) -> None:
     from nemo_aligner.config.model import ROWS_BY_DEVICE
     from nemo_aligner.distributed import gpu_products
-    from nemo_aligner.models.reward_model import make_batch_invariant
+    from nemo_aligner.models.batch_invariance import make_batch_invariant
 
     gpu_products._TRIED = _TRIED.setdefault(setting, {})
     if setting == "tried":

@@ -69,7 +69,7 @@ def _scorer(path: Path, layout: Any, precision: Any) -> Any:
     """As a server's, but with weights that can be overwritten."""
     from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model
     from nemo_aligner.config.model import ROWS_BY_DEVICE
-    from nemo_aligner.models.reward_model import make_batch_invariant
+    from nemo_aligner.models.batch_invariance import make_batch_invariant
     from nemo_aligner.serving.engine.scorer import RewardScorer
 
     loaded = load_reward_model(path, layout, precision)

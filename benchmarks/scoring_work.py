@@ -99,7 +99,7 @@ def our_scorer(
     from nemo_aligner.config.common import Overlong
     from nemo_aligner.config.model import DataConfig, ModelConfig
     from nemo_aligner.contract.from_settings import build_contract
-    from nemo_aligner.models.reward_model import freeze_for_scoring, make_batch_invariant
+    from nemo_aligner.models.batch_invariance import freeze_for_scoring, make_batch_invariant
     from nemo_aligner.serving.engine.scorer import RewardScorer
 
     data = DataConfig(seq_length=2048, overlong=Overlong.truncate_left)

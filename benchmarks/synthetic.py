@@ -40,6 +40,7 @@ from nemo_aligner.models import reward_model
 from nemo_aligner.models.experts import routers, take_load
 from nemo_aligner.models.lora import train_adapters_alone
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.training_wrap import set_routers
 from nemo_aligner.planning.cost import Plan, even_packs, step_flops
 from nemo_aligner.training.build import build_optimized
 from nemo_aligner.training.learner import RewardLearner
@@ -163,7 +164,7 @@ def build_synthetic_learner(
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(std=0.02)
-    reward_model.set_routers(model, trained=False, aux_loss_coeff=0.0)
+    set_routers(model, trained=False, aux_loss_coeff=0.0)
     if shape.lora is not None:
         train_adapters_alone(model)
     wrapped, optimizer = build_optimized(model, shape, options, 1.0, 1000)

@@ -1,4 +1,4 @@
-"""Run megatron-core without CUDA: the CPU plays the CUDA device, gloo plays NCCL."""
+"""Run megatron-core without CUDA: the CPU stands in for the CUDA device, gloo for NCCL."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 # Loading megatron-core with another device.
 #
 # megatron-core names its device in string literals and calls a few ``torch.cuda`` functions.
-# ``install`` puts a finder in front of the import system that waits for ``megatron.core``. Without
-# a GPU it replaces those literals and functions as each module is loaded. Nothing of megatron-core
-# is copied, and its files and line numbers stay as they are.
+# ``install`` adds an import hook for ``megatron.core``. Without a GPU the hook replaces these
+# literals and functions as each module is loaded. No code of megatron-core is copied, and its files
+# and line numbers are unchanged.
 
 _PACKAGE = "megatron.core"
 _LITERALS = {
@@ -40,8 +40,8 @@ def install() -> None:
         if torch.cuda.is_available():
             return
         raise RuntimeError(
-            "megatron.core was imported before nemo_aligner.distributed: "
-            "without a GPU, import nemo_aligner.distributed first"
+            "megatron.core was imported before nemo_aligner.distributed. "
+            "Without a GPU, import nemo_aligner.distributed first."
         )
     sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
 
@@ -94,7 +94,7 @@ def _stub_torch_cuda() -> None:
     import torch
 
     def of_cpu(name: str) -> Any:
-        # A function of its own: torch.compile rejects a torch.cuda.synchronize that is torch.cpu's.
+        # A new function, because torch.compile rejects torch.cuda.synchronize is torch.cpu's.
         function = getattr(torch.cpu, name)
         return lambda *args, **kwargs: function(*args, **kwargs)
 
@@ -110,18 +110,18 @@ def _use_cpu_generator(random: Any) -> None:
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    # The tracker warns when the CPU generator moves during a fork, which here is intended.
+    # The tracker warns when the CPU generator advances during a fork, which is intended here.
     logging.getLogger(random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
 
 
 def _disable_jit(jit: Any) -> None:
-    jit.disable_jit_fuser()  # TorchInductor needs a C++ compiler, and seconds per start
+    jit.disable_jit_fuser()  # TorchInductor needs a C++ compiler, and takes seconds at each start
 
 
 def _adjust_linear_layers(layers: Any) -> None:
-    # Imported here because it imports torch, as megatron-core has by now.
+    # Imported here because it imports torch, which megatron-core has imported by now.
     from nemo_aligner.cpu.products import (
         accumulate_weight_gradients,
         add_weight_gradient,
@@ -146,9 +146,9 @@ class _Works(list):
 class _InPlaceCollectives:
     """In-place gather and reduce on megatron-core's buffers, which gloo would copy.
 
-    gloo's own go through memory of theirs. Broadcasts and an all-reduce work on the buffer itself;
-    that the reduction leaves every rank with all sums, not only its shard's, does no harm. With one
-    rank there is nothing to do.
+    gloo's own collectives go through extra memory. Here broadcasts and an all-reduce work on the
+    buffer itself. The all-reduce gives every rank all sums, not only those of its shard, which is
+    harmless. With one rank there is nothing to do.
     """
 
     def __init__(self) -> None:
@@ -156,14 +156,14 @@ class _InPlaceCollectives:
 
     @contextmanager
     def together(self, group: Any, async_ops: bool = False) -> Iterator[_Works]:
-        """Collect what is started in the block; waits at its end unless ``async_ops``."""
+        """Collect what is started within the context; wait at its end unless ``async_ops``."""
         self._works = works = _Works()
         yield works
         if not async_ops:
             works.wait()
 
     def all_gather(self, output: Any, source: Any, *, group: Any, async_op: bool) -> None:
-        """Fill ``output``, of which ``source`` is this rank's shard."""
+        """Gather all ranks' shards into ``output``, where ``source`` is this rank's shard."""
         import torch.distributed as dist
 
         if group.size() == 1:
@@ -174,7 +174,7 @@ class _InPlaceCollectives:
     def reduce_scatter(
         self, output: Any, source: Any, *, op: Any, group: Any, async_op: bool
     ) -> None:
-        """Sum ``source``, of which ``output`` is this rank's shard."""
+        """Sum ``source`` over the ranks in place, where ``output`` is this rank's shard of it."""
         import torch.distributed as dist
 
         if group.size() > 1:
@@ -182,6 +182,7 @@ class _InPlaceCollectives:
 
 
 def work_in_place(buffers: Any) -> None:
+    """Make megatron-core's module of gradient buffers use the in-place collectives."""
     collectives = _InPlaceCollectives()
     buffers._coalescing_manager = collectives.together
     buffers.dist_all_gather_func = collectives.all_gather

@@ -1,8 +1,8 @@
-"""Parts of a layer for inference on a CPU, in fp32 and bf16: kernels.c, compiled when first needed.
+"""Compile ``kernels.c`` when first needed, and call its functions: parts of a layer for scoring.
 
-torch makes several passes over memory for what one can do, and its attention multiplies by MKL,
-which does not use AVX-512 on processors of other makers than Intel. Without a C compiler torch
-computes all of it.
+They are for inference on a CPU in fp32 and bf16. torch needs several passes over memory where these
+need one, and its attention multiplies by MKL, which uses AVX-512 only on Intel's processors. Where
+there is no C compiler torch computes everything.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from nemo_aligner.utils.processes import is_main
 logger = logging.getLogger(__name__)
 
 SWITCH = "NEMO_ALIGNER_COMPILE"
-"""Environment variable: 0 leaves all to torch."""
+"""Environment variable: 0 switches kernels.c off."""
 
-# As fast as by -O3, and compiled in two thirds of its time.
+# As fast as with -O3, and compiled in two thirds of the time.
 _FAST = ("-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-march=native", "-fno-math-errno")
 _OPTIONS = (*_FAST, "-fopenmp", "-fPIC")
-# The arguments of each function: pointers, int64, int32 and floats; the number of threads is last.
+# Types of each function's arguments, by ``_TYPES``; the last one is the number of threads.
 _ARGUMENTS = {
     "attend": "ipllpppiiifipipppii",
     "rms_norm": "ipplii",
@@ -44,21 +44,21 @@ _ARGUMENTS = {
     "rotate": "ipllppliiiii",
 }
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
-_LANES = 16  # of the widest vector
+_LANES = 16  # fp32 lanes of the widest vector
 FLOATS = (torch.float32, torch.bfloat16)
 
 
 def take(x: Tensor, multiple: int = _LANES) -> bool:
-    """Tell if the kernels compute ``x [..., c]``: without gradients, and if they can be had.
+    """Tell if the kernels can compute ``x [..., c]``: on a CPU, without gradients, and compiled.
 
     Args:
-        multiple: of which c has to be one.
+        multiple: divisor that c has to have.
     """
     return x.is_cpu and can_take(x.dtype, x.size(-1), multiple)
 
 
 def can_take(dtype: torch.dtype, width: int, multiple: int = _LANES) -> bool:
-    """Tell what ``take`` does of a CPU's ``[..., width]``."""
+    """Tell the same as ``take`` for a CPU tensor ``[..., width]`` of this dtype."""
     fits = dtype in FLOATS and width % multiple == 0
     return fits and not torch.is_grad_enabled() and _library() is not None
 
@@ -69,7 +69,7 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Compute ``layers.rms_norm`` of ``x [..., c]`` and ``weight [c]``."""
+    """Compute RMSNorm of ``x [..., c]`` by ``weight [c]``, returned in ``dtype``."""
     x = x.contiguous()
     norm, out = _norm(x, weight, eps, dtype)
     width = x.size(-1)
@@ -78,13 +78,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tenso
 
 
 def can_add(x: Tensor, added: Tensor) -> bool:
-    """Tell if ``add`` computes ``x += added``."""
+    """Tell if ``add`` can compute ``x += added``."""
     fits = x.dtype is torch.float32 and added.dtype in FLOATS
     return fits and x.is_contiguous() and added.is_contiguous() and take(x)
 
 
 def add(x: Tensor, added: Tensor, norm: Any = None) -> None:
-    """Compute ``x += added``, both ``[..., c]`` and contiguous, ``x`` in fp32, and a ``_norm``."""
+    """Compute ``x += added`` in place, both ``[..., c]`` and contiguous, ``x`` in fp32.
+
+    Args:
+        norm: a ``_Norm`` by reference, to also norm the sum; None is no norm.
+    """
     width, is_bf16 = x.size(-1), added.dtype is torch.bfloat16
     call("add", x.data_ptr(), is_bf16, added.data_ptr(), norm, x.numel() // width, width)
 
@@ -92,14 +96,14 @@ def add(x: Tensor, added: Tensor, norm: Any = None) -> None:
 def add_and_norm(
     x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """Compute ``add``, and then ``rms_norm`` of ``x``."""
+    """Compute ``add`` in place, and return ``rms_norm`` of the sum."""
     norm, out = _norm(x, weight, eps, dtype)
     add(x, added, norm)
     return out
 
 
 class _Norm(ctypes.Structure):
-    """As in kernels.c."""
+    """The struct of the same name in kernels.c."""
 
     _fields_ = (
         ("is_bf16", ctypes.c_int),
@@ -112,12 +116,14 @@ class _Norm(ctypes.Structure):
 
 def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Any, Tensor]:
     out = torch.empty_like(x, dtype=dtype)
-    of, wanted = (each is torch.bfloat16 for each in (weight.dtype, dtype))
-    return ctypes.byref(_Norm(of, weight.data_ptr(), wanted, out.data_ptr(), eps)), out
+    weight_is_bf16, out_is_bf16 = (kind is torch.bfloat16 for kind in (weight.dtype, dtype))
+    return ctypes.byref(
+        _Norm(weight_is_bf16, weight.data_ptr(), out_is_bf16, out.data_ptr(), eps)
+    ), out
 
 
 def gated_silu(x: Tensor) -> Tensor:
-    """Compute ``layers.gated_silu`` of ``x [..., 2 f]`` -> ``[..., f]``."""
+    """Compute SwiGLU of ``x [..., 2 f]``, gate first, -> ``[..., f]``."""
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], x.size(-1) // 2)
     width, is_bf16 = out.size(-1), x.dtype is torch.bfloat16
@@ -126,41 +132,43 @@ def gated_silu(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Compute ``rotary.rotate`` of ``x [T, groups, heads, c]`` in place; heads are contiguous."""
+    """Rotate ``x [T, groups, heads, c]`` in place, like ``rotary.rotate``; heads are contiguous."""
     (rows, groups, heads, channels), half = x.shape, cos.size(-1)
-    where = (x.dtype is torch.bfloat16, x.data_ptr(), *x.stride()[:2])
-    call("rotate", *where, cos.data_ptr(), sin.data_ptr(), rows, groups, heads, channels, half)
+    place = (x.dtype is torch.bfloat16, x.data_ptr(), *x.stride()[:2])
+    call("rotate", *place, cos.data_ptr(), sin.data_ptr(), rows, groups, heads, channels, half)
     return x
 
 
-# True if another rank cannot use them.
+# True if another rank cannot use the kernels.
 _is_off = False
 
 
 def decide_together(device: torch.device, gather: Callable[[Any], list[Any]]) -> None:
-    """Have all ranks use kernels.c, or none; every rank calls it before it scores a text.
+    """Make all ranks use kernels.c, or none; every rank calls it before it scores.
 
-    The kernels round otherwise than torch does: a text's reward must not depend on the rank that
-    computes it.
+    The kernels round differently from torch, and a reward must not depend on the rank that computes
+    it.
 
     Args:
-        device: on which this rank computes; nothing is decided on a GPU.
-        gather: gives every rank the objects of all ranks, see ``distributed/collectives.py``.
+        device: of this rank; nothing is decided on a GPU.
+        gather: returns the objects of all ranks on every rank, see ``distributed/collectives.py``.
     """
     global _is_off
     if not dist.is_initialized() or dist.get_world_size() == 1 or device.type != "cpu":
         return
     library, problem = _compiled()
     problems = gather(problem if library is None else None)
-    _is_off = any(each is not None for each in problems)
-    # Those who switched them off know.
-    shown = [f"rank {rank}: {each}" for rank, each in enumerate(problems) if each is not None]
-    if is_main() and set(problems) != {_SWITCHED_OFF} and shown:
-        _warn("; ".join(shown))
+    _is_off = any(reason is not None for reason in problems)
+    # No warning if every rank has them switched off, which was asked for.
+    described = [
+        f"rank {rank}: {reason}" for rank, reason in enumerate(problems) if reason is not None
+    ]
+    if is_main() and set(problems) != {_SWITCHED_OFF} and described:
+        _warn("; ".join(described))
 
 
 def _library() -> Any:
-    """The compiled file, once that has been tried; None if it cannot be had."""
+    """Return the compiled library, compiling it at the first call; None if it is not available."""
     if _is_off:
         return None
     library, problem = _compiled()
@@ -171,7 +179,7 @@ def _library() -> Any:
 
 @cache
 def _warn(problem: str) -> None:
-    logger.warning("kernels.c is not used, so scoring is slower on this CPU: %s", problem)
+    logger.warning("kernels.c cannot be used, so scoring is slower on this CPU: %s", problem)
 
 
 _SWITCHED_OFF = f"{SWITCH}=0"
@@ -179,7 +187,7 @@ _SWITCHED_OFF = f"{SWITCH}=0"
 
 @cache
 def _compiled() -> tuple[Any, str]:
-    """The compiled file, or None and why it cannot be had."""
+    """Return the compiled library and an empty string, or None and the reason."""
     if os.environ.get(SWITCH) == "0":
         return None, _SWITCHED_OFF
     try:
@@ -188,20 +196,20 @@ def _compiled() -> tuple[Any, str]:
         return None, one_line(getattr(error, "stderr", None) or error)
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = [_TYPES[each] for each in arguments], None
+        function.argtypes, function.restype = [_TYPES[letter] for letter in arguments], None
     return library, ""
 
 
 def _compile() -> ctypes.CDLL:
-    """Compile kernels.c for this processor and load it; its threads are those of torch."""
+    """Compile kernels.c for this processor, and load it with torch's OpenMP threads."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if shutil.which(compiler[0]) is None:
-        raise FileNotFoundError(f"found no C compiler {compiler[0]}")
+        raise FileNotFoundError(f"there is no C compiler {compiler[0]}")
     ctypes.CDLL(_openmp_of_torch(), mode=ctypes.RTLD_GLOBAL)
     source = Path(__file__).with_suffix(".c")
     with tempfile.TemporaryDirectory(prefix="nemo_kernels_") as folder:
         compiled, library = Path(folder, "kernels.o"), Path(folder, "kernels.so")
-        # Linked without OpenMP: a second one would have threads of its own.
+        # Linked without OpenMP, because a second OpenMP library would start its own threads.
         for command in (
             [*compiler, *_OPTIONS, "-c", str(source), "-o", str(compiled)],
             [*compiler, "-shared", str(compiled), "-o", str(library), "-lm"],
@@ -211,9 +219,9 @@ def _compile() -> ctypes.CDLL:
 
 
 def _openmp_of_torch() -> str:
-    """Path of the OpenMP library whose threads compute torch's operations."""
+    """Return the path of the OpenMP library that torch has loaded."""
     loaded = Path("/proc/self/maps").read_text().splitlines()
-    found = {line.split()[-1] for line in loaded if re.search(r"/lib[gi]omp[^/]*$", line)}
-    if not found:
-        raise FileNotFoundError("found no OpenMP that torch has loaded")
-    return min(found, key=lambda path: str(Path(torch.__file__).parent) not in path)
+    paths = {line.split()[-1] for line in loaded if re.search(r"/lib[gi]omp[^/]*$", line)}
+    if not paths:
+        raise FileNotFoundError("torch has loaded no OpenMP library")
+    return min(paths, key=lambda path: str(Path(torch.__file__).parent) not in path)

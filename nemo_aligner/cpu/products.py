@@ -1,4 +1,4 @@
-"""Matrix products on a CPU: oneDNN where they are large, and malloc settings for their memory."""
+"""Matmuls on a CPU: oneDNN for large ones, batch invariant ones, and malloc for their memory."""
 
 from __future__ import annotations
 
@@ -18,24 +18,29 @@ from torch.autograd import Function
 
 # Linear layers by oneDNN.
 #
-# torch gives fp32 products to MKL, which does not use AVX-512 on processors of other makers than
-# Intel: on an AMD Zen 5 oneDNN is about twice as fast (``docs/performance.md``). It compiles a
-# kernel for every new shape, which takes half a millisecond and keeps nearly a MiB, so it gets
-# chunks of a few sizes, the last one padded with zeros.
+# torch gives fp32 matmuls to MKL, which uses AVX-512 only on Intel's processors. On an AMD Zen 5
+# oneDNN is about twice as fast (``docs/performance.md``). It compiles a kernel for every new shape,
+# which takes half a millisecond and nearly a MiB of memory, so it gets chunks of a few sizes, the
+# last one padded with zeros.
 
 # Rows, and FLOPs, from which oneDNN is faster.
 _FEWEST, _LARGE = 8, 2**22
 MOST_ROWS = 512
-"""Rows of a product, at most."""
+"""The most rows of a matmul; more rows are cut into chunks."""
 BATCH_INVARIANT_ROWS = 256
-"""Rows of a batch invariant product unless set; see ``invariant_linear_on_cpu``."""
-# In steps, which are half as long up to the second number; then of products that sum over rows.
+"""Default rows of a batch invariant matmul; see ``invariant_linear_on_cpu``."""
+# Chunk sizes are multiples of _STEP, or of half of it up to _FINELY rows. The next two are the size
+# and the step of chunks in matmuls that sum over rows, for weight gradients.
 _STEP, _FINELY = 16, 128
 _SUMMED_CHUNK, _SUMMED_STEP = 1024, 64
 
 
 def multiply_by_onednn(layers: Any) -> None:
-    """Patch megatron-core's linear layers to use oneDNN; in training only where MKL is slow."""
+    """Patch megatron-core's linear layers to use oneDNN, in training only where MKL is slow.
+
+    Args:
+        layers: megatron-core's module ``tensor_parallel.layers``.
+    """
     if not torch.backends.mkldnn.is_available():
         return
     for kind in (layers.ColumnParallelLinear, layers.RowParallelLinear):
@@ -71,17 +76,17 @@ def _is_large(input: Tensor, weight: Tensor) -> bool:
 
 
 def linear_in_chunks(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``input [..., i]`` by ``weight [o, i]`` -> ``[..., o]``, all fp32 on the CPU."""
+    """Compute ``input [..., i]`` times ``weight [o, i]`` -> ``[..., o]``, fp32 on a CPU."""
     rows = input.reshape(-1, input.size(-1))
     chunks = [
         _product(filled, weight, bias)[:count] for filled, count in _chunks(rows, MOST_ROWS, _STEP)
     ]
-    found = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-    return found.view(*input.shape[:-1], weight.size(0))
+    output = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+    return output.view(*input.shape[:-1], weight.size(0))
 
 
 def linear_on_cpu(input: Tensor, weight: Tensor) -> Tensor:
-    """Compute ``input [N, i]`` by ``weight [o, i]`` -> ``[N, o]`` by the faster library."""
+    """Compute ``input [N, i]`` times ``weight [o, i]`` -> ``[N, o]`` by the faster library."""
     if _is_large(input, weight) and is_slow_with_mkl():
         return linear_in_chunks(input, weight)
     return F.linear(input, weight)
@@ -90,36 +95,37 @@ def linear_on_cpu(input: Tensor, weight: Tensor) -> Tensor:
 def invariant_linear_on_cpu(
     input: Tensor, weight: Tensor, bias: Tensor | None, rows: int
 ) -> Tensor:
-    """``linear_in_chunks`` whose rows have the bits of a product of ``rows`` rows, or of 64.
+    """Compute ``linear_in_chunks`` so that every row is bit-identical to a matmul of ``rows`` rows.
 
-    Uses sizes of chunks for which a trial gave the same bits; elsewhere chunks of that size.
+    Chunks have sizes that a trial found to be bit-identical to the reference size, which is
+    ``rows``, or 64 where that is bit-identical to more sizes (``_reference_size``).
     """
     width = input.size(-1)
-    whole = input.numel() // width
-    # The usual case, without all that follows.
-    is_filled = whole <= MOST_ROWS and whole % row_multiple(whole) == 0
-    if is_filled and whole == _size(whole, weight, bias, rows):
+    num_rows = input.numel() // width
+    # The usual case: a single matmul, without padding.
+    is_filled = num_rows <= MOST_ROWS and num_rows % row_multiple(num_rows) == 0
+    if is_filled and num_rows == _size(num_rows, weight, bias, rows):
         return _any_product(input, weight, bias)
-    found = []
+    outputs = []
     for chunk in input.reshape(-1, width).split(MOST_ROWS):
         count = chunk.size(0)
         size = _size(count + -count % row_multiple(count), weight, bias, rows)
-        found += [
+        outputs += [
             _any_product(filled, weight, bias)[:count]
             for filled, count in _chunks(chunk, size, size)
         ]
-    return torch.cat(found).view(*input.shape[:-1], weight.size(0))
+    return torch.cat(outputs).view(*input.shape[:-1], weight.size(0))
 
 
 def row_multiple(count: int) -> int:
-    """What divides the rows of a product of about ``count``, which are padded: 8 up to 128 rows."""
+    """Return the multiple to which ``count`` rows are padded: 8 up to 128 rows, else 16."""
     return _STEP // 2 if count <= _FINELY else _STEP
 
 
 def try_all_sizes(weight: Tensor, bias: Tensor | None, rows: int) -> None:
-    """Try all sizes of ``invariant_linear_on_cpu``'s chunks, so that no later call has to.
+    """Try all chunk sizes of ``invariant_linear_on_cpu`` now, so that no later call has to.
 
-    oneDNN keeps the kernels that it makes for them.
+    oneDNN also compiles and caches its kernels for them.
     """
     if weight.is_cpu:
         for size in range(_STEP // 2, MOST_ROWS + 1, _STEP // 2):
@@ -127,66 +133,77 @@ def try_all_sizes(weight: Tensor, bias: Tensor | None, rows: int) -> None:
                 _size(size, weight, bias, rows)
 
 
-# What trials gave, once per shape of a weight: the order of the sums depends on shapes alone.
+# Results of trials. One weight of each shape is tried, as the order of sums depends only on shapes.
 _TRIED: dict[tuple[Any, ...], int] = {}
 _FEW, _PROBED = 64, range(48, MOST_ROWS, 64)
 
 
 def _size(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> int:
-    """Rows at a time in which to multiply ``size`` rows: all, as few more as can be, or fewer."""
+    """Return the chunk size for ``size`` rows: the smallest bit-identical one, or the reference."""
     kind = (*weight.shape, weight.dtype, weight.layout, bias is None, torch.get_num_threads())
     name = (size, rows, *kind)
     if name not in _TRIED:
-        kept = _kept(weight, bias, rows, kind)
-        more = range(size + -size % _STEP, kept, _STEP)
-        same = (each for each in (size, *more) if _is_same(each, weight, bias, kept, kind))
-        _TRIED[name] = next(same, kept)
+        reference = _reference_size(weight, bias, rows, kind)
+        more = range(size + -size % _STEP, reference, _STEP)
+        same = (
+            candidate
+            for candidate in (size, *more)
+            if _is_same(candidate, weight, bias, reference, kind)
+        )
+        _TRIED[name] = next(same, reference)
     return _TRIED[name]
 
 
 def _is_same(
-    size: int, weight: Tensor, bias: Tensor | None, kept: int, kind: tuple[Any, ...]
+    size: int, weight: Tensor, bias: Tensor | None, reference: int, kind: tuple[Any, ...]
 ) -> bool:
-    name = ("is the same", size, kept, *kind)
+    """Tell if a matmul of ``size`` rows is bit-identical to one of ``reference`` rows."""
+    name = ("is the same", size, reference, *kind)
     if name not in _TRIED:
-        _TRIED[name] = size == kept or _has_same_bits(size, weight, bias, kept)
+        _TRIED[name] = size == reference or _has_same_bits(size, weight, bias, reference)
     return bool(_TRIED[name])
 
 
-def _kept(weight: Tensor, bias: Tensor | None, rows: int, kind: tuple[Any, ...]) -> int:
-    """``rows``, or 64 where the bits of a product of 64 rows are those of more sizes.
+def _reference_size(weight: Tensor, bias: Tensor | None, rows: int, kind: tuple[Any, ...]) -> int:
+    """Return ``rows``, or 64 where a matmul of 64 rows is bit-identical to more other sizes.
 
-    In bf16 on AMX oneDNN has several orders of sums for a weight, each for some numbers of rows: of
-    an output of 576 and an input of 1,536, that of 256 rows for 7 of 32 sizes, of 64 for 24.
+    In bf16 on AMX oneDNN has several orders of sums for a weight, each for some numbers of rows.
+    For a weight ``[576, 1536]``, 7 of 32 sizes are bit-identical to 256 rows, and 24 to 64 rows.
     """
-    name = ("kept", rows, *kind)
+    name = ("reference", rows, *kind)
     if name not in _TRIED:
 
-        def shared(kept: int) -> int:
-            return sum(_is_same(size, weight, bias, kept, kind) for size in _PROBED)
+        def count_same(reference: int) -> int:
+            return sum(_is_same(size, weight, bias, reference, kind) for size in _PROBED)
 
-        of_all = shared(rows) == len(_PROBED)
-        _TRIED[name] = rows if of_all else max((rows, _FEW), key=shared)
+        is_same_for_all = count_same(rows) == len(_PROBED)
+        _TRIED[name] = rows if is_same_for_all else max((rows, _FEW), key=count_same)
     return _TRIED[name]
 
 
 def _has_same_bits(size: int, weight: Tensor, bias: Tensor | None, rows: int) -> bool:
-    """Try if a product of ``size`` rows gives each row the bits of one of ``rows`` rows."""
+    """Try if each row of a matmul of ``size`` rows is bit-identical to one of ``rows`` rows."""
     drawn, drawn_weight, drawn_bias = that_cancel(weight, bias, rows)
-    wanted = _any_product(drawn, drawn_weight, drawn_bias)
+    expected = _any_product(drawn, drawn_weight, drawn_bias)
     repeated = torch.arange(size) % rows
-    found = _any_product(drawn[repeated], drawn_weight, drawn_bias)
-    return bool((found == wanted[repeated]).all())
+    product = _any_product(drawn[repeated], drawn_weight, drawn_bias)
+    return bool((product == expected[repeated]).all())
 
 
 def that_cancel(
     weight: Tensor, bias: Tensor | None, rows: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draw ``rows`` rows, and a weight and a bias like those given, whose exact product is 0.
+    """Draw inputs, a weight and a bias like those given, whose exact product is 0.
 
-    What is computed is then rounding errors alone, and another order of sums has others. Beside a
-    sum that is not 0, bf16 rounds nearly all of them away. On the device of ``weight``, whose rows
-    repeat, so that few are drawn.
+    The computed product then consists of rounding errors only, which differ for another order of
+    sums. Next to a sum that is not 0, bf16 would round nearly all of them away. The weight's rows
+    repeat, so that few have to be drawn.
+
+    Args:
+        rows: number of rows of the input.
+
+    Returns:
+        ``[rows, i]``, ``[o, i]`` and ``[o]``, on the device and in the dtype of ``weight``.
     """
     count, device = weight.size(1), weight.device
     generator = torch.Generator().manual_seed(0)
@@ -215,7 +232,7 @@ def _any_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @cache
 def _is_onednns(dtype: torch.dtype) -> bool:
-    """Tell if oneDNN multiplies on this CPU: in bf16 it wants instructions for it."""
+    """Tell if oneDNN multiplies this dtype on this CPU; bf16 needs special instructions."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype is torch.bfloat16:
@@ -226,9 +243,9 @@ def _is_onednns(dtype: torch.dtype) -> bool:
 def reordered_for_products(weight: Tensor) -> Tensor:
     """Copy ``weight [o, i]`` into the layout in which oneDNN multiplies; ``to_dense`` undoes it.
 
-    A plain weight is put into that layout again by every product, which costs as much as the
-    product of some 20 rows. The layout is the same for any number of rows, and so are the bits.
-    Returns ``weight`` itself where oneDNN does not compute its products.
+    Otherwise every matmul converts the weight, which costs as much as about 20 rows. The layout is
+    the same for any number of rows, and results are bit-identical. Returns ``weight`` itself where
+    oneDNN does not compute its matmuls.
     """
     if not (weight.is_cpu and _is_onednns(weight.dtype)):
         return weight
@@ -239,7 +256,7 @@ def accumulate_weight_gradients(layers: Any, add: Callable[[Tensor, Tensor, Tens
     """Give megatron-core the fused weight gradients that Apex would provide on a GPU.
 
     Args:
-        layers: its module of linear layers.
+        layers: megatron-core's module ``tensor_parallel.layers``.
         add: ``add_weight_gradient`` of this module, or a GPU's of ``gpu_products``.
     """
 
@@ -253,24 +270,24 @@ def accumulate_weight_gradients(layers: Any, add: Callable[[Tensor, Tensor, Tens
 
 
 def add_weight_gradient(to: Tensor, input: Tensor, grad: Tensor) -> None:
-    """Accumulate into ``to [o, i]`` the weight gradient of ``input [..., i]`` and ``[..., o]``.
+    """Add the weight gradient of ``input [..., i]`` and ``grad [..., o]`` to ``to [o, i]``.
 
-    By oneDNN where MKL is slow.
+    oneDNN computes it where MKL is slow.
     """
-    rows, grads = (each.reshape(-1, each.size(-1)) for each in (input, grad))
+    rows, grads = (tensor.reshape(-1, tensor.size(-1)) for tensor in (input, grad))
     if to.dtype is not rows.dtype:
         to.add_(grads.t() @ rows)
     elif not (is_slow_with_mkl() and _is_large(rows, to)):
         to.addmm_(grads.t(), rows)
     else:
-        filled = (_chunks(each, _SUMMED_CHUNK, _SUMMED_STEP) for each in (rows, grads))
-        for (some, _), (its, _) in zip(*filled, strict=True):
-            to.add_(_product(its.t().contiguous(), some.t().contiguous(), None))
+        filled = (_chunks(tensor, _SUMMED_CHUNK, _SUMMED_STEP) for tensor in (rows, grads))
+        for (row_chunk, _), (grad_chunk, _) in zip(*filled, strict=True):
+            to.add_(_product(grad_chunk.t().contiguous(), row_chunk.t().contiguous(), None))
 
 
-def _chunks(rows: Tensor, most: int, step: int) -> Iterator[tuple[Tensor, int]]:
+def _chunks(rows: Tensor, max_rows: int, step: int) -> Iterator[tuple[Tensor, int]]:
     """Yield chunks, padded with zero rows to a multiple of ``step``, with their true row count."""
-    for chunk in rows.split(most):
+    for chunk in rows.split(max_rows):
         fill = -chunk.size(0) % step
         yield F.pad(chunk, (0, 0, 0, fill)) if fill else chunk, chunk.size(0)
 
@@ -290,10 +307,10 @@ class ChunkedLinear(Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, fused: bool, group: Any
     ) -> Tensor:
-        # The input is needed only for the gradient of the weight.
-        kept = input if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(kept)
-        # Not saved: under hooks on saved tensors an alias without Megatron's marks would come back.
+        # The input is only needed for the gradient of the weight.
+        saved = input if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(saved)
+        # An attribute, as hooks on saved tensors would return an alias without Megatron's marks.
         ctx.weight = weight
         ctx.main_grad = getattr(weight, "main_grad", None) if fused else None
         ctx.group = group
@@ -319,11 +336,11 @@ class ChunkedLinear(Function):
 def _weight_gradient(
     main_grad: Tensor | None, input: Tensor, weight: Tensor, grad: Tensor
 ) -> Tensor | None:
-    """Weight gradient for autograd; if added to ``main_grad``, a dummy that triggers its hooks."""
+    """Return the weight's gradient, or add it to ``main_grad`` and return a dummy for hooks."""
     if main_grad is None:
-        found = torch.zeros_like(weight)
-        add_weight_gradient(found, input, grad)
-        return found
+        gradient = torch.zeros_like(weight)
+        add_weight_gradient(gradient, input, grad)
+        return gradient
     add_weight_gradient(main_grad, input, grad)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -343,7 +360,7 @@ def multiplies_bf16() -> bool:
 
 @cache
 def is_slow_with_mkl() -> bool:
-    """Tell if the CPU has AVX-512 and is not Intel's, where MKL does not use it for fp32."""
+    """Tell if MKL is slow in fp32: the CPU has AVX-512 but is not Intel's, so MKL ignores it."""
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return False
     try:
@@ -356,9 +373,9 @@ def is_slow_with_mkl() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Make malloc keep freed memory for reuse, if it is glibc's.
+    """Make glibc's malloc keep freed memory for reuse; no effect on other mallocs.
 
-    Otherwise every large tensor takes fresh pages, which cost more than most operations on it.
+    Otherwise every large tensor gets new pages, which cost more than most operations on it.
     """
     trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
     _set_malloc(trim_threshold, -1)
@@ -368,7 +385,7 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Make malloc return every tensor's memory to the system when it is freed.
 
-    By default it would soon keep freed blocks of up to 32 MiB between blocks in use.
+    By default it would soon keep free blocks of up to 32 MiB between blocks in use.
     """
     mmap_threshold = -3
     _set_malloc(mmap_threshold, 2**19)
@@ -379,7 +396,7 @@ class FreedMemory:
 
     Packs differ in size, so a freed block seldom fits the next request. When resident memory
     exceeds that of the first ``steps`` steps by ``fraction``, all free pages are returned and
-    counting starts again. The next step has to fault new pages in, so this happens at most once in
+    counting starts again. The next step then needs new pages, so this happens at most once in
     ``steps + 1`` steps. No effect where malloc is not glibc's.
     """
 
@@ -390,7 +407,7 @@ class FreedMemory:
         self._needed = 0
 
     def end_step(self) -> bool:
-        """Check resident memory (about 20 microseconds); True if free pages were returned."""
+        """Check resident memory, in about 20 us; True if free pages were returned."""
         resident = resident_bytes()
         if self._seen < self._steps:
             self._seen += 1
@@ -403,13 +420,13 @@ class FreedMemory:
 
 
 def give_back_gaps() -> bool:
-    """Return the whole pages of all free blocks to the system; True if there were any."""
+    """Return all free pages to the system; True if there were any."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and bool(trim(ctypes.c_size_t(0)))
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, libraries included; 0 where the system has no /proc."""
+    """Return the bytes of this process's resident memory; 0 where there is no /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except FileNotFoundError:
@@ -418,11 +435,11 @@ def resident_bytes() -> int:
 
 
 def use_huge_pages() -> bool:
-    """Move what malloc has on the heap now into huge pages; True if Linux (6.1 on) moved it all.
+    """Move malloc's current heap into huge pages; True if Linux (6.1 on) moved all of it.
 
-    Every product reads a whole weight, of thousands of small pages. To be called once the weights
-    are there, after ``keep_freed_memory``, by which they are on the heap. Nothing where there is a
-    GPU, which has them.
+    Every matmul reads a whole weight, which has thousands of small pages. Call it once the weights
+    are loaded, after ``keep_freed_memory``, which puts them on the heap. Does nothing if there is a
+    GPU, which then has the weights.
     """
     if torch.cuda.is_available():
         return False
@@ -436,8 +453,8 @@ def use_huge_pages() -> bool:
     for begin, end in heaps:
         first, last = -(-int(begin, 16) // size) * size, int(end, 16) // size * size
         if first < last:
-            where = ctypes.c_void_p(first), ctypes.c_size_t(last - first)
-            moved.append(ctypes.CDLL(None).madvise(*where, collapse) == 0)
+            span = ctypes.c_void_p(first), ctypes.c_size_t(last - first)
+            moved.append(ctypes.CDLL(None).madvise(*span, collapse) == 0)
     return bool(moved) and all(moved)
 
 

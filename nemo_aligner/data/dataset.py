@@ -213,15 +213,15 @@ class TokenizedDataset:
         labels = self.records.labels.centred_on(means)
         return replace(self, records=replace(self.records, labels=labels))
 
-    def sharing_by(self, rotation_by_length: Callable[[int], int]) -> TokenizedDataset:
+    def sharing_by(self, length_dependent_rope: Callable[[int], int]) -> TokenizedDataset:
         """The same data; a record's texts share their beginning if they are rotated alike.
 
-        ``rotation_by_length`` is the model's (of ``ModelShape``).
+        ``length_dependent_rope`` is the model's (of ``ModelShape``).
         """
         lengths, numbers = np.unique(
             self.sequences.lengths(0, len(self.sequences)), return_inverse=True
         )
-        rotations = np.array([rotation_by_length(int(length)) for length in lengths])[numbers]
+        rotations = np.array([length_dependent_rope(int(length)) for length in lengths])[numbers]
         starts = self.sequence_bounds[:-1].numpy()
         # reduceat goes from each start to the next; no record is without a sequence.
         alike = np.maximum.reduceat(rotations, starts) == np.minimum.reduceat(rotations, starts)

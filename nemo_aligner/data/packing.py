@@ -179,7 +179,7 @@ class SequenceReads(NamedTuple):
 
 
 def one_rotation(tokens: int) -> int:
-    """``ModelShape.rotation_by_length`` of a model whose texts are all rotated alike."""
+    """``ModelShape.length_dependent_rope`` of a model whose texts are all rotated alike."""
     return 0
 
 
@@ -187,11 +187,11 @@ def pack_sequences(
     sequences: Sequence[Tokens],
     micro_batch_tokens: int,
     reads: Sequence[SequenceReads] | None = None,
-    rotation_by_length: Callable[[int], int] = one_rotation,
+    length_dependent_rope: Callable[[int], int] = one_rotation,
 ) -> list[PackedBatch]:
     """Packs of single sequences to score; ``rows`` are positions in ``sequences``, or of ``reads``.
 
-    ``rotation_by_length`` is the model's; see ``find_prefix_groups``.
+    ``length_dependent_rope`` is the model's; see ``find_prefix_groups``.
 
     Raises:
         DataError: a sequence alone is larger than the budget, or empty.
@@ -202,7 +202,7 @@ def pack_sequences(
                 f"sequence {index}: got {len(sequence)} tokens, wanted 1 to "
                 f"model.micro_batch_tokens ({micro_batch_tokens})"
             )
-    groups = find_prefix_groups(sequences, micro_batch_tokens, None, rotation_by_length)
+    groups = find_prefix_groups(sequences, micro_batch_tokens, None, length_dependent_rope)
     return pack_groups(sequences, groups, micro_batch_tokens, reads=reads)
 
 
@@ -281,16 +281,16 @@ def find_prefix_groups(
     sequences: Sequence[Tokens],
     budget: int,
     cached: Mapping[int, CachedPrefix | None] | None = None,
-    rotation_by_length: Callable[[int], int] = one_rotation,
+    length_dependent_rope: Callable[[int], int] = one_rotation,
 ) -> list[PrefixGroup]:
     """Group sequences with long common prefixes, at most ``budget`` tokens to a group.
 
     In the order of their tokens, adjacent ones have the longest prefix in common. One joins the
     group before it if that saves tokens. Of ``cached``, the keys are the positions to group, which
     is all without it, the values what those begin with: groups have one and the same. They also
-    have the same ``rotation_by_length``, which is the model's (of ``ModelShape``).
+    have the same ``length_dependent_rope``, which is the model's (of ``ModelShape``).
     """
-    ordered = _Ordered.of(sequences, cached, rotation_by_length)
+    ordered = _Ordered.of(sequences, cached, length_dependent_rope)
     return [
         PrefixGroup(members, prefix, size, ordered.cached[members[0]])
         for members, prefix, size in ordered.runs(budget, len(sequences))
@@ -318,7 +318,7 @@ class _Ordered:
         cls,
         sequences: Sequence[Tokens],
         cached: Mapping[int, CachedPrefix | None] | None = None,
-        rotation_by_length: Callable[[int], int] = one_rotation,
+        length_dependent_rope: Callable[[int], int] = one_rotation,
     ) -> _Ordered:
         if cached is None:
             cached = dict.fromkeys(range(len(sequences)))
@@ -330,7 +330,7 @@ class _Ordered:
         keys = {position: rest.astype(">i4").tobytes() for position, rest in rests.items()}
         positions = sorted(cached, key=keys.__getitem__)
         kinds = {
-            position: (prefix, rotation_by_length(len(sequences[position])))
+            position: (prefix, length_dependent_rope(len(sequences[position])))
             for position, prefix in cached.items()
         }
         beginnings = {kind: number for number, kind in enumerate(dict.fromkeys(kinds.values()))}

@@ -59,12 +59,12 @@ def build_training_data(
     tokenizer: Tokenizer,
     *,
     measure_label_means: bool = True,
-    rotation_by_length: Callable[[int], int] | None = None,
+    length_dependent_rope: Callable[[int], int] | None = None,
 ) -> TrainingData:
     """Open the tokens of ``model.data.data_prefix``, and centre labels on the contract's means.
 
     These are the training set's, unless ``measure_label_means`` is false. Every rank calls it.
-    ``rotation_by_length`` is the model's (of ``ModelShape``) if texts are not all rotated alike.
+    ``length_dependent_rope`` is the model's (of ``ModelShape``) if texts are not all rotated alike.
 
     Raises:
         ConfigError: no training file, a record too large for ``model.micro_batch_tokens``, or see
@@ -92,8 +92,8 @@ def build_training_data(
         for index, name in zip(indexes[split:], names, strict=True)
     ]
     # Where a long text is rotated otherwise (LongRoPE), its states differ from the first token on.
-    if rotation_by_length is not None:
-        train, *heldout = (each.sharing_by(rotation_by_length) for each in (train, *heldout))
+    if length_dependent_rope is not None:
+        train, *heldout = (each.sharing_by(length_dependent_rope) for each in (train, *heldout))
     # Bins and quantiles may be set by the labels, which are known only now.
     objective = _fitted(objective, train, contract)
     contract = contract.with_readout(objective.readout)

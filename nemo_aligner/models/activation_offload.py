@@ -1,16 +1,18 @@
-"""Activation offload: what layers keep for their backward pass waits for it in host memory.
+"""Activation offload: what layers save for their backward pass waits for it in host memory.
 
-While a layer computes, a side stream copies what the layer below it has kept to page-locked host
-memory. In the backward pass the copies come back one layer ahead of their use. So two layers'
-activations are on the GPU at a time, however many layers there are. torch ships
-``torch.autograd.graph.save_on_cpu``, which copies in line with the kernels and copies weights, too;
-the copies on a side stream are those of torchtune's ``OffloadActivations``, with these differences:
+While a layer computes, a side stream copies the activations of the layer below it to page-locked
+host memory. In the backward pass the copies come back one layer ahead of their use. So the
+activations of two layers are on the GPU at a time, however many layers there are.
 
-- The unit is a layer's storage rather than a tensor, so views and tensors that are saved twice are
-  copied once.
+torch ships ``torch.autograd.graph.save_on_cpu``, which copies on the compute stream and copies
+weights, too. torchtune's ``OffloadActivations`` copies on a side stream. This module does as well,
+with these differences:
+
+- The unit is a storage rather than a tensor, so views, and tensors that are saved twice, are copied
+  once.
 - GPU memory is allocated and freed on the compute stream, which waits for the side stream before it
-  lets memory go. So no tensor needs ``record_stream``, and the allocator can reuse memory at once.
-- The layers whose backward pass comes first stay on the GPU: their copies could not be hidden.
+  frees memory. So no tensor needs ``record_stream``, and the allocator can reuse memory at once.
+- The layers whose backward pass comes first stay on the GPU: there is no time to hide their copies.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +35,9 @@ from nemo_aligner.utils.processes import is_main
 
 logger = logging.getLogger(__name__)
 
-# Statistics of a norm and bounds of segments are not worth a copy's start, about 5 us.
+# Smaller storages, like statistics of a norm, are not worth a copy, which takes 5 us to start.
 _SMALLEST_BYTES = 2**16
-# Host buffers have sizes of this many steps for each power of two, so that packs share them.
+# Sizes of host buffers for each power of two; few of them, so that packs can share buffers.
 _SIZE_STEPS = 8
 
 
@@ -59,16 +61,18 @@ class _View(NamedTuple):
 
 
 class _LayerActivations:
-    """What one layer keeps of one pack, and how far its copies are.
+    """The activations of one layer for one pack, and the state of their copies.
 
     Attributes:
-        below: the same of the layer below, None for the first.
+        below: the activations of the layer below; None for the first layer.
         storages: by the storage's address in C++, which survives a change of its data. Empty once
-            the backward pass has them: then only saved tensors hold what is left, and each goes
-            when autograd lets it go.
-        buffer: page-locked memory that ``_HostBuffers`` has lent.
-        copied: the event after which ``buffer`` has everything; None on a CPU.
+            the backward pass has them on the device: from then on only autograd's saved tensors
+            hold the storages, and each is freed with its last saved tensor.
+        buffer: page-locked memory borrowed from ``_HostBuffers``.
+        copied: the event after which ``buffer`` is complete; None on a CPU.
         arrived: the event after which the GPU has everything back.
+        is_on_device: the device has all storages, or they are on their way back.
+        stays: this layer is never offloaded.
     """
 
     def __init__(self, below: _LayerActivations | None, stays: bool, buffers: _HostBuffers) -> None:
@@ -82,22 +86,23 @@ class _LayerActivations:
         self._buffers = buffers
 
     def __del__(self) -> None:
-        # A forward pass without a backward pass, or one that failed.
+        # Reached without a backward pass, or after one that failed.
         if self.arrived is not None:
             torch.cuda.current_stream().wait_event(self.arrived)
         self.return_buffer()
 
     def return_buffer(self) -> None:
-        """Lend the host memory to the next layer, whose copy the side stream begins after ours."""
+        """Free the host memory for the next layer, whose copy the side stream begins after ours."""
         if self.buffer is not None:
             self._buffers.give_back(self.buffer)
             self.buffer = None
 
 
 class _HostBuffers:
-    """Page-locked buffers that layers borrow, as locking memory takes longer than copying it.
+    """Page-locked buffers that layers borrow, because locking memory takes longer than copying.
 
-    ``wait`` has the host wait for all copies that have begun.
+    Args:
+        wait: makes the host wait for all copies that have begun.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
@@ -109,15 +114,15 @@ class _HostBuffers:
         """Return ``[at least num_bytes]`` uint8.
 
         Raises:
-            RuntimeError: the system does not lock so much memory.
+            RuntimeError: the system cannot lock that much memory.
         """
-        fitting = [each for each in self._free if each.numel() >= num_bytes]
+        fitting = [free for free in self._free if free.numel() >= num_bytes]
         if fitting:
             smallest = min(fitting, key=Tensor.numel)
-            self._free = [each for each in self._free if each is not smallest]
+            self._free = [free for free in self._free if free is not smallest]
             return smallest
         if self._free:
-            # Packs grow, and smaller buffers would never be used again.
+            # Packs have grown, so the smaller buffers would never be used again.
             self._wait()
             self.num_bytes -= sum(map(Tensor.numel, self._free))
             self._free = []
@@ -132,32 +137,32 @@ class _HostBuffers:
 
 
 class ActivationOffload:
-    """Offloads what the layers of a decoder keep for their backward pass.
+    """Offloads what the layers of a decoder save for their backward pass.
 
     Any number of packs may wait for their backward pass, as in a pipeline. Losses and gradients are
-    bit-identical to those without it. On a CPU the copies stay in host memory: a rehearsal, which
-    saves nothing.
+    bit-identical to those without offload. On a CPU nothing is saved: the copies are made within
+    host memory, for tests.
     """
 
     def __init__(self, decoder: torch.nn.Module, has_last_layer: bool) -> None:
-        """Offload what ``decoder.layers`` keep in every forward pass from here on that learns."""
+        """Offload what ``decoder.layers`` save in every training forward pass from now on."""
         self._layers: Sequence[torch.nn.Module] = list(decoder.layers)  # type: ignore[arg-type]
         self._decoder = decoder
         self._offloaded = len(self._layers) - (LAYERS_NOT_OFFLOADED if has_last_layer else 0)
         is_gpu = torch.cuda.is_available()
         self._kind = "cuda" if is_gpu else "cpu"
-        self._smallest = _SMALLEST_BYTES if is_gpu else 0  # a rehearsal leaves nothing out
+        self._smallest = _SMALLEST_BYTES if is_gpu else 0  # on a CPU tests copy everything
         self._side = torch.cuda.Stream() if is_gpu else None
         self._buffers = _HostBuffers(self._side.synchronize if self._side else lambda: None)
-        # Of the forward pass that runs now; None outside, as while a layer is recomputed.
+        # State of the current forward pass; None outside of one, as in a recomputation.
         self._layer: _LayerActivations | None = None
         self._number = 0
         self._shared: Any = None
         self._resident: set[int] = set()
-        # A layer that is being copied, whose GPU memory has not been let go yet.
+        # The layer that is being copied, whose GPU memory is not freed yet.
         self._leaving: _LayerActivations | None = None
         for layer in self._layers:
-            # Before a layer rather than behind it: recomputation saves a layer's input behind it.
+            # A hook before the layer: recomputation saves a layer's input after its forward.
             layer.register_forward_pre_hook(self._begin_layer)
 
     @property
@@ -167,13 +172,14 @@ class ActivationOffload:
 
     @contextmanager
     def forward_pass(self, shared: Any) -> Iterator[None]:
-        """Offload what the decoder's layers keep inside the block.
+        """Offload what the decoder's layers save within the context.
 
-        ``shared`` holds tensors that all layers read: they stay on the GPU anyway.
+        Args:
+            shared: objects whose tensors all layers read, so that they stay on the GPU anyway.
         """
         self._number, self._shared = -1, shared
-        self._resident = {_address(each) for each in self._decoder.parameters()}
-        # What is saved before the first layer belongs to it.
+        self._resident = {_address(parameter) for parameter in self._decoder.parameters()}
+        # Tensors that are saved before the first layer count as the first layer's.
         self._layer = self._new_layer(None)
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
@@ -197,7 +203,7 @@ class ActivationOffload:
             self._layer = self._new_layer(below)
 
     def _pack(self, tensor: Tensor) -> Tensor | _View:
-        """Take what autograd saves; what stays on the GPU comes back as it is."""
+        """Replace a tensor that autograd saves by a ``_View``, unless it stays on the GPU."""
         layer = self._layer
         if layer is None or tensor.layout is not torch.strided:
             return tensor
@@ -216,7 +222,7 @@ class ActivationOffload:
         return _View(layer, storage, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
     def _end_layer(self, layer: _LayerActivations) -> None:
-        """Let the layer below go, once it is copied, and begin to copy this one."""
+        """Free the layer below, once it is copied, and begin to copy this one."""
         self._release_leaving()
         if layer.stays:
             return
@@ -245,7 +251,7 @@ class ActivationOffload:
         if layer is None:
             return
         if layer.copied is not None:
-            # Memory that is let go belongs to the compute stream, which may write to it at once.
+            # The compute stream may write to the freed memory at once, so it waits for the copy.
             torch.cuda.current_stream().wait_event(layer.copied)
         for storage in layer.storages.values():
             storage.flat = None
@@ -253,19 +259,19 @@ class ActivationOffload:
 
     # Backward.
 
-    def _unpack(self, kept: Tensor | _View) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        if kept.layer.storages:
-            self._begin_backward(kept.layer)
-        flat = kept.storage.flat
+    def _unpack(self, saved: Tensor | _View) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if saved.layer.storages:
+            self._begin_backward(saved.layer)
+        flat = saved.storage.flat
         assert flat is not None
-        return flat.view(kept.dtype).as_strided(kept.size, kept.stride, kept.offset)
+        return flat.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
     def _begin_backward(self, layer: _LayerActivations) -> None:
-        """Have all of a layer on the GPU, and begin to bring back the one below."""
+        """Bring all of a layer to the GPU, and begin to bring back the layer below."""
         if self._leaving is layer:
-            # It has not left: its copy was for nothing, but has to end before its memory goes.
+            # Not freed yet, so no copy back is needed; but the copy out has to finish first.
             self._leaving = None
             if layer.copied is not None:
                 torch.cuda.current_stream().wait_event(layer.copied)
@@ -281,7 +287,7 @@ class ActivationOffload:
             self._bring_back(layer.below)
 
     def _bring_back(self, layer: _LayerActivations) -> None:
-        """Begin to copy a layer to the GPU, unless it is there or on its way."""
+        """Begin to copy a layer to the GPU, unless it is there or the copy has begun."""
         if layer.is_on_device or self._leaving is layer:
             return
         storages = list(layer.storages.values())
@@ -301,7 +307,7 @@ class ActivationOffload:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Run copies on the side stream, behind all that the compute stream has been given."""
+        """Run copies on the side stream, after all work queued so far on the compute stream."""
         if self._side is None:
             yield
             return
@@ -311,14 +317,14 @@ class ActivationOffload:
 
 
 def offload_activations(model: Any) -> ActivationOffload:
-    """Have a model keep its layers' activations in host memory between forward and backward pass.
+    """Keep a model's activations in host memory between forward and backward pass from now on.
 
     Args:
-        model: a ``GPTRewardModel``, before Megatron's wrapper is around it.
+        model: a ``GPTRewardModel`` before it is wrapped by Megatron's data parallelism.
 
     Raises:
-        ConfigError: its layers are TransformerEngine's, which read weights that autograd saved by
-            what Megatron noted on them, and hooks lose that.
+        ConfigError: its layers are TransformerEngine's. They read Megatron's attributes of weights
+            that autograd saved, which hooks on saved tensors lose.
     """
     if engine_layers(model):
         raise ConfigError(
@@ -337,7 +343,7 @@ def offload_activations(model: Any) -> ActivationOffload:
 
     def learning(*arguments: Any, **options: Any) -> Any:
         learns = decoder.training and torch.is_grad_enabled()
-        # The pipeline's schedule holds what a stage received until it has sent the gradient back.
+        # The pipeline's schedule holds a stage's input until its gradient was sent back.
         shared = [options.get("packed_seq_params"), decoder.input_tensor]
         with offload.forward_pass(shared) if learns else nullcontext():
             return forward(*arguments, **options)
@@ -348,12 +354,12 @@ def offload_activations(model: Any) -> ActivationOffload:
 
 
 def _address(tensor: Tensor) -> int:
-    """The storage's address in C++, which stays the same when its data moves."""
+    """Return the storage's address in C++, which stays the same when its data moves."""
     return tensor.untyped_storage()._cdata  # noqa: SLF001
 
 
 def _padded_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor in a host buffer, where dtypes of 8 bytes are aligned."""
+    """Return the bytes of a tensor in a host buffer, padded so that every dtype is aligned."""
     return -(-tensor.nbytes // 64) * 64
 
 
@@ -376,4 +382,4 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         elif isinstance(one, dict):
             waiting += one.values()
         elif is_dataclass(one) and not isinstance(one, type):
-            waiting += [getattr(one, each.name) for each in fields(one)]
+            waiting += vars(one).values()  # cached properties, too

@@ -1,4 +1,4 @@
-"""Activations between the products of an MLP, as the modules that megatron-core builds."""
+"""Activations between the matmuls of an MLP, as modules that megatron-core builds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Activation(MegatronModule):
 
 
 class SwiGLU(_Activation):
-    """SwiGLU; ``pointwise`` computes it, except in inference on a CPU."""
+    """SwiGLU, computed by ``pointwise``, except in inference on a CPU."""
 
     function = staticmethod(gated_silu)
     pointwise: PointwiseKernels = EAGER

@@ -1,4 +1,4 @@
-"""Decoder: a ModelShape as megatron-core's config and layer spec, and the layers themselves."""
+"""The decoder of a ModelShape, as megatron-core's config and layer spec."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -22,19 +22,17 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.dtypes import torch_dtype
 from nemo_aligner.config.model import ContextExchange, Recompute
-from nemo_aligner.cpu import kernels
-from nemo_aligner.cpu.products import MOST_ROWS
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.activations import ACTIVATIONS
 from nemo_aligner.models.attention.packed import LastTokenAttention, PackedAttention
-from nemo_aligner.models.attention.segments import PackedSegments
-from nemo_aligner.models.experts import COUNTED, Counted, MixtureOfExperts
+from nemo_aligner.models.decoder_layer import LastLayer, PackedLayer
+from nemo_aligner.models.experts import MixtureOfExperts
 from nemo_aligner.models.internals import (
     add_weight_gradients_on_gpu,
     has_weight_gradient_kernel,
@@ -50,8 +48,8 @@ from nemo_aligner.models.layers import (
     rows_now,
     sum_in_rank_order,
 )
+from nemo_aligner.models.pack_context import PackContext
 from nemo_aligner.models.pointwise.eager import Shared, rms_norm
-from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.utils.errors import ConfigError
 
@@ -88,14 +86,14 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=precision is Precision.bf16,
         fp16=precision is Precision.fp16,
-        # Packs differ in length. megatron-core demands this dispatcher beside it, MoE or not.
+        # Packs differ in length. megatron-core then requires this dispatcher, with or without MoE.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # Gradients are summed over the step and divided once by the global count.
+        # Gradients are summed over the step, and divided once by the global count.
         calculate_per_token_loss=True,
-        # Weights come from a checkpoint. perform_initialization=False would also skip the
-        # tensor_model_parallel attributes, by which the gradient norm tells sharded weights from
-        # replicated ones.
+        # Weights come from a checkpoint, so nothing is initialised. perform_initialization=False
+        # would also skip the tensor_model_parallel attributes, by which the gradient norm tells
+        # sharded weights from replicated ones.
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
         gradient_accumulation_fusion=can_accumulate_weight_gradients(shape, dtype),
@@ -122,13 +120,13 @@ def _shape_options(shape: ModelShape) -> dict[str, Any]:
         "layernorm_epsilon": shape.layernorm_epsilon,
         "gated_linear_unit": shape.is_gated,
         # The MLP calls the activation of the layer spec. Despite its name the option needs no
-        # TransformerEngine; activation_func is only checked to be a supported one.
+        # TransformerEngine; megatron-core only checks that activation_func is a supported one.
         "use_te_activation_func": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
         "add_qkv_bias": shape.qkv_bias,
-        # Tells Megatron to sum the gradients of these norms over the TP ranks, each of which sees
-        # only its own heads.
+        # Makes Megatron sum the gradients of these norms over the TP ranks, each of which sees only
+        # its own heads.
         "qk_layernorm": shape.qk_layernorm,
     }
 
@@ -175,10 +173,12 @@ class NormedRowLinear(RowLinear):
         norm = NORMS[config.normalization]
         self.post_layernorm = norm(config, output_size, eps=config.layernorm_epsilon)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, context: PackContext | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         if rows_now(self) is not None:
             return self.infer(x), None
-        output, bias = super().forward(x)
+        output, bias = super().forward(x, context)
         return self.post_layernorm(output), bias
 
     def infer(self, x: Tensor) -> Tensor:
@@ -186,14 +186,15 @@ class NormedRowLinear(RowLinear):
 
 
 class AcrossHeadsRMSNorm(SequenceParallelRMSNorm):
-    """RMSNorm of all heads of ``[T, ..., c]`` together, which tensor parallelism splits.
+    """RMSNorm over all heads of ``[T, ..., c]`` together, which tensor parallelism splits.
 
-    The weight is whole on every rank, as Megatron sums the gradients of the weights of such norms
-    over the TP ranks. In inference the ranks' sums are added in rank order.
+    Every rank has the full weight, because Megatron sums the gradients of such norms over the TP
+    ranks. In inference the ranks' sums of squares are added in rank order.
 
     Attributes:
-        heads: of all ranks; ``zero_heads`` of them are zeros, which are no part of the mean. Of the
-            class, because megatron-core calls a constructor without them.
+        heads: of all ranks. Set on the class, because megatron-core's constructor call does not
+            pass it; so is ``zero_heads``.
+        zero_heads: how many of the heads are zeros, which the mean leaves out.
     """
 
     heads: int
@@ -226,7 +227,16 @@ class AcrossHeadsRMSNorm(SequenceParallelRMSNorm):
 
 @dataclass(frozen=True)
 class _Parts:
-    """Modules of a layer; TransformerEngine fuses a norm with the linear layer behind it."""
+    """Classes of a layer's modules: torch's or TransformerEngine's.
+
+    TransformerEngine fuses a norm with the linear layer behind it, so that its ``norm`` is an
+    identity and its ``norm_linear`` has the norm.
+
+    Attributes:
+        norm: norm before a linear layer.
+        other_norm: norm anywhere else.
+        key_map: how checkpoints name a layer's norms, from module prefix to key prefix.
+    """
 
     norm: Any
     other_norm: Any
@@ -235,9 +245,9 @@ class _Parts:
     key_map: dict[str, str]
 
     def mlp_norm(self, shape: ModelShape) -> tuple[Any, dict[str, str]]:
-        """The norm before the MLP, and how checkpoints name a layer's norms.
+        """Return the norm before the MLP, and how checkpoints name a layer's norms.
 
-        No linear layer is behind the norm before a mixture of experts.
+        A mixture-of-experts layer has no linear layer right behind that norm.
         """
         if shape.experts is None:
             return self.norm, self.key_map
@@ -255,7 +265,7 @@ def _torch_parts(config: TransformerConfig, shape: ModelShape) -> _Parts:
         other_norm=norm,
         norm_linear=ColumnLinear,
         row_linear=NormedRowLinear if shape.post_layernorms else RowLinear,
-        # Checkpoints name a norm after the linear layer it feeds, as TransformerEngine does.
+        # Checkpoints name a norm after the linear layer behind it, as TransformerEngine does.
         key_map={
             "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
             _MLP_NORM: "mlp.linear_fc1.layer_norm_",
@@ -282,8 +292,9 @@ def _transformer_engine_parts() -> _Parts:
 def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
     """Tell if layers are built from TransformerEngine: on a GPU, where it is installed.
 
-    Not for models with a norm behind a linear layer or without one before it, or with LoRA, which
-    its fused layers lack, nor in fp32, which it rounds to TF32 whatever torch's precision setting.
+    Its fused layers support neither norms behind linear layers, nor linear layers without a norm
+    before them, nor LoRA. In fp32 it rounds to TF32 whatever torch's precision setting is, so it is
+    not used there.
     """
     has_parts = torch.cuda.is_available() and find_spec("transformer_engine") is not None
     has_its_norms = shape.pre_layernorms and not shape.post_layernorms
@@ -294,7 +305,7 @@ def use_transformer_engine(shape: ModelShape, dtype: torch.dtype) -> bool:
 def layer_spec(
     config: TransformerConfig, shape: ModelShape, is_last_stage: bool
 ) -> TransformerBlockSubmodules:
-    """Spec of the decoder layers of this rank's pipeline stage."""
+    """Make the spec of the decoder layers of this rank's pipeline stage."""
     has_engine = use_transformer_engine(shape, config.params_dtype)
     parts = _transformer_engine_parts() if has_engine else _torch_parts(config, shape)
     spec = _layer(parts, shape, PackedLayer, PackedAttention)
@@ -305,9 +316,9 @@ def layer_spec(
 
 
 def _residual_add(multiplier: float) -> Callable[[bool, bool], Callable[..., Tensor]]:
-    """Plain residual addition for megatron-core's bias-dropout-add: there is no bias or dropout.
+    """Make megatron-core's bias-dropout-add as a plain addition: there is no bias or dropout.
 
-    Before 0.19 megatron-core's own would round an fp32 residual stream to the dtype of ``output``.
+    megatron-core before 0.19 would round an fp32 residual stream to the dtype of ``output``.
     """
 
     def add(output_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
@@ -327,8 +338,8 @@ def _query_key_norms(parts: _Parts, shape: ModelShape) -> tuple[Any, Any]:
         return parts.other_norm, parts.other_norm
     groups, zeros = shape.num_query_groups, shape.zero_query_groups
     query, key = (
-        {"heads": each * groups, "zero_heads": each * zeros}
-        for each in (shape.num_attention_heads // groups, 1)
+        {"heads": per_group * groups, "zero_heads": per_group * zeros}
+        for per_group in (shape.num_attention_heads // groups, 1)
     )
     across = (AcrossHeadsRMSNorm,)
     return type("QueryNorm", across, query), type("KeyNorm", across, key)
@@ -370,203 +381,3 @@ def _layer(parts: _Parts, shape: ModelShape, layer: type, core_attention: type) 
 def _mixture(shape: ModelShape) -> type:
     options = {"shape": shape.experts, "activation": ACTIVATIONS[shape.activation]}
     return type("Experts", (MixtureOfExperts,), options)
-
-
-# Decoder layers: megatron-core's, with shorter code paths through them.
-
-
-class PackedLayer(TransformerLayer):
-    """``[T, 1, hidden] -> [T, 1, hidden]``; sequence parallelism splits T over TP.
-
-    The same modules are called one after the other: megatron-core's code path through them is 330
-    operations, most of which take longer to launch than to compute. TransformerEngine's modules,
-    and mixtures of experts in training, keep megatron-core's path.
-
-    Args:
-        residual_multiplier: factor of what is added to the residual stream.
-
-    Attributes:
-        pointwise: the kernels between the matrix products, but for scoring on a CPU.
-    """
-
-    pointwise: PointwiseKernels = EAGER
-
-    def __init__(self, *args: Any, residual_multiplier: float = 1.0, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._multiplier = residual_multiplier
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *args: Any,
-        packed_seq_params: PackedSegments | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, Any]:
-        is_mixture = isinstance(self.mlp, MixtureOfExperts)
-        if isinstance(self.input_layernorm, IdentityOp) or (learns(self) and is_mixture):
-            options["packed_seq_params"] = packed_seq_params
-            if is_mixture and packed_seq_params is not None:
-                counted = packed_seq_params.remembered(COUNTED, Counted)
-                self.mlp.router.records = counted.records
-                self.mlp.router.counted = self._counted(counted)
-            return super().forward(hidden_states, *args, **options)
-        assert packed_seq_params is not None
-        if learns(self):
-            return self._learn(hidden_states, packed_seq_params), None
-        return self._infer(hidden_states, packed_seq_params), None
-
-    def _learn(self, hidden: Tensor, segments: PackedSegments) -> Tensor:
-        """Compute the layer with gradients.
-
-        Modules are called, not their ``forward``: their hooks wait for weights that Megatron is
-        still gathering.
-        """
-        attended = self._attend_in_training(self.input_layernorm(hidden), segments)
-        added, _ = self.self_attention.linear_proj(attended)
-        hidden, normed = self._add_and_norm(self._read(hidden, segments), added)
-        inner, _ = self.mlp.linear_fc1(normed)
-        added, _ = self.mlp.linear_fc2(self.mlp.activation_func(inner))
-        return torch.add(hidden, added, alpha=self._multiplier)
-
-    def _add_and_norm(self, hidden: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        if isinstance(self.pre_mlp_layernorm, SequenceParallelRMSNorm):
-            return self.pre_mlp_layernorm(hidden, added, self._multiplier)
-        hidden = torch.add(hidden, added, alpha=self._multiplier)
-        return hidden, self.pre_mlp_layernorm(hidden)
-
-    def _attend_in_training(self, normed: Tensor, segments: PackedSegments) -> Tensor:
-        """Compute attention of the normed ``[T, 1, hidden]`` -> ``[T, 1, heads * c]``."""
-        attention = self.self_attention
-        core = attention.core_attention
-        if self._splits_and_rotates:
-            mixed, _ = attention.linear_qkv(normed)
-            heads = self._split_and_rotate(mixed, segments)
-            attend = partial(core.attend, segments=segments)
-        else:
-            heads = attention.get_query_key_value_tensors(normed)
-            attend = partial(core, packed_seq_params=segments)
-        if attention.checkpoint_core_attention and self.training:
-            return tensor_parallel.checkpoint(attend, False, *heads)
-        return attend(*heads)
-
-    @property
-    def _splits_and_rotates(self) -> bool:
-        """Tell if a kernel makes heads of what linear_qkv returns.
-
-        It does not norm queries and keys, and is not for layers without RoPE.
-        """
-        has_rope = self.self_attention.core_attention.rotation is not None
-        has_kernel = self.pointwise.split_and_rotate is not None
-        return has_kernel and has_rope and not self.config.qk_layernorm
-
-    def _split_and_rotate(
-        self, mixed: Tensor, segments: PackedSegments
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        attention, split_and_rotate = self.self_attention, self.pointwise.split_and_rotate
-        assert split_and_rotate is not None
-        cos, sin = segments.tables[attention.core_attention.rotation]
-        groups = attention.num_query_groups_per_partition
-        return split_and_rotate(mixed, cos, sin, groups, attention.hidden_size_per_attention_head)
-
-    def _counted(self, counted: Counted) -> int:
-        return counted.tokens
-
-    def _infer(self, hidden: Tensor, segments: PackedSegments) -> Tensor:
-        mixed = self.self_attention.linear_qkv.infer(self.input_layernorm.forward(hidden))
-        attended = self._attend(mixed, segments)
-        hidden = self._read(hidden, segments)
-        is_by_rows = not (self.config.sequence_parallel or isinstance(self.mlp, MixtureOfExperts))
-        if hidden.is_cpu and is_by_rows and hidden.size(0) > MOST_ROWS:
-            # As products are cut anyway; what lies between them is not put together.
-            parts = zip(attended.split(MOST_ROWS), hidden.split(MOST_ROWS), strict=True)
-            return torch.cat([self._finish(*part) for part in parts])
-        return self._finish(attended, hidden)
-
-    def _finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
-        """What comes behind attention, of any rows."""
-        added = self.self_attention.linear_proj.infer(attended)
-        norm = self.pre_mlp_layernorm
-        can_add = self._multiplier == 1 and kernels.can_add(hidden, added)
-        if can_add and isinstance(norm, SequenceParallelRMSNorm) and norm.is_kernels:
-            normed = norm.add(hidden, added)
-        elif hidden.is_cuda:
-            hidden, normed = self._add_and_norm(hidden, added)
-        else:
-            hidden = self._sum(added, hidden)
-            normed = norm.forward(hidden)
-        return self._sum(self._mlp(normed), hidden)
-
-    def _mlp(self, normed: Tensor) -> Tensor:
-        mlp = self.mlp
-        if isinstance(mlp, MixtureOfExperts):
-            return mlp.infer(normed)
-        inner = mlp.linear_fc1.infer(normed)
-        return mlp.linear_fc2.infer(mlp.activation_func.forward(inner))
-
-    def _sum(self, added: Tensor, hidden: Tensor) -> Tensor:
-        """Add to the residual stream, in its memory or that of what a product has just made."""
-        if self._multiplier == 1 and kernels.can_add(hidden, added):
-            kernels.add(hidden, added)
-            return hidden
-        if self._multiplier != 1:
-            # By two roundings: one with a fused product depends on the place in a vector.
-            added = added.to(hidden.dtype) * self._multiplier
-        return added.add_(hidden) if added.dtype is hidden.dtype else hidden + added
-
-    def _attend(self, mixed: Tensor, segments: PackedSegments) -> Tensor:
-        """``[T, 1, groups * (repeats + 2) * c]``, of linear_qkv, -> ``[T, 1, heads * c]``."""
-        attention = self.self_attention
-        core = attention.core_attention
-        if mixed.is_cuda and self._splits_and_rotates:
-            return core.attend(*self._split_and_rotate(mixed, segments), segments)
-        groups = attention.num_query_groups_per_partition
-        grouped = mixed.view(mixed.size(0), groups, -1, attention.hidden_size_per_attention_head)
-        turning, value = grouped[:, :, :-1], grouped[:, :, -1]
-        if self.config.qk_layernorm:  # Without it a version has None there, another IdentityOp.
-            query, key = turning[:, :, :-1], turning[:, :, -1:]
-            normed = attention.q_layernorm(query), attention.k_layernorm(key)
-            turning = torch.cat(normed, dim=2)
-        infer = core.infer_on_cpu if mixed.is_cpu else core.infer_on_gpu
-        return infer(turning, value, segments)
-
-    def _read(self, hidden: Tensor, segments: PackedSegments) -> Tensor:
-        """The rows of the residual stream that the rest of the layer computes."""
-        return hidden
-
-
-class LastLayer(PackedLayer):
-    """The layer before the head, ``[T, 1, hidden] -> [R, 1, hidden]``; TP splits T and R.
-
-    Past attention, which is a ``LastTokenAttention``, it computes only the rows that the reward
-    head reads: everything there works row by row.
-    """
-
-    def _forward_attention(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        packed_seq_params: PackedSegments | None = None,
-        **unused: Any,
-    ) -> tuple[Tensor, None]:
-        assert packed_seq_params is not None
-        attended, _ = self.self_attention(
-            self.input_layernorm(hidden_states),
-            attention_mask=attention_mask,
-            packed_seq_params=packed_seq_params,
-        )
-        read = self._read(hidden_states, packed_seq_params)
-        return torch.add(read, attended, alpha=self._multiplier), None
-
-    def _counted(self, counted: Counted) -> int:
-        return counted.rows
-
-    def _read(self, hidden: Tensor, segments: PackedSegments) -> Tensor:
-        rows = segments.last_token
-        if not self.config.sequence_parallel:
-            return hidden[rows]
-        group = self.pg_collection.tp
-        local = rows - group.rank() * hidden.size(0)
-        mine = (local >= 0) & (local < hidden.size(0))
-        # Masked fill rather than a product with 0, which would keep another record's NaN.
-        found = hidden[local.clamp(0, hidden.size(0) - 1)].masked_fill(~mine[:, None, None], 0.0)
-        return tensor_parallel.reduce_scatter_to_sequence_parallel_region(found, group=group)

@@ -1,8 +1,8 @@
-"""CUDA graphs of a decoder: one launch instead of some hundreds for each layer.
+"""CUDA graphs of a decoder: a single launch instead of hundreds for each layer.
 
-A graph replays the kernels that were captured, with the addresses and shapes they had. So inputs
-are copied into buffers that the graph reads, packs are padded to a few sizes (``fixed_sizes``), and
-each combination of sizes that comes a second time gets a graph of its own. In training a second
+A graph replays the kernels that were captured, with their addresses and shapes. So inputs are
+copied into buffers that the graph reads, packs are padded to a few sizes (``fixed_sizes.py``), and
+each combination of sizes gets its own graph when it comes the second time. In training a second
 graph has the backward pass, which adds the gradients to Megatron's ``main_grad`` itself.
 """
 
@@ -22,45 +22,48 @@ from torch.autograd.function import once_differentiable
 
 from nemo_aligner.batch.packed import CacheUse
 from nemo_aligner.models.attention.packed import PackedAttention
-from nemo_aligner.models.attention.segments import PackedSegments
 from nemo_aligner.models.experts import routers
 from nemo_aligner.models.internals import engine_layers, has_apex_weight_gradients
+from nemo_aligner.models.pack_context import PackContext
 from nemo_aligner.utils.processes import is_main
 
 logger = logging.getLogger(__name__)
 
 MOST_GRAPHS = 32
-"""Graphs of a model for scoring and for training, each; packs of further sizes run without."""
+"""Most graphs of a model for scoring, and for training; packs of further sizes run without one."""
 
 Replay = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class DecoderInputs:
-    """What a decoder computes from: ``tokens``, ``positions [T]`` int64, and their segments."""
+    """What a decoder computes from: ``tokens``, ``positions [T]`` int64, and their context.
+
+    The context has no tables yet, which follow from the positions.
+    """
 
     tokens: Tensor
     positions: Tensor
-    segments: PackedSegments
+    context: PackContext
 
     def tensors(self) -> list[Tensor]:
         """All tensors that a decoder reads of a pack, in a fixed order."""
-        segments, use = self.segments, self.segments.cached
+        segments, use = self.context.segments, self.context.segments.cached
         bounds = [segments.cu_seqlens, segments.kv_cu_seqlens]
-        tensors = [self.tokens, self.positions, *bounds, segments.last_token]
+        tensors = [self.tokens, self.positions, *bounds, self.context.read_rows]
         if segments.kv_index is not None:
             tensors.append(segments.kv_index)
         return tensors if use is None else [*tensors, *use.tensors()]
 
     def key(self) -> Hashable:
-        """All else: packs with equal keys run the same kernels."""
-        segments = self.segments
+        """Return all else that kernels depend on: packs with equal keys run the same kernels."""
+        segments = self.context.segments
         shapes = tuple(tensor.shape for tensor in self.tensors())
         return shapes, segments.sizes, segments.kv_index is None, id(segments.pool)
 
     def as_buffers(self) -> DecoderInputs:
-        """Copy all tensors. ``lengths`` and ``prefixes``, which only this pack has, are dropped."""
-        segments, use = self.segments, self.segments.cached
+        """Copy all tensors, and drop ``lengths`` and ``prefixes``, which only this pack has."""
+        segments, use = self.context.segments, self.context.segments.cached
         fixed = replace(
             segments,
             lengths=(),
@@ -68,35 +71,35 @@ class DecoderInputs:
             cu_seqlens=segments.cu_seqlens.clone(),
             kv_cu_seqlens=segments.kv_cu_seqlens.clone(),
             kv_index=None if segments.kv_index is None else segments.kv_index.clone(),
-            last_token=segments.last_token.clone(),
-            cached=use and CacheUse(use.lengths, *(each.clone() for each in use.tensors())),
+            cached=use and CacheUse(use.lengths, *(index.clone() for index in use.tensors())),
         )
-        return DecoderInputs(self.tokens.clone(), self.positions.clone(), fixed)
+        context = PackContext(fixed, self.context.read_rows.clone())
+        return DecoderInputs(self.tokens.clone(), self.positions.clone(), context)
 
-    def fill(self, given: DecoderInputs) -> None:
-        """Copy the tensors of ``given``, which has the same key, into these."""
-        for buffer, tensor in zip(self.tensors(), given.tensors(), strict=True):
+    def fill(self, inputs: DecoderInputs) -> None:
+        """Copy the tensors of ``inputs``, which has the same key, into these buffers."""
+        for buffer, tensor in zip(self.tensors(), inputs.tensors(), strict=True):
             buffer.copy_(tensor)
 
 
 Decode = Callable[[DecoderInputs], Tensor]
-"""Inputs -> hidden states ``[R, 1, hidden]`` of the rows that the head reads."""
+"""Computes the hidden states ``[R, 1, hidden]`` of the rows that the head reads."""
 
 
 class Capture(Protocol):
-    """Records work on the device; tests have one that calls it again instead."""
+    """Records work on the device, to replay it; the one in tests calls the work again."""
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """Run ``work`` where it will be captured: libraries allocate and compile at first use."""
+        """Run ``work`` on the capture's stream: libraries allocate and compile at first use."""
 
     def forward(self, work: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        """Record ``work``. Returns its result's memory, and what computes it there again."""
+        """Record ``work``. Returns its result, and a function that computes it there again."""
 
     def backward(self, work: Callable[[], None]) -> Replay:
         """Record ``work``, without running it."""
 
     def reset(self) -> None:
-        """Free what the graphs share, after they were dropped."""
+        """Free the memory that graphs share, after all graphs were dropped."""
 
     def used_bytes(self) -> int:
         """Count the device memory that is in use, by tensors and by the graphs themselves."""
@@ -106,7 +109,7 @@ class CudaCapture:
     """Captures CUDA graphs that share one memory pool, because only one of them runs at a time."""
 
     def __init__(self) -> None:
-        # One stream for all: pools and cuBLAS's workspaces belong to a stream.
+        # One stream for all graphs: pools and cuBLAS's workspaces belong to a stream.
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -140,13 +143,13 @@ class CudaCapture:
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         current = torch.cuda.current_stream()
-        # Other threads of a server, and NCCL's, may call CUDA meanwhile.
+        # A server's other threads, and NCCL's, may call CUDA meanwhile.
         mode = "thread_local"
         try:
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
                 yield
         finally:
-            # Where a capture fails, torch leaves its stream the current one.
+            # If a capture fails, torch leaves the capture's stream current.
             torch.cuda.set_stream(current)
 
 
@@ -156,20 +159,20 @@ class _Sums:
 
 
 class _Leaves:
-    """Stand-ins for a model's trained parameters, with the same memory, while it is captured.
+    """Stand-ins for a model's trained parameters, on the same memory, during a capture.
 
-    Autograd runs the node that accumulates a parameter's gradient on the stream where it was made,
-    and Megatron's wrapper makes the parameters' own on the default stream, which cannot be captured
-    from another one. Nor may Megatron's hooks run: these add to ``main_grad`` themselves, one
-    gradient after the other, as Megatron's would. Weights whose products add their gradients to
-    ``main_grad`` get one that means nothing, as there.
+    Autograd runs the node that accumulates a parameter's gradient on the stream on which the node
+    was made. Megatron's wrapper makes those of the parameters on the default stream, which cannot
+    be captured from another stream. Nor may Megatron's hooks run in a capture. The stand-ins have
+    hooks of their own, which add to ``main_grad`` as Megatron's would. Weights whose matmuls
+    already add their gradients to ``main_grad`` get a dummy gradient, as they do from Megatron.
     """
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
         stand_ins: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self._places: list[tuple[torch.nn.Module, str, Any, Any]] = []
         self._sums = _Sums()
-        for module in {each: None for root in modules for each in root.modules()}:
+        for module in {module: None for root in modules for module in root.modules()}:
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if not parameter.requires_grad:
                     continue
@@ -180,7 +183,7 @@ class _Leaves:
     def _stand_in(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         leaf = torch.nn.Parameter(parameter.detach())
         vars(leaf).update(vars(parameter))
-        # Not ``self``, which has the leaf: Python could not collect a cycle through its C++ hooks.
+        # Not ``self``, which holds the leaf: Python cannot collect a cycle through its C++ hooks.
         sums = self._sums
 
         def add(ready: Tensor) -> None:
@@ -197,7 +200,7 @@ class _Leaves:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have the modules compute with the stand-ins."""
+        """Put the stand-ins into the modules within the context."""
         try:
             for module, name, _, stand_in in self._places:
                 setattr(module, name, stand_in)
@@ -208,7 +211,7 @@ class _Leaves:
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """Add gradients to ``main_grad``; else they are dropped, but for those of products."""
+        """Add gradients to ``main_grad`` within the context; outside of it hooks drop them."""
         self._sums.are_taken = True
         try:
             yield
@@ -217,7 +220,7 @@ class _Leaves:
 
 
 class _Graph:
-    """A decoder's forward pass for packs of one key, and its backward pass if it learns."""
+    """A decoder's captured forward pass for packs of one key, and in training its backward pass."""
 
     def __init__(
         self, capture: Capture, decode: Decode, inputs: DecoderInputs, leaves: _Leaves | None
@@ -235,13 +238,14 @@ class _Graph:
         self.output = output.detach()
         self.replay_backward = capture.backward(self._learn_back)
         device = inputs.tokens.device
-        # An input of the autograd function, so that its result requires a gradient.
+        # An input of the autograd function that requires a gradient, so that its result does, too.
         self.anchor = torch.zeros((), device=device, requires_grad=True)
 
     def run(self, inputs: DecoderInputs, replays: Counter[str]) -> Tensor:
         """Compute the hidden states, in memory that the next replay of any graph may overwrite.
 
-        ``replays`` counts those of all graphs that share memory.
+        Args:
+            replays: counts the replays of all graphs that share memory.
         """
         self._inputs.fill(inputs)
         replays["forward"] += 1
@@ -256,9 +260,9 @@ class _Graph:
         return self.output.detach()
 
     def _decoded(self) -> Tensor:
-        # Nothing that was remembered of an earlier pack.
-        segments = replace(self._inputs.segments, _memory={})
-        return self._decode(replace(self._inputs, segments=segments))
+        # A copy without cached properties, which may hold values of an earlier pack.
+        context = replace(self._inputs.context, segments=replace(self._inputs.context.segments))
+        return self._decode(replace(self._inputs, context=context))
 
     def _infer(self) -> Tensor:
         return self._decoded()
@@ -278,13 +282,13 @@ class _Graph:
 
     def _learn_nothing(self) -> None:
         hidden, self._hidden = self._learn(), None
-        # Zeros, because products add to ``main_grad`` at once.
+        # Zeros, because weight gradients of matmuls are added to ``main_grad`` at once.
         self.grad = torch.zeros_like(hidden)
         torch.autograd.backward(hidden, self.grad)
 
 
 class _Replayed(Function):
-    """``graph``'s hidden states; its backward pass leaves the gradients in ``main_grad``."""
+    """Replay a graph; the backward pass replays its backward, which adds to ``main_grad``."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, graph: _Graph, replays: Counter[str]) -> Tensor:
@@ -297,8 +301,8 @@ class _Replayed(Function):
         graph: _Graph = ctx.graph
         if ctx.replays["forward"] != ctx.number:
             raise RuntimeError(
-                "a CUDA graph ran between the forward and the backward pass of a pack, and may "
-                "have overwritten its activations. Set model.cuda_graphs=false."
+                "Another CUDA graph ran between the forward and the backward pass of a pack, and "
+                "may have overwritten its activations. Set model.cuda_graphs=false."
             )
         graph.grad.copy_(grads[0])
         graph.replay_backward()
@@ -312,11 +316,12 @@ class _Key(NamedTuple):
 
 
 class DecoderGraphs:
-    """The graphs of one model, made as packs of new sizes come.
+    """The graphs of one model, captured as packs of new sizes come.
 
     Args:
-        modules: that ``decode`` runs.
-        why_not: says why packs cannot be graphed in training, if so.
+        modules: the modules that ``decode`` runs.
+        why_not: returns why packs cannot run by graphs in training; None if they can.
+        max_graphs: for scoring, and for training.
 
     Attributes:
         eager: packs that ran without a graph.
@@ -328,14 +333,14 @@ class DecoderGraphs:
         modules: list[torch.nn.Module],
         capture: Capture,
         why_not: Callable[[], str | None],
-        most: int = MOST_GRAPHS,
+        max_graphs: int = MOST_GRAPHS,
     ) -> None:
         self._decode, self._modules, self._capture = decode, modules, capture
-        self._why_not, self._most = why_not, most
+        self._why_not, self._most = why_not, max_graphs
         self._graphs: dict[_Key, _Graph] = {}
         self._seen: Counter[_Key] = Counter()
         self._leaves: _Leaves | None = None
-        # Parameters once and for all, as it takes longer to find them than to launch a graph.
+        # Listed once, because listing the parameters takes longer than launching a graph.
         self._parameters: list[torch.nn.Parameter] = []
         self._addresses: dict[bool, list[int]] = {}
         self._said: set[str] = set()
@@ -349,16 +354,16 @@ class DecoderGraphs:
         return self._replays["forward"]
 
     def are_used(self, is_training: bool) -> bool:
-        """Tell if packs run by graphs now; says once why not."""
+        """Tell if packs run by graphs now; log once why not."""
         if self._failed:
             return False
-        why = self._why_not() if is_training else None
-        if why is not None:
-            self._say(f"model.cuda_graphs: not in training, because {why}")
-        return why is None
+        reason = self._why_not() if is_training else None
+        if reason is not None:
+            self._say(f"model.cuda_graphs: not in training, because {reason}")
+        return reason is None
 
     def run(self, inputs: DecoderInputs, is_training: bool) -> Tensor:
-        """Decode a pack of fixed sizes, by a graph where there is one or its key came before."""
+        """Decode a pack of fixed sizes: by a graph from the second pack of its key on."""
         graph = None if self._failed else self._graph(inputs, is_training)
         if graph is None:
             self.eager += 1
@@ -384,17 +389,20 @@ class DecoderGraphs:
         learns = key.learns
         if learns and self._leaves is None:
             self._leaves = _Leaves(self._modules)
-        before = self._capture.used_bytes()
+        used_before = self._capture.used_bytes()
         try:
             graph = _Graph(self._capture, self._decode, inputs, self._leaves if learns else None)
         except RuntimeError as error:
-            # Nothing was computed by it: the pack can run without.
+            # A capture computes nothing, so the pack can still run without a graph.
             self._failed = True
             self._graphs.clear()
-            logger.warning("model.cuda_graphs: a capture failed, packs run without", exc_info=error)
+            logger.warning(
+                "model.cuda_graphs: a capture failed; packs run without graphs from here on",
+                exc_info=error,
+            )
             return
         self._graphs[key] = graph
-        more = self._capture.used_bytes() - before
+        more = self._capture.used_bytes() - used_before
         if is_main():
             logger.info(
                 f"CUDA graph {len(self._graphs)}: {len(inputs.tokens)} tokens, "
@@ -402,12 +410,13 @@ class DecoderGraphs:
             )
 
     def _drop_if_moved(self, learns: bool) -> None:
-        """Drop all graphs if a weight or a gradient has another address than they know."""
+        """Drop all graphs if the address of a weight or of a gradient buffer has changed."""
         if not self._parameters:
-            self._parameters = [each for module in self._modules for each in module.parameters()]
+            for module in self._modules:
+                self._parameters += module.parameters()
         addresses = [parameter.data_ptr() for parameter in self._parameters]
         if learns:
-            grads = (getattr(each, "main_grad", None) for each in self._parameters)
+            grads = (getattr(parameter, "main_grad", None) for parameter in self._parameters)
             addresses += [grad.data_ptr() for grad in grads if grad is not None]
         if addresses == self._addresses.get(learns, addresses):
             self._addresses[learns] = addresses
@@ -423,7 +432,7 @@ class DecoderGraphs:
 
 
 def why_not_graphed(model: Any) -> str | None:
-    """Say why the packs of ``model`` cannot run by CUDA graphs; None if they can."""
+    """Return why packs of ``model`` cannot run by CUDA graphs; None if they can."""
     config = model.config
     sizes = (
         config.tensor_model_parallel_size,
@@ -445,7 +454,7 @@ def why_not_graphed(model: Any) -> str | None:
 
 
 def why_not_graphed_in_training(model: Any) -> str | None:
-    """Say why its packs cannot in training; None if they can."""
+    """Return why packs of ``model`` cannot run by CUDA graphs in training; None if they can."""
     config = model.config
     if config.recompute_granularity is not None:
         return "activations are recomputed"
@@ -457,7 +466,7 @@ def why_not_graphed_in_training(model: Any) -> str | None:
         return "weight gradients are Apex's"
     if config.no_sync_func is not None:
         return "gradients are reduced, and weights gathered, during a pass"
-    trained = [each for each in model.decoder.parameters() if each.requires_grad]
-    if not trained or any(not hasattr(each, "main_grad") for each in trained):
-        return "gradients have no place to be added up in"
+    trained = [parameter for parameter in model.decoder.parameters() if parameter.requires_grad]
+    if not trained or any(not hasattr(parameter, "main_grad") for parameter in trained):
+        return "there are no gradient buffers"
     return None

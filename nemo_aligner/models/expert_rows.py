@@ -1,4 +1,4 @@
-"""Rows of experts: how many each has, and their way between the ranks that share experts."""
+"""Rows of experts: how many each has, and their exchange between expert parallel ranks."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from torch.autograd import Function
 
 @dataclass
 class RowCounts:
-    """Rows of each expert, one expert's behind the other's.
+    """Number of rows of each expert, whose rows lie one expert after the other.
 
-    The host learns the numbers only where it needs them, as it has to wait for the GPU.
+    The numbers come to the host only where it needs them, because it has to wait for the GPU.
 
     Attributes:
-        each: of the experts, on the device; None of one alone, which has all rows.
-        known: the same on the host, once it has asked.
+        per_expert: ``[experts]`` int64 on the device; None for a single expert, which has all rows.
+        on_host_counts: the same on the host, once ``on_host`` was called.
     """
 
-    each: Tensor | None
-    known: list[int] | None = None
+    per_expert: Tensor | None
+    on_host_counts: list[int] | None = None
 
     def on_host(self) -> list[int]:
-        if self.known is None:
-            assert self.each is not None
-            self.known = self.each.tolist()
-        return self.known
+        """Return the numbers on the host; the first call waits for the device."""
+        if self.on_host_counts is None:
+            assert self.per_expert is not None
+            self.on_host_counts = self.per_expert.tolist()
+        return self.on_host_counts
 
     def ends(self, rows: Tensor, matrices: Tensor) -> Tensor | None:
-        """Tell ``grouped_mm`` where each expert's rows end; None where it is not used.
+        """Return where each expert's rows end, for ``grouped_mm``; None where it is not used.
 
-        One kernel for all experts, from torch 2.10 on. It is for bf16, and rows and columns have to
-        begin at multiples of 16 bytes. On a CPU it is a loop over products slower than ours.
+        torch has ``grouped_mm``, one kernel for all experts, from 2.10 on. It takes bf16, and rows
+        and columns have to begin at multiples of 16 bytes. On a CPU it is slower than our loop.
         """
-        if self.each is None or not (rows.is_cuda and rows.dtype is torch.bfloat16):
+        if self.per_expert is None or not (rows.is_cuda and rows.dtype is torch.bfloat16):
             return None
         if not hasattr(F, "grouped_mm") or any(size % 8 for size in matrices.shape[1:]):
             return None
-        return self.each.cumsum(0).to(torch.int32)
+        return self.per_expert.cumsum(0).to(torch.int32)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Exchange:
     Attributes:
         sent, received: rows to and from each rank.
         counts: rows of each of this rank's experts.
-        order: places of the received rows by expert; ``inverse`` undoes it.
+        order: index of the received rows that sorts them by expert; ``inverse`` undoes it.
     """
 
     sent: list[int]
@@ -64,22 +65,22 @@ class Exchange:
 
     @classmethod
     def of(cls, counts: Tensor, group: Any) -> Exchange:
-        """Tell the others ``counts [E]``, of rows for all experts."""
+        """Exchange ``counts [E]``, this rank's rows for each of all experts; collective."""
         ranks = group.size()
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=group)
-        mine, theirs = counts.view(ranks, -1), theirs.view(ranks, -1)
-        own = torch.arange(mine.size(1), device=counts.device).repeat(ranks)
-        order = own.repeat_interleave(theirs.flatten()).sort(stable=True).indices
+        received_counts = torch.empty_like(counts)
+        dist.all_to_all_single(received_counts, counts, group=group)
+        local_counts, received_counts = counts.view(ranks, -1), received_counts.view(ranks, -1)
+        expert = torch.arange(local_counts.size(1), device=counts.device).repeat(ranks)
+        order = expert.repeat_interleave(received_counts.flatten()).sort(stable=True).indices
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
         # One wait for the GPU instead of three.
-        sent, received, each = (
-            torch.cat([mine.sum(1), theirs.sum(1), theirs.sum(0)])
+        sent, received, per_expert = (
+            torch.cat([local_counts.sum(1), received_counts.sum(1), received_counts.sum(0)])
             .cpu()
-            .split([ranks, ranks, mine.size(1)])
+            .split([ranks, ranks, local_counts.size(1)])
         )
-        own_counts = RowCounts(theirs.sum(0), each.tolist())
+        own_counts = RowCounts(received_counts.sum(0), per_expert.tolist())
         return cls(sent.tolist(), received.tolist(), own_counts, order, inverse, group)
 
     def there(self, rows: Tensor) -> Tensor:
@@ -94,7 +95,7 @@ class Exchange:
 
 
 class _Permute(Function):
-    """Rows in another ``order``, which ``inverse`` undoes."""
+    """Permute rows by ``order``; the backward pass permutes by ``inverse``."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ class _Permute(Function):
 
 
 class _AllToAll(Function):
-    """Send so many ``[N, c]`` rows to each rank of ``group``, and receive so many from each."""
+    """Send the next ``sent[r]`` of the rows ``[N, c]`` to each rank r, and receive likewise."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
@@ -121,6 +122,6 @@ class _AllToAll(Function):
 
 
 def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    found = rows.new_empty(sum(received), rows.size(1))
-    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
-    return found
+    received_rows = rows.new_empty(sum(received), rows.size(1))
+    dist.all_to_all_single(received_rows, rows.contiguous(), received, sent, group=group)
+    return received_rows

@@ -1,20 +1,20 @@
-"""Mixtures of experts in the place of a layer's MLP.
+"""Mixture-of-experts (MoE) layers, in place of a decoder layer's MLP.
 
-megatron-core's own (0.16 to 0.19) allocates on CUDA, and a token's bits depend on its neighbours:
-the rows of an expert's product are those of all tokens that chose it. Here the router computes in
-fp32, of experts with equal probabilities those with lower numbers are chosen, tokens are sorted by
-expert in their own order, products are those of ``layers.py``, and a token adds its experts'
-outputs from the likeliest on.
+megatron-core's own MoE layer (0.16 to 0.19) allocates on CUDA, and a token's output depends on its
+neighbours: an expert multiplies the rows of all tokens that chose it together. Here the router
+computes in fp32, the expert with the lower number wins a tie, tokens are sorted by expert in their
+own order, matmuls are those of ``layers.py``, and a token's expert outputs are added from the most
+probable expert on.
 
 Expert parallelism splits the experts over data parallel ranks, which send each other the tokens.
-Tensor parallelism splits every expert. What tensor parallel ranks add up is partial until the end,
-where a token has one row instead of one for each of its experts.
+Tensor parallelism splits every expert. Its ranks sum their partial results last, where a token has
+one row instead of one for each of its experts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,31 +36,16 @@ from nemo_aligner.models.expert_rows import Exchange, RowCounts
 from nemo_aligner.models.layer_shape import ExpertShape
 from nemo_aligner.models.layers import invariant_linear, rows_now, sum_partial
 
-COUNTED = "counted"
-"""Name under which a pack's segments remember its ``Counted``."""
-
-
-@dataclass(frozen=True)
-class Counted:
-    """What a router counts of a pack: the rest is there only to make even shares.
-
-    Attributes:
-        records: of the pack.
-        tokens: of this rank of a context parallel group, before those that fill it up.
-        rows: that the head reads, likewise.
-    """
-
-    records: int = 0
-    tokens: int = 0
-    rows: int = 0
+if TYPE_CHECKING:
+    from nemo_aligner.models.pack_context import Balance
 
 
 class MixtureOfExperts(MegatronModule):
     """``[T, 1, hidden] -> [T, 1, hidden]``; sequence parallelism splits T over TP.
 
     Attributes:
-        shape: of the class, as megatron-core calls a constructor without it.
-        activation: class of the activation between an expert's products; of the class, too.
+        shape: set on the class, because megatron-core's constructor call does not pass it.
+        activation: class of the activation between an expert's matmuls; also set on the class.
         invariant_rows: as in ``ColumnLinear``.
     """
 
@@ -77,16 +62,19 @@ class MixtureOfExperts(MegatronModule):
         if self.shape.shared_width is not None:
             self.shared_experts = ExpertMLP(config, self.activation, self.shape.shared_width)
 
-    def forward(self, hidden: Tensor, **unused: Any) -> tuple[Tensor, None]:
-        return self._mix(hidden.squeeze(1), rows_now(self)).unsqueeze(1), None
+    def forward(
+        self, hidden: Tensor, balance: Balance | None = None, **unused: Any
+    ) -> tuple[Tensor, None]:
+        """Compute the layer's MLP; training needs the ``balance`` that the router counts."""
+        return self._mix(hidden.squeeze(1), rows_now(self), balance).unsqueeze(1), None
 
     def infer(self, hidden: Tensor) -> Tensor:
         """Compute as ``ColumnLinear.infer``."""
-        return self._mix(hidden.squeeze(1), self.invariant_rows).unsqueeze(1)
+        return self._mix(hidden.squeeze(1), self.invariant_rows, None).unsqueeze(1)
 
-    def _mix(self, tokens: Tensor, rows: int | None) -> Tensor:
-        """``[T, hidden] -> [T, hidden]``, in products of ``rows`` rows unless None."""
-        chosen, weights = self.router(tokens, rows)
+    def _mix(self, tokens: Tensor, rows: int | None, balance: Balance | None) -> Tensor:
+        """``[T, hidden] -> [T, hidden]``, in matmuls of ``rows`` rows unless None."""
+        chosen, weights = self.router(tokens, rows, balance)
         is_split, group = self.config.sequence_parallel, self._group
         if is_split:
             tokens = gather_from_sequence_parallel_region(tokens, group=group)
@@ -105,50 +93,48 @@ class MixtureOfExperts(MegatronModule):
         return sum_partial(total.to(tokens.dtype), group, is_split, rows)
 
     def _routed(self, tokens: Tensor, chosen: Tensor, weights: Tensor, rows: int | None) -> Tensor:
-        """Weighted sums of the outputs of the ``chosen [T, k]`` experts, in fp32."""
+        """Compute the weighted sums of the outputs of the ``chosen [T, k]`` experts, in fp32."""
         by_expert = chosen.flatten().sort(stable=True).indices
         places = torch.empty_like(by_expert)
         places[by_expert] = torch.arange(len(places), device=places.device)
         places = places.view_as(chosen)
         counts = _choices(chosen, self.shape.count)
-        given = _Spread.apply(tokens, by_expert // self.shape.top_k, places)
+        rows_of_experts = _Spread.apply(tokens, by_expert // self.shape.top_k, places)
         group = self.experts.group
         if group.size() == 1:
-            return _Combine.apply(self.experts(given, RowCounts(counts), rows), weights, places)
+            return _Combine.apply(
+                self.experts(rows_of_experts, RowCounts(counts), rows), weights, places
+            )
         exchange = Exchange.of(counts, group)
-        given = exchange.there(given)  # by the same name: what was sent is not needed again
-        given = exchange.back(self.experts(given, exchange.counts, rows))
-        return _Combine.apply(given, weights, places)
+        # The same name, so that the rows that were sent are freed.
+        rows_of_experts = exchange.there(rows_of_experts)
+        rows_of_experts = exchange.back(self.experts(rows_of_experts, exchange.counts, rows))
+        return _Combine.apply(rows_of_experts, weights, places)
 
 
 class Router(torch.nn.Module):
     """Chooses each token's experts, in fp32.
 
-    Replicated on all ranks. Under sequence parallelism each sees only its own tokens, and Megatron
-    sums the gradients of marked parameters over the TP ranks.
+    Replicated on all ranks. Under sequence parallelism each rank sees only its own tokens, and
+    Megatron sums the gradients of marked parameters over the TP ranks.
 
     Attributes:
-        aux_loss_coeff: factor of the auxiliary loss, ``E * sum(f_e * P_e)`` of a pack, with the
-            share ``f_e`` of choices and the mean probability ``P_e`` of each of E experts (Fedus et
-            al. 2021, arXiv:2101.03961, equations 4 to 6). Each pack's counts once for each of its
-            ``records``, and the step's is their mean.
-        losses_per_record: what the step's loss divides by, for each of its records: the gradient of
-            the auxiliary loss is divided by the same number in the end.
-        records, counted: of the next pack; how many of its tokens, the first ones, are no filler,
-            all TP ranks' together.
-        load: choices of each expert since the last ``take_load``, on this rank, in training.
+        aux_loss_coeff: factor of the load-balancing loss, ``E * sum(f_e * P_e)`` of a pack, with
+            the fraction ``f_e`` of choices and the mean probability ``P_e`` of each of E experts
+            (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6). The step's loss is the mean
+            over all records, where each record has the loss of its pack.
+        load: ``[E]`` int64, how often each expert was chosen on this rank in training since the
+            last ``take_load``.
     """
 
     aux_loss_coeff = 0.0
-    losses_per_record = 1.0
-    records = counted = 0
 
     def __init__(self, config: TransformerConfig, shape: ExpertShape) -> None:
         super().__init__()
         self._shape = shape
-        # Ranks that have the tokens of one pack.
+        # The ranks that share the tokens of one pack.
         self._group = parallel_state.get_context_parallel_group()
-        self._part = 0  # of the tokens, which sequence parallelism splits
+        self._part = 0  # which part of the tokens this rank has under sequence parallelism
         if config.sequence_parallel:
             self._group = parallel_state.get_tensor_and_context_parallel_group()
             self._part = parallel_state.get_tensor_model_parallel_rank()
@@ -161,87 +147,98 @@ class Router(torch.nn.Module):
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, tokens: Tensor, rows: int | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, rows: int | None, balance: Balance | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Choose experts for ``tokens [T, hidden]``.
 
+        Args:
+            rows: of a matmul; None is all.
+            balance: what the router counts of the pack; needed in training.
+
         Returns:
-            Their numbers ``[T, k]``, and their weights ``[T, k]`` in fp32; behind these, if there
-            is one, the factor of the shared expert.
+            The experts' numbers ``[T, k]`` int64, and their weights ``[T, k]`` in fp32. With a
+            gated shared expert the weights are ``[T, k + 1]``, the last one being its factor.
         """
-        given = tokens.float()
-        shares = _product(given, self.weight.float(), rows).softmax(-1)
-        # Stable: topk leaves open which of two equal ones it takes.
+        wide = tokens.float()
+        shares = _product(wide, self.weight.float(), rows).softmax(-1)
+        # A stable sort, because topk does not define which of two equal values comes first.
         ranked = shares.detach().sort(dim=-1, descending=True, stable=True).indices
         chosen = ranked[:, : self._shape.top_k].contiguous()
         if self.training and torch.is_grad_enabled():  # once if it is recomputed, too
-            shares = self._balanced(shares, chosen)
+            assert balance is not None
+            shares = self._balanced(shares, chosen, balance)
         weights = shares.gather(-1, chosen)
         if self._shape.renormalized:
-            total, *others = weights.unbind(-1)
-            for other in others:  # in this order at any T
-                total = total + other
+            total, *less_probable = weights.unbind(-1)
+            for weight in less_probable:  # a loop sums in this order for any T
+                total = total + weight
             weights = weights / total[:, None]
         if self.shared_gate is None:
             return chosen, weights
-        # A sigmoid, whose bits on a CPU depend on how many there are; those of softmax do not.
-        against = F.pad(_product(given, self.shared_gate.float(), rows), (0, 1))
-        return chosen, torch.cat([weights, against.softmax(-1)[:, :1]], dim=1)
+        # sigmoid(x) as softmax(x, 0): torch's sigmoid on a CPU is not bit-identical for any T.
+        logits = F.pad(_product(wide, self.shared_gate.float(), rows), (0, 1))
+        return chosen, torch.cat([weights, logits.softmax(-1)[:, :1]], dim=1)
 
-    def _balanced(self, shares: Tensor, chosen: Tensor) -> Tensor:
-        """Note the load, and add the auxiliary loss's gradient to that of ``shares [T, E]``."""
-        own = min(max(0, self.counted - self._part * len(chosen)), len(chosen))
-        counts = _choices(chosen[:own], self._shape.count)
+    def _balanced(self, shares: Tensor, chosen: Tensor, balance: Balance) -> Tensor:
+        """Count the load, and add the auxiliary loss's gradient to that of ``shares [T, E]``."""
+        counted = min(max(0, balance.tokens - self._part * len(chosen)), len(chosen))
+        counts = _choices(chosen[:counted], self._shape.count)
         self.load += counts
         if not self.aux_loss_coeff:
             return shares
-        counts = torch.cat([counts, counts.new_tensor([own])])
+        counts = torch.cat([counts, counts.new_tensor([counted])])
         if self._group.size() > 1:
             dist.all_reduce(counts, group=self._group)
         count, top_k = self._shape.count, self._shape.top_k
-        factor = self.aux_loss_coeff * self.losses_per_record * self.records * count / top_k
+        factor = self.aux_loss_coeff * balance.losses_per_record * balance.records * count / top_k
         slope = counts[:-1] * (factor / counts[-1].clamp(min=1).float() ** 2)
-        return _WithSlope.apply(shares, slope, own)
+        return _WithSlope.apply(shares, slope, counted)
 
 
 def _choices(chosen: Tensor, count: int) -> Tensor:
-    """Count how often each expert was ``chosen [T, k]``.
+    """Count how often each of ``count`` experts was ``chosen [T, k]`` -> ``[count]`` int64.
 
-    ``bincount`` would have the host wait for the GPU, for the largest number among them.
+    ``bincount`` would make the host wait for the GPU, because it needs the largest number.
     """
     numbers = chosen.flatten()
     return numbers.new_zeros(count).scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 class _WithSlope(Function):
-    """``shares [T, E]``, to the gradient of whose first ``own`` rows ``slope [E]`` is added."""
+    """Return ``shares [T, E]``; backward, add ``slope [E]`` to the first ``counted`` rows."""
 
     @staticmethod
-    def forward(ctx: Any, shares: Tensor, slope: Tensor, own: int) -> Tensor:
+    def forward(ctx: Any, shares: Tensor, slope: Tensor, counted: int) -> Tensor:
         ctx.save_for_backward(slope)
-        ctx.own = own
+        ctx.counted = counted
         return shares.view_as(shares)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        found = grads[0].clone()
-        found[: ctx.own] += ctx.saved_tensors[0]
-        return found, None, None
+        grad = grads[0].clone()
+        grad[: ctx.counted] += ctx.saved_tensors[0]
+        return grad, None, None
 
 
 def routers(model: Any) -> dict[int, Router]:
-    """Routers of this stage's layers by the layer's number, from 1."""
-    layers = [each for each in model.decoder.layers if isinstance(each.mlp, MixtureOfExperts)]
+    """Return the routers of this pipeline stage by the number of their layer, from 1."""
+    layers = [layer for layer in model.decoder.layers if isinstance(layer.mlp, MixtureOfExperts)]
     return {layer.layer_number: layer.mlp.router for layer in layers}
 
 
 def take_load(model: Any, num_layers: int) -> Tensor:
-    """Choices of each expert by all ranks ``[L, E]`` since the last call; collective."""
-    found = routers(model)
-    (count,) = {router.load.numel() for router in found.values()}
+    """Sum the load of all ranks ``[L, E]`` int64, and reset it; collective.
+
+    Args:
+        num_layers: L, of the whole model.
+    """
+    local_routers = routers(model)
+    (count,) = {router.load.numel() for router in local_routers.values()}
     device = torch.cuda.current_device()
     total = torch.zeros(num_layers, count, dtype=torch.int64, device=device)
     is_copy = parallel_state.get_tensor_model_parallel_rank() > 0
-    for number, router in found.items():
+    for number, router in local_routers.items():
         if not is_copy or model.config.sequence_parallel:
             total[number - 1] = router.load
         router.load.zero_()
@@ -251,10 +248,15 @@ def take_load(model: Any, num_layers: int) -> Tensor:
 
 
 def describe_load(load: Tensor) -> dict[str, float]:
-    """Metrics of ``load [L, E]``: how much busier than the mean the busiest expert of a layer is.
+    """Compute the metrics of ``load [L, E]``, how often each expert of each layer was chosen.
 
-    Of the worst layer and in the mean of all; and the share of experts without a token. The last
-    layer, where only the tokens that the head reads have an MLP, is not counted beside others.
+    The last layer is left out where there are others, because only the tokens that the head reads
+    go through its MLP.
+
+    Returns:
+        ``expert_load_max``: the load of a layer's busiest expert over the layer's mean load, in the
+        worst layer; ``expert_load_mean_max``: the same in the mean of the layers;
+        ``experts_unused``: the fraction of experts that no token chose.
     """
     counted = (load[:-1] if len(load) > 1 else load).double()
     busiest = counted.amax(1) / counted.mean(1).clamp(min=1e-9)
@@ -265,22 +267,22 @@ def describe_load(load: Tensor) -> dict[str, float]:
     }
 
 
-def _product(given: Tensor, weight: Tensor, rows: int | None) -> Tensor:
+def _product(input: Tensor, weight: Tensor, rows: int | None) -> Tensor:
     if rows is None:
-        return F.linear(given, weight)
-    return invariant_linear(given, weight, None, rows)
+        return F.linear(input, weight)
+    return invariant_linear(input, weight, None, rows)
 
 
 class ExpertMLP(MegatronModule):
     """Gated MLPs, ``[N, hidden] -> [N, hidden]``: partial sums if TP splits them.
 
     Args:
-        width: ffn channels of each.
-        count: of them, of which expert parallelism gives this rank a share; None is the shared one,
-            which every rank has.
+        width: ffn channels of each expert.
+        count: experts of the layer, which expert parallelism splits over the ranks; None is the
+            shared expert, which every rank has.
 
     Attributes:
-        group: ranks that share the experts.
+        group: the expert parallel ranks.
     """
 
     def __init__(
@@ -297,9 +299,9 @@ class ExpertMLP(MegatronModule):
         self.activation_func = activation(config=config)
         self.linear_fc2 = ExpertLinear(config, (hidden, width), count)
 
-    def forward(self, given: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
+    def forward(self, inputs: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
         """Compute ``given [N, hidden]``, sorted by expert."""
-        inner = self.activation_func(self.linear_fc1(given, counts, rows))
+        inner = self.activation_func(self.linear_fc1(inputs, counts, rows))
         return self.linear_fc2(inner, counts, rows)
 
 
@@ -307,9 +309,9 @@ class ExpertLinear(torch.nn.Module):
     """One matrix for each expert of this rank, ``weight [experts, ..., in]``.
 
     Args:
-        size: of one, unsharded.
+        size: of one expert's matrix, unsharded.
         count: as in ``ExpertMLP``.
-        axis: of ``weight``, that TP splits: by default that of ffn channels.
+        axis: the axis of ``weight`` that TP splits, by default that of ffn channels.
 
     Attributes:
         first: number of this rank's first expert.
@@ -327,60 +329,61 @@ class ExpertLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         group = parallel_state.get_tensor_model_parallel_group()
-        shared = parallel_state.get_expert_model_parallel_group()
-        own = 1 if count is None else count // shared.size()
-        shape = [own, *size]
+        expert_group = parallel_state.get_expert_model_parallel_group()
+        local_count = 1 if count is None else count // expert_group.size()
+        shape = [local_count, *size]
         shape[axis] //= group.size()
         kind = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         self.weight = torch.nn.Parameter(torch.empty(shape, **kind))
         set_tensor_model_parallel_attributes(self.weight, True, axis, 1)
-        # Megatron's gradients and optimizer states of such parameters have buffers of their own,
-        # which are reduced over the ranks that have the same experts. Without expert parallelism,
-        # too, so that a run can go on with it.
+        # Megatron keeps gradients and optimizer states of parameters with ``allreduce=False`` in
+        # separate buffers, reduced over the ranks that have the same experts. Set without expert
+        # parallelism, too, so that a run can be resumed with it.
         self.weight.allreduce = count is None  # type: ignore[attr-defined]
         self._is_shared = count is None
-        self.group, self._others, self.axis = group, shared, axis
-        self.size, self.first = size, 0 if count is None else own * shared.rank()
+        self.group, self._others, self.axis = group, expert_group, axis
+        self.size, self.first = size, 0 if count is None else local_count * expert_group.rank()
         self.register_module("adapter", None)
 
-    def forward(self, given: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
-        """``[N, in] -> [N, out]``, rows sorted by expert."""
-        product = self._product(given, counts, rows)
-        return product if self.adapter is None else product + self.adapter(given, counts, rows)
+    def forward(self, inputs: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
+        """Compute ``[N, in] -> [N, out]`` for rows sorted by expert."""
+        product = self._product(inputs, counts, rows)
+        return product if self.adapter is None else product + self.adapter(inputs, counts, rows)
 
     @property
     def splits_outputs(self) -> bool:
         return self.axis < len(self.size)
 
-    def own(self, whole: Tensor) -> Tensor:
-        """The part of ``whole [count, *size]`` that this rank has."""
-        mine = whole[self.first : self.first + len(self.weight)]
-        return mine.chunk(self.group.size(), self.axis)[self.group.rank()]
+    def own(self, full: Tensor) -> Tensor:
+        """Return this rank's part of ``full [count, *size]``."""
+        local = full[self.first : self.first + len(self.weight)]
+        return local.chunk(self.group.size(), self.axis)[self.group.rank()]
 
     def gathered(self) -> Tensor:
-        """The weights of this rank's experts from all TP ranks."""
+        """Gather the full weights of this rank's experts from the TP ranks; collective."""
         parts = [torch.empty_like(self.weight) for _ in range(self.group.size())]
         dist.all_gather(parts, self.weight.detach().contiguous(), group=self.group)
         return torch.cat(parts, self.axis)
 
-    def _product(self, given: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
+    def _product(self, inputs: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
         if rows is None:
-            return _Products.apply(given, self.weight, counts)
+            return _Products.apply(inputs, self.weight, counts)
+        inputs_of_experts = inputs.split(counts.on_host())
         products = [
-            invariant_linear(some, matrix.flatten(0, -2), None, rows)
-            for some, matrix in zip(given.split(counts.on_host()), self.weight, strict=True)
-            if len(some)
+            invariant_linear(rows_of_expert, matrix.flatten(0, -2), None, rows)
+            for rows_of_expert, matrix in zip(inputs_of_experts, self.weight, strict=True)
+            if len(rows_of_expert)
         ]
-        return torch.cat(products) if products else _Products.apply(given, self.weight, counts)
+        return torch.cat(products) if products else _Products.apply(inputs, self.weight, counts)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        before, key = len(sharded_offsets), f"{prefix}weight"
-        offsets = [(before + self.axis, self.group.rank(), self.group.size())]
+        prepended, key = len(sharded_offsets), f"{prefix}weight"
+        offsets = [(prepended + self.axis, self.group.rank(), self.group.size())]
         copies = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if not self._is_shared:
-            offsets.append((before, self._others.rank(), self._others.size()))
+            offsets.append((prepended, self._others.rank(), self._others.size()))
             copies = parallel_state.get_expert_data_parallel_group()
         entry = ShardedTensor.from_rank_offsets(
             key,
@@ -388,44 +391,44 @@ class ExpertLinear(torch.nn.Module):
             *sharded_offsets,
             *offsets,
             replica_id=(0, 0, copies.rank()),
-            prepend_axis_num=before,
+            prepend_axis_num=prepended,
         )
         return {key: entry} | self._adapter_state_dict(prefix, sharded_offsets, metadata)
 
-    def _adapter_state_dict(self, prefix: str, *how: Any) -> dict[str, Any]:
+    def _adapter_state_dict(self, prefix: str, *arguments: Any) -> dict[str, Any]:
         if self.adapter is None:
             return {}
-        return self.adapter.sharded_state_dict(f"{prefix}adapter.", *how)
+        return self.adapter.sharded_state_dict(f"{prefix}adapter.", *arguments)
 
 
 class _Products(Function):
-    """Product of each of ``given [N, in]`` with its expert's matrix.
+    """Multiply each row of ``inputs [N, in]`` by its expert's matrix.
 
     The weight's gradient is added to its ``main_grad``, if Megatron's wrapper gave it one.
     """
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, weight: Tensor, counts: RowCounts) -> Tensor:
-        ctx.save_for_backward(given if ctx.needs_input_grad[1] else None)
-        # Not saved: under hooks on saved tensors an alias without Megatron's marks would come back.
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, counts: RowCounts) -> Tensor:
+        ctx.save_for_backward(inputs if ctx.needs_input_grad[1] else None)
+        # An attribute, as hooks on saved tensors would return an alias without Megatron's marks.
         ctx.weight, ctx.counts = weight, counts
-        return _rows_times(given, weight.flatten(1, -2).mT, counts)
+        return _rows_times(inputs, weight.flatten(1, -2).mT, counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (grad,), (given,), weight = grads, ctx.saved_tensors, ctx.weight
+        (grad,), (inputs,), weight = grads, ctx.saved_tensors, ctx.weight
         to_given = to_weight = None
         if ctx.needs_input_grad[0]:
             to_given = _rows_times(grad, weight.flatten(1, -2), ctx.counts)
         if ctx.needs_input_grad[1]:
             main = getattr(weight, "main_grad", None)
             summed = torch.zeros_like(weight) if main is None else main
-            _add_gradients(summed.flatten(1, -2), given, grad, ctx.counts)
+            _add_gradients(summed.flatten(1, -2), inputs, grad, ctx.counts)
             if main is None:
                 to_weight = summed
             else:
-                # The wrapper's hooks run without a gradient, too, but look for one: one number
-                # instead of as many as all experts have.
+                # The wrapper's hooks need a gradient to be there, and do not read its values: an
+                # expanded scalar takes no memory.
                 weight.grad_added_to_main_grad = True
                 weight.grad = weight.new_empty(()).expand_as(weight)
         return to_given, to_weight, None
@@ -436,38 +439,44 @@ def _rows_times(rows: Tensor, matrices: Tensor, counts: RowCounts) -> Tensor:
     ends = counts.ends(rows, matrices)
     if ends is not None:
         return F.grouped_mm(rows, matrices, offs=ends)
-    found = rows.new_empty(rows.size(0), matrices.size(2))
-    for some, matrix, to in _by_expert(counts, rows, matrices, found):
-        turned = matrix.t()
-        to.copy_(linear_on_cpu(some, turned) if some.is_cpu else F.linear(some, turned))
-    return found
+    outputs = rows.new_empty(rows.size(0), matrices.size(2))
+    multiply = linear_on_cpu if rows.is_cpu else F.linear
+    for rows_of_expert, matrix, output in _by_expert(counts, rows, matrices, outputs):
+        output.copy_(multiply(rows_of_expert, matrix.t()))
+    return outputs
 
 
-def _add_gradients(to: Tensor, given: Tensor, grad: Tensor, counts: RowCounts) -> None:
-    """Add each expert's product of ``grad [n_e, o]`` and ``given [n_e, i]`` to ``to [E, o, i]``."""
-    ends = counts.ends(given, to)
+def _add_gradients(to: Tensor, inputs: Tensor, grad: Tensor, counts: RowCounts) -> None:
+    """Add each expert's ``grad [n_e, o]`` times ``inputs [n_e, i]`` to ``to [E, o, i]``."""
+    ends = counts.ends(inputs, to)
     if ends is not None:
-        products = F.grouped_mm(grad.mT, given, offs=ends)
-        # Without rows it is zero on Hopper, and anything on Blackwell (pytorch/pytorch#172439).
+        products = F.grouped_mm(grad.mT, inputs, offs=ends)
+        # For an expert without rows the product is zero on Hopper, but uninitialised memory on
+        # Blackwell (pytorch/pytorch#172439).
         has_rows = ends.diff(prepend=ends.new_zeros(1)) > 0
         to.add_(products.masked_fill_(~has_rows[:, None, None], 0))
         return
-    for some, own, its in _by_expert(counts, given, grad, to):
-        add_weight_gradient(its, some, own)
+    for rows_of_expert, grad_of_expert, sum_of_expert in _by_expert(counts, inputs, grad, to):
+        add_weight_gradient(sum_of_expert, rows_of_expert, grad_of_expert)
 
 
-def _by_expert(counts: RowCounts, *tensors: Tensor) -> Any:
-    """Yield each expert's part of ``tensors``: matrices ``[E, o, i]`` or rows ``[N, c]``."""
+def _by_expert(counts: RowCounts, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the parts of ``tensors``, matrices ``[E, o, i]`` or rows ``[N, c]``, of each expert.
+
+    Experts without rows are skipped.
+    """
     rows = counts.on_host()
-    parts = [each.unbind() if each.dim() == 3 else each.split(rows) for each in tensors]
-    return (own for own, count in zip(zip(*parts, strict=True), rows, strict=True) if count)
+    parts = [tensor.unbind() if tensor.dim() == 3 else tensor.split(rows) for tensor in tensors]
+    for parts_of_expert, count in zip(zip(*parts, strict=True), rows, strict=True):
+        if count:
+            yield parts_of_expert
 
 
 class _Spread(Function):
     """Copy tokens ``[T, c]`` to the rows ``[T * k, c]`` of their experts.
 
-    ``sources [T * k]`` are tokens of rows, ``places [T, k]`` rows of tokens. A backward pass of
-    torch's own would add up in any order on a GPU.
+    ``sources [T * k]`` is the token of each row, ``places [T, k]`` are the rows of each token. The
+    backward pass of torch's indexing would sum in an undefined order on a GPU.
     """
 
     @staticmethod
@@ -488,15 +497,15 @@ class _Combine(Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, places)
         total = rows.new_zeros(places.size(0), rows.size(1), dtype=torch.float32)
-        for where, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
-            total += rows[where] * weight[:, None]
+        for index, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
+            total += rows[index] * weight[:, None]
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (grad,), (rows, weights, places) = grads, ctx.saved_tensors
         to_rows, to_weights = torch.empty_like(rows), torch.empty_like(weights)
-        for number, where in enumerate(places.unbind(1)):
-            to_rows[where] = (grad * weights[:, number, None]).to(rows.dtype)
-            to_weights[:, number] = (grad * rows[where]).sum(1)
+        for number, index in enumerate(places.unbind(1)):
+            to_rows[index] = (grad * weights[:, number, None]).to(rows.dtype)
+            to_weights[:, number] = (grad * rows[index]).sum(1)
         return to_rows, to_weights, None

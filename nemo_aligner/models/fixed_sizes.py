@@ -1,8 +1,8 @@
-"""Pad packs to a few fixed sizes, so that a CUDA graph that was captured for one runs for others.
+"""Pad packs to a few fixed sizes, so that a CUDA graph captured for one pack runs for others.
 
-A graph's kernels have the shapes of the pack that it was captured with. All that shapes depend on
-is therefore rounded up: tokens in steps of an eighth, and the rest, which costs next to nothing, in
-coarser ones. What is added computes nothing that anybody reads.
+A graph's kernels have the shapes of the pack that it was captured with. Everything that shapes
+depend on is therefore rounded up: tokens in steps of an eighth, and all else, which costs next to
+nothing, in coarser steps. No result of the padding is read.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from nemo_aligner.batch.packed import CacheUse, FixedSizes, PackedBatch
 from nemo_aligner.models.attention.segments import chains_of
 
 _TOKEN_STEP = 128
-# Blocks of an attention kernel that find nothing to do end at once, but a launch is as long as they
-# are many: of a segment more as many as of the longest, and of 128 tokens more one a segment.
+# Idle blocks of an attention kernel end at once, but cost launch time: one more segment has as many
+# blocks as the longest one, and 128 more tokens are one more block a segment.
 _FEWEST_SEGMENTS, _SHORTEST = 16, 512
 _FEWEST_ROWS, _ROW_FACTOR = 16, 4
 
@@ -29,7 +29,7 @@ def round_up_tokens(count: int) -> int:
 
 
 def round_up_rows(count: int) -> int:
-    """Round up the rows that a head reads: 16, 64 or 256, and above as tokens."""
+    """Round up the rows that a head reads: to 16, 64 or 256, and above 256 as tokens."""
     rows = _FEWEST_ROWS
     while rows < min(count, 2 * _TOKEN_STEP):
         rows *= _ROW_FACTOR
@@ -37,10 +37,13 @@ def round_up_rows(count: int) -> int:
 
 
 def pad_to_fixed_sizes(batch: PackedBatch, multiple: int = 1) -> PackedBatch:
-    """Pad a pack on the host, whose ``FixedSizes`` ``PackedSegments.of`` then fills up to.
+    """Pad a pack on the host to fixed sizes, which ``PackedSegments.of`` then pads its bounds to.
 
-    Filler segments are behind the pack's own, and none is longer than ``FixedSizes.length``. The
-    tokens are a multiple of ``multiple``, too: batch invariant products then pad nothing.
+    Filler segments are behind the pack's own, and none is longer than ``FixedSizes.length``.
+
+    Args:
+        multiple: also a divisor of the number of tokens, so that batch invariant matmuls need no
+            padding.
     """
     if batch.cached is not None:
         batch = _with_fixed_cache(batch, batch.cached)
@@ -53,7 +56,7 @@ def pad_to_fixed_sizes(batch: PackedBatch, multiple: int = 1) -> PackedBatch:
     if int(filled.prefixes.max()) >= 0:
         step = tokens // 2
         padded_keys = -(-keys // step) * step
-        # A kernel writes the gradients only of keys that are in a segment: they get some.
+        # A kernel writes gradients only for keys in a segment, so the added keys need segments.
         segments += -(-(padded_keys - keys) // length)
     sizes = FixedSizes(_round_up_segments(segments), padded_keys, length)
     return replace(filled, sizes=sizes)
@@ -66,7 +69,7 @@ def _round_up_segments(count: int) -> int:
 
 
 def _key_counts(batch: PackedBatch) -> tuple[int, int]:
-    """Count the keys, prefixes included, of the longest segment and of all segments."""
+    """Count the keys, prefixes included, of the longest segment and of all segments together."""
     cached = () if batch.cached is None else batch.cached.lengths
     lengths = [*cached, *batch.cu_seqlens.diff().tolist()]
     chains = chains_of(batch.prefixes.tolist(), len(cached))
@@ -78,15 +81,15 @@ def _key_counts(batch: PackedBatch) -> tuple[int, int]:
 
 
 def _with_fixed_cache(batch: PackedBatch, use: CacheUse) -> PackedBatch:
-    """Take and store fixed numbers of tokens: one more cached segment, and stores that repeat."""
+    """Pad the numbers of cached and stored tokens, by a cached segment and by repeated stores."""
     taken, missing = use.taken, 0
     if use.lengths:
         missing = _power_of_two(len(taken), _TOKEN_STEP) - len(taken)
     stored, slots = use.stored, use.slots
     if len(stored):
-        # The last one again: whichever of them is written last, the slot has the same values.
+        # Repeat the last store: whichever copy is written last, the slot has the same values.
         more = _power_of_two(len(stored), _TOKEN_STEP) - len(stored)
-        stored, slots = (torch.cat([each, each[-1:].expand(more)]) for each in (stored, slots))
+        stored, slots = (torch.cat([index, index[-1:].expand(more)]) for index in (stored, slots))
     lengths, prefixes = use.lengths, batch.prefixes
     if missing:
         lengths, taken = (*lengths, missing), torch.cat([taken, taken.new_zeros(missing)])

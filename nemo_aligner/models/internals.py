@@ -1,4 +1,4 @@
-"""Private or short-lived names of torch and megatron-core, each behind a function of our own."""
+"""Private or short-lived names of torch and megatron-core, each behind a function of this file."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from nemo_aligner.cpu.products import accumulate_weight_gradients
 from nemo_aligner.distributed.gpu_products import add_weight_gradient, adds_to_fp32
 from nemo_aligner.models.layer_shape import RopeScaling
 
-# Below scaled_dot_product_attention, which drops the log-sum-exp of the scores.
-cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # Below torch.nn.attention.varlen, which is new in torch 2.10 and complete from 2.12 on.
 gpu_flash_attention = torch.ops.aten._flash_attention_forward
 gpu_flash_attention_backward = torch.ops.aten._flash_attention_backward
@@ -32,14 +29,14 @@ def has_weight_gradient_kernel() -> bool:
 
 
 def has_apex_weight_gradients() -> bool:
-    """Tell if that kernel is Apex's."""
+    """Tell if megatron-core's fused weight gradient kernel is Apex's."""
     return isinstance(getattr(layers, "fused_weight_gradient_mlp_cuda", None), ModuleType)
 
 
 def add_weight_gradients_on_gpu() -> None:
-    """Have products add weight gradients in megatron-core's linear layers, if Apex is missing.
+    """Fuse weight gradients into the matmuls of megatron-core's linear layers, without Apex.
 
-    On a CPU ``cpu/backend.py`` has done so.
+    For GPUs; ``cpu/backend.py`` does the same for CPUs.
     """
     if torch.cuda.is_available() and not has_weight_gradient_kernel() and adds_to_fp32():
         accumulate_weight_gradients(layers, add_weight_gradient)
@@ -49,15 +46,15 @@ def add_weight_gradients_on_gpu() -> None:
 def fused_output_layer_allowed() -> Iterator[None]:
     """Allow ``gradient_accumulation_fusion`` without Apex while a model is built.
 
-    GPTModel always builds an output layer. It is not a TransformerEngine module, and raises where
-    Apex's kernel is missing, though the reward model deletes it at once.
+    GPTModel always builds an output layer, which raises where Apex's kernel is missing, unless it
+    is TransformerEngine's. The reward model deletes that layer at once.
     """
-    found = layers._grad_accum_fusion_available
+    previous = layers._grad_accum_fusion_available
     layers._grad_accum_fusion_available = True
     try:
         yield
     finally:
-        layers._grad_accum_fusion_available = found
+        layers._grad_accum_fusion_available = previous
 
 
 def mlp_spec(submodules: MLPSubmodules) -> Any:
@@ -71,7 +68,7 @@ def mlp_spec(submodules: MLPSubmodules) -> Any:
 def scale_rotary_frequencies(rope: Any, scaling: RopeScaling) -> Tensor:
     """Scale the frequencies of ``rope`` as Llama 3.1 does for long contexts.
 
-    megatron-core's constructor exposes only ``factor`` of the four numbers.
+    megatron-core's constructor has a parameter for only one of the four numbers, ``factor``.
     """
     return rope._apply_scaling(
         rope.inv_freq,
@@ -91,9 +88,9 @@ def engine_layers(model: torch.nn.Module) -> list[Any]:
 
 
 def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """Return the hooks that pack and unpack saved tensors here; without any, both do nothing.
+    """Return the current hooks that pack and unpack saved tensors; without any, both do nothing.
 
-    Only the innermost hooks are called: those inside others have to call them.
+    torch calls only the innermost hooks, so hooks inside of others have to call these.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) or (_unchanged, _unchanged)
 
@@ -103,9 +100,9 @@ def _unchanged(saved: Tensor) -> Tensor:
 
 
 def keep_weights_out_of_saved_tensors() -> None:
-    """Have megatron-core's linear layers work under hooks on saved tensors, in this process.
+    """Make megatron-core's linear layers work under hooks on saved tensors, in this process.
 
-    Under such hooks autograd gives the backward pass an alias of the weight without Python
+    Under such hooks autograd passes to the backward an alias of the weight without its Python
     attributes, and so without Megatron's ``grad_added_to_main_grad``.
     """
     layers.LinearWithGradAccumulationAndAsyncCommunication = _LinearUnderHooks
@@ -115,7 +112,7 @@ _MegatronLinear: Any = layers.LinearWithGradAccumulationAndAsyncCommunication
 
 
 class _LinearUnderHooks(_MegatronLinear):  # type: ignore[misc]
-    """megatron-core's function, whose backward pass gets the weight itself."""
+    """megatron-core's autograd function, with a backward pass that gets the weight itself."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, *options: Any) -> Tensor:

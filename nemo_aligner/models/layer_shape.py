@@ -1,4 +1,7 @@
-"""Rotation, windows and experts of decoder layers, as ``model_config.yaml`` has them; no torch."""
+"""Position encoding, windows and experts of decoder layers, read from ``model_config.yaml``.
+
+``shape.py`` puts them together into a ``ModelShape``. Neither file imports torch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from nemo_aligner.config.common import (
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 
 Frequency = int | tuple[int, ...] | None
-"""Layers as megatron-core names them: every N-th, or a 0 or 1 for each; None is none."""
+"""A choice of layers as in megatron-core: every N-th, or a 0 or 1 for each; None is no layer."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,14 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (Peng et al. 2023): slow frequencies divided by ``factor``, fast ones kept.
+    """YaRN (Peng et al. 2023): slow frequencies divided by ``factor``, fast ones unchanged.
 
     Attributes:
-        old_context_len: length of the texts before the scaling; frequencies that turn less than
-            ``beta_slow`` times in it are slow, and those with more than ``beta_fast`` fast.
-        attention_factor: of cosines and sines.
-        rounded: the channels at which the ramp between both begins and ends are whole numbers.
+        old_context_len: tokens of the context before the scaling. Frequencies that turn less than
+            ``beta_slow`` times in it are slow, and those that turn more than ``beta_fast`` times
+            are fast; a ramp lies between them.
+        attention_factor: factor of cosines and sines.
+        rounded: the ramp begins and ends at whole channel numbers.
     """
 
     factor: float
@@ -53,12 +57,12 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LongRope:
-    """LongRoPE (Ding et al. 2024): each frequency divided by a factor of its own.
+    """LongRoPE (Ding et al. 2024): each frequency has its own divisor.
 
     Attributes:
-        short: factors for texts of at most ``old_context_len`` tokens.
-        long: for longer ones; None if nobody said.
-        attention_factor: of cosines and sines.
+        short: divisors for sequences of at most ``old_context_len`` tokens.
+        long: divisors for longer sequences; None if the config has none.
+        attention_factor: factor of cosines and sines.
     """
 
     short: tuple[float, ...]
@@ -68,10 +72,15 @@ class LongRope:
 
 
 def read_longrope(config: Mapping[str, Any], frequencies: int) -> LongRope | None:
-    """Read a scaling with so many factors; its keys are this package's own.
+    """Read LongRoPE's settings; None if the model has another position embedding.
+
+    NeMo has no keys for it: those that begin with ``longrope_`` are this package's own.
+
+    Args:
+        frequencies: how many frequencies the model's RoPE has, and so divisors in each list.
 
     Raises:
-        CheckpointError: the factors are no such list.
+        CheckpointError: a list has another length, or a value that is not a positive number.
     """
     if config.get("position_embedding_type") != "longrope":
         return None
@@ -89,29 +98,37 @@ def read_longrope(config: Mapping[str, Any], frequencies: int) -> LongRope | Non
 
 
 def _factors(config: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
-    given = config.get(key)
-    factors = given if isinstance(given, list) else []
+    value = config.get(key)
+    factors = value if isinstance(value, list) else []
     if len(factors) != count or not all(
-        type(each) in (int, float) and LEAST_NUMBER <= each <= MOST_NUMBER for each in factors
+        type(factor) in (int, float) and LEAST_NUMBER <= factor <= MOST_NUMBER for factor in factors
     ):
         raise CheckpointError(
-            f"model_config.yaml: {key}: got {shown(given)}, wanted {count} numbers above 0"
+            f"model_config.yaml: {key}: got {shown(value)}, wanted {count} numbers above 0"
         )
     return tuple(map(float, factors))
 
 
 def check_longer(tokens: int, until: int, longrope: LongRope | None, is_scaled: bool) -> None:
-    """Check that a rotation which depends on lengths is known for texts longer than ``until``.
+    """Check that a RoPE that depends on length is defined for sequences longer than ``until``.
+
+    Args:
+        tokens: of the longest sequence.
+        until: tokens up to which all sequences have the same RoPE.
+        longrope: None for dynamic NTK-aware scaling.
+        is_scaled: the RoPE has a second kind of scaling.
 
     Raises:
-        ConfigError: it is a LongRoPE without factors for them, or dynamic and scaled otherwise.
+        ConfigError: LongRoPE has no divisors for them, or a dynamic RoPE is scaled twice.
     """
-    missing = "one rotation: it is dynamic, and scaled otherwise" if is_scaled else None
+    missing = (
+        "a single kind of RoPE scaling (it is dynamic and scaled again)" if is_scaled else None
+    )
     if longrope is not None:
         missing = "longrope_long_factor" if longrope.long is None else None
     if missing is not None:
         raise ConfigError(
-            f"seq_length: got {tokens}, wanted at most {until}: for longer texts the model's "
+            f"seq_length: got {tokens}, wanted at most {until}: for longer sequences the model's "
             f"config lacks {missing}"
         )
 
@@ -138,7 +155,7 @@ def read_rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
     """Read Llama 3.1's scaling by NeMo's keys."""
     if not config.get("scale_positional_embedding"):
         return None
-    # Llama 3.1's values, which NeMo leaves out of its configs.
+    # The defaults are Llama 3.1's values, which NeMo does not write into its configs.
     return RopeScaling(
         factor=number_of_config(config, "scale_factor", 8.0),
         low_freq_factor=number_of_config(config, "low_freq_factor", 1.0),
@@ -148,9 +165,10 @@ def read_rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
 
 
 def read_yarn(config: Mapping[str, Any]) -> YarnScaling | None:
-    """Read megatron-core's settings; it has no ``yarn_attention_factor``, which overrides mscale.
+    """Read YaRN's settings by megatron-core's keys; None if the model has another RoPE.
 
-    Without it the factor is ``m(mscale) / m(mscale_all_dim)``, or ``m(1)`` if one is missing, with
+    ``yarn_attention_factor`` is this package's own key, and overrides mscale. Without it the factor
+    is ``m(mscale) / m(mscale_all_dim)``, or ``m(1)`` if one is missing, with
     ``m(x) = 0.1 x ln(factor) + 1``.
     """
     if config.get("position_embedding_type") != "yarn":
@@ -177,7 +195,11 @@ def read_yarn(config: Mapping[str, Any]) -> YarnScaling | None:
 
 
 def read_frequency(config: Mapping[str, Any], key: str) -> Frequency:
-    """Read which layers are meant as megatron-core has it: every N-th, or a 0 or 1 for each."""
+    """Read which layers a key chooses: every N-th, or a 0 or 1 for each of them.
+
+    Raises:
+        CheckpointError: the value is neither.
+    """
     value, layers = config.get(key), config.get("num_layers")
     if value is None or (type(value) is int and 0 < value <= MOST):
         return value
@@ -191,7 +213,12 @@ def read_frequency(config: Mapping[str, Any], key: str) -> Frequency:
 
 
 def is_in(frequency: Frequency, layer_number: int, mark: int) -> bool:
-    """Tell if a layer is one of every N-th, or has this ``mark`` in the list of all layers."""
+    """Tell if ``frequency`` chooses a layer.
+
+    Args:
+        layer_number: from 1.
+        mark: the value, 0 or 1, that chosen layers have in a list of all layers.
+    """
     if isinstance(frequency, tuple):
         return frequency[layer_number - 1] == mark
     return frequency is not None and layer_number % frequency == 0
@@ -205,8 +232,10 @@ def read_window(value: Any) -> int | None:
     """
     size = value
     if isinstance(value, list | tuple) and len(value) == 2 and value[1] == 0:
-        before = value[0]
-        size = None if before == -1 else before + 1 if type(before) is int else before
+        keys_before = value[0]
+        size = keys_before + 1 if type(keys_before) is int else keys_before
+        if keys_before == -1:
+            size = None
     if size is None or (type(size) is int and 0 < size <= MOST):
         return size
     raise CheckpointError(
@@ -216,10 +245,10 @@ def read_window(value: Any) -> int | None:
 
 
 def read_window_pattern(config: Mapping[str, Any], window: int | None) -> dict[str, Any]:
-    """Read which layers have the window, by either of the two keys for it.
+    """Read which layers have the window, from either of the two keys for it.
 
     Raises:
-        CheckpointError: it has both.
+        CheckpointError: the config has both keys.
     """
     pattern, key = config.get("window_pattern") or "all", "window_attn_skip_freq"
     skipped = read_frequency(config, key)
@@ -233,24 +262,24 @@ def read_window_pattern(config: Mapping[str, Any], window: int | None) -> dict[s
     return {"window_pattern": pattern, key: skipped}
 
 
-# Mixtures of experts.
+# Mixture-of-experts (MoE) layers.
 
 
 # Megatron's keys, in the order of the fields of ``ExpertShape``.
 EXPERT_COUNT = "num_moe_experts"
 EXPERT_TOP_K, EXPERT_WIDTH = "moe_router_topk", "moe_ffn_hidden_size"
-# True: a chosen expert's weight is its share of the softmax over all experts.
+# True: a chosen expert's weight is its probability in the softmax over all experts.
 PRE_SOFTMAX = "moe_router_pre_softmax"
 SHARED_WIDTH, SHARED_GATE = "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"
 
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """MLPs of which each token goes through a few (Shazeer et al. 2017, arXiv:1701.06538).
+    """The experts of a mixture-of-experts layer (Shazeer et al. 2017, arXiv:1701.06538).
 
     Attributes:
         count: experts of a layer.
-        top_k: of them a token goes through those with the largest probabilities.
+        top_k: number of experts, those with the largest probabilities, that a token goes through.
         width: ffn channels of an expert.
         renormalized: the weights of a token's experts sum to 1.
         shared_width: ffn channels of an expert that all tokens go through; None without one.
@@ -283,14 +312,21 @@ class ExpertShape:
                 )
 
     def parameters(self, hidden_size: int, matrices: int) -> tuple[int, int, int]:
-        """Parameters of a layer's own experts, of its shared one, and of router and shared gate."""
+        """Count a layer's parameters.
+
+        Args:
+            matrices: of an MLP: 3 if it is gated, else 2.
+
+        Returns:
+            Parameters of the routed experts, of the shared expert, and of router and shared gate.
+        """
         shared = matrices * hidden_size * (self.shared_width or 0)
-        own = matrices * hidden_size * self.width * self.count
-        return own, shared, hidden_size * (self.count + self.shared_gate)
+        routed = matrices * hidden_size * self.width * self.count
+        return routed, shared, hidden_size * (self.count + self.shared_gate)
 
     @property
     def active_width(self) -> int:
-        """Ffn channels that a token goes through."""
+        """Ffn channels that a token goes through, in its experts and the shared one."""
         return self.top_k * self.width + (self.shared_width or 0)
 
     def __str__(self) -> str:
@@ -299,10 +335,11 @@ class ExpertShape:
 
 
 def read_experts(config: Mapping[str, Any]) -> ExpertShape | None:
-    """Read a mixture of experts from a NeMo model config; None without one.
+    """Read the experts from a NeMo model config; None for a dense model.
 
     Raises:
-        CheckpointError: a key is missing or out of range, or the layer has what no expert has here.
+        CheckpointError: a key is missing or out of range, or the layer has post-norms or an MLP
+            without a gate, which are not supported with experts.
     """
     if not config.get(EXPERT_COUNT):
         return None
@@ -316,8 +353,8 @@ def read_experts(config: Mapping[str, Any]) -> ExpertShape | None:
     shared = config.get(SHARED_WIDTH)
     if config.get("post_layernorms") or config.get("activation") == "squared-relu":
         raise CheckpointError(
-            f"model_config.yaml: {EXPERT_COUNT}: got {count} beside post_layernorms or an MLP "
-            "without a gate, wanted it without experts"
+            f"model_config.yaml: {EXPERT_COUNT}: got {count} together with post_layernorms or an "
+            "MLP without a gate, which is not supported. Such models are supported without experts."
         )
     return ExpertShape(
         count,

@@ -1,14 +1,16 @@
 """Linear layers and norms of a decoder.
 
 A GEMM chooses its kernel, and with it the order of its sums, by the number of rows. A batch
-invariant model therefore computes chunks of a fixed number of rows, the last one padded, and sums
-tensor parallel partial results in rank order.
+invariant model therefore computes in chunks of a fixed number of rows, the last one padded, and
+sums tensor parallel partial results in rank order.
+
+Each class has megatron-core's constructor, because megatron-core builds them from a layer spec.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,9 +32,12 @@ from nemo_aligner.distributed.gpu_products import invariant_linear_on_gpu
 from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
 from nemo_aligner.models.shape import LORA_A, LORA_B
 
+if TYPE_CHECKING:
+    from nemo_aligner.models.pack_context import PackContext
+
 
 def learns(module: torch.nn.Module) -> bool:
-    """Tell if ``module`` is trained now, or may be asked for gradients; else it only infers."""
+    """Tell if ``module`` is in training mode or gradients are enabled; else it only infers."""
     return module.training or torch.is_grad_enabled()
 
 
@@ -42,7 +47,7 @@ def learns(module: torch.nn.Module) -> bool:
 def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
     """Compute ``input [..., i]`` by ``weight [o, i]`` -> ``[..., o]`` in chunks of ``rows`` rows.
 
-    Other chunk sizes are used where a trial gave the same bits.
+    Other chunk sizes are used where a trial found them bit-identical.
     """
     multiply = invariant_linear_on_cpu if input.is_cpu else invariant_linear_on_gpu
     return multiply(input, weight, bias, rows)
@@ -50,8 +55,8 @@ def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None, rows: i
 
 def in_chunks(function: Callable[[Tensor], Tensor], input: Tensor, rows: int) -> Tensor:
     """Apply ``function`` to ``input [T, ..., i]`` in chunks of ``rows`` rows, the last padded."""
-    found = [function(_filled(piece, rows)) for piece in input.split(rows)]
-    return torch.cat(found)[: input.size(0)]
+    outputs = [function(_filled(piece, rows)) for piece in input.split(rows)]
+    return torch.cat(outputs)[: input.size(0)]
 
 
 def _filled(rows: Tensor, multiple: int) -> Tensor:
@@ -64,7 +69,7 @@ class ColumnLinear(ColumnParallelLinear):
     """Linear layer whose outputs tensor parallelism splits.
 
     Attributes:
-        invariant_rows: rows of a product in evaluation mode; None leaves it to megatron-core.
+        invariant_rows: rows of a matmul in evaluation mode; None leaves it to megatron-core.
         adapter: LoRA's adapter, whose output is added; None without LoRA.
     """
 
@@ -74,24 +79,29 @@ class ColumnLinear(ColumnParallelLinear):
         super().__init__(*args, **options)
         self.register_module("adapter", None)
 
-    def forward(self, input_: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, input_: Tensor, *args: Any, context: PackContext | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute ``[T, 1, i] -> [T, 1, o]``; an adapter with dropout needs the ``context``."""
         if rows_now(self) is not None:
             return self.infer(input_), None
         output, bias = super().forward(input_, *args, **options)
-        return output if self.adapter is None else output + self.adapter(input_, None), bias
+        if self.adapter is not None:
+            output = output + self.adapter(input_, None, context)
+        return output, bias
 
     def infer(self, input_: Tensor) -> Tensor:
-        """Compute ``[T, 1, i] -> [T, 1, o]`` without gradients, batch invariant if it is to be.
+        """Compute ``[T, 1, i] -> [T, 1, o]`` without gradients, in ``invariant_rows`` if set.
 
-        A call of the module would cost as much as 10 rows of a product.
+        Callers use it instead of calling the module, which costs as much as 10 rows of a matmul.
         """
         rows = self.invariant_rows
         if rows is None:
             return ColumnLinear.forward(self, input_)[0]
-        given = input_
+        gathered = input_
         if self.sequence_parallel:
-            given = gather_from_sequence_parallel_region(given, group=self.tp_group)
-        output = invariant_linear(given, self.weight, self.bias, rows)
+            gathered = gather_from_sequence_parallel_region(gathered, group=self.tp_group)
+        output = invariant_linear(gathered, self.weight, self.bias, rows)
         return output if self.adapter is None else output + self.adapter(input_, rows)
 
     def sharded_state_dict(
@@ -112,11 +122,16 @@ class RowLinear(RowParallelLinear):
         super().__init__(*args, **options)
         self.register_module("adapter", None)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, input_: Tensor, context: PackContext | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute as ``ColumnLinear.forward``."""
         if rows_now(self) is not None:
             return self.infer(input_), None
         output, bias = super().forward(input_)
-        return output if self.adapter is None else output + self.adapter(input_, None), bias
+        if self.adapter is not None:
+            output = output + self.adapter(input_, None, context)
+        return output, bias
 
     def infer(self, input_: Tensor) -> Tensor:
         """Compute as ``ColumnLinear.infer``."""
@@ -144,9 +159,9 @@ def _sharded(
     offsets: tuple,
     metadata: dict | None,
 ) -> dict[str, Any]:
-    """Checkpoint entry of an adapter's tensor, sharded along ``axis``.
+    """Make the checkpoint entry of an adapter's tensor, sharded along ``axis``.
 
-    megatron-core's layers know the axes of their own tensors only, and its MLP does not know that
+    megatron-core's layers only know the axes of their own tensors, and its MLP does not know that
     the gated fc1 of an adapter is two matrices in one.
     """
     entries = make_sharded_tensors_for_checkpoint(
@@ -163,9 +178,9 @@ def _sharded(
 
 
 def sum_partial(partial: Tensor, group: Any, is_scattered: bool, rows: int | None) -> Tensor:
-    """Sum all ranks' ``partial``; with ``is_scattered`` each keeps its share of the tokens.
+    """Sum ``partial`` over the TP ranks; with ``is_scattered`` each keeps its part of the tokens.
 
-    In rank order for a batch invariant product (``rows`` is not None).
+    The sum is in rank order for a batch invariant matmul, where ``rows`` is not None.
     """
     if group.size() == 1:
         return partial
@@ -178,14 +193,14 @@ def sum_partial(partial: Tensor, group: Any, is_scattered: bool, rows: int | Non
 
 
 def rows_now(layer: Any) -> int | None:
-    """Rows of a product of ``layer`` now; None in training, which is not batch invariant."""
+    """Return the rows of ``layer``'s matmuls now; None in training, where they are not fixed."""
     return None if learns(layer) else layer.invariant_rows
 
 
 def sum_in_rank_order(partial: Tensor, group: Any, is_scattered: bool) -> Tensor:
-    """Sum all ranks' ``partial [T, ...]`` in fp32 and in rank order.
+    """Sum ``partial [T, ...]`` over the ranks in fp32, in rank order.
 
-    Each rank sums a share of the rows, so no ring or tree decides the order.
+    Each rank sums a part of the rows, so that no ring or tree decides the order.
 
     Returns:
         ``[T, ...]``, or this rank's ``[T / ranks, ...]`` if ``is_scattered``.
@@ -194,9 +209,9 @@ def sum_in_rank_order(partial: Tensor, group: Any, is_scattered: bool) -> Tensor
     sent = _filled(partial, ranks).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    first, *others = received.chunk(ranks)
+    first, *later = received.chunk(ranks)
     total = first.float()
-    for other in others:
+    for other in later:
         total = total + other
     share = total.to(partial.dtype)
     if is_scattered:
@@ -207,14 +222,14 @@ def sum_in_rank_order(partial: Tensor, group: Any, is_scattered: bool) -> Tensor
 
 
 # Norms with megatron-core's constructor. They take a residual stream of any dtype and return the
-# model's, which is what the linear layer behind them computes in.
+# model's dtype, in which the next linear layer computes.
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
     """RMSNorm whose output has the model's dtype, whatever the input's.
 
-    Its weight is marked under sequence parallelism: it sees only this rank's tokens, and Megatron
-    sums the gradients of marked parameters over the TP ranks.
+    Under sequence parallelism its weight sees only this rank's tokens. It is marked, because
+    Megatron sums the gradients of marked parameters over the TP ranks.
 
     Attributes:
         pointwise: the kernels that compute it, except in inference on a CPU.
@@ -233,13 +248,13 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         self._dtype = config.params_dtype
 
     def forward(self, x: Tensor, added: Tensor | None = None, alpha: float = 1.0) -> Any:
-        """Norm ``x [..., c]``, or first add to it.
+        """Norm ``x [..., c]``, or the sum of ``x`` and ``added``.
 
-        The sum is made here because Megatron waits in a hook of the module for a weight that is
-        still being gathered.
+        The sum is fused into this module's forward, not a separate function, because Megatron waits
+        in a hook of the module for a weight that is still being gathered.
 
         Returns:
-            The normed ``x``; or with ``added`` the sum ``x + alpha * added`` and the normed sum.
+            The normed ``x``; with ``added`` the sum ``x + alpha * added``, and the normed sum.
         """
         eps, offset, dtype = self._eps, self._offset, self._dtype
         if added is not None:
@@ -249,12 +264,12 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         return self.pointwise.rms_norm(x, self.weight, eps, offset, dtype)
 
     def add(self, x: Tensor, added: Tensor) -> Tensor:
-        """Add to ``x`` in place, where ``kernels.can_add``, and norm the sum."""
+        """Add to ``x`` in place, and norm the sum; only where ``kernels.can_add``."""
         return kernels.add_and_norm(x, added, self._factors(), self._eps, self._dtype)
 
     @property
     def is_kernels(self) -> bool:
-        """Tell if ``kernels`` computes it now, of what it takes."""
+        """Tell if ``kernels.c`` computes this norm now, for inputs that it takes."""
         return not self.training and self._dtype in kernels.FLOATS
 
     def _factors(self) -> Tensor:
@@ -280,7 +295,7 @@ class SequenceParallelLayerNorm1P(torch.nn.LayerNorm):
 
 
 class NoNorm(torch.nn.Module):
-    """In the place of a norm that a model lacks: gives a residual stream the model's dtype."""
+    """Stand-in for a norm that a model lacks: casts the residual stream to the model's dtype."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, **unused: Any) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
-"""LoRA adapters beside the linear layers: forward, initialisation, dropout, and folding.
+"""LoRA adapters of linear layers: forward, initialisation, dropout, and folding into the weights.
 
 Tensor parallelism splits B of a column-parallel layer and A of a row-parallel one, like the layer's
-own weight. The low-rank product between them, ``[T, rank]``, is all that ranks exchange.
+own weight. Ranks exchange only the low-rank product between A and B, ``[T, rank]``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,10 +26,11 @@ from torch.nn.utils import skip_init
 
 from nemo_aligner.batch.packed import PackedBatch, Records
 from nemo_aligner.config.model import LoraConfig
-from nemo_aligner.models.backbone import LastLayer
+from nemo_aligner.models.decoder_layer import LastLayer
 from nemo_aligner.models.expert_rows import RowCounts
 from nemo_aligner.models.experts import ExpertLinear, MixtureOfExperts
 from nemo_aligner.models.layers import ColumnLinear, RowLinear, invariant_linear, sum_partial
+from nemo_aligner.models.pack_context import PackContext
 from nemo_aligner.models.shape import EXPERT_LINEARS, LINEARS, LoraShape
 from nemo_aligner.utils.errors import ConfigError
 from nemo_aligner.utils.host_transfer import to_device
@@ -40,12 +41,13 @@ _ParallelLinear = ColumnLinear | RowLinear
 
 
 class LoraAdapter(torch.nn.Module):
-    """Add ``scale * B A x`` for ``x [T, 1, in]``, sharded like the linear layer beside it.
+    """Compute ``scale * B A x`` for ``x [T, 1, in]``, sharded like the adapted linear layer.
 
-    Uses the layer's TP group and its sequence parallelism.
+    The linear layer adds it to its own output. The adapter uses the layer's TP group and its
+    sequence parallelism.
 
     Args:
-        number: of the linear layer in the whole model, which dropout's masks depend on.
+        number: of the linear layer in the whole model; dropout's masks depend on it.
         reads_rows: ``layer`` gets only the rows that the head reads, not the pack's tokens.
     """
 
@@ -69,37 +71,51 @@ class LoraAdapter(torch.nn.Module):
         self._group, self._is_split = layer.tp_group, layer.sequence_parallel
         self._is_by_outputs = isinstance(layer, ColumnLinear)
         self._number, self._dropout, self._reads_rows = number, dropout, reads_rows
-        split, whole = self.linear_in.weight, self.linear_out.weight
+        split, replicated = self.linear_in.weight, self.linear_out.weight
         if self._is_by_outputs:
-            split, whole = whole, split
+            split, replicated = replicated, split
         set_tensor_model_parallel_attributes(split, True, 0 if self._is_by_outputs else 1, 1)
         # Replicated, but sees only this rank's tokens: Megatron sums its gradient over TP.
-        whole.sequence_parallel = layer.sequence_parallel  # type: ignore[attr-defined]
+        replicated.sequence_parallel = layer.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor, rows: int | None) -> Tensor:
-        """Compute the adapter's output; ``rows`` is ``rows_now`` of the layer."""
+    def forward(self, x: Tensor, rows: int | None, context: PackContext | None = None) -> Tensor:
+        """Compute the adapter's output.
+
+        Args:
+            rows: ``rows_now`` of the layer.
+            context: of the pack; dropout in training needs its keys.
+        """
         scale = self.scale
         if self._dropout is not None and self.training:
             scale /= 1 - self._dropout.rate
-            x = self._dropped(x, self._dropout)
-        # Scaled in the low rank, where a token has ``rank`` numbers instead of ``out``.
+            x = self._dropped(x, self._dropout, context)
+        # Scaled in the low rank, where a token has ``rank`` values instead of ``out``.
         low = _product(x, self.linear_in, rows) * scale
         if not self._is_by_outputs:
             low = sum_partial(low, self._group, self._is_split, rows)
         elif self._is_split:
             low = gather_from_sequence_parallel_region(low, group=self._group)
         else:
-            # Forward nothing; backward the sum over ranks, each of which has a part of the outputs.
+            # Identity forward; backward the sum over ranks, each with a part of the outputs.
             low = copy_to_tensor_model_parallel_region(low, group=self._group)
         return _product(low, self.linear_out, rows)
 
-    def _dropped(self, x: Tensor, dropout: LoraDropout) -> Tensor:
+    def _dropped(self, x: Tensor, dropout: LoraDropout, context: PackContext | None) -> Tensor:
+        keys = None
+        if context is not None:
+            is_last = self._reads_rows
+            keys = context.dropout_keys_of_read_rows if is_last else context.dropout_keys
+        if keys is None:
+            raise RuntimeError(
+                "a LoRA adapter with dropout got no dropout keys in training. Pass it the "
+                "PackContext of its pack, made with LoraDropout.token_keys."
+            )
         tokens = channels = 0
         if not self._is_by_outputs:
             channels = self._group.rank() * x.size(-1)
         elif self._is_split:
             tokens = self._group.rank() * x.size(0)
-        return dropout.apply(x, self._number, self._reads_rows, tokens, channels)
+        return dropout.apply(x, keys[tokens : tokens + x.size(0)], self._number, channels)
 
 
 def _product(x: Tensor, linear: torch.nn.Linear, rows: int | None) -> Tensor:
@@ -108,10 +124,10 @@ def _product(x: Tensor, linear: torch.nn.Linear, rows: int | None) -> Tensor:
 
 
 class ExpertAdapter(MegatronModule):
-    """LoRA beside ``linear``: each expert has matrices A ``[rank, in]`` and B ``[..., rank]``.
+    """LoRA adapters of experts: each has matrices A ``[rank, in]`` and B ``[..., rank]``.
 
-    Tensor parallelism splits both: one as ``linear`` is split, the other along the rank. So no
-    gradient is a part of one, and what goes into an expert and comes out of it stays as it is.
+    Tensor parallelism splits both: one as ``linear`` is split, the other along the rank. So every
+    rank has the whole gradient of its part, and an expert's inputs and outputs are as without LoRA.
 
     Raises:
         ConfigError: tensor parallelism cannot split the rank.
@@ -134,12 +150,12 @@ class ExpertAdapter(MegatronModule):
             torch.nn.init.zeros_(weight)
         self.scale = lora.scale
 
-    def forward(self, given: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
-        low = self.linear_in(given, counts, rows) * self.scale
+    def forward(self, inputs: Tensor, counts: RowCounts, rows: int | None) -> Tensor:
+        low = self.linear_in(inputs, counts, rows) * self.scale
         group = self.linear_in.group
         if group.size() > 1 and self.linear_in.splits_outputs:
-            # Backward the sum over ranks, each of which has a part of the outputs, and of that
-            # this rank's part.
+            # Backward: the sum over ranks, each with a part of the outputs, then this rank's part
+            # of that sum.
             low = gather_from_tensor_model_parallel_region(low, group=group)
             low = copy_to_tensor_model_parallel_region(low, group=group)
         elif group.size() > 1:
@@ -148,7 +164,7 @@ class ExpertAdapter(MegatronModule):
         return self.linear_out(low, counts, rows)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """A and B whose product is added to this rank's part of the weight."""
+        """Return the A and B whose product is added to this rank's part of the weight."""
         low, high = self.linear_in, self.linear_out
         if low.splits_outputs:
             return low.gathered(), high.weight
@@ -160,23 +176,20 @@ def attach_adapters(model: Any, lora: LoraShape, dropout: LoraDropout | None = N
     for layer in model.decoder.layers:
         for number, name, linear in _numbered(layer):
             if isinstance(linear, ExpertLinear) and name in lora.linears:
-                linear.adapter = _beside_experts(model.config, linear, lora, dropout)
+                linear.adapter = _make_expert_adapter(model.config, linear, lora, dropout)
             elif name in lora.linears:
                 # Behind its attention the last layer computes only the rows that the head reads.
                 reads_rows = isinstance(layer, LastLayer) and name != LINEARS["linear_qkv"]
                 linear.adapter = LoraAdapter(linear, lora, number, dropout, reads_rows=reads_rows)
-        if dropout is not None:
-            # A hook, because a recomputed layer may run after another pack's forward pass.
-            layer.register_forward_pre_hook(partial(_enter, dropout), with_kwargs=True)
 
 
-def _beside_experts(
+def _make_expert_adapter(
     config: Any, linear: ExpertLinear, lora: LoraShape, dropout: LoraDropout | None
 ) -> ExpertAdapter:
     if dropout is not None:
         raise ConfigError(
-            f"model.lora.dropout: got {dropout.rate:g}, wanted 0 for adapters of experts, or "
-            "attention's model.lora.targets alone"
+            f"model.lora.dropout: got {dropout.rate:g}, which is not supported for adapters of "
+            "experts. Set it to 0, or choose only attention's linear layers in model.lora.targets."
         )
     return ExpertAdapter(config, linear, lora)
 
@@ -201,10 +214,11 @@ def _adapted(model: Any) -> Iterator[tuple[int, Any]]:
 def draw_adapters(model: torch.nn.Module, seed: int) -> None:
     """Initialise A from N(0, ``1 / in``) and B with zeros, so that nothing is added at first.
 
-    The same at any layout: each A is drawn whole, on the CPU, by its own generator. Where a
-    row-parallel weight has an all-zero input column, so has A: query groups that were added for
-    tensor parallelism stay without effect. A column-parallel layer's A is the same on every rank,
-    even if a rank's own outputs are all such groups.
+    The result does not depend on the layout: the full A of each layer is drawn on the CPU by its
+    own generator, and every rank takes its part. Where a row-parallel weight has an all-zero input
+    column, A gets one, too, so that query groups that were added for tensor parallelism stay
+    without effect. A column-parallel layer's A is the same on every rank, even on one whose outputs
+    all belong to such groups.
     """
     for number, linear in _adapted(model):
         weight = linear.adapter.linear_in.weight
@@ -212,17 +226,17 @@ def draw_adapters(model: torch.nn.Module, seed: int) -> None:
         linear.adapter.linear_out.weight.zero_()
         if isinstance(linear, ExpertLinear):
             drawn = linear.adapter.linear_in
-            whole = torch.empty(linear.adapter.count, *drawn.size)
-            whole.normal_(std=drawn.size[-1] ** -0.5, generator=generator)
-            weight.copy_(drawn.own(whole))
+            full = torch.empty(linear.adapter.count, *drawn.size)
+            full.normal_(std=drawn.size[-1] ** -0.5, generator=generator)
+            weight.copy_(drawn.own(full))
             continue
-        whole = torch.empty(weight.size(0), linear.input_size)
-        whole.normal_(std=linear.input_size**-0.5, generator=generator)
+        full = torch.empty(weight.size(0), linear.input_size)
+        full.normal_(std=linear.input_size**-0.5, generator=generator)
         if isinstance(linear, RowLinear):
             begin = linear.tp_group.rank() * weight.size(1)
-            whole = whole[:, begin : begin + weight.size(1)]
-            whole[:, (linear.weight == 0).all(0).cpu()] = 0.0
-        weight.copy_(whole)
+            full = full[:, begin : begin + weight.size(1)]
+            full[:, (linear.weight == 0).all(0).cpu()] = 0.0
+        weight.copy_(full)
 
 
 def train_adapters_alone(model: Any) -> None:
@@ -232,11 +246,6 @@ def train_adapters_alone(model: Any) -> None:
         linear.adapter.requires_grad_(True)
     if model.post_process:
         model.rm_head.requires_grad_(True)
-
-
-def _enter(dropout: LoraDropout, layer: Any, inputs: Any, options: dict[str, Any]) -> None:
-    if layer.training:
-        dropout.enter(options["packed_seq_params"])
 
 
 @torch.no_grad()
@@ -255,7 +264,8 @@ def fold_adapters(model: torch.nn.Module) -> None:
 def folded(weight: Tensor, low: Tensor, high: Tensor, scale: float) -> Tensor:
     """Compute ``W + scale * B A`` in fp32, returned in the dtype of ``weight [out, in]``.
 
-    ``low [rank, in]`` is A, ``high [out, rank]`` is B; or of experts, whose number comes first.
+    ``low [rank, in]`` is A, ``high [out, rank]`` is B. The tensors of experts have one more axis in
+    front, the expert.
     """
     low = low.float() if high.dim() < 4 else low.float().unsqueeze(1)
     added = scale * (high.float() @ low)
@@ -267,7 +277,6 @@ def folded(weight: Tensor, low: Tensor, high: Tensor, scale: float) -> Tensor:
 # A mask bit is a hash of the seed, the step, the token's record and position, the linear layer and
 # the channel. It is therefore the same at any layout, under recomputation and after a resume.
 
-_KEYS = "dropout keys"
 _MASK = 2**64 - 1
 # Odd multipliers without a regular bit pattern: SplitMix64's (Steele et al. 2014), and two of 31
 # bits chosen the same way.
@@ -275,14 +284,17 @@ _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB13311
 _SHORT_FIRST, _SHORT_SECOND = 0x2C1B3C6D, 0x297A2D39
 
 
+@dataclass(frozen=True)
 class LoraDropout:
-    """Zero a share ``rate`` of A's inputs in training (Srivastava et al. 2014)."""
+    """Dropout of A's inputs in training (Srivastava et al. 2014).
 
-    def __init__(self, rate: float, seed: int) -> None:
-        self.rate = rate
-        self._step = 0
-        self._seed = seed
-        self._keys = self._keys_of_rows = torch.zeros(0, dtype=torch.int32)
+    Attributes:
+        rate: fraction of the elements that are zeroed.
+        seed: of the run; every seed gives other masks.
+    """
+
+    rate: float
+    seed: int
 
     @classmethod
     def from_settings(cls, settings: LoraConfig, seed: int) -> LoraDropout | None:
@@ -290,76 +302,58 @@ class LoraDropout:
         drops = settings.rank > 0 and settings.dropout > 0
         return cls(settings.dropout, seed) if drops else None
 
-    def begin_step(self, step: int) -> None:
-        """Draw other masks from here on: the training step is part of the hash."""
-        self._step = step
-
-    def begin(self, batch: PackedBatch, segments: Any) -> None:
-        """Prepare for a pack's forward pass; ``segments`` are its ``PackedSegments``."""
-        segments.remembered(_KEYS, lambda: batch.of_own(self._token_keys(batch)))
-
-    def enter(self, segments: Any) -> None:
-        """Switch to the pack of a layer's forward pass, which may be a recomputation."""
-        self._keys = segments.remembered(_KEYS, _not_begun)
-        self._keys_of_rows = self._keys[segments.last_token]
-
-    def apply(
-        self, x: Tensor, linear: int, reads_rows: bool, first_token: int, first_channel: int
-    ) -> Tensor:
+    def apply(self, x: Tensor, keys: Tensor, linear: int, first_channel: int) -> Tensor:
         """Zero the dropped elements of ``x [T, 1, in]``; the caller scales up the rest.
 
         Args:
+            keys: ``[T]`` int32, of ``token_keys``.
             linear: number of the linear layer in the model.
-            reads_rows: T are the rows that the head reads, not the pack's tokens.
-            first_token: index of ``x``'s first token, where TP ranks split the tokens.
             first_channel: index of ``x``'s first channel, where TP ranks split the channels.
         """
-        keys = self._keys_of_rows if reads_rows else self._keys
-        keys = keys[first_token : first_token + x.size(0)]
         numbers = torch.arange(first_channel, first_channel + x.size(-1), device=x.device)
-        channels = _mixed(numbers, _mixed_number(self._seed, linear))
+        channels = _mixed(numbers, _mixed_number(self.seed, linear))
         bits = keys[:, None] + channels
         for shift, factor in ((15, _SHORT_FIRST), (12, _SHORT_SECOND)):
             bits ^= _shifted(bits, shift, 32)
             bits *= factor
-        left_out = bits < int(-(2**31) + self.rate * 2**32)
-        return x.masked_fill(left_out[:, None], 0.0)
+        is_dropped = bits < int(-(2**31) + self.rate * 2**32)
+        return x.masked_fill(is_dropped[:, None], 0.0)
 
-    def _token_keys(self, batch: PackedBatch) -> Tensor:
-        """Hash key ``[T]`` int32 of every token, on its device."""
+    def token_keys(self, batch: PackedBatch, step: int) -> Tensor:
+        """Compute the hash key ``[T]`` int32 of every token of a pack, on its device.
+
+        Args:
+            step: training step, counted from 0; each draws other masks.
+        """
         lengths = batch.cu_seqlens.diff()
         prefixes = batch.prefixes.tolist()
-        # A segment that no other one begins with ends a text; the filler at the tail is no text.
-        begun = set(prefixes)
-        ends = [number for number in range(len(prefixes)) if number not in begun]
+        # A segment that is no prefix of another one ends a sample, except the filler at the tail.
+        shared = set(prefixes)
+        ends = [number for number in range(len(prefixes)) if number not in shared]
         if batch.filled:
             ends.pop()
-        texts = _number_texts(batch.records)
+        samples = _number_samples(batch.records)
         of_segment = [0] * len(prefixes)
-        if texts:  # else the pack is there for other ranks' experts alone
-            for number, (record, place) in reversed(list(zip(ends, texts, strict=True))):
-                key = _mixed_number(self._seed, self._step, record, place)
+        if samples:  # a pack without any only feeds other ranks' experts
+            for number, (record, place) in reversed(list(zip(ends, samples, strict=True))):
+                key = _mixed_number(self.seed, step, record, place)
                 of_segment[number] = key
-                if prefixes[number] >= 0:  # the first text of a shared prefix determines its key
+                if prefixes[number] >= 0:  # the first sample of a shared prefix decides its key
                     of_segment[prefixes[number]] = _mixed_number(key)
         keys = torch.tensor(of_segment, dtype=torch.int64).repeat_interleave(lengths)
         return _mixed(batch.position_ids, to_device(keys, batch.position_ids.device))
 
 
-def _number_texts(records: Records) -> list[tuple[int, int]]:
-    """Id of the record of each text, and the text's number in it.
+def _number_samples(records: Records) -> list[tuple[int, int]]:
+    """List for each sample the id of its record, and the sample's number in the record.
 
-    Not of each reward: a text whose turns or steps are scored has several.
+    There may be fewer samples than rewards: one whose turns or steps are scored has several.
     """
     starts = records.text_bounds()[:-1]
     owners = torch.bucketize(starts, records.bounds[1:], right=True)
-    first_texts = torch.searchsorted(starts, records.bounds[:-1])
-    places = torch.arange(len(starts)) - first_texts[owners]
+    first_samples = torch.searchsorted(starts, records.bounds[:-1])
+    places = torch.arange(len(starts)) - first_samples[owners]
     return list(zip(records.ids[owners].tolist(), places.tolist(), strict=True))
-
-
-def _not_begun() -> Tensor:
-    raise RuntimeError("a layer with dropout ran on a pack without LoraDropout.begin")
 
 
 def _mixed_number(*numbers: int) -> int:

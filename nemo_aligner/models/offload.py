@@ -1,7 +1,7 @@
-"""Offloading tensors to host memory while their model is idle.
+"""Offload tensors to host memory while their model is idle.
 
-Storages are freed and refilled while the tensors stay: a module, a gradient buffer or an optimizer
-that holds a view of one keeps working.
+Only the storages are freed and refilled. The tensors stay, so a module, a gradient buffer or an
+optimizer that holds a view of one keeps working.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nemo_aligner.utils.host_transfer import host_zeros
 
 
 class OffloadPolicy(Enum):
-    """Treatment of the contents of tensors that leave the device."""
+    """What happens to the contents of tensors that leave the device."""
 
     constant = "constant"  # never changes: copied to the host once
     state = "state"  # copied again after ``note_change``
@@ -25,10 +25,10 @@ class OffloadPolicy(Enum):
 
 
 class OffloadGroup:
-    """Tensors that are offloaded together and come back with the same bits.
+    """Tensors that are offloaded together and come back bit-identical.
 
-    On a GPU the host copy is page-locked and kept after its first use. Without one it is a
-    rehearsal that costs a copy and saves no memory.
+    On a GPU the host copy is page-locked and stays allocated after its first use. Without a GPU
+    nothing is saved: a copy is made within host memory, for tests.
     """
 
     def __init__(
@@ -37,21 +37,21 @@ class OffloadGroup:
         holds: OffloadPolicy,
         apart_from: Sequence[OffloadGroup] = (),
     ) -> None:
-        """Manage the storages of ``tensors``, except those that ``apart_from`` manage already."""
-        others = {storage.data_ptr() for part in apart_from for storage in part._storages}  # noqa: SLF001
-        # By storage, as tied weights and views of one flat buffer are several tensors on one.
-        # Weights in oneDNN's layout, which are on a CPU, have none.
-        found = {
+        """Manage the storages of ``tensors``, except those that ``apart_from`` already manages."""
+        excluded = {storage.data_ptr() for part in apart_from for storage in part._storages}  # noqa: SLF001
+        # By storage, because tied weights, and views of one flat buffer, share one. Weights in
+        # oneDNN's layout, which only a CPU has, have no storage.
+        by_pointer = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
             for tensor in tensors
             if tensor.layout is torch.strided
         }
-        # With a GPU, tensors in host memory have nothing to offload.
+        # With a GPU, tensors in host memory are not offloaded.
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         self._storages: list[UntypedStorage] = [
             storage
-            for pointer, storage in found.items()
-            if pointer and pointer not in others and storage.device.type == kind
+            for pointer, storage in by_pointer.items()
+            if pointer and pointer not in excluded and storage.device.type == kind
         ]
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._holds = holds
@@ -80,7 +80,7 @@ class OffloadGroup:
         if self._holds is not OffloadPolicy.scratch and self._is_stale:
             self._copy_to_host()
             self._is_stale = False
-        # Frees the memory to the allocator, while tensors, views and optimizer keep their storage.
+        # The allocator gets the memory, while tensors, views and the optimizer keep the storage.
         for storage in self._storages:
             storage.resize_(0)
         self.is_on_device = False
@@ -103,14 +103,14 @@ class OffloadGroup:
             self._host = host_zeros([self._bytes_of(storage) for storage in self._storages])
         for storage, copy in zip(self._storages, self._host, strict=True):
             copy.copy_(self._bytes_of(storage), non_blocking=True)
-        wait_for_device()  # another stream may take the freed memory
+        wait_for_device()  # another stream may reuse the freed memory
 
     def _bytes_of(self, storage: UntypedStorage) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class OffloadManager:
-    """Named lists of offload groups; the groups of a name move together."""
+    """Lists of offload groups by name; the groups of one name move together."""
 
     def __init__(self, parts: Mapping[str, Sequence[OffloadGroup]]) -> None:
         self._parts = dict(parts)

@@ -1,4 +1,4 @@
-"""The mean of a reply's hidden states, which a reward head can read instead of a last token."""
+"""The mean of a reply's hidden states, which a reward head can read instead of the last token."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from nemo_aligner.batch.packed import ReplyRows
 
 
 def mean_of_replies(hidden: Tensor, replies: ReplyRows) -> Tensor:
-    """Average the rows ``hidden [M, hidden]`` of replies over each -> ``[S, hidden]`` fp32.
+    """Average the hidden states ``[M, hidden]`` of the tokens of S replies -> ``[S, hidden]`` fp32.
 
-    One reduction per reply: a segmented sum would round a reply by what stands beside it. Ranks of
-    a context parallel group that have parts of them add up their sums, and the gradients of these.
-    Where nothing is learned they gather the rows, for the bits of one process: how a text is cut
-    depends on the others that begin as it does.
+    There is one reduction per reply, because a segmented sum would round a reply differently next
+    to other replies. In context parallelism every rank has parts of the replies. In training the
+    ranks sum their partial sums, and the gradients of these. In inference they gather the rows
+    first, so that the result is bit-identical to that of one process, however the pack is cut.
+
+    Args:
+        replies: which rows belong to which reply.
     """
     if replies.whole is None:
         parts = hidden.split(list(replies.lengths))

@@ -1,6 +1,6 @@
-"""The reward head, in fp32 whatever the backbone's dtype.
+"""The reward head, which is fp32 for a backbone of any dtype.
 
-Rewards of good and bad replies differ by less than bf16 resolves.
+The rewards of good and bad replies differ by less than bf16 resolves.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ class HeadLayer(torch.nn.Module):
         self.bias = None if bias is None else torch.nn.Parameter(bias.to(device))
 
     def forward(self, hidden: Tensor, rows: int | None) -> Tensor:
-        """``[S, in] -> [S, out]``, in products of ``rows`` rows unless None (see ``rows_now``).
+        """Compute ``[S, in] -> [S, out]``, in matmuls of ``rows`` rows unless None.
 
         Call the module rather than read its weight: under ``overlap_param_gather`` Megatron waits
         in a forward pre-hook for weights that are still being gathered.
+
+        Args:
+            rows: ``rows_now`` of the head.
         """
         if rows is None:
             return F.linear(hidden, self.weight, self.bias)
@@ -41,8 +44,12 @@ class HeadLayer(torch.nn.Module):
 class RewardHead(HeadLayer):
     """``[S, hidden] -> [S, outputs]`` in fp32, replicated on all TP ranks.
 
-    A linear map without bias by default. ``shape`` can add biases and a hidden layer with a ReLU,
-    whose result has the same bits on every processor. ``invariant_rows`` as in ``ColumnLinear``.
+    By default it is one matrix without bias. ``shape`` can add biases and a hidden layer with a
+    ReLU, which is bit-identical on every processor.
+
+    Attributes:
+        learned: scalars of the objective, see ``add_learned_scalars``; None without.
+        invariant_rows: as in ``ColumnLinear``.
     """
 
     invariant_rows: int | None = None
@@ -61,7 +68,11 @@ class RewardHead(HeadLayer):
             self.hidden = HeadLayer(drawn["hidden.weight"], drawn.get("hidden.bias"))
 
     def add_learned_scalars(self, start: Sequence[float]) -> None:
-        """Add scalars that an objective learns, ``start`` at first, to the outputs of each row."""
+        """Append scalars that the objective learns to every row of outputs.
+
+        Args:
+            start: their initial values; nothing happens if there are none.
+        """
         if start:
             numbers = torch.tensor(start, dtype=torch.float32, device=self.weight.device)
             self.learned = torch.nn.Parameter(numbers)

@@ -1,4 +1,8 @@
-"""Rotary embeddings: cosines and sines of a pack's positions for each kind of layer."""
+"""Rotary position embeddings (RoPE): a pack's cosines and sines, and the rotation of heads.
+
+A model has one ``Rotation``, or two where layers with a window have another. ``GPTRewardModel``
+computes their tables once a pack; attention rotates queries and keys by them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,9 @@ Tables = tuple[Tensor, Tensor]
 """Cosines and sines ``[T, 1, 1, r]`` in the model's dtype."""
 
 ByLength = tuple[list[int], Tensor]
-"""The distinct ``ModelShape.rotation_by_length`` of a pack, and which each token has ``[T]``."""
+"""The distinct ``ModelShape.length_dependent_rope`` numbers of a pack, and ``[T]`` int64 indices of
+every token's number among them.
+"""
 
 
 @dataclass(frozen=True)
@@ -28,10 +34,10 @@ class Rotation:
     """A rotary embedding: ``frequencies [r]`` fp32, by which positions are multiplied.
 
     Attributes:
-        stretch: positions are divided by it first.
-        scale: factor of cosines and sines.
-        of_longer: frequencies ``[r]`` of texts by their ``ModelShape.rotation_by_length`` above 0;
-            None if there are none.
+        stretch: divisor of positions; None is 1.
+        scale: factor of cosines and sines; None is 1.
+        of_longer: frequencies ``[r]`` of long sequences by their number above 0, see
+            ``ModelShape.length_dependent_rope``; None if there are none.
     """
 
     frequencies: Tensor
@@ -42,15 +48,20 @@ class Rotation:
     def tables(
         self, position_ids: Tensor, dtype: torch.dtype, by_length: ByLength | None = None
     ) -> Tables:
-        """Compute the tables at ``position_ids [T]``, of texts that are rotated ``by_length``."""
-        # In fp32 until the end: bf16 has 8 bits, and tells no positions apart from 256 on.
+        """Compute the tables ``[T, 1, 1, r]`` at ``position_ids [T]``, in ``dtype``.
+
+        Args:
+            by_length: the RoPE of every token, if it depends on the length of its sequence.
+        """
+        # In fp32 until the end: bf16 has 8 significant bits, so positions above 256 would collide.
         positions = position_ids.float()
         if self.stretch is not None:
             positions = positions / self.stretch
         frequencies = self.frequencies.to(positions.device)
         if by_length is not None and self.of_longer is not None:
-            each = [self.of_longer(number) if number else frequencies for number in by_length[0]]
-            frequencies = torch.stack([own.to(positions.device) for own in each])[by_length[1]]
+            numbers, index = by_length
+            variants = [self.of_longer(number) if number else frequencies for number in numbers]
+            frequencies = torch.stack([row.to(positions.device) for row in variants])[index]
         angles = (positions[:, None] * frequencies)[:, None, None]
         cos, sin = angles.cos(), angles.sin()
         if self.scale is not None:
@@ -59,13 +70,13 @@ class Rotation:
 
 
 def rotations(shape: ModelShape, rope: Any) -> tuple[Rotation, ...]:
-    """Build the rotations of a model: that of its layers, and that of layers with a window.
+    """Build the rotations of a model.
 
     Args:
-        rope: megatron-core's, with the frequencies of ``rotary_base``.
+        rope: megatron-core's rotary embedding, with the frequencies of ``rotary_base``.
 
     Returns:
-        One, or two if layers with a window have another; see ``rotation_of``.
+        One rotation, or two if layers with a window have another; see ``rotation_of``.
     """
     frequencies, scale, of_longer = rope.inv_freq, None, None
     if shape.rope_scaling is not None:
@@ -79,7 +90,7 @@ def rotations(shape: ModelShape, rope: Any) -> tuple[Rotation, ...]:
             (1.0 / (torch.tensor(factors) * powers)).to(frequencies.device)
             for factors in (shape.longrope.short, shape.longrope.long or shape.longrope.short)
         )
-        # Without factors for them, longer texts are refused before they get here.
+        # Where there are no factors for longer sequences, the settings are rejected earlier.
         frequencies, scale, of_longer = short, shape.longrope.attention_factor, lambda _: long
     elif shape.dynamic_rope_factor is not None:
         exponents = _exponents(len(frequencies)).to(frequencies.device)
@@ -93,7 +104,7 @@ def rotations(shape: ModelShape, rope: Any) -> tuple[Rotation, ...]:
 
 
 def rotation_of(shape: ModelShape, layer_number: int) -> int | None:
-    """Tell which of ``rotations`` layer 1 to ``num_layers`` has; None if it has none."""
+    """Return the index in ``rotations`` of layer 1 to ``num_layers``; None without RoPE."""
     if not shape.rotates(layer_number):
         return None
     has_local = shape.rotary_base_local is not None and shape.window_of(layer_number) is not None
@@ -107,21 +118,22 @@ def query_scale(scaling: QueryScaling, position_ids: Tensor, dtype: torch.dtype)
 
 
 def _exponents(count: int) -> Tensor:
-    """Exponents of the base ``[count]``, by the operations of transformers.
+    """Compute the exponents ``[count]`` of the base, by the same operations as transformers.
 
-    What rounds otherwise would differ at positions in the thousands.
+    Other operations round differently, which shows at positions in the thousands.
     """
     return torch.arange(0, 2 * count, 2).float() / (2 * count)
 
 
 def _dynamic(shape: ModelShape, exponents: Tensor, tokens: int) -> Tensor:
-    """Frequencies ``[r]`` of a text: dynamic NTK-aware scaling, as a fresh transformers has it.
+    """Compute the frequencies ``[r]`` of a sequence of ``tokens`` by dynamic NTK-aware scaling.
 
-    The base times ``(factor tokens / original - (factor - 1)) ** (channels / (channels - 2))``.
+    As transformers does for the first sequence of a process, it multiplies the base by
+    ``(factor tokens / original - (factor - 1)) ** (channels / (channels - 2))``.
     """
     assert shape.dynamic_rope_factor is not None
     factor, channels = shape.dynamic_rope_factor, 2 * len(exponents)
-    # In fp32, as there.
+    # In fp32, as in transformers.
     grown = factor * torch.tensor(tokens) / shape.max_position_embeddings - (factor - 1)
     base = shape.rotary_base * grown ** (channels / (channels - 2))
     return 1.0 / base**exponents
@@ -131,7 +143,7 @@ def _yarn(frequencies: Tensor, channels: int, base: float, yarn: YarnScaling) ->
     """Scale frequencies as YaRN does: section 3.2 of Peng et al. 2023, "NTK-by-parts"."""
 
     def channel(turns: float) -> float:
-        """Half the channel whose frequency turns so often in the original length."""
+        """Return half the channel whose frequency turns ``turns`` times in the original length."""
         wavelength = yarn.old_context_len / (turns * 2 * math.pi)
         return channels * math.log(wavelength) / (2 * math.log(base))
 
@@ -144,7 +156,7 @@ def _yarn(frequencies: Tensor, channels: int, base: float, yarn: YarnScaling) ->
     return frequencies / yarn.factor * ramp + frequencies * (1 - ramp)
 
 
-# Rotation, as an autograd function that keeps nothing but the tables.
+# The rotation of heads, as an autograd function that saves only the tables.
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Architecture of a model as ``model_config.yaml`` has it, checked and typed; imports no torch.
+"""Architecture of a model, read from ``model_config.yaml``, checked and typed; imports no torch.
 
-``ModelShape`` is the decoder, ``HeadShape`` a reward head, ``LoraShape`` its adapters.
+``ModelShape`` describes the decoder, ``HeadShape`` the reward head, and ``LoraShape`` the adapters.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from nemo_aligner.utils.errors import CheckpointError, ConfigError, shown
 # The decoder.
 
 _REQUIRED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
-# The first of each is the default of a config without the key.
+# Supported values of each key; the first one is the default where the key is missing.
 _SUPPORTED = {
     "normalization": ("rmsnorm", "layernorm1p"),
     "activation": ("fast-swiglu", "swiglu", "geglu", "fast-geglu", "squared-relu"),
@@ -69,7 +69,7 @@ _SUPPORTED = {
     "moe_num_experts": (None, 0),
 }
 
-# Checkpoints written before there were these fields are of models that have these values.
+# Fields added later: models of older checkpoints, which lack them, have these values.
 _NAMED_LATER = {
     "qk_layernorm_across_heads": False,
     "pre_layernorms": True,
@@ -83,13 +83,13 @@ class ModelShape:
     """A decoder in the terms of NeMo's ``model_config.yaml``.
 
     Attributes:
-        activation: of the MLP: ``swiglu``, ``geglu`` (with tanh GELU), or ``squared-relu``, which
+        activation: the MLP's: ``swiglu``, ``geglu`` (with tanh GELU), or ``squared-relu``, which
             has no gate.
         normalization: ``rmsnorm``, or ``layernorm1p``: LayerNorm with a bias, whose stored weight
             is gamma - 1.
         layernorm_zero_centered_gamma: the stored weight is gamma - 1.
-        qk_layernorm_across_heads: the norms of queries and keys have the statistics of all heads
-            together, as in OLMo 2, rather than of each.
+        qk_layernorm_across_heads: the norms of queries and keys take their statistics over all
+            heads together, as in OLMo 2, rather than over each head.
         zero_query_groups: how many of the query groups are zeros, added for tensor parallelism.
         pre_layernorms: the inputs of attention and MLP are normed.
         post_layernorms: the outputs of attention and MLP are normed before they are added.
@@ -98,19 +98,19 @@ class ModelShape:
         window_size: number of keys that a token sees, its own included; None is all before it.
         window_pattern: layers with the window: ``all``, or ``alternate`` for the odd ones, counted
             from 1.
-        window_attn_skip_freq: layers without the window instead: N for every N-th, or a 0 for each
-            of them and a 1 for each other layer, in order.
-        rotary_base_local: of the layers with a window, which are not scaled; None is the same
-            rotation in all layers.
-        dynamic_rope_factor: of a rotation whose base grows with the length of a text that has more
-            than ``max_position_embeddings`` tokens.
-        query_scaling: factor of queries by their position; None is 1.
-        no_rope_freq: layers without rotation: N for every N-th, or a 1 for each of them and a 0 for
-            each other layer, in order.
-        attn_logit_softcapping: c of ``c * tanh(score / c)``.
-        query_pre_attn_scalar: scores are divided by its root; None is ``kv_channels``.
-        experts: each layer's MLP is a mixture of them; None is one MLP of ``ffn_hidden_size``.
-        lora: adapters beside the linear layers; None without LoRA.
+        window_attn_skip_freq: layers without the window instead: N for every N-th layer, or a list
+            with a 0 for each layer without it and a 1 for each with it.
+        rotary_base_local: RoPE base of the layers with a window, whose frequencies are not scaled;
+            None is the same RoPE in all layers.
+        dynamic_rope_factor: factor of dynamic NTK-aware scaling, where the RoPE base grows with the
+            length of a sequence of more than ``max_position_embeddings`` tokens.
+        query_scaling: scaling of queries by their position; None is no scaling.
+        no_rope_freq: layers without RoPE: N for every N-th layer, or a list with a 1 for each layer
+            without it and a 0 for each with it.
+        attn_logit_softcapping: c of ``c * tanh(score / c)``; None is no cap.
+        query_pre_attn_scalar: scores are divided by its square root; None is ``kv_channels``.
+        experts: of a mixture-of-experts model; None is one MLP of ``ffn_hidden_size`` a layer.
+        lora: adapters of the linear layers; None without LoRA.
         head: layers of the reward head; None is one matrix.
     """
 
@@ -156,19 +156,22 @@ class ModelShape:
     head: HeadShape | None = None
 
     def as_fingerprint(self) -> dict[str, Any]:
-        """Fields by which a run's checkpoints are of the same model; as before there were more."""
-        found = asdict(self)
-        del found["zero_query_groups"]  # they change no reward
+        """Return the fields that a run's checkpoints compare, to check that the model is the same.
+
+        Old checkpoints lack fields that were added later; these are left out at their old values.
+        """
+        fields = asdict(self)
+        del fields["zero_query_groups"]  # they change no reward
         if self.longrope is not None:
-            del found["longrope"]["long"]  # read since longer texts are not refused
-        return {name: each for name, each in found.items() if each != _NAMED_LATER.get(name)}
+            del fields["longrope"]["long"]  # checkpoints of early versions did not read it
+        return {name: value for name, value in fields.items() if value != _NAMED_LATER.get(name)}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
         """Read a NeMo model config.
 
         Raises:
-            CheckpointError: a key is missing, or has a value that this package does not build.
+            CheckpointError: a key is missing, or has a value that this package does not support.
         """
         missing = [key for key in (*_REQUIRED, "vocab_size") if config.get(key) is None]
         if missing:
@@ -176,14 +179,12 @@ class ModelShape:
         for key, values in _SUPPORTED.items():
             value = config.get(key, values[0])
             if value not in values:
-                wanted = " or ".join(str(item) for item in values)
+                expected = " or ".join(str(item) for item in values)
                 raise CheckpointError(
-                    f"model_config.yaml: {key}: got {shown(value)}, wanted {wanted}"
+                    f"model_config.yaml: {key}: got {shown(value)}, wanted {expected}"
                 )
-        heads, hidden = (
-            count_of_config(config, "num_attention_heads"),
-            count_of_config(config, "hidden_size"),
-        )
+        heads = count_of_config(config, "num_attention_heads")
+        hidden = count_of_config(config, "hidden_size")
         groups = count_of_config(config, "num_query_groups", heads)
         channels = count_of_config(config, "kv_channels", hidden // heads)
         rotated = number_of_config(config, "rotary_percentage", 1.0)
@@ -236,28 +237,29 @@ class ModelShape:
         return None if scalar is None else scalar**-0.5
 
     def window_of(self, layer_number: int) -> int | None:
-        """Number of keys that a token sees in layer 1 to ``num_layers``; None is all before it."""
+        """Return how many keys a token sees in layer 1 to ``num_layers``; None is all before it."""
         skipped = 2 if self.window_pattern == "alternate" else self.window_attn_skip_freq
         return None if is_in(skipped, layer_number, 0) else self.window_size
 
     def rotates(self, layer_number: int) -> bool:
-        """Tell if queries and keys of layer 1 to ``num_layers`` are rotated to their positions."""
+        """Tell if layer 1 to ``num_layers`` has RoPE."""
         return not is_in(self.no_rope_freq, layer_number, 1)
 
     @property
     def one_rotation_until(self) -> int | None:
-        """Tokens up to which all texts are rotated alike; None if there is no end."""
+        """Length up to which all sequences have the same RoPE; None if it holds for all lengths."""
         if self.longrope is not None:
             return self.longrope.old_context_len
         return None if self.dynamic_rope_factor is None else self.max_position_embeddings
 
-    def rotation_by_length(self, tokens: int) -> int:
-        """Number of the rotation of texts of so many tokens; with the same one they may share keys.
+    def length_dependent_rope(self, tokens: int) -> int:
+        """Number the RoPE of a sequence of ``tokens``; only with equal ones may keys be shared.
 
-        0 up to ``one_rotation_until``; longer ones have 1 in LongRoPE, else their length.
+        It is 0 up to ``one_rotation_until``. Longer sequences have 1 in LongRoPE, and their length
+        in dynamic NTK-aware scaling.
 
         Raises:
-            ConfigError: the rotation of such long ones is not known; see ``check_longer``.
+            ConfigError: RoPE is not defined for such long sequences; see ``check_longer``.
         """
         until = self.one_rotation_until
         if until is None or tokens <= until:
@@ -270,7 +272,7 @@ class ModelShape:
         """Check that a layout splits the model evenly.
 
         Raises:
-            ConfigError: it names the setting, and what it should divide.
+            ConfigError: it does not. The message names the setting, and what it should divide.
         """
         key = "model.tensor_model_parallel_size"
         if self.experts is not None:
@@ -300,17 +302,17 @@ class ModelShape:
             )
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Rows of the embedding table when it is split over ``tp`` ranks."""
+        """Return the rows of the embedding table when it is split over ``tp`` ranks."""
         multiple = self.make_vocab_size_divisible_by * tp
         return -(-self.vocab_size // multiple) * multiple
 
     def num_parameters(self) -> int:
-        """Parameters of backbone and embedding table, without head and vocabulary padding."""
+        """Count the parameters of backbone and embedding table, without vocabulary padding."""
         layers = self.num_layers * sum(self.layer_parameters())
         return layers + self.norm_parameters(self.hidden_size) + self.hidden_size * self.vocab_size
 
     def layer_parameters(self) -> tuple[int, int]:
-        """Parameters of a layer: those that TP shards, and those replicated on all ranks."""
+        """Count a layer's parameters: those that TP shards, and those replicated on all ranks."""
         biases = (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
         places = 2 * self.pre_layernorms + 2 * self.post_layernorms
         norms = places * self.norm_parameters(self.hidden_size)
@@ -319,11 +321,11 @@ class ModelShape:
         split = self._attention_parameters() + self.qkv_bias * biases
         if self.experts is None:
             return split + self._mlp_matrices * self.hidden_size * self.ffn_hidden_size, norms
-        *parts, whole = self.experts.parameters(self.hidden_size, self._mlp_matrices)
-        return split + sum(parts), norms + whole
+        *parts, replicated = self.experts.parameters(self.hidden_size, self._mlp_matrices)
+        return split + sum(parts), norms + replicated
 
     def qk_norm_widths(self) -> tuple[int, int]:
-        """Channels of a norm of queries, and of one of keys, on all ranks together."""
+        """Return the channels of a norm of queries and of one of keys, over all TP ranks."""
         if not self.qk_layernorm_across_heads:
             return self.kv_channels, self.kv_channels
         return (
@@ -332,14 +334,14 @@ class ModelShape:
         )
 
     def norm_parameters(self, width: int) -> int:
-        """Parameters of a norm over ``width`` channels."""
+        """Count the parameters of a norm over ``width`` channels."""
         return width * (2 if self.normalization == "layernorm1p" else 1)
 
     def query_key_cost(self) -> float:
-        """FLOPs of attention for one query and key, relative to a token's linear layers.
+        """Return the FLOPs of attention for a query and a key, relative to a token's linear layers.
 
-        Two multiply-adds per channel of every head, against one per parameter that a token goes
-        through. Sliding windows are ignored, so it is an upper bound for models that have them.
+        That is two multiply-adds per channel of every head, divided by one per parameter that a
+        token goes through. For models with windows it is an upper bound.
         """
         width = self.ffn_hidden_size if self.experts is None else self.experts.active_width
         linear = self._attention_parameters() + self._mlp_matrices * self.hidden_size * width
@@ -350,7 +352,7 @@ class ModelShape:
         return 3 if self.is_gated else 2
 
     def _attention_parameters(self) -> int:
-        """Parameters of the matrices of a layer's attention."""
+        """Count the parameters of the matrices of a layer's attention."""
         heads = self.num_attention_heads * self.kv_channels
         groups = self.num_query_groups * self.kv_channels
         return self.hidden_size * (2 * heads + 2 * groups)
@@ -384,24 +386,24 @@ def _read_layer(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_zero_groups(config: Mapping[str, Any]) -> int:
     value = config.get("zero_query_groups") or 0
-    most = count_of_config(config, "num_query_groups", config["num_attention_heads"]) - 1
-    wanted = f"a whole number from 0 to {most}, fewer than the query groups"
-    return read_count(value, "model_config.yaml: zero_query_groups", wanted, 0, most)
+    largest = count_of_config(config, "num_query_groups", config["num_attention_heads"]) - 1
+    expected = f"a whole number from 0 to {largest}, fewer than the query groups"
+    return read_count(value, "model_config.yaml: zero_query_groups", expected, 0, largest)
 
 
 # The reward head, where it is more than one matrix.
 
-# Key in ``model_config.yaml``. Heads of one matrix have no such key, as in earlier archives.
+# Key in ``model_config.yaml``. It is missing where the head is one matrix, as in older archives.
 _KEY = "reward_head"
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """A reward head with biases, or with a hidden layer.
+    """Layers of a reward head.
 
     Attributes:
-        bias: every layer has one.
-        mlp_size: width of the hidden layer; None is a linear map.
+        bias: every layer has a bias.
+        mlp_size: width of the hidden layer; None is a single linear layer.
     """
 
     bias: bool = False
@@ -414,15 +416,15 @@ class HeadShape:
         return None if head == cls() else head
 
     def tensors(self, outputs: int, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the head's tensors by their names after ``rm_head.``"""
+        """Return the shapes of the head's tensors by their names after ``rm_head.``"""
         width = hidden_size if self.mlp_size is None else self.mlp_size
-        found: dict[str, tuple[int, ...]] = {"weight": (outputs, width)}
+        shapes: dict[str, tuple[int, ...]] = {"weight": (outputs, width)}
         if self.mlp_size is not None:
-            found["hidden.weight"] = (self.mlp_size, hidden_size)
+            shapes["hidden.weight"] = (self.mlp_size, hidden_size)
         if self.bias:
-            biases = {name.replace("weight", "bias"): size[:1] for name, size in found.items()}
-            found |= biases
-        return found
+            biases = {name.replace("weight", "bias"): size[:1] for name, size in shapes.items()}
+            shapes |= biases
+        return shapes
 
     def __str__(self) -> str:
         parts = ["linear" if self.mlp_size is None else f"two layers of {self.mlp_size}"]
@@ -433,46 +435,46 @@ def read_head_shape(config: Mapping[str, Any]) -> HeadShape | None:
     """Read the head from a model config; None for a head of one matrix.
 
     Raises:
-        CheckpointError: a value is out of range.
+        CheckpointError: the section has an unknown key or a value out of range.
     """
     section = config.get(_KEY)
     if section is None:
         return None
-    where = f"model_config.yaml: {_KEY}"
+    location = f"model_config.yaml: {_KEY}"
     if not isinstance(section, Mapping) or not set(section) <= set(asdict(HeadShape())):
-        raise CheckpointError(f"{where}: got {shown(section)}, wanted bias and mlp_size")
+        raise CheckpointError(f"{location}: got {shown(section)}, wanted bias and mlp_size")
     bias, size = section.get("bias", False), section.get("mlp_size")
     if not isinstance(bias, bool):
-        raise CheckpointError(f"{where}.bias: got {shown(bias)}, wanted true or false")
+        raise CheckpointError(f"{location}.bias: got {shown(bias)}, wanted true or false")
     if size is not None:
-        size = read_count(size, f"{where}.mlp_size", f"a whole number from 1 to {MOST}")
+        size = read_count(size, f"{location}.mlp_size", f"a whole number from 1 to {MOST}")
     head = HeadShape(bias, size)
     return None if head == HeadShape() else head
 
 
 def with_head_shape(config: Mapping[str, Any], head: HeadShape | None) -> dict[str, Any]:
-    """Copy a model config with the section of this head, or without one."""
-    others = {key: value for key, value in config.items() if key != _KEY}
-    return others if head is None else {**others, _KEY: asdict(head)}
+    """Copy a model config with this head's section; None removes the section."""
+    remaining = {key: value for key, value in config.items() if key != _KEY}
+    return remaining if head is None else {**remaining, _KEY: asdict(head)}
 
 
 def head_to_train(
     stored: HeadShape | None, settings: HeadConfig, *, is_new: bool
 ) -> HeadShape | None:
-    """Head of a model to train: what the settings ask for, or else the one that it comes with."""
-    asked = HeadShape.from_settings(settings)
-    return stored if asked is None and not is_new else asked
+    """Return the settings' head; or the stored one, if they have none and the head is not new."""
+    requested = HeadShape.from_settings(settings)
+    return stored if requested is None and not is_new else requested
 
 
-def check_is_linear(head: HeadShape | None, where: str, who: str) -> None:
-    """Raise unless the head is one matrix, with a bias or without.
+def check_is_linear(head: HeadShape | None, location: str, format_name: str) -> None:
+    """Check that the head is one matrix, as ``format_name`` can store no other.
 
     Raises:
-        CheckpointError: it names the file ``where``, and ``who`` cannot represent the head.
+        CheckpointError: the head has a hidden layer. The message names the file ``location``.
     """
     if head is not None and head.mlp_size is not None:
         raise CheckpointError(
-            f"{where}: its head is {head}, wanted one matrix: {who} stores only that"
+            f"{location}: its head is {head}, wanted one matrix: {format_name} stores only that"
         )
 
 
@@ -491,7 +493,7 @@ LINEARS = dict(
         strict=True,
     )
 )  # fmt: skip
-# The same of a mixture, where each expert has its own.
+# The same for mixture-of-experts layers, where each expert has its own linear layers.
 EXPERT_LINEARS = {
     name: path.replace("mlp.", "mlp.experts.") for name, path in LINEARS.items() if "mlp" in path
 }
@@ -500,9 +502,9 @@ _WHERE = f"model_config.yaml: {LORA_KEY}"
 
 @dataclass(frozen=True)
 class LoraShape:
-    """``W x`` of the ``targets`` becomes ``W x + alpha / rank * B A x``.
+    """LoRA (Hu et al. 2021, arXiv:2106.09685): ``W x`` becomes ``W x + alpha / rank * B A x``.
 
-    ``A [rank, in]`` and ``B [out, rank]`` are trained (Hu et al. 2021, arXiv:2106.09685).
+    ``A [rank, in]`` and ``B [out, rank]`` of the linear layers named ``targets`` are trained.
     """
 
     rank: int
@@ -519,25 +521,27 @@ class LoraShape:
 
     @property
     def scale(self) -> float:
-        """Factor ``alpha / rank`` of ``B A x``."""
+        """The factor ``alpha / rank`` of ``B A x``."""
         return self.alpha / self.rank
 
     @property
     def linears(self) -> list[str]:
-        """Module names of the targets within a decoder layer, of an MLP and of experts."""
+        """Module names of the targets within a decoder layer, dense or with experts."""
         names = [LINEARS[target] for target in self.targets]
-        return names + [EXPERT_LINEARS[each] for each in self.targets if each in EXPERT_LINEARS]
+        return names + [
+            EXPERT_LINEARS[target] for target in self.targets if target in EXPERT_LINEARS
+        ]
 
     def tensors(self, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Shapes of A and B, unsharded and by name, for a layer's ``weights``."""
-        found: dict[str, tuple[int, ...]] = {}
+        """Return the unsharded shapes of A and B by name, given the shapes of a layer's weights."""
+        shapes: dict[str, tuple[int, ...]] = {}
         for name in self.linears:
             if f"{name}.weight" in weights:
                 *outputs, inputs = weights[f"{name}.weight"]
                 count = outputs[:1] if name in EXPERT_LINEARS.values() else []
-                found[f"{name}.{LORA_A}"] = (*count, self.rank, inputs)
-                found[f"{name}.{LORA_B}"] = (*outputs, self.rank)
-        return found
+                shapes[f"{name}.{LORA_A}"] = (*count, self.rank, inputs)
+                shapes[f"{name}.{LORA_B}"] = (*outputs, self.rank)
+        return shapes
 
     def to_config(self) -> dict[str, Any]:
         """Convert to the section of ``model_config.yaml``."""
@@ -553,10 +557,10 @@ def is_of_adapter(name: str) -> bool:
 
 
 def read_lora(config: Mapping[str, Any]) -> LoraShape | None:
-    """Read LoRA from a NeMo model config; None if it has none.
+    """Read LoRA from a NeMo model config; None if it has no adapters.
 
     Raises:
-        CheckpointError: the section differs from what ``LoraShape.to_config`` writes.
+        CheckpointError: the section is not one that ``LoraShape.to_config`` writes.
     """
     section = config.get(LORA_KEY)
     if section is None:
@@ -564,32 +568,32 @@ def read_lora(config: Mapping[str, Any]) -> LoraShape | None:
     keys = {"rank", "alpha", "targets"}
     if not isinstance(section, Mapping) or set(section) != keys:
         raise CheckpointError(f"{_WHERE}: got {shown(section)}, wanted rank, alpha and targets")
-    wanted = f"a whole number above 0 and of at most {MOST}"
-    rank = read_count(section["rank"], f"{_WHERE}.rank", wanted)
-    wanted = f"a number above 0, from {LEAST_NUMBER} to {MOST_NUMBER}"
-    alpha = float(read_number(section["alpha"], f"{_WHERE}.alpha", wanted))
+    expected = f"a whole number above 0 and of at most {MOST}"
+    rank = read_count(section["rank"], f"{_WHERE}.rank", expected)
+    expected = f"a number above 0, from {LEAST_NUMBER} to {MOST_NUMBER}"
+    alpha = float(read_number(section["alpha"], f"{_WHERE}.alpha", expected))
     targets = section["targets"]
     names = [name for name in LORA_TARGETS if isinstance(targets, list) and name in targets]
     if not names or len(names) != len(targets):
-        wanted = f"at least one of {', '.join(LORA_TARGETS)}, each once"
-        raise CheckpointError(f"{_WHERE}.targets: got {shown(targets)}, wanted {wanted}")
+        expected = f"at least one of {', '.join(LORA_TARGETS)}, each once"
+        raise CheckpointError(f"{_WHERE}.targets: got {shown(targets)}, wanted {expected}")
     return LoraShape(rank, alpha, tuple(names))
 
 
 def with_lora(config: Mapping[str, Any], lora: LoraShape | None) -> dict[str, Any]:
-    """Copy a NeMo model config with the section of ``lora``, or without one."""
-    rest = {key: value for key, value in config.items() if key != LORA_KEY}
-    return rest if lora is None else {**rest, LORA_KEY: lora.to_config()}
+    """Copy a NeMo model config with the section of ``lora``; None removes the section."""
+    remaining = {key: value for key, value in config.items() if key != LORA_KEY}
+    return remaining if lora is None else {**remaining, LORA_KEY: lora.to_config()}
 
 
-def check_lora(stored: LoraShape | None, wanted: LoraShape | None, source: object) -> None:
-    """Refuse to train with other adapters than the model comes with.
+def check_lora(stored: LoraShape | None, requested: LoraShape | None, source: object) -> None:
+    """Check that the adapters in the settings are those that the model comes with.
 
     Raises:
-        CheckpointError: both are given, and differ.
+        CheckpointError: both exist, and differ.
     """
-    if stored is not None and wanted is not None and stored != wanted:
+    if stored is not None and requested is not None and stored != requested:
         raise CheckpointError(
-            f"{source}: it comes with LoRA of {stored}; model.lora has {wanted}. Wanted the same, "
-            "to go on with it; model.lora.rank=0 trains all weights with LoRA folded into them"
+            f"{source}: the model has LoRA adapters of {stored}, but model.lora has {requested}. "
+            "Set the same to train them further, or model.lora.rank=0 to fold them and train all."
         )

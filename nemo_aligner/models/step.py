@@ -1,4 +1,8 @@
-"""Training step and inference on packs: the only callers of Megatron's pipeline schedules."""
+"""Training steps and inference on packs: the only callers of Megatron's pipeline schedules.
+
+``forward_backward`` is a training step without the update, ``infer`` computes rewards, and
+``infer_values`` a critic's values. ``gather_rewards`` brings the rewards of all ranks together.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +28,11 @@ from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.utils.host_transfer import Arriving, to_device, to_host_later
 
 _MOST_PARTS = 50
-# Packs of a part for each stage after the first: the pipeline's bubble is then a sixteenth.
+# Packs of a part for each stage after the first, so that the pipeline's bubble is a sixteenth.
 _PACKS_PER_STAGE = 16
 
 RewardLoss = Callable[[Tensor, Records], tuple[Tensor, Tensor]]
-"""Rewards ``[S, A]`` and the records that own them -> (sum of losses, how many were summed)."""
+"""Rewards ``[S, A]`` and their records -> the sum of the losses, and how many were summed."""
 
 
 def forward_backward(
@@ -39,14 +43,14 @@ def forward_backward(
 ) -> Tensor | None:
     """Accumulate this data parallel rank's gradients over the micro-batches of one step.
 
-    After the last one Megatron sums gradients over the data parallel ranks and divides by the
-    global count. The result is the gradient of the exact mean, however records were packed.
+    After the last micro-batch Megatron sums gradients over the data parallel ranks and divides by
+    the global count. The result is the gradient of the exact mean, however records were packed.
 
     Args:
         model: the model inside Megatron's data parallel wrapper.
         batches: this rank's micro-batches, on the host.
-        loss: sum and count of a micro-batch's losses; or the gradient ``[rows, A]`` float32 on the
-            host of a loss over all rewards of the step (``losses.base.reward_gradient``).
+        loss: a function of a micro-batch's rewards; or, for a loss over all rewards of the step,
+            its gradient ``[rows, A]`` float32 on the host (``losses.base.reward_gradient``).
 
     Returns:
         Rewards ``[S, A]`` float32 of this rank's records in the order of ``batches``, on the last
@@ -74,14 +78,16 @@ def infer(
 
     They are the head's raw output, without the offsets of a scoring contract. Returns None without
     ``batches`` and on all pipeline stages but the last. Leaves the model in evaluation mode.
-    ``pool`` has what the packs take from a prefix cache, and takes what they leave there.
+
+    Args:
+        pool: keys and values of the prefix cache, which the packs read and write.
     """
     _stop_training(model)
     return _run(model, batches, layout, None, pool) if batches or layout.ep > 1 else None
 
 
 def _stop_training(model: torch.nn.Module) -> None:
-    # Module.eval takes a millisecond, which a short text's call would notice.
+    # Module.eval takes a millisecond, much of the time of a call with one short sample.
     if model.training:
         model.eval()
 
@@ -94,22 +100,22 @@ def infer_in_parts(
     after_part: Callable[[float], None],
     pool: KeyValuePool | None = None,
 ) -> Tensor | None:
-    """Run ``infer`` in ``parts``, calling ``after_part`` with the share done after each.
+    """Run ``infer`` in ``parts``, calling ``after_part`` after each with the fraction done.
 
-    Every rank calls it between the same parts, so it may run collectives, and raise on all ranks.
+    Every rank calls it after the same parts, so it may run collectives, and raise on all ranks.
     """
-    found = []
+    rewards_of_parts = []
     for part in range(parts):
         first, end = (len(batches) * number // parts for number in (part, part + 1))
         rewards = infer(model, batches[first:end], layout, pool)
         if rewards is not None:
-            found.append(rewards)
+            rewards_of_parts.append(rewards)
         after_part((part + 1) / parts)
-    return torch.cat(found) if found else None
+    return torch.cat(rewards_of_parts) if rewards_of_parts else None
 
 
 def count_parts(num_tokens: int, micro_batch_tokens: int, layout: ParallelLayout) -> int:
-    """Number of parts in which to infer ``num_tokens``, the same on every rank.
+    """Return into how many parts to split the inference of ``num_tokens``, alike on every rank.
 
     The pipeline drains between two parts, so each needs enough packs to keep the stages busy.
     """
@@ -124,8 +130,8 @@ def infer_values(
 ) -> list[Tensor] | None:
     """Compute a critic's values ``[T, A]`` float32 for every token of each of ``batches``.
 
-    Raw, as from ``infer``. Returns None on all pipeline stages but the last. Leaves the model in
-    evaluation mode.
+    They are raw, like those of ``infer``. Returns None on all pipeline stages but the last. Leaves
+    the model in evaluation mode.
     """
     _stop_training(model)
     if not batches and layout.ep == 1:
@@ -134,7 +140,8 @@ def infer_values(
     if not layout.is_last_stage:
         return None
     # Sequence or context parallelism may have appended a padding segment.
-    return [found[: batch.num_tokens] for found, batch in zip(values, batches, strict=False)]
+    pairs = zip(values, batches, strict=False)
+    return [pack_values[: batch.num_tokens] for pack_values, batch in pairs]
 
 
 def gather_rewards(
@@ -172,8 +179,8 @@ def _gathered(
     layout: ParallelLayout,
 ) -> Tensor:
     gathered = torch.zeros(shape, device=current_device())
-    # Each row is written by one rank and is 0 on all others, so that the sum has its bits. Tensor
-    # and context parallel ranks all have the same rewards; stages before the last have none.
+    # One rank writes each row and all others have 0 there, so the sum is exact. Tensor and context
+    # parallel ranks all have the same rewards; pipeline stages before the last have none.
     if rewards is not None and layout.tp_rank == 0 and layout.cp_rank == 0:
         rows = torch.cat([batch.rows for batch in batches])
         gathered[to_device(rows, rewards.device)] = rewards
@@ -226,7 +233,7 @@ def _run_schedule(
     shapes = [(batch.num_own_tokens // ranks, 1, config.hidden_size) for batch in padded]
     messages = PipelineMessages(config, shapes, inside.stream_dtype)
     outputs = run(p2p_communicator=messages, pg_collection=messages.groups())
-    # Its sends read this step's tensors, and have to be out before these are freed.
+    # Its sends read this step's tensors, so they have to finish before the tensors are freed.
     messages.finish()
     return outputs
 
@@ -242,17 +249,16 @@ def _prepared(batch: PackedBatch, model: GPTRewardModel, layout: ParallelLayout)
 
 
 def _as_many_as_others(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
-    """Add packs of no record until there are as many as on any rank with which experts are shared.
+    """Add packs without records until all ranks of the expert parallel group have equally many.
 
-    An expert's product has the tokens of all of them.
+    Every layer exchanges tokens by collectives, so a rank with fewer packs would leave the others
+    waiting.
     """
-    # Every layer exchanges tokens by collectives: a rank that ran fewer packs would leave the
-    # others waiting in theirs.
-    most = torch.tensor(len(batches), device=current_device())
-    dist.all_reduce(most, dist.ReduceOp.MAX, parallel_state.get_expert_model_parallel_group())
+    max_packs = torch.tensor(len(batches), device=current_device())
+    dist.all_reduce(max_packs, dist.ReduceOp.MAX, parallel_state.get_expert_model_parallel_group())
     one = PackedBatch.pack([torch.zeros(1, dtype=torch.int64)])
     empty = replace(one, rows=one.rows[:0], records=Records.of([], []))
-    return [*batches, *[empty] * (int(most) - len(batches))]
+    return [*batches, *[empty] * (int(max_packs) - len(batches))]
 
 
 def _with_rows(batch: PackedBatch, model: GPTRewardModel) -> PackedBatch:
@@ -268,10 +274,10 @@ def find_reply_rows(batch: PackedBatch, marker: Sequence[int]) -> ReplyRows:
     If a sequence begins with cached tokens, the cached part must end before the last marker.
     """
     rows, lengths = [], []
-    for own in _sequences(batch):
-        start = reply_start(batch.tokens[own].numpy(), marker)
-        rows.append(own[start:])
-        lengths.append(len(own) - start)
+    for sequence in _sequences(batch):
+        start = reply_start(batch.tokens[sequence].numpy(), marker)
+        rows.append(sequence[start:])
+        lengths.append(len(sequence) - start)
     return ReplyRows(torch.cat(rows), tuple(lengths))
 
 
@@ -298,7 +304,7 @@ def _value_step(
     batches: Iterator[PackedBatch], model: torch.nn.Module
 ) -> tuple[Tensor, Callable[..., Any]]:
     output = model(next(batches).to(current_device()))
-    # A copy, because the schedule scales in place what it is given.
+    # A copy, because the schedule scales its input in place.
     return output, lambda values, **unused: (values.sum(), values.clone())
 
 
@@ -311,32 +317,35 @@ def _forward_step(
     batch = next(batches).to(current_device())
 
     def finish(output: Tensor, **unused: Any) -> tuple[Tensor, ...]:
-        # Drop the padding segment. A copy, because the schedule scales in
-        # place what it is given.
-        own = output[: batch.records.num_rewards]
-        kept = own.detach().clone()
+        # Drop the padding segment. Return a copy, because the schedule scales its input in place.
+        rewards = output[: batch.records.num_rewards]
+        detached = rewards.detach().clone()
         if loss is None:
-            return output.sum(), kept
+            return output.sum(), detached
         if not len(batch.records):
-            return output.sum() * 0, torch.zeros((), dtype=torch.int, device=kept.device), kept
+            return (
+                output.sum() * 0,
+                torch.zeros((), dtype=torch.int, device=detached.device),
+                detached,
+            )
         if isinstance(loss, Tensor):
-            total, count = _by_gradient(own, loss[batch.rows], len(batch.records))
+            total, count = _by_gradient(rewards, loss[batch.rows], len(batch.records))
         else:
-            total, count = loss(own, batch.records)
+            total, count = loss(rewards, batch.records)
         if batch.share is not None and batch.share.rank > 0:
-            # All ranks of the group have this loss, each the gradient of its part of the model's
-            # work, which add up to the whole; the records count once.
+            # All ranks of the context parallel group have this loss, and each the gradient of its
+            # own tokens, whose sum is the whole gradient. So the records count on one rank only.
             count = torch.zeros_like(count)
-        # Under ``calculate_per_token_loss`` Megatron takes a sum and a count: it backpropagates the
+        # Under ``calculate_per_token_loss`` Megatron takes a sum and a count. It backpropagates the
         # sum, times the loss scale of fp16, and finalize_model_grads divides the gradients by the
-        # count of all micro-batches and ranks. A mean in each micro-batch would weigh short ones
-        # more. The count has to be an int: Megatron adds it to one of its own, in place.
-        return total, count.to(torch.int), kept
+        # count over all micro-batches and ranks. A mean in each micro-batch would give records in
+        # short ones more weight. The count has to be an int: Megatron adds it to its own in place.
+        return total, count.to(torch.int), detached
 
     return model(batch, pool), finish
 
 
 def _by_gradient(rewards: Tensor, gradient: Tensor, records: int) -> tuple[Tensor, Tensor]:
-    """Sum and count whose gradient by ``rewards [S, A]`` is ``gradient``."""
+    """Return a loss and its count, whose gradient by ``rewards [S, A]`` is ``gradient``."""
     total = (rewards * to_device(gradient, rewards.device)).sum()
     return total, torch.full((), records, dtype=torch.int64, device=rewards.device)

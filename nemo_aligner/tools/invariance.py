@@ -45,9 +45,10 @@ from nemo_aligner.distributed.layout import (
     destroy_layout,
     initialize_layout,
 )
-from nemo_aligner.models.reward_model import make_batch_invariant, wrap_for_training
+from nemo_aligner.models.batch_invariance import make_batch_invariant
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import forward_backward, gather_rewards
+from nemo_aligner.models.training_wrap import wrap_for_training
 from nemo_aligner.serving.engine.scorer import RewardScorer, load_scorer
 from nemo_aligner.serving.run import served
 from nemo_aligner.utils.errors import CheckpointError, ConfigError, DataError, PeerError
@@ -517,7 +518,7 @@ def _trained_on(
         lora=base.shape.lora,
         reply_marker=contract.reply_marker,
     )
-    by_length = pretrained.model.rotation_by_length
+    by_length = pretrained.model.length_dependent_rope
     packs = [
         replace(pack, rows=indices[pack.rows])
         for pack in pack_sequences(sequences, contract.seq_length, None, by_length)

@@ -31,7 +31,6 @@ from nemo_aligner.losses.base import (
     rewards_of,
 )
 from nemo_aligner.models.experts import describe_load, take_load
-from nemo_aligner.models.reward_model import unwrap_after_training
 from nemo_aligner.models.step import (
     RewardLoss,
     count_parts,
@@ -40,6 +39,7 @@ from nemo_aligner.models.step import (
     gather_rewards,
     infer_in_parts,
 )
+from nemo_aligner.models.training_wrap import unwrap_after_training
 from nemo_aligner.planning.cost import Packs
 from nemo_aligner.training.optimizer import Optimizer, Update
 from nemo_aligner.utils.console import Watch, unwatched

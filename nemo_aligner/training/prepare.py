@@ -28,8 +28,8 @@ from nemo_aligner.distributed.collectives import gpu_computes_bf16, on_main
 from nemo_aligner.distributed.layout import LayoutSizes, ParallelLayout
 from nemo_aligner.losses import build_objective, settings_of_run
 from nemo_aligner.metrics.table import Better, better_values
-from nemo_aligner.models.reward_model import check_freezing
 from nemo_aligner.models.shape import LoraShape, ModelShape, check_lora, head_to_train
+from nemo_aligner.models.training_wrap import check_freezing
 from nemo_aligner.training.learner import validation_metric_names
 from nemo_aligner.training.loggers import check_loggers
 from nemo_aligner.training.resume import RunFolder, check_goes_on, check_may_resume, new_state
@@ -217,7 +217,7 @@ def _build_data(
 
     Raises:
         ConfigError, DataError: see ``build_contract``, ``continue_contract``,
-            ``ModelShape.rotation_by_length`` and ``build_training_data``.
+            ``ModelShape.length_dependent_rope`` and ``build_training_data``.
     """
     start_from = config.pretrained_checkpoint
     prefix = config.model.data.data_prefix
@@ -240,13 +240,13 @@ def _build_data(
             new_weights=bool(config.model.regression.attribute_weights),
         )
     means_are_new = start is None or start_from.new_head or start.attributes != contract.attributes
-    shape.rotation_by_length(contract.seq_length)  # raises if it has none
+    shape.length_dependent_rope(contract.seq_length)  # raises if it has none
     data = build_training_data(
         model,
         contract,
         base.tokenizer,
         measure_label_means=means_are_new,
-        rotation_by_length=shape.rotation_by_length if shape.one_rotation_until else None,
+        length_dependent_rope=shape.length_dependent_rope if shape.one_rotation_until else None,
     )
     if start_from.load_rm_head_weights is not None:
         source, names = start_from.load_rm_head_weights, start_from.rm_head_names

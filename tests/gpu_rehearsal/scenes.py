@@ -35,20 +35,16 @@ from nemo_aligner.distributed.one_rank import ONE_RANK
 from nemo_aligner.losses.pairwise import BradleyTerry
 from nemo_aligner.models.activation_offload import offload_activations
 from nemo_aligner.models.attention.backends import BACKENDS
+from nemo_aligner.models.batch_invariance import make_batch_invariant
 from nemo_aligner.models.cuda_graphs import why_not_graphed
 from nemo_aligner.models.offload import OffloadManager
 from nemo_aligner.models.pointwise.choice import load_kernels
 from nemo_aligner.models.pointwise.eager import Shared, _RMSNorm
 from nemo_aligner.models.pointwise.operations import use_pointwise_kernels
-from nemo_aligner.models.reward_model import (
-    build_reward_model,
-    freeze_lower_layers,
-    make_batch_invariant,
-    set_routers,
-    wrap_for_training,
-)
+from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer
+from nemo_aligner.models.training_wrap import freeze_lower_layers, set_routers, wrap_for_training
 from nemo_aligner.planning.cost import Plan, even_packs
 from nemo_aligner.planning.memory import pack_activations, transient
 from nemo_aligner.serving.critic import TRAIN, VALUES, CriticBackend

@@ -22,8 +22,9 @@ from nemo_aligner.models.attention import backends, packed, varlen
 from nemo_aligner.models.attention.backends import Backend, Feature
 from nemo_aligner.models.attention.packed import PackedAttention
 from nemo_aligner.models.attention.segments import PackedSegments, Scores
-from nemo_aligner.models.reward_model import make_batch_invariant, wrap_for_training
+from nemo_aligner.models.batch_invariance import make_batch_invariant
 from nemo_aligner.models.step import forward_backward
+from nemo_aligner.models.training_wrap import wrap_for_training
 
 
 class RecordedCapture:
@@ -96,7 +97,9 @@ def attend_by_bounds(
 def attention_by_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU attention as on a GPU."""
     attend = backends._by_varlen(attend_by_bounds)
-    by_bounds = Backend("by bounds", frozenset(Feature), lambda case: True, attend)
+    by_bounds: Backend[None] = Backend(
+        "by bounds", frozenset(Feature), lambda case: True, attend, lambda segments, case: None
+    )
     monkeypatch.setattr(packed, "choose_backend", lambda case: by_bounds)
     monkeypatch.setattr(PackedAttention, "infer_on_cpu", PackedAttention.infer_on_gpu)
 

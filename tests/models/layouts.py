@@ -28,8 +28,9 @@ from nemo_aligner.distributed.collectives import on_main
 from nemo_aligner.distributed.launch import launch
 from nemo_aligner.distributed.layout import ParallelLayout, destroy_layout, initialize_layout
 from nemo_aligner.losses.pairwise import BradleyTerry
-from nemo_aligner.models.reward_model import GPTRewardModel, set_routers, wrap_for_training
+from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.step import forward_backward, gather_rewards, infer, infer_values
+from nemo_aligner.models.training_wrap import set_routers, wrap_for_training
 from nemo_aligner.training.optimizer import build_optimizer
 from tests.harness.families import SEQUENCES
 
@@ -56,7 +57,7 @@ LENGTHENED = [list(range(3, 3 + length)) for length in (5, 21, 1, 12)]
 
 def batches(
     layout: ParallelLayout | None = None,
-    rotation_by_length: Callable[[int], int] = one_rotation,
+    length_dependent_rope: Callable[[int], int] = one_rotation,
     apart: bool = False,
 ) -> list[PackedBatch]:
     """Three pairs; those of the first pack, 69 tokens, have a common prefix if rotated alike.
@@ -64,7 +65,7 @@ def batches(
     Of two data parallel ranks the second has one pack, and the first two. Each pair has a pack of
     its own there, and where they are ``apart``.
     """
-    is_shared = len({rotation_by_length(len(each)) for each in SEQUENCES[:2]}) == 1
+    is_shared = len({length_dependent_rope(len(each)) for each in SEQUENCES[:2]}) == 1
     groups = [Group(2, 30)] if is_shared else None
     first = PackedBatch.pack(SEQUENCES[:2], Records.of([0], [2]), groups=groups)
     second, third = (
@@ -109,7 +110,7 @@ def step(
     optimizer = build_optimizer(wrapped, config, 1.0, 10)
     wrapped.train()
     wrapped.zero_grad_buffer()
-    packs = batches(layout, model.rotation_by_length, apart=archive.stem in MIXTURES)
+    packs = batches(layout, model.length_dependent_rope, apart=archive.stem in MIXTURES)
     before = forward_backward(wrapped, packs, layout, BradleyTerry().loss)
     update = optimizer.step()
     assert update.applied
@@ -136,7 +137,7 @@ def rewards(
     if weights is not None:
         state = load_weights(model.sharded_state_dict(prefix="model."), weights)
         model.load_state_dict({key.removeprefix("model."): state[key] for key in state})
-    return everyone(infer(model, batches(layout, model.rotation_by_length), layout), layout)
+    return everyone(infer(model, batches(layout, model.length_dependent_rope), layout), layout)
 
 
 def load_critic(archive: Path, layout: ParallelLayout) -> GPTRewardModel:

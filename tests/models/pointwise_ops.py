@@ -34,8 +34,9 @@ from nemo_aligner.models.pointwise.operations import (
     PointwiseKernels,
     use_pointwise_kernels,
 )
-from nemo_aligner.models.reward_model import build_reward_model, wrap_for_training
+from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.training_wrap import wrap_for_training
 
 SHAPE = {
     "num_layers": 2,

@@ -22,9 +22,10 @@ from nemo_aligner.models.experts import (
     take_load,
 )
 from nemo_aligner.models.lora import ExpertAdapter, fold_adapters
-from nemo_aligner.models.reward_model import set_routers
+from nemo_aligner.models.pack_context import Balance
 from nemo_aligner.models.shape import LoraShape
 from nemo_aligner.models.step import infer
+from nemo_aligner.models.training_wrap import set_routers
 from tests.harness import families
 
 PACK = PackedBatch.pack(families.SEQUENCES, Records.of(range(3), [2] * 3))
@@ -96,7 +97,7 @@ def test_expert_of_equal_ones_is_the_first(model: Any) -> None:
     router = routers(model)[1]
     same = router.weight.detach().clone()
     router.weight.data.copy_(same[:1].expand_as(same))
-    chosen, weights = router(torch.randn(5, same.size(1)), None)
+    chosen, weights = router(torch.randn(5, same.size(1)), None, Balance())
     router.weight.data.copy_(same)
     assert chosen.tolist() == [list(range(TOP_K))] * 5
     torch.testing.assert_close(weights, torch.full((5, TOP_K), 1 / TOP_K))
@@ -109,7 +110,7 @@ def test_grouped_products_are_those_of_expert_by_expert(monkeypatch: pytest.Monk
     for is_grouped in (False, True):
         if is_grouped:
             monkeypatch.setattr(
-                RowCounts, "ends", lambda self, *unused: self.each.cumsum(0).to(torch.int32)
+                RowCounts, "ends", lambda self, *unused: self.per_expert.cumsum(0).to(torch.int32)
             )
         given, matrices = (each.detach().clone().requires_grad_() for each in (rows, weight))
         product = _Products.apply(given, matrices, RowCounts(torch.tensor([2, 0, 6, 1])))

@@ -21,9 +21,10 @@ from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.data.packing import pack_sequences
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model, wrap_for_training
+from nemo_aligner.models.reward_model import GPTRewardModel, build_reward_model
 from nemo_aligner.models.shape import ModelShape
 from nemo_aligner.models.step import forward_backward, infer
+from nemo_aligner.models.training_wrap import wrap_for_training
 from nemo_aligner.utils.errors import CheckpointError, ConfigError
 from tests.harness import families, tiny
 from tests.harness.families import CASES, GROUPS, SEQUENCES, WINDOW
@@ -191,22 +192,22 @@ def test_texts_that_are_rotated_differently_share_no_prefix(
 ) -> None:
     """A pack in which they do is refused; ``pack_sequences`` makes none."""
     made = build("llama_dynamic")
-    with pytest.raises(ValueError, match="rotated differently share a beginning"):
+    with pytest.raises(ValueError, match="different RoPE share a prefix"):
         our_rewards(made.ours, layout, "common prefixes")
-    rotations = [made.ours.rotation_by_length(tokens) for tokens in (51, 52, 53, 54)]
+    rotations = [made.ours.length_dependent_rope(tokens) for tokens in (51, 52, 53, 54)]
     assert rotations == [0, 0, 53, 54]
     made = build("phi3_longrope")
-    assert [made.ours.rotation_by_length(tokens) for tokens in (13, 14, 15, 16)] == [0, 0, 1, 1]
+    assert [made.ours.length_dependent_rope(tokens) for tokens in (13, 14, 15, 16)] == [0, 0, 1, 1]
     # 13 tokens are shared by the first two, and by the three longer ones.
     texts = [[*range(3, 3 + 13), *rest] for rest in ([20], [21], [22, 23], [22, 24], [25] * 40)]
-    (pack,) = pack_sequences(texts, 200, None, made.ours.rotation_by_length)
+    (pack,) = pack_sequences(texts, 200, None, made.ours.length_dependent_rope)
     assert pack.num_tokens == sum(map(len, texts)) - 3 * 13
     got = infer(made.ours, [pack], layout)
     assert got is not None
     alone = infer(made.ours, [PackedBatch.pack([texts[row]]) for row in pack.rows], layout)
     assert_close(got, alone, 1e-5)
     without_long = {key: each for key, each in made.config.items() if "_long" not in key}
-    with pytest.raises(ConfigError, match="got 35, wanted at most 14: for longer texts"):
+    with pytest.raises(ConfigError, match="seq_length: got 35, wanted at most 14"):
         our_rewards(other(replace(made, config=without_long), {}, layout), layout)
 
 
@@ -363,7 +364,7 @@ NOT_TOGETHER = [
             "moe_ffn_hidden_size": 8,
             "post_layernorms": True,
         },
-        "num_moe_experts: got 4 beside post_layernorms",
+        "num_moe_experts: got 4 together with post_layernorms",
     ),
     ({"position_embedding_type": "yarn"}, "yarn_rotary_scaling_factor: got nan"),
     ({"position_embedding_type": "yarn", "rotary_base": 1}, "rotary_base: got 1.0, wanted more"),

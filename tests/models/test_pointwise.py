@@ -291,9 +291,9 @@ def test_without_a_compiler_torch_computes_all(
     for _ in range(2):
         with torch.no_grad():
             assert not kernels.take(torch.zeros(4, 16))
-    why = "found no C compiler no-such-compiler"
-    told = f"kernels.c is not used, so scoring is slower on this CPU: {why}"
-    assert [record.getMessage() for record in caplog.records] == [told]
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert "kernels.c" in message
+    assert "no-such-compiler" in message
     assert caplog.records[0].levelname == "WARNING"
     monkeypatch.setenv(kernels.SWITCH, "0")
     kernels._compiled.cache_clear()

@@ -13,8 +13,8 @@ from nemo_aligner.checkpoint.nemo.reward_model import load_pretrained
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import Recompute
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.reward_model import freeze_lower_layers, wrap_for_training
 from nemo_aligner.models.step import count_parts, forward_backward, infer, infer_in_parts
+from nemo_aligner.models.training_wrap import freeze_lower_layers, wrap_for_training
 from nemo_aligner.utils.errors import ConfigError
 from tests.harness import tiny
 

@@ -17,12 +17,9 @@ from nemo_aligner.config.model import LORA_TARGETS, Recompute
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.models.attention.segments import PackedSegments
 from nemo_aligner.models.lora import train_adapters_alone
-from nemo_aligner.models.reward_model import (
-    build_reward_model,
-    freeze_lower_layers,
-    wrap_for_training,
-)
+from nemo_aligner.models.reward_model import build_reward_model
 from nemo_aligner.models.shape import ModelShape
+from nemo_aligner.models.training_wrap import freeze_lower_layers, wrap_for_training
 from nemo_aligner.planning.cost import (
     Packs,
     Plan,
@@ -63,11 +60,10 @@ def test_keys_are_those_that_a_pack_attends_to() -> None:
 
 def test_keys_of_a_beginning_are_kept_once_more_for_each_that_has_it() -> None:
     """As a GPU's attention is given them."""
-    none = torch.zeros(0)
     for prefix in (0, 20):
         groups = [Group(2, prefix)] * 2
         batch = PackedBatch.pack([[1] * 30] * 4, Records.of(range(2), [2, 2]), groups=groups)
-        given = PackedSegments.of(batch, (), none).kv_cu_seqlens[-1]
+        given = PackedSegments.of(batch, "cpu").kv_cu_seqlens[-1]
         packs = even_packs(2, 30, 120, prefix)
         assert packs.tokens == batch.num_tokens
         assert packs.kept_keys == pytest.approx(int(given) / batch.num_tokens)

@@ -17,7 +17,7 @@ from nemo_aligner.data.training_data import TrainingData, TrainLoader
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.losses.regression import MaskedMse
 from nemo_aligner.models.experts import routers
-from nemo_aligner.models.reward_model import wrap_for_training
+from nemo_aligner.models.training_wrap import wrap_for_training
 from nemo_aligner.training.learner import RewardLearner
 from nemo_aligner.training.optimizer import build_optimizer
 from tests.data.test_packing import dataset

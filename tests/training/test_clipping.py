@@ -11,7 +11,8 @@ import torch
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import OptimConfig, Schedule, SchedulerConfig
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.reward_model import build_reward_model, wrap_for_training
+from nemo_aligner.models.reward_model import build_reward_model
+from nemo_aligner.models.training_wrap import wrap_for_training
 from nemo_aligner.training.optimizer import build_optimizer
 from tests.training import poisoned
 

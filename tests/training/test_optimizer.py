@@ -23,11 +23,8 @@ from nemo_aligner.checkpoint.weights import open_weights
 from nemo_aligner.config.common import Precision
 from nemo_aligner.config.model import OptimConfig, Schedule, SchedulerConfig
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.reward_model import (
-    build_reward_model,
-    freeze_lower_layers,
-    wrap_for_training,
-)
+from nemo_aligner.models.reward_model import build_reward_model
+from nemo_aligner.models.training_wrap import freeze_lower_layers, wrap_for_training
 from nemo_aligner.training.optimizer import Optimizer, Update, build_optimizer
 from nemo_aligner.utils.errors import CheckpointError
 from tests.checkpoint.refusals import check_damages

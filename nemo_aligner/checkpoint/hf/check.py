@@ -151,7 +151,7 @@ def our_logits(
     token_lists = [each.scored for each in texts]
     reads = SequenceReads.number([each.reads for each in texts]) if texts[0].steps else None
     budget = sum(map(len, token_lists))  # the weights are read once
-    packs = pack_sequences(token_lists, budget, reads, model.rotation_by_length)
+    packs = pack_sequences(token_lists, budget, reads, model.length_dependent_rope)
     shape = (sum(len(each.reads) for each in texts), model.rm_head.weight.size(0))
     return gather_rewards(infer(model, packs, layout), packs, shape, layout)
 

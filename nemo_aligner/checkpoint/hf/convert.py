@@ -180,7 +180,7 @@ def _convert(
         contract = _contract_of(found, labels, tokenizer, *how)
         if head is not None and contract is not None:
             # A LongRoPE or dynamic rotation depends on a length, which only the contract has.
-            shape.rotation_by_length(contract.seq_length)  # raises if it has none
+            shape.length_dependent_rope(contract.seq_length)  # raises if it has none
             head = head.with_rows_of(tokenizer).with_outputs(contract.num_outputs)
             for name, tensor in head.tensors(config["hidden_size"]).items():
                 tensors[PREFIX + HEAD_PREFIX + name] = tensor

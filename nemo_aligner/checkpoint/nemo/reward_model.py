@@ -274,7 +274,7 @@ def reward_model_without_weights(
         )
     num_outputs = contract.num_outputs
     shape = model_shape(folder)
-    shape.rotation_by_length(contract.seq_length)  # raises if it has none
+    shape.length_dependent_rope(contract.seq_length)  # raises if it has none
     if not _check_head(folder, shape, num_outputs):
         raise CheckpointError(f"{folder.source}: it has no reward head ({HEAD})")
     tokenizer.check_fits(shape.vocab_size)

@@ -1,11 +1,17 @@
 """Attention over packed sequences, with shared and cached prefixes.
 
-``packed.py`` is the layer's core attention: it rotates queries and keys and asks ``backends.py``,
-the table of backends, for the fastest one that fits. ``segments.py`` describes a pack to them.
+``packed.py`` is the core attention of a layer. It rotates queries and keys, and computes a layer's
+heads by the fastest backend that fits, which ``backends.py`` chooses from its table.
+``segments.py`` describes a pack to the backends: its segments, their prefixes, the pool of cached
+keys and values, and what ranks of a context parallel group send each other.
 
-- ``cpu_inference.py`` scores on a CPU, by the C file ``cpu/kernels.c`` or in blocks by torch.
-- ``cpu_training.py`` trains on a CPU, by torch's flash attention.
+The backends, in the order of the table:
+
+- ``ring.py`` splits a pack over ranks, which pass keys and values around (training, with
+  ``model.cp_comm_type=p2p``).
+- ``nemo_aligner/cpu`` has those of a CPU: ``kernel_attention.py`` and ``block_attention.py`` for
+  scoring, ``training_attention.py`` for training.
 - ``varlen.py`` takes whole packs on a GPU, by torch's variable-length kernel or by flash-attn's.
-- ``one_by_one.py`` takes one segment at a time, by SDPA or by explicit scores.
-- ``ring.py`` splits a pack over ranks, which pass keys and values around.
+- ``one_by_one.py`` takes one segment at a time, by SDPA or by explicit scores, and computes every
+  case that no other backend does.
 """

@@ -1,29 +1,32 @@
 """The table of attention backends, and the only place where one of them is chosen.
 
-A backend is one entry of ``BACKENDS``: which features of the scores it has, where it runs, and a
-function from a layer's heads to its output. ``choose_backend`` returns the first entry that fits a
-``Case``, so the table lists the fastest first. To add a backend, add its entry;
-``tests/models/attention/test_backends.py`` then runs it on the same packs as all others.
+A backend is one entry of ``BACKENDS``: which features of the scores it has, where it runs, a
+function from a layer's heads to its output, and what it prepares once for each pack.
+``choose_backend`` returns the first entry that fits a ``Case``, so the table lists the fastest
+first. To add a backend, add its entry; ``tests/models/attention/test_backends.py`` then runs it on
+the same packs as all others.
 
-What new decoders need enters here, too. A new feature of the scores, like a learned sink for each
+New kinds of decoders are added here, too. A new feature of the scores, like a learned sink for each
 head, is a new ``Feature``: entries that do not name it are never chosen for it. Values of another
-width than keys (latent attention) are one as well. A layer that does not attend to keys, like a
-gated delta rule, is a module of its own with a table of its own.
+width than keys (latent attention) are a feature as well. A layer that does not attend to keys, like
+a gated delta rule, is a separate module with its own table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
-from nemo_aligner.models.attention import cpu_inference, cpu_training, one_by_one, ring, varlen
+from nemo_aligner.cpu import block_attention, kernel_attention, training_attention
+from nemo_aligner.models.attention import one_by_one, ring, varlen
 from nemo_aligner.models.attention.segments import (
-    Attend,
     PackedSegments,
+    Plan,
     Scores,
     gathering_again,
 )
@@ -41,15 +44,16 @@ class Feature(Enum):
 class Case:
     """All that the choice of a backend depends on.
 
-    Nothing of a pack is in it but ``uses_ring``: the same sequence gets the same backend in every
-    batch. Only in training ``scores`` lose a window in which all keys of the pack are.
+    Except for ``uses_ring`` nothing in it depends on the pack, so that a sequence gets the same
+    backend in every batch. In training only, a window that covers all keys of the pack is left out
+    of ``scores``.
 
     Attributes:
         device: ``cpu`` or ``cuda``.
         dtype: of queries, keys and values.
-        query_heads, key_heads: of this rank.
+        query_heads, key_heads: heads of this rank.
         channels: of one head.
-        learns: gradients may be asked for; else a pack is scored.
+        learns: the pass is for training, with gradients; else a pack is scored.
         uses_ring: keys and values travel around the ranks of a context parallel group.
     """
 
@@ -77,12 +81,12 @@ _FEATURES = {
 
 @dataclass(frozen=True)
 class Heads:
-    """Queries, keys and values of one layer, of the n tokens whose queries this rank computes.
+    """Queries, keys and values of one layer, for the n tokens whose queries this rank computes.
 
     Attributes:
-        layer_number: whose keys and values in the segments' pool are read and written.
-        rotated: queries ``[n, heads, c]`` and keys ``[n, groups, c]``, past their rotation; or both
-            as ``joined [n, groups, repeats + 1, c]``, where of each group the key comes last.
+        layer_number: the layer whose keys and values in the segments' pool are read and written.
+        rotated: queries ``[n, heads, c]`` and keys ``[n, groups, c]`` after RoPE; or both as
+            ``joined [n, groups, repeats + 1, c]``, with each group's query heads and then its key.
         value: ``[n, groups, c]``.
     """
 
@@ -92,48 +96,58 @@ class Heads:
 
     @property
     def query(self) -> Tensor:
-        """``[n, heads, c]``; a copy of joined ones."""
+        """Queries ``[n, heads, c]``; a copy if they are joined."""
         if isinstance(self.rotated, Tensor):
             return self.rotated[:, :, :-1].flatten(1, 2)
         return self.rotated[0]
 
     @property
     def key(self) -> Tensor:
-        """``[n, groups, c]``."""
+        """Keys ``[n, groups, c]``."""
         return self.rotated[:, :, -1] if isinstance(self.rotated, Tensor) else self.rotated[1]
 
     @property
     def joined(self) -> Tensor:
-        """``[n, groups, repeats + 1, c]``; a copy of those that are not."""
+        """Queries and keys ``[n, groups, repeats + 1, c]``; a copy if they are not joined."""
         if isinstance(self.rotated, Tensor):
             return self.rotated
         query, key = self.rotated
         return torch.cat([query.unflatten(1, (key.size(1), -1)), key.unsqueeze(2)], dim=2)
 
 
-@dataclass(frozen=True)
-class Backend:
+def _plan_nothing(segments: PackedSegments, case: Case) -> None:
+    """Make the plan of a backend that prepares nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Backend(Generic[Plan]):
     """One way to compute attention.
 
     Attributes:
-        features: of the scores; it is not chosen for scores with any other.
-        runs: tells if it computes a case with these features, on this machine.
-        attend: computes the output ``[n, heads, c]`` of the pack's heads.
+        features: of the scores that it has; it is not chosen for scores with any other feature.
+        runs: tells if it computes a case with these features on this machine.
+        compute: computes the output ``[n, heads, c]`` of the pack's heads by the pack's plan.
+        plan: makes a pack's plan, which all layers of the same case share.
         takes_packs: one call computes a whole pack; else each segment is a call.
     """
 
     name: str
     features: frozenset[Feature]
     runs: Callable[[Case], bool]
-    attend: Callable[[Heads, PackedSegments, Case], Tensor]
+    compute: Callable[[Heads, PackedSegments, Case, Plan], Tensor]
+    plan: Callable[[PackedSegments, Case], Plan]
     takes_packs: bool = True
+
+    def attend(self, heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
+        """Compute the output ``[n, heads, c]`` of a layer's heads."""
+        return self.compute(heads, segments, case, segments.plan(self, case))
 
     def fits(self, case: Case) -> bool:
         """Tell if this backend computes ``case``."""
         return case.features <= self.features and self.runs(case)
 
 
-def choose_backend(case: Case) -> Backend:
+def choose_backend(case: Case) -> Backend[Any]:
     """Choose the fastest backend that fits.
 
     Raises:
@@ -145,63 +159,128 @@ def choose_backend(case: Case) -> Backend:
     raise ValueError(f"no attention backend computes {case}; they are listed in {__name__}")
 
 
-# How the functions of the other files are called.
+# Adapters: from a layer's heads to the arguments of the functions in the other files.
 
 
-def _in_ring(heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
-    return ring.attend(heads.query, heads.key, heads.value, segments, case.scores)
+def _in_ring(heads: Heads, segments: PackedSegments, case: Case, plan: ring.RingPlan) -> Tensor:
+    return ring.attend(heads.query, heads.key, heads.value, plan, case.scores.scale)
 
 
-def _by_c_file(heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
-    return cpu_inference.attend_by_kernel(
-        heads.joined, heads.value, heads.layer_number, segments, case.scores
+def _plan_ring(segments: PackedSegments, case: Case) -> ring.RingPlan:
+    return ring.plan_ring(segments, case.scores.window)
+
+
+def _by_c_file(
+    heads: Heads, segments: PackedSegments, case: Case, plan: kernel_attention.KernelPlan
+) -> Tensor:
+    joined, pooled = heads.joined, None
+    key, value = segments.gathered(joined[:, :, -1], heads.value)
+    if segments.cached is not None and segments.pool is not None:
+        layer = segments.pool.layer(heads.layer_number)
+        use = segments.cached
+        pooled = kernel_attention.PooledTokens(layer, use.stored, use.slots)
+    scale, window = case.scores.scale, case.scores.window
+    return kernel_attention.attend_by_kernel(joined, key, value, pooled, plan, scale, window)
+
+
+def _plan_c_file(segments: PackedSegments, case: Case) -> kernel_attention.KernelPlan:
+    slots = None if segments.cached is None else segments.cached.taken
+    repeats = case.query_heads // case.key_heads
+    keys = _segment_keys(segments)
+    return kernel_attention.plan_items(keys, sum(segments.lengths), slots, repeats)
+
+
+def _by_blocks(
+    heads: Heads, segments: PackedSegments, case: Case, plan: block_attention.BlockPlan
+) -> Tensor:
+    joined = heads.joined.contiguous()
+    key, value = segments.gathered(joined[:, :, -1], heads.value)
+    key, value = segments.with_cached(heads.layer_number, key, value)
+    scale, soft_cap = case.scores.scale, case.scores.soft_cap
+    return block_attention.attend_in_blocks(joined, key, value, plan, scale, soft_cap)
+
+
+def _plan_blocks(segments: PackedSegments, case: Case) -> block_attention.BlockPlan:
+    shape = block_attention.ScoreShape(case.scores.window, case.scores.soft_cap is not None)
+    dtype = torch.promote_types(case.dtype, torch.float32)
+    keys = _segment_keys(segments)
+    return block_attention.plan_blocks(keys, case.query_heads, case.key_heads, shape, dtype)
+
+
+def _segment_keys(segments: PackedSegments) -> list[block_attention.SegmentKeys]:
+    return block_attention.list_segment_keys(
+        segments.cu_seqlens, segments.kv_cu_seqlens, segments.kv_index
     )
 
 
-def _by_blocks(heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
-    joined = heads.joined.contiguous()
-    return cpu_inference.attend(joined, heads.value, heads.layer_number, segments, case.scores)
+_Calls = Sequence[training_attention.Block]
 
 
-def _on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
+def _train_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, case: Case, calls: _Calls
 ) -> Tensor:
-    lengths, prefixes = segments.all_lengths, segments.prefixes
-    return cpu_training.attend(query, key, value, lengths, prefixes, scores.scale, segments.queries)
+    return training_attention.attend_by_calls(query, key, value, calls, case.scores.scale)
 
 
-def _to_all_keys(attend: Attend, reads_index: bool = False) -> Callable[..., Tensor]:
+def _plan_calls(segments: PackedSegments, case: Case) -> _Calls:
+    parts = segments.queries
+    chains = [segments.chain(part) for part in parts]
+    return training_attention.plan_calls(segments.all_lengths, parts, chains)
+
+
+_AttendToAll = Callable[[Tensor, Tensor, Tensor, PackedSegments, Case, Plan], Tensor]
+"""``query [n, heads, c]``, ``key`` and ``value [C + T, groups, c]`` -> ``[n, heads, c]``."""
+
+
+def _to_all_keys(
+    attend: _AttendToAll[Plan], reads_index: bool = False
+) -> Callable[[Heads, PackedSegments, Case, Plan], Tensor]:
     """Make a backend's function of ``attend``, which needs the keys and values of all segments.
 
     Args:
-        reads_index: it takes them at ``PackedSegments.kv_index``, if there is one.
+        reads_index: it reads them at ``PackedSegments.kv_index``, if there is one.
     """
 
-    def attend_to_all_keys(heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
+    def attend_to_all_keys(
+        heads: Heads, segments: PackedSegments, case: Case, plan: Plan
+    ) -> Tensor:
         query, key, value = heads.query, heads.key, heads.value
         if segments.share is not None and case.learns:
             layout, index = segments, segments.share.gathered
             if reads_index:
-                layout, index = segments.remembered("laid out", segments.laid_out)
+                layout, index = segments.gathered_layout
             with gathering_again(key, value, index) as (key, value):
-                return attend(query, key, value, layout, case.scores)
+                return attend(query, key, value, layout, case, plan)
         key, value = segments.gathered(key, value)
         key, value = segments.with_cached(heads.layer_number, key, value)
-        return attend(query, key, value, segments, case.scores)
+        return attend(query, key, value, segments, case, plan)
 
     return attend_to_all_keys
 
 
-def _by_varlen(attend: Attend) -> Callable[..., Tensor]:
-    return _to_all_keys(attend, reads_index=True)
+_AttendVarlen = Callable[[Tensor, Tensor, Tensor, PackedSegments, Scores], Tensor]
 
 
-# Where they run.
+def _by_varlen(
+    attend: _AttendVarlen,
+) -> Callable[[Heads, PackedSegments, Case, None], Tensor]:
+    """Make a backend's function of a varlen kernel, which reads a pack's bounds and no plan."""
+
+    def attend_without_plan(
+        query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, case: Case, plan: None
+    ) -> Tensor:
+        return attend(query, key, value, segments, case.scores)
+
+    return _to_all_keys(attend_without_plan, reads_index=True)
+
+
+# Where backends run.
 
 
 def _is_scored_by_c_file(case: Case) -> bool:
     repeats = case.query_heads // case.key_heads
-    return _is_scored_on_cpu(case) and cpu_inference.can_attend(case.dtype, case.channels, repeats)
+    is_scored = _is_scored_on_cpu(case)
+    return is_scored and kernel_attention.can_attend(case.dtype, case.channels, repeats)
 
 
 def _is_scored_on_cpu(case: Case) -> bool:
@@ -209,7 +288,11 @@ def _is_scored_on_cpu(case: Case) -> bool:
 
 
 def _runs_varlen(is_there: Callable[[bool], bool]) -> Callable[[Case], bool]:
-    """Tell where a kernel of FlashAttention 2 runs that ``is_there(with windows)``."""
+    """Make the ``runs`` of a FlashAttention 2 kernel.
+
+    Args:
+        is_there: tells if the kernel is installed, given whether it needs windows.
+    """
 
     def runs(case: Case) -> bool:
         is_taken = case.device == "cuda" and varlen.why_no_kernel(case.dtype, case.channels) is None
@@ -222,42 +305,47 @@ _NONE: frozenset[Feature] = frozenset()
 _WINDOWS = frozenset({Feature.WINDOW})
 _WINDOWS_AND_CAPS = frozenset({Feature.WINDOW, Feature.SOFT_CAP})
 
-RING = Backend("ring", _WINDOWS, lambda case: case.uses_ring, _in_ring)
-C_FILE = Backend("C file", _WINDOWS, _is_scored_by_c_file, _by_c_file)
+RING = Backend("ring", _WINDOWS, lambda case: case.uses_ring, _in_ring, _plan_ring)
+C_FILE = Backend("C file", _WINDOWS, _is_scored_by_c_file, _by_c_file, _plan_c_file)
 
-BACKENDS: tuple[Backend, ...] = (
+BACKENDS: tuple[Backend[Any], ...] = (
     RING,
     C_FILE,
-    Backend("CPU blocks", _WINDOWS_AND_CAPS, _is_scored_on_cpu, _by_blocks),
+    Backend("CPU blocks", _WINDOWS_AND_CAPS, _is_scored_on_cpu, _by_blocks, _plan_blocks),
     Backend(
         "CPU training",
         _NONE,
         lambda case: case.device == "cpu",
-        _to_all_keys(_on_cpu),
+        _to_all_keys(_train_on_cpu),
+        _plan_calls,
     ),
     Backend(
         "torch's varlen function",
         _WINDOWS,
         _runs_varlen(varlen.has_public_function),
         _by_varlen(varlen.by_public_function),
+        _plan_nothing,
     ),
     Backend(
         "torch's varlen operator",
         _WINDOWS,
         _runs_varlen(varlen.has_operator),
         _by_varlen(varlen.by_operator),
+        _plan_nothing,
     ),
     Backend(
         "flash-attn",
         _WINDOWS_AND_CAPS,
         _runs_varlen(varlen.has_flash_attn),
         _by_varlen(varlen.by_flash_attn),
+        _plan_nothing,
     ),
     Backend(
         "one by one",
         _WINDOWS_AND_CAPS,
         lambda case: True,
         _to_all_keys(one_by_one.attend),
+        one_by_one.plan_masks,
         takes_packs=False,
     ),
 )
@@ -265,15 +353,15 @@ BACKENDS: tuple[Backend, ...] = (
 
 
 def rotates_by_c_file(case: Case) -> bool:
-    """Tell if heads that are scored on a CPU are rotated in place, by the C file."""
+    """Tell if the C file rotates heads in place, which are to be scored on a CPU."""
     return C_FILE.fits(case)
 
 
-# What a model's layers will get on this GPU, told before they run.
+# Which backends a model's layers will get on this GPU, before it runs.
 
 
 def scores_of(shape: ModelShape, layer_number: int) -> Scores:
-    """Say what the scores of layer 1 to ``num_layers`` are."""
+    """Return how layer 1 to ``num_layers`` computes its scores."""
     window = shape.window_of(layer_number)
     return Scores(shape.softmax_scale, window, shape.attn_logit_softcapping)
 
@@ -287,26 +375,26 @@ def gpu_cases(shape: ModelShape, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def slow_attention(shape: ModelShape, dtype: torch.dtype) -> str | None:
-    """Describe why attention is slow on this GPU; None if a kernel takes whole packs."""
+    """Return a warning that says why attention is slow on this GPU; None if it is fast."""
     if not torch.cuda.is_available():
         return None
     if all(choose_backend(case).takes_packs for case in gpu_cases(shape, dtype)):
         return None
     has_cap = shape.attn_logit_softcapping is not None
-    why = varlen.why_no_kernel(dtype, shape.kv_channels)
-    if why is None:
+    reason = varlen.why_no_kernel(dtype, shape.kv_channels)
+    if reason is None:
         missing = Feature.SOFT_CAP if has_cap else Feature.WINDOW
-        why = f"torch {torch.__version__} has no kernel for {missing.value}: "
-        why += "install flash-attn >= 2.6"
+        reason = f"torch {torch.__version__} has no kernel for {missing.value}: "
+        reason += "install flash-attn >= 2.6"
     if not has_cap and not one_by_one.takes_equal_heads(dtype, shape.kv_channels):
-        why += "; SDPA has no fused kernel for it either, and scores are made twice"
-    return f"attention runs one segment at a time, which is slow: {why}"
+        reason += "; SDPA has no fused kernel for it either, and scores are made twice"
+    return f"attention runs one segment at a time, which is slow: {reason}"
 
 
 def why_gathered(shape: ModelShape, dtype: torch.dtype) -> str | None:
-    """Say why keys and values cannot go round a ring; None if they can.
+    """Return why keys and values cannot go around a ring; None if they can.
 
-    Results are merged by their log-sum-exp, so a kernel has to give it, and to be given it.
+    Results are merged by their log-sum-exp, so a kernel has to return it and take it back.
     """
     if shape.attn_logit_softcapping is not None:
         return f"no kernel of torch's has {Feature.SOFT_CAP.value}"

@@ -6,10 +6,10 @@ and soft caps without a kernel; a CPU for windows and soft caps in training.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,19 +18,28 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
-from nemo_aligner.models.attention.segments import PackedSegments, Scores, attend_by_scores
+from nemo_aligner.models.attention.segments import PackedSegments, Scores
+from nemo_aligner.utils.soft_cap import soft_capped_attention
+
+if TYPE_CHECKING:
+    from nemo_aligner.models.attention.backends import Case
 
 _AMPERE, _VOLTA = 8, 7
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: PackedSegments,
+    case: Case,
+    masks: Sequence[Tensor | None],
 ) -> Tensor:
     """Attend ``query [n, heads, c]`` to ``key``, ``value [C + T, groups, c]`` -> ``[n, heads, c]``.
 
-    C tokens are cached, and T are the pack's.
+    C tokens are cached, and T are the pack's. ``masks`` are those of ``plan_masks``.
     """
-    attend_segment = _choose_segment_kernel(query, key, scores)
+    attend_segment = _choose_segment_kernel(case)
     parts = segments.queries
     queries, keys, values = (
         [piece.transpose(0, 1).unsqueeze(0) for piece in packed.split(split)]
@@ -41,23 +50,40 @@ def attend(
         )
     )
     pieces = []
-    for part, q in zip(parts, queries, strict=True):
+    for part, q, mask in zip(parts, queries, masks, strict=True):
         chain = segments.chain(part)
         k, v = (packed[part.segment][:, :, : part.end] for packed in (keys, values))
         if chain:
             k, v = (
-                torch.cat([*(packed[number] for number in chain), rest], dim=2)
-                for packed, rest in ((keys, k), (values, v))
+                torch.cat([*(packed[number] for number in chain), last], dim=2)
+                for packed, last in ((keys, k), (values, v))
             )
-        mask: Tensor | None = None
-        if scores.window is not None or scores.soft_cap is not None:
-            mask = _mask(q, k, segments, scores)
-        elif chain or part.start:
-            is_fused = attend_segment in (_by_sdpa, _with_equal_heads) and not q.is_cpu
-            sizes = q.size(2), k.size(2)
-            mask = _causal_bias(*sizes) if is_fused else _mask(q, k, segments, scores)
-        pieces.append(attend_segment(q, k, v, mask, scores))
+        pieces.append(attend_segment(q, k, v, mask, case.scores))
     return torch.cat(pieces, dim=2).squeeze(0).transpose(0, 1)
+
+
+def plan_masks(segments: PackedSegments, case: Case) -> list[Tensor | None]:
+    """Make the mask ``[n, m]`` of every part of the pack's segments; equal sizes share one.
+
+    None is a causal mask over the part's own keys, which SDPA makes itself.
+    """
+    attend_segment, device = _choose_segment_kernel(case), segments.cu_seqlens.device
+    has_fused_kernel = attend_segment in (_by_sdpa, _with_equal_heads) and case.device != "cpu"
+    is_plain = case.scores.window is None and case.scores.soft_cap is None
+    made: dict[tuple[int, int], Tensor] = {}
+    masks: list[Tensor | None] = []
+    for part in segments.queries:
+        chain = segments.chain(part)
+        if is_plain and not (chain or part.start):
+            masks.append(None)
+            continue
+        keys = part.end + sum(segments.all_lengths[number] for number in chain)
+        size = part.length, keys
+        if size not in made:
+            uses_bias = is_plain and has_fused_kernel
+            made[size] = _causal_bias(*size) if uses_bias else _mask(*size, case, device)
+        masks.append(made[size])
+    return masks
 
 
 _AttendSegment = Callable[[Tensor, Tensor, Tensor, Tensor | None, Scores], Tensor]
@@ -65,22 +91,34 @@ _BLOCK_SCORES = 2**26  # 256 MiB of fp32
 _SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def _choose_segment_kernel(query: Tensor, key: Tensor, scores: Scores) -> _AttendSegment:
-    """Choose a per-segment kernel that keeps little for its backward; see ``takes_equal_heads``."""
-    if scores.soft_cap is not None:
-        return _recomputed if query.is_cpu else partial(_in_blocks, attend_by_scores)
-    if query.is_cpu:
+def _choose_segment_kernel(case: Case) -> _AttendSegment:
+    """Choose a kernel for single segments that saves little for its backward pass.
+
+    See ``takes_equal_heads`` for SDPA's kernels.
+    """
+    is_on_cpu = case.device == "cpu"
+    if case.scores.soft_cap is not None:
+        return _recomputed if is_on_cpu else partial(_in_blocks, _by_explicit_scores)
+    if is_on_cpu:
         return _by_sdpa
-    if not takes_equal_heads(query.dtype, query.size(-1)):
+    if not takes_equal_heads(case.dtype, case.channels):
         return partial(_in_blocks, _by_sdpa)
-    return _by_sdpa if query.size(1) == key.size(1) else _with_equal_heads
+    return _by_sdpa if case.query_heads == case.key_heads else _with_equal_heads
+
+
+def _by_explicit_scores(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
+) -> Tensor:
+    assert mask is not None
+    assert scores.soft_cap is not None
+    return soft_capped_attention(query, key, value, mask, scores.scale, scores.soft_cap)
 
 
 def _by_sdpa(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
 ) -> Tensor:
-    # Without cuDNN's kernel: it gave wrong gradients to segments of a length that an earlier pack
-    # had, too (torch 2.11, H200), probably by a plan that was cached for other strides.
+    # Not cuDNN's kernel: it gave wrong gradients for lengths that an earlier pack had, too (torch
+    # 2.11, H200), probably because of a plan that it had cached for other strides.
     with sdpa_kernel(_SDPA_KERNELS) if query.is_cuda else nullcontext():
         return F.scaled_dot_product_attention(
             query,
@@ -98,8 +136,8 @@ def _with_equal_heads(
 ) -> Tensor:
     """Call SDPA with keys and values repeated for every query head.
 
-    The memory-efficient kernel takes no grouped heads. The copies, ``2 * m * heads * c`` numbers,
-    are kept for the backward; the math kernel would keep ``heads * n * m`` scores.
+    The memory-efficient kernel takes no grouped heads. The copies, ``2 * m * heads * c`` values,
+    are saved for the backward pass; the math kernel would save ``heads * n * m`` scores.
     """
     per_group = query.size(1) // key.size(1)
     key, value = (heads.repeat_interleave(per_group, dim=1) for heads in (key, value))
@@ -109,7 +147,7 @@ def _with_equal_heads(
 def _recomputed(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
 ) -> Tensor:
-    return _without_keeping(attend_by_scores, query, key, value, mask, scores)
+    return _without_keeping(_by_explicit_scores, query, key, value, mask, scores)
 
 
 def _in_blocks(
@@ -122,7 +160,7 @@ def _in_blocks(
 ) -> Tensor:
     """Run ``attend`` on a few queries at a time, for kernels that materialise all their scores.
 
-    The backward recomputes each block, so at most ``_BLOCK_SCORES`` scores exist at a time.
+    The backward pass recomputes each block, so at most ``_BLOCK_SCORES`` scores exist at a time.
     """
     if mask is None:
         mask = _sees(query.size(2), key.size(2), None, query.device)
@@ -134,47 +172,41 @@ def _in_blocks(
 
 
 def _without_keeping(attend: _AttendSegment, *arguments: Any) -> Tensor:
-    # Nothing is drawn in attention, so there is no generator's state to bring back.
+    # Attention draws no random numbers, so there is no generator state to restore.
     return checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def _causal_bias(queries: int, keys: int) -> CausalBias:
-    """Build torch's causal bias whose last query stands at the last key, for SDPA on a GPU.
+    """Build torch's causal bias with the last query at the last key, for SDPA on a GPU.
 
-    A mask would make a reward in fp32 depend on its batch: with one, the memory-efficient kernel
-    multiplies scores by their scale before it adds the mask, and without one in the exponent. By
-    this object it is told the kind of mask, as by ``is_causal``, which a text without a shared or
-    cached prefix gets. Where the kernel does not run, SDPA gets the mask itself.
+    A mask would make a reward in fp32 depend on its batch. With a mask, the memory-efficient kernel
+    scales scores before it adds the mask; without one, it scales them in the exponent. A sample
+    without a shared or cached prefix needs no mask, only ``is_causal``. This object passes the kind
+    of mask, like ``is_causal``. Where that kernel does not run, torch makes a mask from it.
     """
     bias = causal_lower_right(1, 1)
-    # Set afterwards: torch's constructor allocates 8 bytes of host memory for each query and key.
+    # Set after construction, because torch's constructor allocates 8 bytes of host memory for each
+    # query and key.
     bias.seq_len_q, bias.seq_len_kv = queries, keys
     return bias
 
 
-def _mask(query: Tensor, key: Tensor, segments: PackedSegments, scores: Scores) -> Tensor:
-    """Mask ``[n, m]``: bool on a CPU or with a soft cap, else the float mask that SDPA adds.
+def _mask(queries: int, keys: int, case: Case, device: torch.device) -> Tensor:
+    """Make a mask ``[queries, keys]``: bool on a CPU or with a soft cap, else float, to be added.
 
-    From a bool mask SDPA would make the float one anew in each layer and keep it for the backward.
-    Rows are 16 elements apart or a multiple, or the memory-efficient kernel would copy the mask.
+    From a bool mask SDPA would make a float mask again in each layer, and save it for the backward
+    pass. The rows' stride is a multiple of 16, or the memory-efficient kernel would copy the mask.
     """
-    size = query.size(2), key.size(2)
-    if query.is_cpu:
-        return _sees(*size, scores.window, query.device)
-
-    def make() -> Tensor:
-        sees = _sees(*size, scores.window, query.device)
-        if scores.soft_cap is not None:
-            return sees
-        apart = -(-size[1] // 16) * 16
-        added = torch.full((size[0], apart), -torch.inf, dtype=query.dtype, device=query.device)
-        return added[:, : size[1]].masked_fill_(sees, 0.0)
-
-    return segments.remembered(("mask", *size, scores.window), make)
+    sees = _sees(queries, keys, case.scores.window, device)
+    if case.device == "cpu" or case.scores.soft_cap is not None:
+        return sees
+    apart = -(-keys // 16) * 16
+    added = torch.full((queries, apart), -torch.inf, dtype=case.dtype, device=device)
+    return added[:, :keys].masked_fill_(sees, 0.0)
 
 
 def _sees(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Mask ``[queries, keys]`` bool; the last query stands at the last key."""
+    """Make a bool mask ``[queries, keys]`` of the keys that queries see; both end at one place."""
     behind = keys - queries
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(behind)
     return mask if window is None else mask.triu(behind - window + 1)
@@ -184,7 +216,7 @@ def _sees(queries: int, keys: int, window: int | None, device: torch.device) -> 
 # Flash attention takes grouped heads, in 16 bits, from Ampere on, up to 256 channels, and no mask
 # (check_for_attn_mask). The memory-efficient kernel takes fp32, any number of channels, and masks,
 # but needs as many key heads as query heads (check_batch_size_and_num_heads_dense<false>). cuDNN's
-# takes only 16 bits. The rest falls to the math kernel, which keeps heads * n * m scores for the
+# takes only 16 bits. All else goes to the math kernel, which saves heads * n * m scores for the
 # backward pass.
 def takes_equal_heads(dtype: torch.dtype, channels: int) -> bool:
     """Tell if SDPA's memory-efficient kernel runs on this GPU, given ungrouped heads."""

@@ -6,7 +6,7 @@ It rotates queries and keys, and hands a layer's heads to one of the backends in
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,12 +27,15 @@ from nemo_aligner.models.layers import learns
 from nemo_aligner.models.rotary import rotate, rotation_of
 from nemo_aligner.models.shape import ModelShape
 
+if TYPE_CHECKING:
+    from nemo_aligner.models.pack_context import PackContext
+
 
 class PackedAttention(MegatronModule):
-    """Core attention of ``query [T, 1, heads, c]`` on ``key``, ``value [T, 1, groups, c]``.
+    """Core attention of ``query [T, 1, heads, c]`` to ``key``, ``value [T, 1, groups, c]``.
 
-    Rotates query and key to their positions, if its layer does; then each segment attends causally
-    to itself and to its chain of prefixes. Returns ``[T, 1, heads * c]``.
+    Rotates query and key to their positions, if the layer has RoPE. Then each segment attends
+    causally to itself and to its chain of prefixes. Returns ``[T, 1, heads * c]``.
     """
 
     def __init__(
@@ -59,48 +62,48 @@ class PackedAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        packed_seq_params: PackedSegments | None = None,
+        packed_seq_params: PackContext | None = None,
         **unused: Any,
     ) -> Tensor:
         if packed_seq_params is None:
-            raise ValueError("attention needs the bounds of the packed sequences")
+            raise ValueError("attention needs the PackContext of its pack as packed_seq_params")
         if self.rotation is not None:
             tables = packed_seq_params.tables[self.rotation]
             query, key = (rotate(heads, *tables) for heads in (query, key))
         query, key, value = (heads.squeeze(1) for heads in (query, key, value))
         return self.attend(query, key, value, packed_seq_params)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: PackContext) -> Tensor:
         """Attend as ``forward`` does, by rotated queries ``[T, heads, c]`` and keys."""
-        if segments.query_scale is not None:
-            query = query * segments.query_scale
-        case = self._case(query, query.size(1), key.size(1), segments)
-        return self._attend(Heads(self.layer_number, (query, key), value), segments, case)
+        if context.query_scale is not None:
+            query = query * context.query_scale
+        case = self._case(query, query.size(1), key.size(1), context.segments)
+        return self._attend(Heads(self.layer_number, (query, key), value), context, case)
 
-    def infer_on_cpu(self, turning: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
+    def infer_on_cpu(self, joined: Tensor, value: Tensor, context: PackContext) -> Tensor:
         """Attend without gradients; a token's output is bit-identical in every pack.
 
         Args:
-            turning: ``[T, groups, repeats + 1, c]``: of each group its query heads, then its key;
-                may be overwritten.
+            joined: ``[T, groups, repeats + 1, c]``: for each group its query heads, then its key,
+                not rotated yet; may be overwritten.
             value: ``[T, groups, c]``.
         """
-        groups, width = turning.shape[1:3]
-        case = self._case(turning, groups * (width - 1), groups, segments)
+        groups, width = joined.shape[1:3]
+        case = self._case(joined, groups * (width - 1), groups, context.segments)
         if self.rotation is not None:
-            # In place, by the C file, where it computes the layer's scores or could.
-            turn = kernels.rotate if rotates_by_c_file(case) else rotate
-            turning = turn(turning, *segments.tables[self.rotation])
-        if segments.query_scale is not None:
-            turning[:, :, :-1] *= segments.query_scale[..., None]
-        return self._attend(Heads(self.layer_number, turning, value), segments, case)
+            # The C file rotates in place, wherever it could also compute the layer's scores.
+            rotate_heads = kernels.rotate if rotates_by_c_file(case) else rotate
+            joined = rotate_heads(joined, *context.tables[self.rotation])
+        if context.query_scale is not None:
+            joined[:, :, :-1] *= context.query_scale[..., None]
+        return self._attend(Heads(self.layer_number, joined, value), context, case)
 
-    def infer_on_gpu(self, turning: Tensor, value: Tensor, segments: PackedSegments) -> Tensor:
+    def infer_on_gpu(self, joined: Tensor, value: Tensor, context: PackContext) -> Tensor:
         """``infer_on_cpu`` on a GPU, whose kernels read keys and values where they lie."""
         if self.rotation is not None:
-            turning = rotate(turning, *segments.tables[self.rotation])
-        query, key = turning[:, :, :-1].flatten(1, 2), turning[:, :, -1]
-        return self.attend(query, key, value, segments)
+            joined = rotate(joined, *context.tables[self.rotation])
+        query, key = joined[:, :, :-1].flatten(1, 2), joined[:, :, -1]
+        return self.attend(query, key, value, context)
 
     def _case(
         self, heads: Tensor, query_heads: int, key_heads: int, segments: PackedSegments
@@ -114,16 +117,16 @@ class PackedAttention(MegatronModule):
         kind = heads.device.type, heads.dtype, query_heads, key_heads, heads.size(-1)
         return Case(*kind, scores, is_learning, uses_ring)
 
-    def _attend(self, heads: Heads, segments: PackedSegments, case: Case) -> Tensor:
-        return self._read(choose_backend(case).attend(heads, segments, case), segments)
+    def _attend(self, heads: Heads, context: PackContext, case: Case) -> Tensor:
+        return self._read(choose_backend(case).attend(heads, context.segments, case), context)
 
-    def _read(self, attended: Tensor, segments: PackedSegments) -> Tensor:
+    def _read(self, attended: Tensor, context: PackContext) -> Tensor:
         """``[T, heads, c] -> [T, 1, heads * c]``."""
         return attended.flatten(1).unsqueeze(1)
 
 
 class LastTokenAttention(PackedAttention):
-    """PackedAttention that returns the rows ``[R, 1, heads * c]`` at ``segments.last_token``."""
+    """PackedAttention that returns the rows ``[R, 1, heads * c]`` at ``context.read_rows``."""
 
-    def _read(self, attended: Tensor, segments: PackedSegments) -> Tensor:
-        return super()._read(attended[segments.last_token], segments)
+    def _read(self, attended: Tensor, context: PackContext) -> Tensor:
+        return super()._read(attended[context.read_rows], context)

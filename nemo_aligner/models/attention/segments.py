@@ -1,14 +1,14 @@
-"""Segments of a pack, attention by explicit scores, the key-value pool, and context parallelism."""
+"""A pack as attention sees it: its segments, the pool of cached keys, and context parallelism."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,29 +20,37 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nemo_aligner.batch.context import ContextShare
 from nemo_aligner.batch.packed import CacheUse, FixedSizes, PackedBatch
 from nemo_aligner.models.internals import saved_tensor_hooks
-from nemo_aligner.models.rotary import Tables
 from nemo_aligner.utils.host_transfer import all_to_device, to_device
 
-Thing = TypeVar("Thing")
+if TYPE_CHECKING:
+    from nemo_aligner.models.attention.backends import Backend, Case
+
+Plan = TypeVar("Plan")
+"""What a backend prepares once for each pack."""
 
 
 def chains_of(prefixes: Sequence[int], cached: int) -> list[tuple[int, ...]]:
     """List each segment's prefixes as segment numbers, from the sequence's beginning.
 
-    The first ``cached`` numbers are cached segments, which have no prefix themselves.
+    Args:
+        prefixes: number of each segment's prefix, -1 for none.
+        cached: number of cached segments. They have the numbers from 0 on and no prefix themselves.
     """
     chains: list[tuple[int, ...]] = []
     for prefix in prefixes:
         # A prefix precedes every segment that begins with it.
-        before = chains[prefix - cached] if prefix >= cached else ()
-        chains.append((*before, prefix) if prefix >= 0 else ())
+        earlier = chains[prefix - cached] if prefix >= cached else ()
+        chains.append((*earlier, prefix) if prefix >= 0 else ())
     return chains
 
 
 class Queries(NamedTuple):
-    """A part of a segment whose queries are computed here.
+    """A part of a segment whose queries this rank computes.
 
-    ``segment`` is its number, cached ones counted first, ``start`` the first query's place in it.
+    Attributes:
+        segment: number of the segment; cached segments are counted first.
+        start: place of the part's first token in the segment.
+        length: number of tokens.
     """
 
     segment: int
@@ -55,156 +63,153 @@ class Queries(NamedTuple):
 
 
 def rotations_of(batch: PackedBatch, by_length: Callable[[int], int]) -> list[int]:
-    """List the number of each segment's rotation, by the length of the texts that it is a part of.
+    """List which RoPE each segment has, by the length of the sequences that it is a part of.
 
     Args:
-        by_length: ``ModelShape.rotation_by_length``.
+        by_length: ``ModelShape.length_dependent_rope``.
 
     Raises:
-        ValueError: a segment, cached or not, is a part of texts with different rotations.
+        ValueError: sequences with different RoPE share a segment, cached or not.
     """
     cached = () if batch.cached is None else batch.cached.lengths
     lengths = [*cached, *batch.cu_seqlens.diff().tolist()]
     prefixes = batch.prefixes.tolist()
-    found: dict[int, int] = {}
+    rotations: dict[int, int] = {}
     shared = set(prefixes)
     for number, chain in enumerate(chains_of(prefixes, len(cached)), len(cached)):
         if number in shared:
-            continue  # each text has a last segment of its own
-        whole = (*chain, number)
-        rotation = by_length(sum(lengths[part] for part in whole))
-        if any(found.setdefault(part, rotation) != rotation for part in whole):
-            raise ValueError("texts that are rotated differently share a beginning of a pack")
-    return [found[number] for number in range(len(cached), len(lengths))]
+            continue  # no other segment begins with a sequence's last one
+        sequence = (*chain, number)
+        rotation = by_length(sum(lengths[part] for part in sequence))
+        if any(rotations.setdefault(part, rotation) != rotation for part in sequence):
+            raise ValueError("sequences with different RoPE share a prefix in a pack")
+    return [rotations[number] for number in range(len(cached), len(lengths))]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedSegments:
-    """Segments of a pack, passed where megatron-core passes ``PackedSeqParams``.
+    """Segments of a pack, as attention sees them.
 
-    ``qkv_format`` is not ``thd``, for which megatron-core would split the pack to rotate each
-    sequence. Instead ``tables`` hold a row per token, and PackedAttention rotates.
+    What several layers compute alike is a cached property, or a ``plan`` of their backend.
 
     Attributes:
-        tables: of each rotation cosines and sines at every token's position in its sequence.
         lengths: tokens of every segment.
         prefixes: number of each segment's prefix, -1 for none; numbers count cached ones first.
         cu_seqlens: ``[G + 1]`` int32 bounds of the queries.
         kv_cu_seqlens: ``[G + 1]`` int32 bounds of the keys, prefixes included.
         kv_index: ``[K]`` int64 index of every key into the C cached tokens followed by the T of the
             pack; None if keys and tokens are the same.
-        last_token: ``[R]`` int64 rows that the head reads.
-        query_scale: ``[T, 1, 1]`` factors of queries, past their rotation; None is 1.
         cached: tokens that the pack takes from ``pool``, and those it stores there.
-        share: the tokens whose queries this rank of a context parallel group computes. Tables, the
-            bounds of queries and ``last_token`` are then of these, and T is the whole pack's for
-            keys and for all else.
+        share: the tokens whose queries this rank of a context parallel group computes. The bounds
+            of queries are then of these, and T is the whole pack's for keys and for all else.
         sizes: that bounds and ``kv_index`` are filled up to; their length is the upper bound of
             ``max_length`` and ``max_kv_length``. None is as many as there are.
     """
 
-    tables: tuple[Tables, ...]
     lengths: tuple[int, ...]
     prefixes: tuple[int, ...]
     cu_seqlens: Tensor
     kv_cu_seqlens: Tensor
     kv_index: Tensor | None
-    last_token: Tensor
     cached: CacheUse | None = None
     pool: KeyValuePool | None = None
-    query_scale: Tensor | None = None
     share: ContextShare | None = None
     sizes: FixedSizes | None = None
-    qkv_format: str = "packed"
-    _memory: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls,
-        batch: PackedBatch,
-        tables: tuple[Tables, ...],
-        last_token: Tensor,
-        pool: KeyValuePool | None = None,
-        query_scale: Tensor | None = None,
+        cls, batch: PackedBatch, device: torch.device | str, pool: KeyValuePool | None = None
     ) -> PackedSegments:
-        """Build the segments of ``batch`` on the device of ``last_token``."""
+        """Build the segments of ``batch`` on ``device``.
+
+        Raises:
+            ValueError: the batch uses cached keys, and there is no ``pool``.
+        """
         if batch.cached is not None and pool is None:
-            raise ValueError("a pack uses cached keys, but its model has no pool of them")
-        device = last_token.device
+            raise ValueError("a pack uses cached keys, but there is no pool to read them from")
         lengths = tuple(batch.cu_seqlens.diff().tolist())
         prefixes = tuple(batch.prefixes.tolist())
         queries = keys = batch.cu_seqlens
         index = None
         if max(prefixes) >= 0 or batch.share is not None:
             cached = batch.cached.lengths if batch.cached is not None else ()
-            own = queries_of(lengths, len(cached), batch.share)
-            sizes, index = _keys_of(own, prefixes, (*cached, *lengths))
-            queries, keys = _bounds([each.length for each in own]), _bounds(sizes)
+            parts = queries_of(lengths, len(cached), batch.share)
+            sizes, index = _keys_of(parts, prefixes, (*cached, *lengths))
+            queries, keys = _bounds([part.length for part in parts]), _bounds(sizes)
         if batch.sizes is not None:
             queries, keys, index = _pad_bounds(queries, keys, index, batch.sizes)
         if index is None:
             queries = keys = to_device(queries, device)
         else:
             queries, keys = all_to_device([queries, keys], device)
-            # By itself: autograd keeps the bounds for the backward pass, but not this.
+            # A copy of its own: autograd keeps the bounds for the backward pass, but not this.
             index = to_device(index, device)
         return cls(
-            tables,
             lengths,
             prefixes,
             queries,
             keys,
             index,
-            last_token,
             batch.cached,
             pool,
-            query_scale,
             batch.share,
             batch.sizes,
         )
 
-    def remembered(self, name: Hashable, make: Callable[[], Thing]) -> Thing:
-        """Return what ``make`` computes for ``name``, computing it only for the first layer."""
-        if name not in self._memory:
-            self._memory[name] = make()
-        return self._memory[name]
+    def plan(self, backend: Backend[Plan], case: Case) -> Plan:
+        """Return the backend's plan of this pack for layers of this ``case``, which share it."""
+        key = backend, case
+        if key not in self._plans:
+            self._plans[key] = backend.plan(self, case)
+        return cast(Plan, self._plans[key])
+
+    @cached_property
+    def _plans(self) -> dict[tuple[Backend[Any], Case], Any]:
+        return {}
 
     def with_cached(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Extend this layer's ``[T, groups, c]`` by the cached tokens: ``[C + T, groups, c]``.
+        """Prepend a layer's cached keys and values to ``[T, groups, c]``: ``[C + T, groups, c]``.
 
-        Also stores in the pool what the pack is to leave there.
+        Also stores in the pool those of the pack's tokens that are to be cached.
         """
         if key.is_cuda and self.cached is not None and self.pool is not None:
             keys, values = self.pool.exchange(layer_number, key, value, self.cached)
             return keys, values
-        kept = self.store(layer_number, key, value)
-        if kept is None or self.cached is None or not self.cached.lengths:
+        pooled = self.store(layer_number, key, value)
+        if pooled is None or self.cached is None or not self.cached.lengths:
             return key, value
         taken = self.cached.taken
         keys, values = (
-            torch.cat([pool.index_select(0, taken), own])
-            for pool, own in zip(kept, (key, value), strict=True)
+            torch.cat([layer.index_select(0, taken), local])
+            for layer, local in zip(pooled, (key, value), strict=True)
         )
         return keys, values
 
     def store(self, layer_number: int, key: Tensor, value: Tensor) -> Tensor | None:
-        """Store in the pool what the pack of ``key``, ``value [T, groups, c]`` is to leave there.
+        """Store the keys and values of tokens that are to be cached in the pool.
+
+        Args:
+            key, value: ``[T, groups, c]`` of all tokens of the pack.
 
         Returns:
-            The layer's pooled keys and values ``[2, slots, groups, c]``; None if the pack uses
-            none.
+            The layer's pooled keys and values ``[2, slots, groups, c]``; None if the pack neither
+            reads nor stores any.
         """
         if self.cached is None or self.pool is None:
             return None
         use = self.cached
-        stored, slots = self.remembered(
-            "stored", lambda: (_in_place(use.stored), _in_place(use.slots))
-        )
-        kept = self.pool.layer(layer_number)
+        layer = self.pool.layer(layer_number)
         if use.stored.numel():
-            for pooled, own in zip(kept, (key, value), strict=True):
-                pooled[slots] = own[stored]
-        return kept
+            stored, slots = self._stored_places
+            for pooled, local in zip(layer, (key, value), strict=True):
+                pooled[slots] = local[stored]
+        return layer
+
+    @cached_property
+    def _stored_places(self) -> tuple[Tensor | slice, Tensor | slice]:
+        """Tokens of the pack to store, and their slots, as slices where possible."""
+        assert self.cached is not None
+        return _as_slice(self.cached.stored), _as_slice(self.cached.slots)
 
     @cached_property
     def all_lengths(self) -> tuple[int, ...]:
@@ -227,14 +232,14 @@ class PackedSegments:
 
     @cached_property
     def max_length(self) -> int:
-        """Most queries of a part."""
+        """The most queries of a part."""
         if self.sizes is not None:
             return self.sizes.length
         return max(part.length for part in self.queries)
 
     @cached_property
     def max_kv_length(self) -> int:
-        """Most keys of a query of the whole pack: kernels are chosen by it, on all ranks alike."""
+        """The most keys of a query of the whole pack; alike on all ranks, to choose kernels by."""
         if self.sizes is not None:
             return self.sizes.length
         return max(
@@ -243,41 +248,59 @@ class PackedSegments:
         )
 
     def gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values ``[T, groups, c]`` of the whole pack, given those of this rank."""
+        """Gather the keys and values ``[T, groups, c]`` of a pack from the ranks that share it."""
         if self.share is None:
             return key, value
         return gather_keys(key, value, self.share.gathered)
 
-    def laid_out(self) -> tuple[PackedSegments, Tensor]:
-        """The same for keys that are gathered part by part, and where the K keys then lie."""
+    @cached_property
+    def gathered_layout(self) -> tuple[PackedSegments, Tensor]:
+        """The same segments for keys that are gathered in the order of ``kv_index``.
+
+        Returns:
+            The segments, whose keys and tokens are the same, and ``[K]`` int64, where each of these
+            keys lies among the tokens of all ranks, rank by rank.
+        """
         assert self.share is not None
         assert self.kv_index is not None
         return replace(self, kv_index=None), self.share.gathered[self.kv_index]
 
 
-def _in_place(rows: Tensor) -> Tensor | slice:
-    """``rows [n]`` as a slice if they follow one another and lie on the host; else themselves."""
+def _as_slice(rows: Tensor) -> Tensor | slice:
+    """Return ``rows [n]`` as a slice if they are consecutive and on the host, else unchanged."""
     if rows.is_cpu and rows.numel() and bool((rows.diff() == 1).all()):
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return rows
 
 
 def queries_of(lengths: Sequence[int], cached: int, share: ContextShare | None) -> list[Queries]:
-    """Parts, of segments of these ``lengths`` behind ``cached`` others, that are computed here."""
+    """List the parts of a pack's segments whose queries this rank computes.
+
+    Args:
+        lengths: tokens of the pack's segments, which are numbered from ``cached`` on.
+        share: of a rank in context parallelism; None is all segments.
+    """
     if share is None:
         return [Queries(number, 0, length) for number, length in enumerate(lengths, cached)]
     bounds = [0, *accumulate(lengths)]
-    found = []
+    parts = []
     for start, end in share.chunks[share.rank]:
         segment = bisect_right(bounds, start) - 1
-        found.append(Queries(cached + segment, start - bounds[segment], end - start))
-    return found
+        parts.append(Queries(cached + segment, start - bounds[segment], end - start))
+    return parts
 
 
 def _keys_of(
     parts: Sequence[Queries], prefixes: Sequence[int], lengths: Sequence[int]
 ) -> tuple[list[int], Tensor]:
-    """Count each part's keys, and index them in order of position; ``lengths`` of all segments."""
+    """Count each part's keys, and index them in order of position.
+
+    Args:
+        lengths: of all segments, the cached ones first.
+
+    Returns:
+        The number of keys of every part, and the index ``[K]`` int64 of all of them.
+    """
     cached = len(lengths) - len(prefixes)
     chains = chains_of(prefixes, cached)
     bounds = [0, *accumulate(lengths)]
@@ -318,12 +341,12 @@ def _bounds(lengths: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Scores:
-    """Transformation of a query-key product before the softmax.
+    """How a layer computes attention scores from query-key products.
 
     Attributes:
-        scale: factor; None is ``c ** -0.5``.
+        scale: factor; None is ``c ** -0.5``, with c channels of a head.
         window: keys that a query sees, its own included; None is all before it.
-        soft_cap: c of ``c * tanh(score / c)`` (Gemma 2, Gemma Team 2024).
+        soft_cap: cap of ``cap * tanh(score / cap)`` (Gemma 2, Gemma Team 2024); None is no cap.
     """
 
     scale: float | None = None
@@ -331,48 +354,14 @@ class Scores:
     soft_cap: float | None = None
 
 
-def attend_by_scores(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
-) -> Tensor:
-    """Attend ``query [1, heads, n, c]`` to ``key``, ``value [1, groups, m, c]`` by the definition.
-
-    Materialises all ``heads * n * m`` scores, in fp32 or wider.
-    """
-    assert scores.soft_cap is not None
-    assert mask is not None
-    scale = query.size(-1) ** -0.5 if scores.scale is None else scores.scale
-    # Heads of a group lie beside each other, so keys broadcast over them without a copy.
-    grouped = query.unflatten(1, (key.size(1), -1))
-    products = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2))
-    products = products.to(torch.promote_types(products.dtype, torch.float32)) * scale
-    capped = scores.soft_cap * torch.tanh(products / scores.soft_cap)
-    weights = capped.masked_fill(~mask, float("-inf")).softmax(-1)
-    return torch.matmul(weights.to(value.dtype), value.unsqueeze(2)).flatten(1, 2)
-
-
-def add_attended(out: Tensor, lse: Tensor, more: Tensor, its_lse: Tensor) -> None:
-    """Merge the result of further keys into ``out`` and ``lse`` by their log-sum-exp, in place.
-
-    ``out`` and ``more [..., c]``, ``lse`` and ``its_lse [...]``.
-    """
-    total = torch.logaddexp(lse, its_lse)
-    weight = torch.exp(its_lse - total).unsqueeze(-1)
-    out += (more - out) * weight.to(out.dtype)
-    lse.copy_(total)
-
-
-Attend = Callable[[Tensor, Tensor, Tensor, PackedSegments, Scores], Tensor]
-"""``query [T, heads, c]``, ``key`` and ``value [C + T, groups, c]`` -> ``[T, heads, c]``."""
-
-
-# Keys and values that outlive their pack, so that later packs can begin with them.
+# The pool of keys and values that outlive their pack, for prefixes of later packs.
 
 
 class KeyValuePool:
     """Keys and values of ``slots`` tokens, ``[groups, c]`` each, for every layer of this rank.
 
-    Allocated once. Keys are stored rotated to their positions. Which slot holds which token is the
-    caller's business (the prefix cache).
+    It is allocated once. Keys are stored after RoPE. The prefix cache keeps track of which slot
+    holds which token.
     """
 
     def __init__(
@@ -394,66 +383,68 @@ class KeyValuePool:
         return sum(layer.nbytes for layer in self._layers.values())
 
     def touch(self) -> None:
-        """Write all of it once: on a CPU memory is handed out where it is first written."""
+        """Write to all of it once, because a CPU's memory is only allocated when first written."""
         for layer in self._layers.values():
             layer.zero_()
 
     def layer(self, number: int) -> Tensor:
-        """Keys and values ``[2, slots, groups, c]`` of a layer."""
+        """Return the keys and values ``[2, slots, groups, c]`` of a layer."""
         return self._layers[number]
 
     def exchange(self, number: int, key: Tensor, value: Tensor, use: CacheUse) -> Tensor:
-        """Store and take a layer's keys and values as ``use`` says, both by the same kernels.
+        """Store and read a layer's keys and values together, in one kernel each.
 
-        On a GPU, where a pack of few tokens waits for its kernels to be launched.
+        For GPUs, where the time of small packs is the time to launch their kernels.
 
         Args:
-            key: ``[T, groups, c]`` of the pack; so is ``value``.
+            number: of the layer.
+            key, value: ``[T, groups, c]`` of the pack.
+            use: which tokens to read and to store.
 
         Returns:
-            ``[2, C + T, groups, c]``: the C tokens taken from the pool, then the pack's own.
+            ``[2, C + T, groups, c]``: keys and values of the C cached tokens, then of the pack.
         """
-        kept, own = self.layer(number), torch.stack([key, value])
+        layer, local = self.layer(number), torch.stack([key, value])
         if use.stored.numel():
-            kept.index_copy_(1, use.slots, own.index_select(1, use.stored))
-        return torch.cat([kept.index_select(1, use.taken), own], dim=1) if use.lengths else own
+            layer.index_copy_(1, use.slots, local.index_select(1, use.stored))
+        return torch.cat([layer.index_select(1, use.taken), local], dim=1) if use.lengths else local
 
 
-# Context parallelism: what ranks that have parts of one pack send to each other.
+# Context parallelism: collectives of the ranks that share a pack.
 
 
 def gather_keys(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """Gather a layer's keys and values, ``[n, groups, c]`` on each rank, at ``index [K]``.
 
-    ``index`` counts the tokens of all ranks, rank by rank. Returns ``[K, groups, c]`` of both; the
-    gradient is the sum over the ranks, each of which has other queries.
+    ``index`` counts the tokens of all ranks, rank by rank. Returns keys and values ``[K, groups,
+    c]``. Their gradients are summed over the ranks, each of which has other queries.
     """
     return _gathered(torch.stack([key, value], dim=1), index)
 
 
 @contextmanager
 def gathering_again(key: Tensor, value: Tensor, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield what ``gather_keys`` does; what autograd keeps of it in this context is a rank's own.
+    """Yield the result of ``gather_keys``, of which autograd saves only this rank's part.
 
-    The backward pass gathers it again, so that a rank keeps ``1 / ranks`` of a layer's keys.
+    The backward pass gathers again, so a rank keeps ``1 / ranks`` of a layer's keys and values.
     """
-    own = torch.stack([key, value], dim=1)
-    gathered = _gathered(own, index)
-    numbers = {_storage(each): number for number, each in enumerate(gathered)}
+    local = torch.stack([key, value], dim=1)
+    gathered = _gathered(local, index)
+    numbers = {_storage(tensor): number for number, tensor in enumerate(gathered)}
     shape, again = gathered[0].shape, dict[int, Tensor]()
     pack, unpack = saved_tensor_hooks()
-    packed_own = pack(own.detach())
+    packed_local = pack(local.detach())
 
     def keep(tensor: Tensor) -> Any:
         number = numbers.get(_storage(tensor)) if tensor.shape == shape else None
         return pack(tensor) if number is None else number
 
-    def give(kept: Any) -> Tensor:
-        if not isinstance(kept, int):
-            return unpack(kept)
-        if kept not in again:
-            again.update(enumerate(_gathered(unpack(packed_own), index)))
-        return again.pop(kept)
+    def give(saved: Any) -> Tensor:
+        if not isinstance(saved, int):
+            return unpack(saved)
+        if saved not in again:
+            again.update(enumerate(_gathered(unpack(packed_local), index)))
+        return again.pop(saved)
 
     with torch.autograd.graph.saved_tensors_hooks(keep, give):
         yield gathered
@@ -464,22 +455,22 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def _gathered(own: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = _Gather.apply(own, index)
-    return found
+def _gathered(local: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    gathered: tuple[Tensor, Tensor] = _Gather.apply(local, index)
+    return gathered
 
 
 class _Gather(Function):
-    """``own [n, 2, groups, c]`` of every rank, and ``index [K]`` -> two of ``[K, groups, c]``."""
+    """Gather ``local [n, 2, groups, c]`` of every rank at ``index [K]``: two ``[K, groups, c]``."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, local: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         group = parallel_state.get_context_parallel_group()
         ctx.save_for_backward(index)
-        every = own.new_empty(group.size() * own.size(0), *own.shape[1:])
-        ctx.shape = every.shape
-        dist.all_gather_into_tensor(every, own, group=group)
-        keys, values = every.unbind(dim=1)
+        gathered = local.new_empty(group.size() * local.size(0), *local.shape[1:])
+        ctx.shape = gathered.shape
+        dist.all_gather_into_tensor(gathered, local, group=group)
+        keys, values = gathered.unbind(dim=1)
         return keys[index], values[index]
 
     @staticmethod
@@ -487,24 +478,25 @@ class _Gather(Function):
         (index,) = ctx.saved_tensors
         group = parallel_state.get_context_parallel_group()
         has_each_once = index.numel() == ctx.shape[0]
-        every = (torch.empty if has_each_once else torch.zeros)(
+        gathered = (torch.empty if has_each_once else torch.zeros)(
             ctx.shape, dtype=grads[0].dtype, device=index.device
         )
-        for some, grad in zip(every.unbind(dim=1), grads, strict=True):
-            some.index_put_((index,), grad, accumulate=not has_each_once)
-        own = every.new_empty(every.size(0) // group.size(), *every.shape[1:])
-        dist.reduce_scatter_tensor(own, every, group=group)
-        return own, None
+        for part, grad in zip(gathered.unbind(dim=1), grads, strict=True):
+            part.index_put_((index,), grad, accumulate=not has_each_once)
+        local = gathered.new_empty(gathered.size(0) // group.size(), *gathered.shape[1:])
+        dist.reduce_scatter_tensor(local, gathered, group=group)
+        return local, None
 
 
-def sum_of_group(own: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Lay the rows ``own [r, A]`` of each rank at ``rows [r]`` of ``[count, A]``, the same on all.
+def sum_of_group(local: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Collect the rows ``local [r, A]`` of every rank at ``rows [r]`` of ``[count, A]``.
 
-    The gradient is that of a rank's own rows: each computes the same loss of all of them.
+    All ranks have the result, and compute the same loss from it. So the gradient of ``local`` is
+    the result's gradient at this rank's rows, without a sum over the ranks.
     """
-    laid = own.new_zeros(count, own.size(1)).index_copy(0, rows, own)
-    found: Tensor = _Sum.apply(laid)
-    return found
+    laid = local.new_zeros(count, local.size(1)).index_copy(0, rows, local)
+    total: Tensor = _Sum.apply(laid)
+    return total
 
 
 class _Sum(Function):

@@ -1,8 +1,8 @@
 """Attention of a whole pack by one call of variable-length FlashAttention 2 on a GPU.
 
-torch has the kernel as an operator from 2.8 on, and behind a public function from 2.10 on; windows
-came in 2.11, and the function takes grouped heads from 2.12 on. flash-attn has windows and soft
-caps from 2.6 on.
+torch has the kernel as an operator from 2.8 on, and behind a public function from 2.10 on. Windows
+came in 2.11, and the function takes grouped heads from 2.12 on. The package flash-attn has windows
+and soft caps from 2.6 on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _AMPERE = (8, 0)
 
 
 def why_no_kernel(dtype: torch.dtype, channels: int) -> str | None:
-    """Say why FlashAttention 2 cannot run heads of so many channels on this GPU; None if it can."""
+    """Return why FlashAttention 2 cannot run such heads on this GPU; None if it can."""
     if torch.cuda.get_device_capability() < _AMPERE:
         return "the GPU is older than Ampere"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -34,7 +34,7 @@ def why_no_kernel(dtype: torch.dtype, channels: int) -> str | None:
 
 
 def has_public_function(with_window: bool) -> bool:
-    """Tell if torch's public function takes grouped heads, and windows if it has to.
+    """Tell if torch's public function takes grouped heads, and also windows if ``with_window``.
 
     Without ``enable_gqa`` it would need a copy of the keys for each query head.
     """
@@ -42,7 +42,7 @@ def has_public_function(with_window: bool) -> bool:
 
 
 def has_operator(with_window: bool) -> bool:
-    """Tell if the operator below it takes windows, if it has to."""
+    """Tell if the operator below that function can be used, with windows if ``with_window``."""
     return not with_window or "window_size" in _varlen_parameters()
 
 
@@ -53,7 +53,7 @@ def has_flash_attn(with_window: bool) -> bool:
 
 @cache
 def _varlen_parameters() -> frozenset[str]:
-    """Parameter names of torch's public function; empty before torch 2.10."""
+    """Return the parameter names of torch's public function; empty before torch 2.10."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -64,7 +64,7 @@ def _varlen_parameters() -> frozenset[str]:
 def by_public_function(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
-    """Call the public function of torch 2.12."""
+    """Attend by the public function of torch 2.12 and newer."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn(  # type: ignore[return-value]
@@ -78,11 +78,11 @@ def by_public_function(
 def by_operator(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
-    """Call the operator below it, which takes grouped heads in torch 2.8 to 2.11."""
+    """Attend by the operator below it, which takes grouped heads in torch 2.8 to 2.11, too."""
     windows: dict[str, Any] = {}
     if scores.window is not None:
-        before, after = _window(scores)
-        windows = {"window_size_left": before, "window_size_right": after}
+        keys_before, keys_after = _window(scores)
+        windows = {"window_size_left": keys_before, "window_size_right": keys_after}
     return gpu_flash_attention(
         *packed_arguments(query, key, value, segments, scores),
         dropout_p=0.0,
@@ -96,7 +96,7 @@ def by_operator(
 def by_flash_attn(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> Tensor:
-    """Call flash-attn."""
+    """Attend by flash-attn."""
     attend = _flash_attn()
     assert attend is not None
     return attend(
@@ -110,7 +110,7 @@ def by_flash_attn(
 
 @cache
 def _flash_attn() -> Callable[..., Tensor] | None:
-    """flash-attn's function; None if it is not installed, or has no soft caps."""
+    """Return flash-attn's function; None if it is not installed, or has no soft caps."""
     try:
         from flash_attn import flash_attn_varlen_func
     except ImportError:
@@ -122,9 +122,13 @@ def _flash_attn() -> Callable[..., Tensor] | None:
 def packed_arguments(
     query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
-    """Common arguments: query, keys and values with their prefixes, bounds, and largest lengths.
+    """Return the arguments that all three kernels have in common.
 
-    These kernels align the causal mask to the end of the keys, as prefixes require.
+    They align the causal mask to the end of the keys, as shared and cached prefixes require.
+
+    Returns:
+        The query, keys and values with those of prefixes, the bounds of queries and of keys, and
+        upper bounds of a segment's queries and keys.
     """
     if segments.kv_index is None:
         if torch.is_grad_enabled():
@@ -133,12 +137,12 @@ def packed_arguments(
     else:
         key, value = key[segments.kv_index], value[segments.kv_index]
     bounds = segments.cu_seqlens, segments.kv_cu_seqlens
-    # Upper bounds select the kernel. Exact ones would make it depend on the pack: with one query
-    # per sequence they split the keys, and a window as long as the keys is dropped.
-    most_keys = max(segments.max_kv_length, 1 + (scores.window or 0))
-    return query, key, value, *bounds, max(2, segments.max_length), most_keys
+    # The upper bounds select the kernel, so exact ones would make it depend on the pack: with one
+    # query per sequence it splits the keys, and it drops a window as long as the keys.
+    max_keys = max(segments.max_kv_length, 1 + (scores.window or 0))
+    return query, key, value, *bounds, max(2, segments.max_length), max_keys
 
 
 def _window(scores: Scores) -> tuple[int, int]:
-    """Number of keys visible before a query's own (-1 for all) and after it."""
+    """Return how many keys a query sees before its own place (-1 for all) and after it."""
     return (-1 if scores.window is None else scores.window - 1), 0

@@ -22,11 +22,11 @@ SETTING = "model.pointwise_kernels"
 
 def available_kernels(device: torch.device | None = None) -> tuple[PointwiseChoice, ...]:
     """List the implementations that can run on ``device``, by default this rank's."""
-    return tuple(each for each in PointwiseChoice if why_unavailable(each, device) is None)
+    return tuple(choice for choice in PointwiseChoice if why_unavailable(choice, device) is None)
 
 
 def why_unavailable(choice: PointwiseChoice, device: torch.device | None = None) -> str | None:
-    """Say why an implementation cannot run on ``device``; None if it can."""
+    """Return why an implementation cannot run on ``device``; None if it can."""
     kind = (device or current_device()).type
     if choice is PointwiseChoice.eager:
         return None
@@ -67,30 +67,30 @@ def choose_kernels(choice: PointwiseChoice | None) -> PointwiseKernels:
     """Choose the implementation for this rank's device.
 
     Args:
-        choice: the setting; None is ``triton`` on a GPU where it works, and ``eager`` elsewhere.
+        choice: the setting. None is ``triton`` on a GPU where it works, and ``eager`` elsewhere.
 
     Raises:
         ConfigError: the stated choice cannot run here.
     """
     if choice is None:
         return _default_of_all_ranks(current_device())
-    why = why_unavailable(choice)
-    if why is None:
+    reason = why_unavailable(choice)
+    if reason is None:
         try:
             return load_kernels(choice)
         except ImportError as error:
-            why = one_line(error)
-    usable = ", ".join(each.value for each in available_kernels() if each is not choice)
+            reason = one_line(error)
+    usable = ", ".join(other.value for other in available_kernels() if other is not choice)
     raise ConfigError(
-        f"{SETTING}: {choice.value} cannot be used: {why}. Choose one of {usable}, or null for the "
-        "default of this device."
+        f"{SETTING}: {choice.value} cannot be used: {reason}. Choose one of {usable}, or null for "
+        "the default of this device."
     )
 
 
 def _default_of_all_ranks(device: torch.device) -> PointwiseKernels:
-    """The default of ``device``; where one rank has to use ``eager``, all do.
+    """Return the default for ``device``; if one rank has to use ``eager``, all ranks do.
 
-    Else a reward's bits would depend on the data parallel rank that computes it.
+    Otherwise a reward would depend on which data parallel rank computes it.
     """
     kernels = _default(device.type)
     if device.type == "cuda" and dist.is_initialized() and agree(kernels is EAGER, device):
@@ -100,12 +100,12 @@ def _default_of_all_ranks(device: torch.device) -> PointwiseKernels:
 
 @cache
 def _default(kind: str) -> PointwiseKernels:
-    """The default of this rank on a kind of device."""
+    """Return the default of this rank for a device type, ``cpu`` or ``cuda``."""
     choice = PointwiseChoice.triton
     if kind != "cuda" or why_unavailable(choice, torch.device(kind)) is not None:
         return EAGER
     try:
-        # Triton compiles by the machine's C compiler, which may lack Python's headers.
+        # Triton needs the machine's C compiler, which may be missing or lack Python's headers.
         kernels = load_kernels(choice)
         try_kernels(kernels, torch.device(kind))
     except Exception as error:
@@ -122,10 +122,10 @@ _TRIED_ROWS, _TRIED_WIDTH = 48, 256
 
 
 def try_kernels(kernels: PointwiseKernels, device: torch.device) -> None:
-    """Run all operations forward and backward on ``device``, and compare rows with their own.
+    """Run all operations forward and backward on ``device``, and check batch invariance.
 
     Raises:
-        RuntimeError: a row has other bits alone than among others, or a kernel failed.
+        RuntimeError: a row's result is not bit-identical in a batch of one, or a kernel failed.
     """
     is_half = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     dtype = torch.bfloat16 if is_half else torch.float32
@@ -141,7 +141,7 @@ def try_kernels(kernels: PointwiseKernels, device: torch.device) -> None:
 
 
 def _results(kernels: PointwiseKernels, rows: Tensor) -> dict[str, Tensor]:
-    """What each operation computes of ``rows [T, 1, 2 c]``, and the gradient of ``rows``."""
+    """Compute each operation on ``rows [T, 1, 2 c]``, and the gradient of ``rows``, by name."""
     dtype = rows.dtype
     weight = torch.linspace(0.5, 1.5, rows.size(-1), device=rows.device, dtype=dtype)
     with torch.enable_grad():
@@ -154,7 +154,7 @@ def _results(kernels: PointwiseKernels, rows: Tensor) -> dict[str, Tensor]:
             "gated_silu": kernels.gated_silu(leaf),
         }
         if kernels.split_and_rotate is not None:
-            # Four groups of two queries, a key and a value, with 32 channels each.
+            # Four groups, each of two query heads, a key and a value head, with 32 channels a head.
             angles = torch.ones(rows.size(0), 1, 1, 16, device=rows.device)
             tables = angles.cos().to(dtype), angles.sin().to(dtype)
             parts = kernels.split_and_rotate(leaf, *tables, 4, 32)

@@ -1,7 +1,7 @@
-"""Pointwise parts of a layer as autograd functions of torch's operations that save their input.
+"""Pointwise parts of a layer as autograd functions that save only their input.
 
-Composed of torch operations, each would keep several tensors of its input's size and make as many
-passes over memory; on a CPU that is a third of a layer's memory and a tenth of its time.
+Written as plain torch operations, each would save several tensors of its input's size and make as
+many passes over memory. On a CPU that is a third of a layer's memory and a tenth of its time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GRAIN, _GELU_GRAIN = 2**15, 2**14
 def gated_silu(x: Tensor) -> Tensor:
     """``[..., 2 f] -> [..., f]``: ``silu(gate) * linear`` (SwiGLU, Shazeer 2020), gate first.
 
-    Only ``x`` is kept for the backward.
+    Only ``x`` is saved for the backward pass.
     """
     return _Gated.apply(x, F.silu, torch.ops.aten.silu_backward.grad_input)
 
@@ -35,11 +35,11 @@ def gated_gelu(x: Tensor) -> Tensor:
 
 
 def by_whole_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply ``function`` to ``x [T, ..., c]`` on a CPU with bits that do not depend on T.
+    """Apply ``function`` to ``x [T, ..., c]`` on a CPU; a row's result is the same for any T.
 
-    torch splits the elements evenly over its threads, and computes the remainder of a thread's
-    share past whole vectors with a different exponential. Padding with zero rows until every
-    thread gets whole rows keeps the remainder in the same place of each row.
+    torch splits the elements evenly over its threads, and a thread computes the elements that do
+    not fill a vector by another exponential. Padding with zero rows until every thread gets whole
+    rows keeps these elements in the same places of each row.
     """
     if x.size(0) == 0:
         return function(x)
@@ -58,7 +58,7 @@ def _splits_by_rows(rows: int, width: int) -> bool:
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """Compute ``relu(x)^2`` (Primer, So et al. 2021), keeping ``relu(x)`` for the backward."""
+    """Compute ``relu(x)^2`` (Primer, So et al. 2021); saves ``relu(x)`` for the backward pass."""
     return F.relu(x).square()
 
 
@@ -97,7 +97,7 @@ class Shared:
 
     Attributes:
         width: channels of a whole row.
-        total: sums ``[..., 1]`` over the ranks.
+        total: function that sums ``[..., 1]`` over the ranks.
     """
 
     width: int
@@ -113,9 +113,9 @@ def rms_norm(
 ) -> Tensor:
     """Compute ``x / sqrt(mean(x^2) + eps) * weight`` over the last dim (Zhang and Sennrich 2019).
 
-    In fp32, returned in ``dtype`` (that of ``x`` by default). Keeps ``x`` and one number per row
-    for the backward. On CUDA torch's fused kernel is used if ``weight`` has the dtype of ``x`` or
-    ``x`` is fp32, unless ranks share the rows.
+    Computes in fp32 and returns ``dtype``, by default that of ``x``. Saves ``x`` and one value per
+    row for the backward pass. On CUDA torch's fused kernel is used if ``weight`` has the dtype of
+    ``x`` or ``x`` is fp32, unless the rows are ``shared`` by ranks.
     """
     dtype = x.dtype if dtype is None else dtype
     if shared is None and x.is_cuda and x.dtype in (weight.dtype, torch.float32):

@@ -1,7 +1,7 @@
 """The pointwise operations as autograd functions around fused forward and backward kernels.
 
-What is kept for the backward pass is what the eager functions keep: the input of a norm or of
-SwiGLU, one number per row of a norm, and RoPE's tables.
+They save the same tensors for the backward pass as the eager functions: the input of a norm or of
+SwiGLU, one value per row of a norm, and RoPE's tables.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Kernels(Protocol):
-    """Forward and backward kernels, which know nothing of autograd. All tensors are contiguous."""
+    """Forward and backward kernels, without autograd. All their tensors are contiguous."""
 
     def norm_forward(
         self,
@@ -31,7 +31,7 @@ class Kernels(Protocol):
         dtype: torch.dtype,
         alpha: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the sum ``x + alpha * added`` (``x`` itself without ``added``), and its norm.
+        """Compute the sum ``x + alpha * added``, or ``x`` itself without ``added``, and its norm.
 
         Returns:
             The sum in the dtype of ``x``; its norm in ``dtype``; and the rows' factors
@@ -48,7 +48,14 @@ class Kernels(Protocol):
         offset: float,
         needs_weight: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the gradients of the sum, to which ``grad_sum`` is added, and of the weight."""
+        """Compute the gradients of the sum and of the weight.
+
+        Args:
+            grad: gradient of the norm's output.
+            grad_sum: gradient of the sum from elsewhere, which is added; None is 0.
+            total: the sum.
+            scale: the rows' factors from ``norm_forward``.
+        """
 
     def silu_forward(self, x: Tensor) -> Tensor:
         """Compute ``eager.gated_silu``."""
@@ -117,7 +124,7 @@ class _AddRMSNorm(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         total, weight, scale = ctx.saved_tensors
-        grad_sum, grad = (each.contiguous() for each in grads)
+        grad_sum, grad = grads[0].contiguous(), grads[1].contiguous()
         to_sum, to_weight = ctx.kernels.norm_backward(
             grad, grad_sum, total, weight, scale, ctx.offset, ctx.needs_input_grad[3]
         )
@@ -157,13 +164,13 @@ class _SplitAndRotate(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        query, key, value = (each.contiguous() for each in grads)
+        query, key, value = (grad.contiguous() for grad in grads)
         to_mixed = ctx.kernels.split_backward(query, key, value, *ctx.saved_tensors)
         return None, to_mixed, None, None, None, None
 
 
 def fused_kernels(name: str, kernels: Kernels) -> PointwiseKernels:
-    """Make an implementation of ``kernels``; dtypes other than ``FLOATS`` are left to torch."""
+    """Make an implementation from ``kernels``; the eager functions compute other dtypes."""
 
     def rms_norm(
         x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype

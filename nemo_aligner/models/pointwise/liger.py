@@ -1,6 +1,6 @@
 """The pointwise operations by liger-kernel 0.8.5 or newer (Hsu et al. 2024, arXiv:2410.10989).
 
-Its own autograd functions, which compute norms in fp32 (``gemma`` is its name for that).
+It has autograd functions of its own, whose norms compute in fp32 if they are called ``gemma``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from nemo_aligner.models.pointwise.fused import FLOATS
 from nemo_aligner.models.pointwise.operations import PointwiseKernels
 
 _IN_FP32 = "gemma"
-# Not in the memory of the output's gradient: behind a sum, autograd gives the same gradient to
-# both summands.
+# Do not overwrite the output's gradient: behind a sum, autograd passes one tensor to both summands.
 _IN_PLACE = False
-# One program per row for any number of rows, so that a row's bits do not depend on it.
+# One program per row for any number of rows, so that a row's result does not depend on the number.
 _BY_ROWS = True
 
 
@@ -41,7 +40,7 @@ def _add_rms_norm(
     dtype: torch.dtype,
     alpha: float,
 ) -> tuple[Tensor, Tensor]:
-    # Its sum has the dtype of what is added, and no factor.
+    # liger's sum has the dtype of ``added``, and no factor alpha.
     if x.dtype is added.dtype and alpha == 1 and x.dtype in FLOATS:
         normed, total = LigerFusedAddRMSNormFunction.apply(
             added, x, weight, eps, offset, _IN_FP32, _IN_PLACE
@@ -54,7 +53,7 @@ def _add_rms_norm(
 def _gated_silu(x: Tensor) -> Tensor:
     if x.dtype not in FLOATS:
         return eager.gated_silu(x)
-    # Its gradient has two dimensions.
+    # Flattened, because liger returns a gradient with two dimensions.
     return LigerFusedGateUpSiLUMulFunction.apply(x.flatten(0, -2)).view(*x.shape[:-1], -1)
 
 
@@ -64,16 +63,16 @@ def _split_and_rotate(
     tokens, half = mixed.size(0), cos.size(-1)
     grouped = mixed.view(tokens, groups, -1, channels)
     query, key, value = grouped.split([grouped.size(2) - 2, 1, 1], dim=2)
-    # It rotates in place: these are copies. Its layout is [batch, heads, tokens, channels].
+    # Copies, because liger rotates in place. Its layout is [batch, heads, tokens, channels].
     query, key = (
-        each.clone(memory_format=torch.contiguous_format)
+        tensor.clone(memory_format=torch.contiguous_format)
         .view(1, tokens, -1, channels)
         .transpose(1, 2)
-        for each in (query, key)
+        for tensor in (query, key)
     )
-    tables = (each.view(1, tokens, half) for each in (cos, sin))
+    tables = (tensor.view(1, tokens, half) for tensor in (cos, sin))
     query, key = LigerRopeFunction.apply(query, key, *tables, None, 1, 2 * half)
-    query, key = (each.transpose(1, 2).squeeze(0) for each in (query, key))
+    query, key = (tensor.transpose(1, 2).squeeze(0) for tensor in (query, key))
     return query, key, value.reshape(tokens, groups, channels)
 
 

@@ -1,7 +1,7 @@
 """The pointwise operations of a decoder layer that have several implementations.
 
-A layer's RMSNorm, SwiGLU and RoPE are bound by memory, and at small widths by the time that the
-host takes to launch their kernels. Fused kernels make one pass over memory, by one launch.
+A layer's RMSNorm, SwiGLU and RoPE are bound by memory bandwidth, and at small widths by the time
+that the host takes to launch their kernels. Fused kernels need one pass over memory and one launch.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SplitOperation(Protocol):
 class PointwiseKernels:
     """One implementation of the operations, each with its backward pass.
 
-    An implementation computes shapes and dtypes that it does not cover by the eager functions.
+    For shapes and dtypes that it does not support, an implementation calls the eager functions.
 
     Attributes:
         gated_silu: ``[..., 2 f] -> [..., f]``, see ``eager.gated_silu``.

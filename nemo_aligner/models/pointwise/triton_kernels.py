@@ -1,8 +1,8 @@
 """The pointwise operations as Triton kernels.
 
-Block sizes depend on widths alone, and nothing is tuned at run time. So a row's bits do not depend
-on the number of rows, and after the first call of each shape the kernels can be captured in a CUDA
-graph. The gradient of a norm's weight is summed in two stages, in an order that is always the same.
+Block sizes depend only on widths, and nothing is tuned at run time. So a row's result does not
+depend on the number of rows, and after the first call of each shape the kernels can be captured in
+a CUDA graph. The gradient of a norm's weight is summed in two stages, always in the same order.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from torch import Tensor
 from nemo_aligner.config.model import PointwiseChoice
 from nemo_aligner.models.pointwise.fused import fused_kernels
 
-# Elements of a tile: narrow rows share one, so that every thread has a few elements.
+# Elements of a tile. Narrow rows share a tile, so that every thread has a few elements.
 _TILE = 1024
-# Programs of a norm's backward pass, which go through the rows in turn: about one wave on a GPU
-# with 132 multiprocessors. Each writes a row of partial sums.
+# Programs of a norm's backward pass, about one wave on a GPU with 132 multiprocessors. Each goes
+# through every n-th tile of rows, and writes one row of partial sums.
 _PROGRAMS, _PROGRAMS_OF_WIDE_ROWS = 1024, 512
 _WIDE = 4096
-# Heads of a program of the rotation.
+# The most heads that one program rotates.
 _MOST_HEADS = 16
 
 
 def _warps(elements: int) -> int:
-    """Warps of a program that reduces a tile of so many elements."""
-    for most, warps in ((1024, 4), (4096, 8), (16384, 16)):
-        if elements <= most:
+    """Return the warps of a program that reduces a tile of ``elements``."""
+    for max_elements, warps in ((1024, 4), (4096, 8), (16384, 16)):
+        if elements <= max_elements:
             return warps
     return 32
 
 
 class TritonKernels:
-    """``fused.Kernels`` by the kernels below."""
+    """Implements ``fused.Kernels`` by the kernels below."""
 
     @staticmethod
     def norm_forward(
@@ -87,8 +87,8 @@ class TritonKernels:
         num_rows = total.numel() // width
         block = triton.next_power_of_2(width)
         rows = max(1, _TILE // block)
-        most = _PROGRAMS if block < _WIDE else _PROGRAMS_OF_WIDE_ROWS
-        programs = min(triton.cdiv(num_rows, rows), most)
+        max_programs = _PROGRAMS if block < _WIDE else _PROGRAMS_OF_WIDE_ROWS
+        programs = min(triton.cdiv(num_rows, rows), max_programs)
         to_sum = torch.empty_like(total)
         partial = torch.empty(
             programs if needs_weight else 0, width, dtype=torch.float32, device=total.device
@@ -188,7 +188,7 @@ def _launch_rotation(
 TRITON = fused_kernels(PointwiseChoice.triton.value, TritonKernels())
 
 
-# Kernels. ``num_rows`` is not specialized: all numbers of rows run the same machine code.
+# Kernels. ``num_rows`` is not specialized, so that any number of rows runs the same machine code.
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -215,7 +215,7 @@ def _norm_forward(
     x = tl.load(x_ptr + places, mask=mask, other=0.0).to(tl.float32)
     if HAS_ADDED:
         x += alpha * tl.load(added_ptr + places, mask=mask, other=0.0).to(tl.float32)
-        # The norm is of what the residual stream holds: the sum rounded to its dtype.
+        # Norm the rounded sum, which is what the residual stream holds.
         rounded = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + places, rounded, mask=mask)
         x = rounded.to(tl.float32)
@@ -313,14 +313,14 @@ def _rotate(
     HEADS: tl.constexpr,
     IS_BACKWARD: tl.constexpr,
 ):
-    """Split and rotate one token's heads, or in the backward pass rotate back and join them."""
+    """Split and rotate one token's heads; in the backward pass rotate back and join them."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     group, place = head // (REPEATS + 2), head % (REPEATS + 2)
     is_head = group < GROUPS
     is_query, is_key = is_head & (place < REPEATS), is_head & (place == REPEATS)
     is_value = is_head & (place == REPEATS + 1)
-    # Where each head begins on both sides.
+    # Where each head begins in ``mixed``, and in queries, keys or values.
     mixed = mixed_ptr + ((token * GROUPS * (REPEATS + 2) + head) * CHANNELS)[:, None]
     query = query_ptr + ((token * GROUPS * REPEATS + group * REPEATS + place) * CHANNELS)[:, None]
     key = key_ptr + ((token * GROUPS + group) * CHANNELS)[:, None]
@@ -343,15 +343,22 @@ def _rotate(
     _store(heads, pair[None, :], turned_x, parts, fits, IS_BACKWARD)
     _store(heads, pair[None, :] + HALF, turned_y, parts, fits, IS_BACKWARD)
     if REST > 0:
-        # Channels behind those that are rotated.
-        rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
-        fits = rest < CHANNELS
-        _store(heads, rest, _load(heads, rest, parts, fits, IS_BACKWARD), parts, fits, IS_BACKWARD)
+        # The channels that are not rotated.
+        unrotated = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
+        fits = unrotated < CHANNELS
+        _store(
+            heads,
+            unrotated,
+            _load(heads, unrotated, parts, fits, IS_BACKWARD),
+            parts,
+            fits,
+            IS_BACKWARD,
+        )
 
 
 @triton.jit
 def _load(heads, columns, parts, fits, IS_BACKWARD: tl.constexpr):
-    """Load columns of each head, as fp32: from one tensor, or backward from the three parts."""
+    """Load columns of each head as fp32: from one tensor, or backward from three."""
     mixed, query, key, value = heads
     is_query, is_key, is_value = parts
     if not IS_BACKWARD:
@@ -365,7 +372,7 @@ def _load(heads, columns, parts, fits, IS_BACKWARD: tl.constexpr):
 
 @triton.jit
 def _store(heads, columns, x, parts, fits, IS_BACKWARD: tl.constexpr):
-    """Store columns of each head: to the three parts, or backward to one tensor."""
+    """Store columns of each head: to three tensors, or backward to one."""
     mixed, query, key, value = heads
     is_query, is_key, is_value = parts
     x = x.to(mixed.dtype.element_ty)

@@ -219,7 +219,7 @@ class PrefixCache:
 
     ``slots`` is the size of each replica's pool in tokens, at most ``tokens``. For a model that
     reads the whole reply nothing from ``reply_marker`` on is kept, as its states are needed. Only
-    sequences with the same ``rotation_by_length``, of ``ModelShape``, have blocks in common.
+    sequences with the same ``length_dependent_rope``, of ``ModelShape``, have blocks in common.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class PrefixCache:
         layout: ParallelLayout,
         micro_batch_tokens: int,
         reply_marker: Sequence[int] | None = None,
-        rotation_by_length: Callable[[int], int] = one_rotation,
+        length_dependent_rope: Callable[[int], int] = one_rotation,
     ) -> None:
         blocks = tokens // BLOCK_TOKENS
         self._managers = [BlockManager(blocks) for _ in range(layout.dp)]
@@ -236,7 +236,7 @@ class PrefixCache:
         self._replica = layout.dp_rank
         self._budget = micro_batch_tokens
         self._reply_marker = reply_marker
-        self._rotation_by_length = rotation_by_length
+        self._length_dependent_rope = length_dependent_rope
         self.slots = blocks * BLOCK_TOKENS
 
     def reset_cache(self) -> None:
@@ -252,7 +252,7 @@ class PrefixCache:
         ``reads`` are places in each sequence, where turns or steps are scored.
         """
         keys = [as_key(self._kept(sequence)) for sequence in sequences]
-        rotations = [self._rotation_by_length(len(sequence)) for sequence in sequences]
+        rotations = [self._length_dependent_rope(len(sequence)) for sequence in sequences]
         places = [()] * len(keys) if reads is None else [own.places.tolist() for own in reads]
         packs: list[PackedBatch] = []
         computed = cached = 0
@@ -298,7 +298,7 @@ class PrefixCache:
         budget: int,
         cached: Mapping[int, CachedPrefix | None] | None = None,
     ) -> list[PrefixGroup]:
-        return find_prefix_groups(sequences, budget, cached, self._rotation_by_length)
+        return find_prefix_groups(sequences, budget, cached, self._length_dependent_rope)
 
     def _kept(self, sequence: np.ndarray) -> np.ndarray:
         """The part of a sequence that may be cached, and one token, which is always computed."""

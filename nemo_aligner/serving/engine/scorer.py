@@ -37,12 +37,12 @@ from nemo_aligner.contract.turns import TurnEnd
 from nemo_aligner.cpu.products import use_huge_pages
 from nemo_aligner.data.packing import SequenceReads, pack_sequences
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.reward_model import (
-    GPTRewardModel,
+from nemo_aligner.models.batch_invariance import (
     freeze_for_scoring,
     make_batch_invariant,
     try_all_products,
 )
+from nemo_aligner.models.reward_model import GPTRewardModel
 from nemo_aligner.models.step import count_parts, gather_rewards_later, infer_in_parts
 from nemo_aligner.serving.engine.prefix_cache import CallPlan, PrefixCache
 from nemo_aligner.serving.engine.rows import Row
@@ -50,7 +50,7 @@ from nemo_aligner.utils.console import Watch, unwatched
 from nemo_aligner.utils.errors import ConfigError, ServingError
 from nemo_aligner.utils.host_transfer import Arriving
 
-# Tokens of a text whose attention takes every way: see models/attention/cpu_inference.py.
+# Tokens of a text whose attention takes every way: see cpu/block_attention.py.
 logger = logging.getLogger(__name__)
 
 _BEYOND_A_SPAN = 600
@@ -116,7 +116,7 @@ class RewardScorer:
         self.counts = TokenCounts()
         marker = contract.reply_marker
         self._cache = PrefixCache(
-            prefix_cache_tokens, layout, micro_batch_tokens, marker, model.rotation_by_length
+            prefix_cache_tokens, layout, micro_batch_tokens, marker, model.length_dependent_rope
         )
         self._pool = model.new_key_value_pool(self._cache.slots) if self._cache.slots else None
 
@@ -277,7 +277,7 @@ class RewardScorer:
     ) -> CallPlan:
         if self._pool is not None:
             return self._cache.plan(sequences, reads)
-        by_length = self.model.rotation_by_length
+        by_length = self.model.length_dependent_rope
         packs = pack_sequences(sequences, self._micro_batch_tokens, reads, by_length)
         # All ranks make the same packs, so each replica can take its own without a message.
         mine = packs[self._layout.dp_rank :: self._layout.dp]

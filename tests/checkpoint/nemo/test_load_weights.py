@@ -137,8 +137,10 @@ def test_ranks_get_what_was_written_and_save_it_as_it_was(
     assert done.stdout.count("all ranks know: missing.nemo: no such") == 2 * len(LAYOUTS)
     # The second rank has no C compiler, so the first one must not round by the kernels either.
     assert done.stdout.count("kernels are used: False") == 2 * len(LAYOUTS)
-    told = "kernels.c is not used, so scoring is slower on this CPU: rank 1: found no C compiler"
-    assert done.stderr.count(told) == 1
+    warnings = [line for line in done.stderr.splitlines() if "kernels.c" in line]
+    assert len(warnings) == 1
+    assert "rank 1: " in warnings[0]
+    assert "C compiler" in warnings[0]
     request = load(source, layout).model.sharded_state_dict(prefix="model.")
     alone = json.dumps(save_weights(request, tmp_path / "alone"), sort_keys=True)
     sums = [line for line in done.stdout.splitlines() if "sums: " in line]

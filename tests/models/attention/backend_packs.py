@@ -176,8 +176,7 @@ def run_backend(
     if case.uses_ring:
         return attend_in_ring(3, batch, inputs, grad, case.scores)
     pool = new_pool(pack, tables, case)
-    last_token = torch.zeros(0, device=device)
-    segments = PackedSegments.of(batch.to(device), (), last_token, pool)
+    segments = PackedSegments.of(batch.to(device), device, pool)
     with torch.set_grad_enabled(case.learns):
         query, key, value = (x.requires_grad_(case.learns) for x in inputs)
         output = backend.attend(Heads(LAYER, (query, key), value), segments, case)

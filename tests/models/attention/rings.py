@@ -43,10 +43,11 @@ def attend_in_ring(
             torch.cat([x, x[:1].expand(fill, -1, -1)])[rows].detach() for x in (*inputs, grad)
         )
         leaves = [each.requires_grad_() for each in leaves]
-        segments = PackedSegments.of(shared, (), torch.zeros(0, device=grad.device))
+        segments = PackedSegments.of(shared, grad.device)
+        plan = ring.plan_ring(segments, scores.window)
         # Else all that is on one GPU would run in one thread.
         with torch.autograd.set_multithreading_enabled(False):
-            out = ring.attend(*leaves, segments, scores)
+            out = ring.attend(*leaves, plan, scores.scale)
             found = [out.detach(), *torch.autograd.grad(out, leaves, given)]
         return rows, found
 

@@ -70,7 +70,7 @@ def chosen(window: int | None, soft_cap: float | None) -> tuple[Backend, Case]:
 
 
 def attend(backend: Backend, case: Case) -> None:
-    backend.attend(Heads(1, (QUERY, QUERY), QUERY), SEGMENTS, case)
+    backend.compute(Heads(1, (QUERY, QUERY), QUERY), SEGMENTS, case, None)
 
 
 def test_kernel_refuses_what_flash_attention_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,8 +207,9 @@ def attend_as_on_a_gpu(
         for heads in (6, groups, groups)
     ]
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
-    none = torch.zeros(0)
-    segments = PackedSegments((), tuple(LENGTHS), tuple(PREFIXES), bounds, bounds, None, none)
+    segments = PackedSegments(tuple(LENGTHS), tuple(PREFIXES), bounds, bounds, None)
+    kind = "cuda" if major else "cpu", dtype, 6, groups, channels
+    case = Case(*kind, scores, learns=True)
     with monkeypatch.context() as patched:
         if major:
             patched.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))
@@ -216,7 +217,8 @@ def attend_as_on_a_gpu(
             patched.setattr(torch.nn.functional, "scaled_dot_product_attention", choose)
             patched.setattr(one_by_one, "_BLOCK_SCORES", 6 * 136 * 7)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            out = one_by_one.attend(*inputs, segments, scores)
+            masks = one_by_one.plan_masks(segments, case)
+            out = one_by_one.attend(*inputs, segments, case, masks)
         gradients = torch.autograd.grad(out.float().square().sum(), inputs)
     return chosen, kept[0], [out, *gradients]
 

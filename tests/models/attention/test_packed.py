@@ -70,7 +70,7 @@ def attended(
     query, key, value = inputs
     kind = "cpu", query.dtype, query.size(1), key.size(1), query.size(2)
     case = Case(*kind, scores, learns)
-    segments = PackedSegments.of(batch, (), torch.zeros(0))
+    segments = PackedSegments.of(batch, "cpu")
     with torch.set_grad_enabled(learns):
         assert backend.fits(case)
         return backend.attend(Heads(LAYER, (query, key), value), segments, case)
@@ -113,8 +113,8 @@ def test_stored_tokens_can_be_in_the_prefix_and_the_rest_of_a_sequence() -> None
     tokens, positions = (x[batch.cached.stored] for x in (batch.tokens, batch.position_ids))
     assert tokens.tolist() == SEQUENCES[1][36:44] + SEQUENCES[6][:2]
     assert positions.tolist() == [*range(36, 44), 0, 1]
-    kept, none = pool(), torch.zeros(0)
-    segments = PackedSegments.of(batch, (), none, kept)
+    kept = pool()
+    segments = PackedSegments.of(batch, "cpu", kept)
     segments.store(3, *(table[batch.tokens, batch.position_ids] for table in TABLES[1:]))
     for pooled, table in zip(kept.layer(3), TABLES[1:], strict=True):
         assert torch.equal(pooled[3:11], at(table, SEQUENCES[1])[36:44])
@@ -123,11 +123,11 @@ def test_stored_tokens_can_be_in_the_prefix_and_the_rest_of_a_sequence() -> None
 def test_pool_is_of_no_use_without_cached_tokens_and_asked_for_with_them() -> None:
     batch = PackedBatch.pack(SEQUENCES[5:], groups=[Group(2, 11)])
     assert batch.cached is None
-    segments = PackedSegments.of(batch, (), torch.zeros(0), pool())
+    segments = PackedSegments.of(batch, "cpu", pool())
     key, value = torch.zeros(4, GROUPS, CHANNELS), torch.ones(4, GROUPS, CHANNELS)
     assert segments.with_cached(3, key, value) == (key, value)
-    with pytest.raises(ValueError, match="its model has no pool"):
-        PackedSegments.of(PackedBatch.pack(SEQUENCES, groups=PACKED), (), torch.zeros(0))
+    with pytest.raises(ValueError, match="no pool"):
+        PackedSegments.of(PackedBatch.pack(SEQUENCES, groups=PACKED), "cpu")
 
 
 TOKENS = 230
@@ -204,7 +204,7 @@ def test_blocks_by_spans_give_a_token_the_same_bits_in_any_company(
     for span in (64, 96):
         for heads in ((4, 4), (6, 2)):
             with monkeypatch.context() as patch:
-                patch.setattr("nemo_aligner.models.attention.cpu_inference.SPAN", span)
+                patch.setattr("nemo_aligner.cpu.block_attention.SPAN", span)
                 tables = check_any_company(Scores(), dtype, heads)
                 got = of_second(tables, batch, Scores())
             exact = of_second([each.double() for each in tables], batch, Scores())

@@ -30,7 +30,7 @@ from nemo_aligner.data.records import Origin
 from nemo_aligner.data.token_index import TokenSequences
 from nemo_aligner.distributed.layout import ParallelLayout
 from nemo_aligner.losses.regression import BinaryCrossEntropy
-from nemo_aligner.models.reward_model import make_batch_invariant
+from nemo_aligner.models.batch_invariance import make_batch_invariant
 from nemo_aligner.serving.engine.scorer import RewardScorer
 from tests.harness import tiny
 from tests.serving.engine.company import print_at_layouts

@@ -15,10 +15,10 @@ from torch import Tensor
 from nemo_aligner.checkpoint.hf.convert import convert_hf_to_nemo
 from nemo_aligner.checkpoint.nemo.reward_model import load_reward_model, save_reward_model
 from nemo_aligner.config.common import Precision
-from nemo_aligner.cpu import products
+from nemo_aligner.cpu import kernel_attention, products
 from nemo_aligner.distributed.layout import ParallelLayout
-from nemo_aligner.models.attention import backends, cpu_inference
-from nemo_aligner.models.attention.segments import PackedSegments, Scores
+from nemo_aligner.models.attention import packed
+from nemo_aligner.models.attention.backends import BACKENDS
 from nemo_aligner.tools.invariance import score_alone, score_calls
 from tests.harness import families, tiny
 from tests.harness.once import Once
@@ -200,13 +200,8 @@ def test_rewards_by_products_that_depend_on_their_rows(
     assert few_changed(short, layout) > 10
     monkeypatch.undo()
 
-    def cut_where_segments_are(
-        turned: Tensor, value: Tensor, number: int, segments: PackedSegments, scores: Scores
-    ) -> Tensor:
-        key, value = segments.with_cached(number, turned[:, :, -1], value)
-        query = turned[:, :, :-1].flatten(1, 2)
-        return backends._on_cpu(query, key, value, segments, scores)
-
-    monkeypatch.setattr(cpu_inference, "can_attend", lambda *unused: False)
-    monkeypatch.setattr(cpu_inference, "attend", cut_where_segments_are)
+    training = next(backend for backend in BACKENDS if backend.name == "CPU training")
+    monkeypatch.setattr(kernel_attention, "can_attend", lambda *unused: False)
+    # It cuts sequences where their segments are.
+    monkeypatch.setattr(packed, "choose_backend", lambda case: training)
     assert few_changed(short, layout) > 10

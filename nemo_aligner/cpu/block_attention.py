@@ -1,0 +1,408 @@
+"""Blockwise attention for scoring on a CPU; a token's output is bit-identical in every batch.
+
+Queries are processed in blocks of 32 positions of their *sequence*, whether its first tokens are
+its own, a shared prefix, or a cached one. The keys that a block sees in one call follow from its
+position, and queries that the pack lacks are padded. No kernel mixes the rows of a matmul, so a
+token's arithmetic depends on its sequence only.
+
+Distant keys come first, in spans of 512 positions. All queries behind a span see all of it, so the
+queries of every sequence that begins with it share one call and one copy of its keys. The partial
+results of the spans and of the remaining keys are merged in order of position by their log-sum-exp.
+
+The query heads of a group lie one after the other in a block, because they share keys. Blocks with
+the same number of keys share a call, in fp32: for narrower dtypes torch's kernel chooses between
+two matmuls by the size of the whole call.
+
+``plan_blocks`` makes a pack's plan once, and ``attend_in_blocks`` computes a layer by it. Where
+``kernels.c`` compiles, ``kernel_attention.py`` is faster and used instead.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_aligner.cpu.flash_attention import add_attended, cpu_flash_attention
+from nemo_aligner.utils.soft_cap import soft_capped_attention
+
+# Up to this many elements (at::internal::GRAIN_SIZE) torch uses one thread. With more threads, the
+# elements of a thread that do not fill a vector go through a different exponential.
+_GRAIN = 2**15
+
+
+def attend_in_blocks(
+    joined: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: BlockPlan,
+    scale: float | None,
+    soft_cap: float | None,
+) -> Tensor:
+    """Attend each token of a pack causally to its own sequence.
+
+    Args:
+        joined: ``[T, groups, repeats + 1, c]``, contiguous: for each group its query heads and then
+            its key, rotated to their positions.
+        key, value: ``[C + T, groups, c]`` of the cached tokens and of the pack's tokens.
+        plan: the pack's plan for layers with these heads and this window.
+        scale: factor of the scores; None is ``c ** -0.5``.
+        soft_cap: limit of the scores (Gemma 2); None is no limit.
+
+    Returns:
+        ``[T, heads, c]`` in the dtype of ``joined``.
+    """
+    tokens, groups, width, channels = joined.shape
+    heads = groups * (width - 1)
+    precise = torch.promote_types(joined.dtype, torch.float32)
+    queries = joined.view(-1, channels).index_select(0, plan.queries.view(-1)).to(precise)
+    queries = queries.view(len(plan.queries), groups, -1, channels)
+    outputs = _Outputs(tokens * heads + 1, channels, precise)
+    complete: list[Tensor] = []
+    ends: list[tuple[Tensor, Tensor]] = []
+    first = 0
+    for step in plan.steps:
+        for part in step.parts(key, value, precise):
+            last = first + len(part.keys)
+            mask = plan.mask[:, -part.keys.size(2) :] if part.is_last else None
+            output, lse = _attend_part(queries[first:last], part, mask, scale, soft_cap)
+            # The kernel's own layout is [n, rows, groups, c].
+            rows = output.transpose(1, 2).reshape(-1, channels)
+            if part.is_first and part.is_last:
+                complete.append(rows)
+            elif part.is_last:
+                ends.append((rows, lse.transpose(1, 2).flatten()))
+            else:
+                put = outputs.put if part.is_first else outputs.add
+                put(plan.targets[first:last].view(-1), rows, lse.transpose(1, 2).flatten())
+            first = last
+    if complete:
+        outputs.out.index_copy_(0, plan.complete, _joined(complete))
+    if ends:
+        outputs.add(plan.ends, *(_joined(pieces) for pieces in zip(*ends, strict=True)))
+    return outputs.out[:-1].view(tokens, heads, channels).to(joined.dtype)
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+
+
+def _attend_part(
+    query: Tensor, part: Part, mask: Tensor | None, scale: float | None, soft_cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attend ``query [n, groups, rows, c]`` batchwise; return output and log-sum-exp."""
+    keys, values = part.keys, part.values
+    if soft_cap is None:
+        output: tuple[Tensor, Tensor] = cpu_flash_attention(
+            query, keys, values, 0.0, False, attn_mask=mask, scale=scale
+        )
+        return output
+    assert mask is not None
+    # One matrix at a time: the batch size must not select a kernel.
+    blocks = zip(query.split(1), keys.split(1), values.split(1), strict=True)
+    capped = torch.cat(
+        [soft_capped_attention(*block, mask == 0, scale, soft_cap) for block in blocks]
+    )
+    return capped, capped.new_zeros(capped.shape[:-1])  # soft-capped blocks have a single part
+
+
+class _Outputs:
+    """Partial results ``out [rows, c]`` of queries that see their keys part by part."""
+
+    def __init__(self, rows: int, channels: int, dtype: torch.dtype) -> None:
+        self.out = torch.empty(rows, channels, dtype=dtype)
+        self._lse = torch.empty(rows, dtype=dtype)
+
+    def put(self, targets: Tensor, rows: Tensor, lse: Tensor) -> None:
+        """Set the rows ``targets [m]`` to the result of their first keys."""
+        self.out.index_copy_(0, targets, rows)
+        self._lse.index_copy_(0, targets, lse)
+
+    def add(self, targets: Tensor, rows: Tensor, lse: Tensor) -> None:
+        """Merge the result of the next keys into the rows ``targets``."""
+        for chunk in zip(*(x.split(_GRAIN) for x in (targets, rows, lse)), strict=True):
+            self._add(*chunk)
+
+    def _add(self, targets: Tensor, rows: Tensor, lse: Tensor) -> None:
+        merged, merged_lse = self.out.index_select(0, targets), self._lse.index_select(0, targets)
+        add_attended(merged, merged_lse, rows, lse)
+        self.put(targets, merged, merged_lse)
+
+
+# Planning: which queries and keys of a pack share a call.
+
+BLOCK, SPAN = 32, 512
+
+
+@dataclass(frozen=True)
+class Part:
+    """``keys`` and ``values [n, groups, k, c]`` that n blocks of queries see.
+
+    Attributes:
+        is_first: these keys are the first of their sequences.
+        is_last: these keys end with the block itself, so the causal mask applies.
+    """
+
+    keys: Tensor
+    values: Tensor
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class _Span:
+    """``keys [SPAN]`` int64 rows, which all queries of ``blocks`` blocks see.
+
+    The queries may be of several sequences, which have these keys in common.
+    """
+
+    keys: Tensor
+    blocks: int
+    is_first: bool
+
+    def parts(self, key: Tensor, value: Tensor, dtype: torch.dtype) -> Iterator[Part]:
+        seen = (x.index_select(0, self.keys).to(dtype).transpose(0, 1) for x in (key, value))
+        keys, values = (x.expand(self.blocks, -1, -1, -1) for x in seen)
+        yield Part(keys, values, self.is_first, is_last=False)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Segments that start in the same block, the longest first.
+
+    Attributes:
+        keys: ``[n, K]`` int64 rows of their keys behind the spans, padded.
+        blocks: for each block the number of segments that reach it (the first ones), the slice of
+            keys that it sees, and whether it sees none before them.
+    """
+
+    keys: Tensor
+    blocks: tuple[tuple[int, slice, bool], ...]
+
+    def parts(self, key: Tensor, value: Tensor, dtype: torch.dtype) -> Iterator[Part]:
+        rows, shape = self.keys.flatten(), self.keys.shape
+        seen = (x.index_select(0, rows).to(dtype).unflatten(0, shape) for x in (key, value))
+        keys, values = (x.transpose(1, 2) for x in seen)
+        for count, seen_by_block, is_first in self.blocks:
+            its_keys, its_values = (x[:count, :, seen_by_block] for x in (keys, values))
+            yield Part(its_keys, its_values, is_first, is_last=True)
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """Order of all queries of a pack, for ``groups`` of ``repeats`` heads.
+
+    Attributes:
+        steps: the spans in order of position, then the runs.
+        queries: ``[N, groups * repeats * BLOCK]`` int64 rows of ``T * groups * (repeats + 1)``,
+            block by block in the order of the steps.
+        targets: same size: the row of each output, in the order in which the kernel returns it,
+            ``[repeats * BLOCK, groups]`` of a block; ``T * heads`` is a dummy row.
+        complete: the targets of blocks whose keys are a single part, flattened.
+        ends: the targets of blocks whose first keys are in spans, flattened.
+        mask: ``[repeats * BLOCK, K]`` added to the scores of keys that end with the block.
+    """
+
+    steps: tuple[_Span | _Run, ...]
+    queries: Tensor
+    targets: Tensor
+    complete: Tensor
+    ends: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class ScoreShape:
+    """What a plan depends on of a layer's scores.
+
+    Attributes:
+        window: keys that a query sees, its own included; None is all before it.
+        is_capped: scores are soft-capped, which torch's kernel cannot do part by part.
+    """
+
+    window: int | None
+    is_capped: bool
+
+    @property
+    def takes_spans(self) -> bool:
+        """False with a window or soft cap, where a block sees all its keys in one call."""
+        return self.window is None and not self.is_capped
+
+
+def plan_blocks(
+    segments: Sequence[SegmentKeys],
+    heads: int,
+    groups: int,
+    scores: ScoreShape,
+    dtype: torch.dtype,
+) -> BlockPlan:
+    """Plan a pack so that cutting a sequence into other segments changes no arithmetic.
+
+    Args:
+        segments: of the pack, see ``list_segment_keys``.
+        dtype: in which scores are computed, fp32 or wider.
+    """
+    steps: list[_Span | _Run] = []
+    rows: list[np.ndarray] = []
+    for number, keys, seeing in _spans(segments) if scores.takes_spans else ():
+        blocks = np.pad(seeing, (0, -len(seeing) % BLOCK), constant_values=-1).reshape(-1, BLOCK)
+        rows += list(blocks)
+        steps.append(_Span(torch.from_numpy(keys), len(blocks), is_first=number == 0))
+    ends = len(rows)
+    is_complete: list[bool] = []
+    for members in _runs(segments):
+        run, its_rows = _plan_run(members, scores)
+        rows += its_rows
+        steps.append(run)
+        for count, _, is_first in run.blocks:
+            is_complete += [is_first] * count
+    mask = _mask(max(segment.num_blocks for segment in segments) * BLOCK, scores.window)
+    tokens = sum(segment.end - segment.start for segment in segments)
+    queries, targets = _of_heads(np.stack(rows), tokens, heads, groups)
+    complete = torch.tensor(is_complete)
+    return BlockPlan(
+        tuple(steps),
+        queries,
+        targets,
+        complete=targets[ends:][complete].flatten(),
+        ends=targets[ends:][~complete].flatten(),
+        mask=mask.repeat(heads // groups, 1).to(dtype),
+    )
+
+
+@dataclass(frozen=True)
+class SegmentKeys:
+    """A segment of a pack, and the keys that its sequence has up to its end.
+
+    Attributes:
+        row: of its first token in the pack.
+        start, end: positions of its tokens in their sequence.
+        keys: ``[end]`` int64 rows of all keys of the sequence, in order of position.
+    """
+
+    row: int
+    start: int
+    end: int
+    keys: np.ndarray
+
+    @property
+    def first_block(self) -> int:
+        return self.start // BLOCK
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the sequence up to the segment's end."""
+        return -(-self.end // BLOCK)
+
+    def rows_of(self, block: int) -> np.ndarray:
+        """Return the rows ``[BLOCK]`` of a block's queries; -1 where the segment has none."""
+        positions = np.arange(block * BLOCK, (block + 1) * BLOCK)
+        is_own = (positions >= self.start) & (positions < self.end)
+        return np.where(is_own, positions + self.row - self.start, -1)
+
+    def rows_from(self, position: int) -> np.ndarray:
+        """Return the rows of the segment's queries from a position on."""
+        return np.arange(max(position, self.start), self.end) + self.row - self.start
+
+
+def list_segment_keys(
+    query_bounds: Tensor, key_bounds: Tensor, key_index: Tensor | None
+) -> list[SegmentKeys]:
+    """List a pack's segments, each with the rows of its sequence's keys.
+
+    Args:
+        query_bounds: ``[G + 1]`` bounds of the segments' tokens in the pack.
+        key_bounds: ``[G + 1]`` bounds of their keys, prefixes included, in ``key_index``.
+        key_index: ``[K]`` int64 row of every key; None if keys and tokens are the same.
+    """
+    rows, bounds = query_bounds.tolist(), key_bounds.tolist()
+    every = np.arange(rows[-1]) if key_index is None else key_index.numpy()
+    segments = []
+    for (row, stop), (first, end) in zip(pairwise(rows), pairwise(bounds), strict=True):
+        size = end - first
+        segments.append(SegmentKeys(row, size - (stop - row), size, every[first:end]))
+    return segments
+
+
+def _spans(segments: Iterable[SegmentKeys]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Yield each span's number in its sequence, its keys, and the rows of all queries after it."""
+    rows_of_spans: dict[tuple[int, bytes], list[np.ndarray]] = defaultdict(list)
+    for segment in segments:
+        # The span of the last block is incomplete.
+        for number in range((segment.num_blocks - 1) * BLOCK // SPAN):
+            end = (number + 1) * SPAN
+            rows_of_spans[number, segment.keys[end - SPAN : end].tobytes()].append(
+                segment.rows_from(end)
+            )
+    for (number, keys), rows in sorted(rows_of_spans.items(), key=lambda item: item[0][0]):
+        yield number, np.frombuffer(keys, np.int64).copy(), np.concatenate(rows)
+
+
+def _runs(segments: Iterable[SegmentKeys]) -> Iterator[list[SegmentKeys]]:
+    """Group segments that start in the same block, with lengths within a factor of 2."""
+    alike: dict[tuple[int, int], list[SegmentKeys]] = defaultdict(list)
+    for segment in segments:
+        alike[segment.first_block, segment.num_blocks.bit_length()].append(segment)
+    for members in alike.values():
+        yield sorted(members, key=lambda segment: -segment.num_blocks)
+
+
+def _plan_run(members: Sequence[SegmentKeys], scores: ScoreShape) -> tuple[_Run, list[np.ndarray]]:
+    """Plan the run of ``members``; return it with the rows of its blocks."""
+    numbers = range(members[0].first_block, members[0].num_blocks)
+    start = _first_key(numbers[0], scores)
+    rows, blocks = [], []
+    for block in numbers:
+        reaching = [segment for segment in members if segment.num_blocks > block]
+        rows += [segment.rows_of(block) for segment in reaching]
+        first = _first_key(block, scores)
+        seen = slice(first - start, (block + 1) * BLOCK - start)
+        blocks.append((len(reaching), seen, first == 0 or not scores.takes_spans))
+    keys = _filled(
+        [segment.keys[start:] for segment in members], numbers[-1] * BLOCK + BLOCK - start
+    )
+    return _Run(torch.from_numpy(keys), tuple(blocks)), rows
+
+
+def _first_key(block: int, scores: ScoreShape) -> int:
+    """Return the first key, aligned to a block, that a block's queries see in their last step."""
+    if scores.takes_spans:
+        return block * BLOCK // SPAN * SPAN
+    if scores.window is None:
+        return 0
+    return max(0, block * BLOCK - scores.window + 1) // BLOCK * BLOCK
+
+
+def _mask(keys: int, window: int | None) -> Tensor:
+    """Make the causal mask ``[BLOCK, keys]``: -inf for keys that a query does not see, else 0."""
+    behind = keys - BLOCK
+    hidden = torch.ones(BLOCK, keys, dtype=torch.bool).triu(behind + 1)
+    if window is not None:
+        hidden |= torch.ones(BLOCK, keys, dtype=torch.bool).tril(behind - window)
+    return torch.zeros(BLOCK, keys).masked_fill_(hidden, float("-inf"))
+
+
+def _filled(keys: Sequence[np.ndarray], length: int) -> np.ndarray:
+    """Stack to ``[n, length]``, padding with a sequence's last key, which the mask hides."""
+    filled = [np.pad(row, (0, length - len(row)), mode="edge") for row in keys]
+    return np.stack(filled)
+
+
+def _of_heads(rows: np.ndarray, tokens: int, heads: int, groups: int) -> tuple[Tensor, Tensor]:
+    """Compute ``BlockPlan.queries`` and ``targets`` of ``rows [N, BLOCK]``."""
+    # Head g * repeats + i is the i-th query head of group g, behind which its key lies.
+    repeats = heads // groups
+    head = np.arange(heads).reshape(groups, repeats)
+    place = np.arange(groups * (repeats + 1)).reshape(groups, repeats + 1)[:, :-1]
+    queries = np.maximum(rows, 0)[:, None, None, :] * (heads + groups) + place[:, :, None]
+    targets = np.where(rows < 0, tokens, rows)[:, None, :, None] * heads + head.T[:, None, :]
+    nowhere = np.minimum(targets, tokens * heads)
+    blocks = len(rows)
+    return torch.from_numpy(queries.reshape(blocks, -1)), torch.from_numpy(
+        nowhere.reshape(blocks, -1)
+    )

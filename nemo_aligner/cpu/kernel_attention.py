@@ -1,0 +1,160 @@
+"""Attention for scoring on a CPU by ``kernels.c``: a sequence's keys in one pass.
+
+It needs no spans, no padded blocks and no merging, which ``block_attention.py`` does instead where
+there is no C compiler. A token's output is bit-identical in every batch here, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_aligner.cpu import kernels
+from nemo_aligner.cpu.block_attention import SegmentKeys
+
+# Constants of kernels.c: rows computed together, the most channels, and their step.
+_ROWS, _MOST_CHANNELS, _CHANNELS = 96, 256, 4
+_NO_WINDOW = 2**30
+
+
+def can_attend(dtype: torch.dtype, channels: int, repeats: int) -> bool:
+    """Tell if the kernel is available, and takes ``repeats`` query heads for each key head."""
+    fits = channels <= _MOST_CHANNELS and repeats <= _ROWS
+    return fits and kernels.can_take(dtype, channels, _CHANNELS)
+
+
+@dataclass(frozen=True)
+class PooledTokens:
+    """A layer's pool of cached keys and values, and the pack's tokens to store there.
+
+    Attributes:
+        layer: ``[2, slots, groups, c]``, the keys and the values.
+        stored: ``[M]`` int64 index of the pack's tokens to store.
+        slots: ``[M]`` int64 slots to store them in.
+    """
+
+    layer: Tensor
+    stored: Tensor
+    slots: Tensor
+
+
+def attend_by_kernel(
+    joined: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pooled: PooledTokens | None,
+    plan: KernelPlan,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """Attend each token of a pack causally to its own sequence, and store keys in the pool.
+
+    Args:
+        joined: ``[T, groups, repeats + 1, c]`` in any strides: for each group its query heads and
+            then its key, rotated to their positions.
+        key, value: ``[T, groups, c]`` of the pack's tokens, in any strides.
+        pooled: None if the pack neither reads nor stores cached tokens.
+        scale: factor of the scores; None is ``c ** -0.5``.
+        window: keys that a query sees, its own included; None is all before it.
+
+    Returns:
+        ``[T, heads, c]`` in the dtype of ``joined``.
+    """
+    tokens, groups, width, channels = joined.shape
+    repeats = width - 1
+    pools: Tensor | tuple[None, None] = (None, None)
+    stored: tuple[int | None, int | None, int] = (None, None, 0)
+    if pooled is not None:
+        pools = pooled.layer
+        stored = (pooled.stored.data_ptr(), pooled.slots.data_ptr(), len(pooled.stored))
+    keys, values = (_Source.of(*pair) for pair in zip(pools, (key, value), strict=True))
+    out = joined.new_empty(tokens, groups * repeats, channels)
+    kernels.call(
+        "attend",
+        joined.dtype is torch.bfloat16,
+        joined.data_ptr(),
+        *joined.stride()[:2],
+        ctypes.byref(keys),
+        ctypes.byref(values),
+        out.data_ptr(),
+        groups,
+        repeats,
+        channels,
+        channels**-0.5 if scale is None else scale,
+        window or _NO_WINDOW,
+        plan.items.data_ptr(),
+        len(plan.items),
+        plan.rows.data_ptr(),
+        *stored,
+    )
+    return out
+
+
+class _Source(ctypes.Structure):
+    """Addresses and strides of a layer's keys, or values: in the pool, and in the pack."""
+
+    _fields_ = (
+        ("pool", ctypes.c_void_p),
+        ("own", ctypes.c_void_p),
+        ("pool_token", ctypes.c_int64),
+        ("pool_group", ctypes.c_int64),
+        ("own_token", ctypes.c_int64),
+        ("own_group", ctypes.c_int64),
+    )
+
+    @classmethod
+    def of(cls, pool: Tensor | None, local: Tensor) -> _Source:
+        """Describe ``pool [slots, groups, c]`` and ``own [T, groups, c]``."""
+        address, strides = (None, (0, 0)) if pool is None else (pool.data_ptr(), pool.stride()[:2])
+        return cls(address, local.data_ptr(), *strides, *local.stride()[:2])
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """What ``kernels.c`` computes together, the most expensive first.
+
+    Attributes:
+        items: ``[n, 4]`` int32: an item's first row in the pack, its number of tokens, the position
+            of the first, and where its sequence's keys begin in ``rows``.
+        rows: ``[K]`` int32 rows of keys: of the pack, or of the pool as ``-1 - slot``.
+    """
+
+    items: Tensor
+    rows: Tensor
+
+
+def plan_items(
+    segments: Sequence[SegmentKeys], num_tokens: int, cached_slots: Tensor | None, repeats: int
+) -> KernelPlan:
+    """Plan a pack for layers with ``repeats`` query heads for each key head.
+
+    Args:
+        segments: of the pack, see ``list_segment_keys``.
+        num_tokens: of the whole pack, of which a rank may compute a part.
+        cached_slots: ``[C]`` int64 slots of the cached tokens, which are the first C of the rows
+            that segments' keys are counted in.
+    """
+    row_of = np.arange(num_tokens)
+    if cached_slots is not None:
+        row_of = np.concatenate([-1 - cached_slots.numpy(), row_of])
+    rows, items, begin, max_tokens = [], [], 0, _ROWS // repeats
+    for segment in segments:
+        rows.append(row_of[segment.keys])
+        length = segment.end - segment.start
+        size = -(
+            -length // -(-length // max_tokens)
+        )  # as few items as possible, of about equal size
+        for position in range(segment.start, segment.end, size):
+            count = min(size, segment.end - position)
+            items.append((segment.row + position - segment.start, count, position, begin))
+        begin += len(segment.keys)
+    items.sort(key=lambda item: -item[2])
+    return KernelPlan(
+        torch.tensor(items, dtype=torch.int32),
+        torch.from_numpy(np.concatenate(rows).astype(np.int32)),
+    )

@@ -1,0 +1,134 @@
+"""Batch invariance: a sample's reward is bit-identical in every batch.
+
+Matmuls get a fixed number of rows, because a GEMM picks its kernel, and with it the order of its
+sums, by that number. Everything else is batch invariant in evaluation mode anyway: attention runs
+in blocks at fixed positions, packs are padded to whole vectors, and a thread gets whole rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_aligner.config.model import ROWS_BY_DEVICE
+from nemo_aligner.cpu.products import (
+    BATCH_INVARIANT_ROWS,
+    reordered_for_products,
+    try_all_sizes,
+)
+from nemo_aligner.distributed import gpu_products
+from nemo_aligner.distributed.collectives import most_of_model
+from nemo_aligner.models.experts import ExpertLinear, MixtureOfExperts, Router
+from nemo_aligner.models.internals import engine_layers
+from nemo_aligner.models.layers import ColumnLinear, RowLinear, in_chunks, rows_now
+from nemo_aligner.models.reward_head import HeadLayer, RewardHead
+from nemo_aligner.models.reward_model import GPTRewardModel
+from nemo_aligner.utils.processes import is_main
+
+logger = logging.getLogger(__name__)
+
+
+def make_batch_invariant(model: GPTRewardModel, rows: int | None) -> None:
+    """Compute all matmuls of ``model`` in chunks of ``rows`` rows in evaluation mode; collective.
+
+    On a GPU it also tries which other chunk sizes are bit-identical, so that the first request
+    does not have to.
+
+    Args:
+        rows: ``ROWS_BY_DEVICE`` chooses the number by device; None switches batch invariance off.
+    """
+    is_on_gpu = next(model.parameters()).is_cuda
+    engine = engine_layers(model)
+    if rows == ROWS_BY_DEVICE:
+        # TransformerEngine's layers have a single chunk size, to which short packs are padded.
+        has_trial = is_on_gpu and not engine
+        rows = gpu_products.default_rows() if has_trial else BATCH_INVARIANT_ROWS
+    if rows is not None and engine and model.config.sequence_parallel:
+        if is_main():
+            logger.warning(
+                "model.batch_invariant does not hold: under sequence parallelism "
+                "TransformerEngine's matmuls cannot run in chunks. Set "
+                "model.sequence_parallel=false."
+            )
+        return
+    if rows is not None and engine and model.config.tensor_model_parallel_size > 2 and is_main():
+        logger.warning(
+            "model.batch_invariant may not hold: NCCL chooses the order of TransformerEngine's "
+            "sums over more than two tensor parallel ranks. Set "
+            "model.tensor_model_parallel_size to at most 2."
+        )
+    for layer in model.modules():
+        if isinstance(layer, ColumnLinear | RowLinear | RewardHead | MixtureOfExperts):
+            layer.invariant_rows = rows
+    for layer in engine:
+        layer.invariant_rows = rows
+        if "forward" not in vars(layer):
+            layer.forward = _in_chunks(layer)  # type: ignore[method-assign]
+    model.smallest_chunk = None
+    if is_on_gpu and rows is not None:
+        model.smallest_chunk = _try_on_gpu(model, rows)
+
+
+def _try_on_gpu(model: GPTRewardModel, rows: int) -> int:
+    """Try a model's matmuls on its GPU; return the fewest rows of any of the decoder's."""
+    for weight, bias in _products(model):
+        gpu_products.chunk_sizes(weight, bias, rows)
+    layers = _invariant_layers(model)
+    smallest = [min(gpu_products.chunk_sizes(layer.weight, layer.bias, rows)) for layer in layers]
+    # TransformerEngine's layers, which are not among these, have a single chunk size. The maximum,
+    # because all ranks of the model have to make the same packs.
+    return most_of_model(max(smallest, default=rows))
+
+
+def _products(model: GPTRewardModel) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the weight ``[o, i]`` and the bias of every matmul; for experts only the first's."""
+    for module in model.modules():
+        if isinstance(module, ColumnLinear | RowLinear | HeadLayer | torch.nn.Linear):
+            yield module.weight, module.bias
+        elif isinstance(module, Router):
+            yield module.weight.float(), None
+        elif isinstance(module, ExpertLinear):
+            yield module.weight[0].flatten(0, -2), None
+
+
+def freeze_for_scoring(model: GPTRewardModel) -> None:
+    """Convert the weights of linear layers to the layout in which a CPU multiplies fastest.
+
+    For a batch invariant model that is neither trained nor saved afterwards. At most one layer's
+    weight exists twice at a time.
+    """
+    for layer in _invariant_layers(model):
+        weight = reordered_for_products(layer.weight.detach())
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+
+def try_all_products(model: GPTRewardModel) -> None:
+    """Try all chunk sizes of a batch invariant model on a CPU now, not in the first requests."""
+    for layer in _invariant_layers(model):
+        try_all_sizes(layer.weight, getattr(layer, "bias", None), layer.invariant_rows)
+
+
+def _invariant_layers(model: GPTRewardModel) -> list[Any]:
+    """List the linear layers of the decoder whose matmuls have a fixed number of rows."""
+    layers = [layer for layer in model.modules() if isinstance(layer, ColumnLinear | RowLinear)]
+    return [layer for layer in layers if layer.invariant_rows is not None]
+
+
+def _in_chunks(layer: Any) -> Any:
+    """Wrap a TransformerEngine layer's ``forward`` to run in chunks of its ``invariant_rows``."""
+    forward = layer.forward
+
+    @wraps(forward)
+    def in_chunks_of_rows(x: Tensor) -> tuple[Tensor, None]:
+        rows = rows_now(layer)
+        if rows is None:
+            return forward(x)
+        # The second output is a bias for the caller to add; these layers have already added theirs.
+        return in_chunks(lambda piece: forward(piece)[0], x, rows), None
+
+    return in_chunks_of_rows

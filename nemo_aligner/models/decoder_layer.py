@@ -1,0 +1,239 @@
+"""Decoder layers of megatron-core's modules, with shorter code paths through them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from nemo_aligner.cpu import kernels
+from nemo_aligner.cpu.products import MOST_ROWS
+from nemo_aligner.models.experts import MixtureOfExperts
+from nemo_aligner.models.layers import SequenceParallelRMSNorm, learns
+from nemo_aligner.models.pack_context import Balance, PackContext
+from nemo_aligner.models.pointwise.operations import EAGER, PointwiseKernels
+
+
+class PackedLayer(TransformerLayer):
+    """``[T, 1, hidden] -> [T, 1, hidden]``; sequence parallelism splits T over TP.
+
+    It calls megatron-core's modules one after the other, without the rest of megatron-core's layer,
+    which has 330 operations, most of which take longer to launch than to compute. What a module
+    needs to know of the pack it gets as an argument, from the ``PackContext`` that megatron-core
+    hands to every layer as ``packed_seq_params``.
+
+    Args:
+        residual_multiplier: factor of what is added to the residual stream.
+
+    Attributes:
+        pointwise: the kernels between the matmuls, except for scoring on a CPU.
+    """
+
+    pointwise: PointwiseKernels = EAGER
+
+    def __init__(self, *args: Any, residual_multiplier: float = 1.0, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._multiplier = residual_multiplier
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *unused: Any,
+        packed_seq_params: PackContext | None = None,
+        **unused_options: Any,
+    ) -> tuple[Tensor, None]:
+        if packed_seq_params is None:
+            raise ValueError("a layer needs the PackContext of its pack as packed_seq_params")
+        if isinstance(self.input_layernorm, IdentityOp):
+            compute = self._call_engine
+        else:
+            compute = self._learn if learns(self) else self._infer
+        return compute(hidden_states, packed_seq_params), None
+
+    def _call_engine(self, hidden: Tensor, context: PackContext) -> Tensor:
+        """Compute the layer by TransformerEngine's modules, which fuse the norms."""
+        attended, _ = self.self_attention(
+            self.input_layernorm(hidden), attention_mask=None, packed_seq_params=context
+        )
+        hidden = torch.add(self._read(hidden, context), attended, alpha=self._multiplier)
+        normed = self.pre_mlp_layernorm(hidden)
+        if isinstance(self.mlp, MixtureOfExperts):
+            added, _ = self.mlp(normed, self._balance(context))
+        else:
+            added, _ = self.mlp(normed)
+        return torch.add(hidden, added, alpha=self._multiplier)
+
+    def _learn(self, hidden: Tensor, context: PackContext) -> Tensor:
+        """Compute the layer with gradients.
+
+        Modules are called, not their ``forward``: their hooks wait for weights that Megatron is
+        still gathering.
+        """
+        attended = self._attend_in_training(self.input_layernorm(hidden), context)
+        added, _ = self.self_attention.linear_proj(attended, context=context)
+        hidden = self._read(hidden, context)
+        if isinstance(self.mlp, MixtureOfExperts):
+            # Not fused, and neither is the split of heads, so that resumed runs round as before.
+            hidden = torch.add(hidden, added, alpha=self._multiplier)
+            added, _ = self.mlp(self.pre_mlp_layernorm(hidden), self._balance(context))
+        else:
+            hidden, normed = self._add_and_norm(hidden, added)
+            inner, _ = self.mlp.linear_fc1(normed, context=context)
+            activated = self.mlp.activation_func(inner)
+            added, _ = self.mlp.linear_fc2(activated, context=context)
+        return torch.add(hidden, added, alpha=self._multiplier)
+
+    def _add_and_norm(self, hidden: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(self.pre_mlp_layernorm, SequenceParallelRMSNorm):
+            return self.pre_mlp_layernorm(hidden, added, self._multiplier)
+        hidden = torch.add(hidden, added, alpha=self._multiplier)
+        return hidden, self.pre_mlp_layernorm(hidden)
+
+    def _attend_in_training(self, normed: Tensor, context: PackContext) -> Tensor:
+        """Compute attention of the normed ``[T, 1, hidden]`` -> ``[T, 1, heads * c]``."""
+        attention = self.self_attention
+        core = attention.core_attention
+        mixed, _ = attention.linear_qkv(normed, context=context)
+        if self._splits_and_rotates and not isinstance(self.mlp, MixtureOfExperts):
+            heads = self._split_and_rotate(mixed, context)
+            attend = partial(core.attend, context=context)
+        else:
+            heads = self._split(mixed)
+            attend = partial(core, packed_seq_params=context)
+        if attention.checkpoint_core_attention and self.training:
+            return tensor_parallel.checkpoint(attend, False, *heads)
+        return attend(*heads)
+
+    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split what linear_qkv returns as megatron-core's SelfAttention does.
+
+        Args:
+            mixed: ``[T, 1, groups * (repeats + 2) * c]``: for each group the channels of its query
+                heads, of its key and of its value.
+
+        Returns:
+            Queries ``[T, 1, heads, c]``, keys and values ``[T, 1, groups, c]``, normed if the model
+            norms queries and keys, and not rotated yet.
+        """
+        attention = self.self_attention
+        channels = attention.hidden_size_per_attention_head
+        grouped = mixed.view(*mixed.shape[:-1], attention.num_query_groups_per_partition, -1)
+        widths = [grouped.size(-1) - 2 * channels, channels, channels]
+        query, key, value = torch.split(grouped, widths, dim=-1)
+        query = query.reshape(*query.shape[:2], -1, channels)
+        if self.config.qk_layernorm:  # else megatron-core has None there, or an IdentityOp
+            query, key = attention.q_layernorm(query), attention.k_layernorm(key)
+        return query, key, value
+
+    @property
+    def _splits_and_rotates(self) -> bool:
+        """Tell if a kernel makes heads of what linear_qkv returns.
+
+        It does not norm queries and keys, and is not for layers without RoPE.
+        """
+        has_rope = self.self_attention.core_attention.rotation is not None
+        has_kernel = self.pointwise.split_and_rotate is not None
+        return has_kernel and has_rope and not self.config.qk_layernorm
+
+    def _split_and_rotate(
+        self, mixed: Tensor, context: PackContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        attention, split_and_rotate = self.self_attention, self.pointwise.split_and_rotate
+        assert split_and_rotate is not None
+        cos, sin = context.tables[attention.core_attention.rotation]
+        groups = attention.num_query_groups_per_partition
+        return split_and_rotate(mixed, cos, sin, groups, attention.hidden_size_per_attention_head)
+
+    def _balance(self, context: PackContext) -> Balance:
+        """Return what this layer's router counts."""
+        return context.balance
+
+    def _infer(self, hidden: Tensor, context: PackContext) -> Tensor:
+        mixed = self.self_attention.linear_qkv.infer(self.input_layernorm.forward(hidden))
+        attended = self._attend(mixed, context)
+        hidden = self._read(hidden, context)
+        is_by_rows = not (self.config.sequence_parallel or isinstance(self.mlp, MixtureOfExperts))
+        if hidden.is_cpu and is_by_rows and hidden.size(0) > MOST_ROWS:
+            # Matmuls are cut into such chunks anyway; here what lies between them is not joined.
+            parts = zip(attended.split(MOST_ROWS), hidden.split(MOST_ROWS), strict=True)
+            return torch.cat([self._finish(*part) for part in parts])
+        return self._finish(attended, hidden)
+
+    def _finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
+        """Compute the rest of the layer behind attention; the rows are independent."""
+        added = self.self_attention.linear_proj.infer(attended)
+        norm = self.pre_mlp_layernorm
+        can_add = self._multiplier == 1 and kernels.can_add(hidden, added)
+        if can_add and isinstance(norm, SequenceParallelRMSNorm) and norm.is_kernels:
+            normed = norm.add(hidden, added)
+        elif hidden.is_cuda:
+            hidden, normed = self._add_and_norm(hidden, added)
+        else:
+            hidden = self._sum(added, hidden)
+            normed = norm.forward(hidden)
+        return self._sum(self._mlp(normed), hidden)
+
+    def _mlp(self, normed: Tensor) -> Tensor:
+        mlp = self.mlp
+        if isinstance(mlp, MixtureOfExperts):
+            return mlp.infer(normed)
+        inner = mlp.linear_fc1.infer(normed)
+        return mlp.linear_fc2.infer(mlp.activation_func.forward(inner))
+
+    def _sum(self, added: Tensor, hidden: Tensor) -> Tensor:
+        """Add to the residual stream in place, in its memory or in that of ``added``."""
+        if self._multiplier == 1 and kernels.can_add(hidden, added):
+            kernels.add(hidden, added)
+            return hidden
+        if self._multiplier != 1:
+            # Rounded twice, as whether torch fuses the multiplication depends on the place in a
+            # vector.
+            added = added.to(hidden.dtype) * self._multiplier
+        return added.add_(hidden) if added.dtype is hidden.dtype else hidden + added
+
+    def _attend(self, mixed: Tensor, context: PackContext) -> Tensor:
+        """``[T, 1, groups * (repeats + 2) * c]``, of linear_qkv, -> ``[T, 1, heads * c]``."""
+        attention = self.self_attention
+        core = attention.core_attention
+        if mixed.is_cuda and self._splits_and_rotates:
+            return core.attend(*self._split_and_rotate(mixed, context), context)
+        groups = attention.num_query_groups_per_partition
+        grouped = mixed.view(mixed.size(0), groups, -1, attention.hidden_size_per_attention_head)
+        joined, value = grouped[:, :, :-1], grouped[:, :, -1]
+        if self.config.qk_layernorm:  # else megatron-core has None there, or an IdentityOp
+            query, key = joined[:, :, :-1], joined[:, :, -1:]
+            normed = attention.q_layernorm(query), attention.k_layernorm(key)
+            joined = torch.cat(normed, dim=2)
+        infer = core.infer_on_cpu if mixed.is_cpu else core.infer_on_gpu
+        return infer(joined, value, context)
+
+    def _read(self, hidden: Tensor, context: PackContext) -> Tensor:
+        """Return the rows of the residual stream that the rest of the layer computes."""
+        return hidden
+
+
+class LastLayer(PackedLayer):
+    """The layer before the head, ``[T, 1, hidden] -> [R, 1, hidden]``; TP splits T and R.
+
+    Behind its attention, which is a ``LastTokenAttention``, it computes only the rows that the
+    reward head reads: everything there works row by row.
+    """
+
+    def _balance(self, context: PackContext) -> Balance:
+        return context.balance_of_read_rows
+
+    def _read(self, hidden: Tensor, context: PackContext) -> Tensor:
+        rows = context.read_rows
+        if not self.config.sequence_parallel:
+            return hidden[rows]
+        group = self.pg_collection.tp
+        local = rows - group.rank() * hidden.size(0)
+        is_local = (local >= 0) & (local < hidden.size(0))
+        # Masked fill rather than multiplying by 0, which would keep another record's NaN.
+        read = hidden[local.clamp(0, hidden.size(0) - 1)].masked_fill(~is_local[:, None, None], 0.0)
+        return tensor_parallel.reduce_scatter_to_sequence_parallel_region(read, group=group)

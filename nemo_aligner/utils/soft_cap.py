@@ -1,0 +1,36 @@
+"""Attention with logit soft-capping (Gemma 2, Gemma Team 2024) by its definition, on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def soft_capped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float | None,
+    soft_cap: float,
+) -> Tensor:
+    """Attend ``query [1, heads, n, c]`` to ``key``, ``value [1, groups, m, c]``.
+
+    Materialises all ``heads * n * m`` scores, in fp32 or wider.
+
+    Args:
+        mask: ``[n, m]`` bool, True where a query sees a key.
+        scale: factor of the scores; None is ``c ** -0.5``.
+        soft_cap: cap of ``cap * tanh(score / cap)``.
+
+    Returns:
+        ``[1, heads, n, c]`` in the dtype of ``value``.
+    """
+    scale = query.size(-1) ** -0.5 if scale is None else scale
+    # The heads of a group are adjacent, so keys broadcast over them without a copy.
+    grouped = query.unflatten(1, (key.size(1), -1))
+    scores = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2))
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    capped = soft_cap * torch.tanh(scores / soft_cap)
+    weights = capped.masked_fill(~mask, float("-inf")).softmax(-1)
+    return torch.matmul(weights.to(value.dtype), value.unsqueeze(2)).flatten(1, 2)
