@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -64,12 +65,11 @@ Tokens = Sequence[int] | np.ndarray | Tensor
 
 @dataclass(frozen=True)
 class LabelColumns:
-    """Labels of R records in C named columns.
+    """Labels in L rows and C named columns; ``Records`` says which rows a record has.
 
     Attributes:
         names: C names.
-        values: ``[R, C]`` float32 as in the data, NaN where a label is missing; ``[S, C]`` where
-            every reward has labels of its own (``of_rewards``).
+        values: ``[L, C]`` float32 as in the data, NaN where a label is missing.
         means: of every column the number that ``targets`` subtracts; None for a column that is not
             centred.
     """
@@ -77,25 +77,24 @@ class LabelColumns:
     names: tuple[str, ...]
     values: Tensor
     means: tuple[float | None, ...]
-    of_rewards: bool = False
 
     @classmethod
-    def of(cls, names: Sequence[str], values: Tensor, of_rewards: bool = False) -> LabelColumns:
+    def of(cls, names: Sequence[str], values: Tensor) -> LabelColumns:
         """Columns that are not centred."""
-        return cls(tuple(names), values, (None,) * len(names), of_rewards)
+        return cls(tuple(names), values, (None,) * len(names))
 
     @classmethod
-    def none(cls, records: int) -> LabelColumns:
-        """Labels without a column, for ``records`` records."""
-        return cls.of((), torch.zeros(records, 0))
+    def none(cls, rows: int) -> LabelColumns:
+        """Labels with ``rows`` rows and no column."""
+        return cls.of((), torch.zeros(rows, 0))
 
     def centred_on(self, means: Mapping[str, float]) -> LabelColumns:
         """The same columns, of which those named are centred on these means."""
         return replace(self, means=tuple(means.get(name) for name in self.names))
 
-    def select(self, indices: Tensor) -> LabelColumns:
-        """The labels of the records, or rewards, at ``indices [r]``."""
-        return replace(self, values=self.values[indices])
+    def select(self, rows: Tensor) -> LabelColumns:
+        """The labels in ``rows [l]``."""
+        return replace(self, values=self.values[rows])
 
     def measured_means(self) -> tuple[float, ...]:
         """The mean of every column over the labels that are there; NaN where none is."""
@@ -107,7 +106,7 @@ class LabelColumns:
         return [known.get(name) or 0.0 for name in names]
 
     def targets(self, names: Sequence[str]) -> Tensor:
-        """``[R, len(names)]`` float32: the columns called ``names``, centred ones minus their mean.
+        """``[L, len(names)]`` float32: the columns called ``names``, centred ones minus their mean.
 
         Raises:
             KeyError: there is no column of a name.
@@ -124,130 +123,144 @@ class LabelColumns:
         return values if mean is None else (values.double() - mean).float()
 
 
+def count_label_rows(sample_bounds: Tensor, reward_bounds: Tensor) -> Tensor:
+    """Count the rows of labels of each record, ``[R]`` int64: see ``Records.labels``."""
+    samples, rewards = sample_bounds.diff(), reward_bounds[sample_bounds].diff()
+    return torch.where(samples == 1, rewards, 1)
+
+
 @dataclass(frozen=True)
 class Records:
-    """R records, and which of S rewards each owns.
+    """R records with Q samples, which have S rewards.
 
-    A record owns any number of adjacent scored tokens, and so of rewards: 2 or more for a
-    comparison, 1 for a rated reply or a text to score, and of each text one for every turn or step
-    where these are scored.
+    A record has adjacent samples: 2 or more if it is a comparison, 1 if it is a rating or a sample
+    to score. A sample has adjacent rewards: one for each turn or step if these are scored, else 1.
 
     Attributes:
         ids: ``[R]`` int64 index of each record in its data set (or request).
-        bounds: ``[R + 1]`` int64, from 0 to S: record r owns rewards ``bounds[r]`` up to
-            ``bounds[r + 1]``.
-        labels: what people said of the records.
-        ranks: ``[S]`` integer of completions among those of their record: a lower one is better,
-            equal ones are tied.
-        texts: ``[S]`` integer, which of its record's texts each reward is of, where turns or steps
-            are scored; None where every reward is of a text of its own.
-        reply_lengths: ``[S]`` integer tokens of every reply, or of its turn or step, on the host
-            (``lengths_of_rewards`` in data/records.py); None where nobody counted.
+        sample_bounds: ``[R + 1]`` int64, from 0 to Q: record r has the samples from
+            ``sample_bounds[r]`` up to ``sample_bounds[r + 1]``.
+        reward_bounds: ``[Q + 1]`` int64, from 0 to S: sample q has the rewards from
+            ``reward_bounds[q]`` up to ``reward_bounds[q + 1]``.
+        labels: one row for each comparison, and one for each reward of a rating, record by record.
+        ranks: ``[Q]`` integer ranks of the samples of each record: a lower one is better, equal
+            ones are tied.
+        reply_lengths: ``[S]`` integer tokens of the reply, turn or step that each reward belongs
+            to, on the host (``lengths_of_rewards`` in data/records.py); -1 if not counted.
     """
 
     ids: Tensor
-    bounds: Tensor
+    sample_bounds: Tensor
+    reward_bounds: Tensor
     labels: LabelColumns
     ranks: Tensor
-    texts: Tensor | None = None
-    reply_lengths: Tensor | None = None
+    reply_lengths: Tensor
 
     @classmethod
     def of(
         cls,
         ids: Sequence[int],
-        sizes: Sequence[int],
+        sample_counts: Sequence[int],
         labels: LabelColumns | None = None,
         ranks: Tensor | None = None,
-        texts: Tensor | None = None,
+        reward_counts: Sequence[int] | None = None,
         reply_lengths: Tensor | None = None,
     ) -> Records:
-        """Records with ``sizes`` rewards each, by default without labels, the best one first."""
-        bounds = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0)
-        if ranks is None:  # in the order in which a record has them
-            ranks = torch.arange(int(bounds[-1])) - bounds[:-1].repeat_interleave(bounds.diff())
-        return cls(
-            torch.as_tensor(ids, dtype=torch.int64),
-            bounds,
-            LabelColumns.none(len(ids)) if labels is None else labels,
-            ranks,
-            texts,
-            reply_lengths,
-        )
+        """Build records with ``sample_counts [R]`` samples each.
+
+        By default a sample has one reward (else ``reward_counts [Q]``), the best sample is the
+        first one, and there are no labels.
+        """
+        samples = torch.tensor([0, *sample_counts], dtype=torch.int64).cumsum(0)
+        count = int(samples[-1])
+        rewards = torch.arange(count + 1)
+        if reward_counts is not None:
+            rewards = torch.tensor([0, *reward_counts], dtype=torch.int64).cumsum(0)
+        if ranks is None:
+            ranks = torch.arange(count) - samples[:-1].repeat_interleave(samples.diff())
+        if labels is None:
+            labels = LabelColumns.none(int(count_label_rows(samples, rewards).sum()))
+        if reply_lengths is None:
+            reply_lengths = torch.full((int(rewards[-1]),), -1)
+        ids = torch.as_tensor(ids, dtype=torch.int64)
+        return cls(ids, samples, rewards, labels, ranks, reply_lengths)
 
     def __len__(self) -> int:
         return self.ids.numel()
 
     @property
-    def num_rewards(self) -> int:
-        """S."""
-        return int(self.bounds[-1])
+    def num_samples(self) -> int:
+        """Q."""
+        return len(self.reward_bounds) - 1
 
     @property
-    def sizes(self) -> Tensor:
-        """``[R]`` int64 rewards of each record."""
-        return self.bounds.diff()
+    def num_rewards(self) -> int:
+        """S."""
+        return int(self.reward_bounds[-1])
 
-    def _sizes_of(self, chosen: Tensor) -> Tensor:
-        # Of these alone: a step's few records are not worth a pass over millions.
-        return self.bounds[chosen + 1] - self.bounds[chosen]
+    @property
+    def record_bounds(self) -> Tensor:
+        """``[R + 1]`` int64, from 0 to S: bounds of the rewards of each record."""
+        return self.reward_bounds[self.sample_bounds]
+
+    @cached_property
+    def label_bounds(self) -> Tensor:
+        """``[R + 1]`` int64 bounds of the rows of labels of each record."""
+        # Cached: a step selects a few of millions of records.
+        return _as_bounds(count_label_rows(self.sample_bounds, self.reward_bounds))
+
+    def sample_rows(self, indices: Sequence[int] | Tensor) -> Tensor:
+        """Indices ``[q]`` int64 of the samples of the records at ``indices``, record by record."""
+        return _within(self.sample_bounds, torch.as_tensor(indices, dtype=torch.int64))[1]
 
     def rows(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """The rewards that the records at ``indices`` own, as int64 indices, record by record."""
-        chosen = torch.as_tensor(indices, dtype=torch.int64)
-        sizes = self._sizes_of(chosen)
-        ends = sizes.cumsum(0)
-        before = (self.bounds[chosen] - ends + sizes).repeat_interleave(sizes)
-        return before + torch.arange(before.numel())
+        """Indices ``[s]`` int64 of the rewards of the records at ``indices``, record by record."""
+        return _within(self.reward_bounds, self.sample_rows(indices))[1]
 
     def select(self, indices: Sequence[int] | Tensor) -> Records:
         """The records at ``indices``, in that order, as if there were no others."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
-        sizes, rows = self._sizes_of(chosen).tolist(), self.rows(chosen)
-        labels = self.labels.select(rows if self.labels.of_rewards else chosen)
-        texts, lengths = (
-            None if each is None else each[rows] for each in (self.texts, self.reply_lengths)
+        sample_counts, samples = _within(self.sample_bounds, chosen)
+        reward_counts, rewards = _within(self.reward_bounds, samples)
+        return Records(
+            self.ids[chosen],
+            _as_bounds(sample_counts),
+            _as_bounds(reward_counts),
+            self.labels.select(_within(self.label_bounds, chosen)[1]),
+            self.ranks[samples],
+            self.reply_lengths[rewards],
         )
-        ids = self.ids[chosen].tolist()
-        return Records.of(ids, sizes, labels, self.ranks[rows], texts, lengths)
-
-    def text_bounds(self) -> Tensor:
-        """``[Q + 1]`` int64 bounds of the rewards of each of Q texts, record by record."""
-        if self.texts is None:
-            return torch.arange(self.num_rewards + 1)
-        owner = torch.arange(len(self)).repeat_interleave(self.sizes)
-        begins = (owner.diff() != 0) | (self.texts.diff() != 0)
-        inner = begins.nonzero().flatten() + 1
-        return torch.cat([self.bounds[:1], inner, self.bounds[-1:]])
-
-    def of_texts(self) -> Records:
-        """The same records with one reward for each text, that of its last step."""
-        if self.texts is None:
-            return self
-        last, lengths = self.text_bounds()[1:] - 1, self.reply_lengths
-        if lengths is not None:
-            lengths = lengths[last]
-        sizes = torch.bincount(torch.bucketize(last, self.bounds[1:], right=True))
-        labels = self.labels
-        if labels.of_rewards:
-            labels = replace(labels.select(last), of_rewards=False)
-        ids = self.ids.tolist()
-        return Records.of(ids, sizes.tolist(), labels, self.ranks[last], reply_lengths=lengths)
 
     def pairs(self, with_ties: bool = False) -> PairRows:
-        """All pairs of completions of one record of which one is better, and the tied ones, too."""
-        return pair_rows(self.bounds, self.ranks, with_ties)
+        """All pairs of samples of one record of which one is better, and the tied ones, too."""
+        return pair_rows(self.sample_bounds, self.ranks, with_ties)
 
     def as_single(self, rewards: Tensor) -> Tensor:
-        """``rewards [S, ...]`` as they are, once each is found to have labels of its own.
+        """``rewards [S, ...]`` unchanged, after a check that each has a row of labels.
 
         Raises:
-            ValueError: a record owns several rewards, and not the labels of each.
+            ValueError: a record is a comparison, which has one row of labels for all its rewards.
         """
-        if not self.labels.of_rewards and bool((self.sizes != 1).any()):
-            sizes = self.sizes.unique().tolist()
-            raise ValueError(f"got records of {sizes} rewards, wanted one of each")
+        if len(self.labels.values) != self.num_rewards:
+            counts = self.sample_bounds.diff().unique().tolist()
+            raise ValueError(f"got records of {counts} samples, wanted one of each")
         return rewards
+
+
+def _as_bounds(counts: Tensor) -> Tensor:
+    """``[n + 1]`` int64 bounds of adjacent parts with ``counts [n]`` items."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def _within(bounds: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts ``[p]`` and indices ``[i]``, int64, of the items of ``parts [p]``, part by part.
+
+    Part n has the items from ``bounds[n]`` up to ``bounds[n + 1]``.
+    """
+    starts = bounds[parts]
+    counts = bounds[parts + 1] - starts
+    offsets = (starts - counts.cumsum(0) + counts).repeat_interleave(counts)
+    return counts, offsets + torch.arange(offsets.numel())
 
 
 @dataclass(frozen=True)
@@ -275,9 +288,8 @@ class _Segments:
         self._positions: list[np.ndarray] = []
         self.lengths: list[int] = []
         self.prefixes: list[int] = []
-        self.ends: list[int] = []  # the segment that each sequence ends with
         self.num_tokens = 0
-        self.reads: list[Tensor] = []
+        self.reads: list[int] = []
         self._stored: list[np.ndarray] = []
         self._slots: list[Tensor] = []
 
@@ -286,7 +298,7 @@ class _Segments:
         sequences: Sequence[Tokens],
         group: Group,
         stored: Sequence[Stored | None],
-        reads: Sequence[Tensor] | None,
+        reads: Sequence[Sequence[int]],
     ) -> None:
         if group.prefix >= min(map(len, sequences)):
             raise ValueError(
@@ -300,12 +312,9 @@ class _Segments:
         if group.prefix > known:
             self._add(sequences[0], known, group.prefix, segment)
             segment = len(self.cached) + len(self.lengths) - 1
-        for number, (sequence, its) in enumerate(zip(sequences, stored, strict=True)):
+        for sequence, its, places in zip(sequences, stored, reads, strict=True):
             own = self.num_tokens - group.prefix
-            if reads is not None:
-                offsets = torch.where(reads[number] < group.prefix, first, own)
-                self.reads.append(reads[number] + offsets)
-            self.ends.append(len(self.lengths))
+            self.reads += [place + (first if place < group.prefix else own) for place in places]
             self._add(sequence, group.prefix, len(sequence), segment)
             if its is not None:
                 positions = np.arange(its.start, its.start + len(its.slots))
@@ -431,27 +440,31 @@ class PackedBatch:
         rows: Sequence[int] | Tensor | None = None,
         groups: Sequence[Group] | None = None,
         stored: Sequence[Stored | None] | None = None,
-        reads: Sequence[Tensor] | None = None,
+        reads: Sequence[Sequence[int]] | None = None,
     ) -> PackedBatch:
         """Lay ``sequences`` (in record order, none empty) end to end.
 
-        The last token of each is scored, or the tokens at its ``reads [s]`` int64, which are not
-        cached. Without ``records`` every sequence is one; without ``rows`` the rewards belong where
-        they stand. ``groups`` says which of the sequences have a common prefix; without it none
+        The last token of each is scored, or the tokens at its ``reads``, which are not cached.
+        Without ``records`` every sequence is one; without ``rows`` the rewards belong where they
+        stand. ``groups`` says which of the sequences have a common prefix; without it none
         do. ``stored`` says of each which of its tokens' keys and values are to be kept, and where;
         these are tokens that are not cached.
 
         Raises:
-            ValueError: records or rows are not of as many rewards, or a sequence is empty.
+            ValueError: the records have other samples or rewards, rows are not of as many rewards,
+                or a sequence is empty.
         """
-        sizes = [1] * len(sequences) if reads is None else [*map(len, reads)]
-        count = sum(sizes)
+        if reads is None:
+            reads = [[len(sequence) - 1] for sequence in sequences]
+        counts = [*map(len, reads)]
+        count = sum(counts)
         if records is None:
-            records = Records.of(range(len(sequences)), sizes)
-        if count != records.num_rewards:
-            kind = "sequences" if reads is None else "rewards"
-            wanted = f"{records.num_rewards}, those of {len(records)} records"
-            raise ValueError(f"got {count} {kind}, wanted {wanted}")
+            records = Records.of(range(len(sequences)), [1] * len(sequences), reward_counts=counts)
+        if counts != records.reward_bounds.diff().tolist():
+            raise ValueError(
+                f"got {len(sequences)} sequences and {count} rewards, wanted {records.num_samples} "
+                f"and {records.num_rewards}, those of {len(records)} records"
+            )
         rows = torch.as_tensor(range(count) if rows is None else rows, dtype=torch.int64)
         if len(rows) != count:
             raise ValueError(f"got {len(rows)} rows, wanted {count}, one for each reward")
@@ -462,17 +475,14 @@ class PackedBatch:
         segments, end = _Segments(groups), 0
         for group in groups:
             start, end = end, end + group.size
-            its = None if reads is None else reads[start:end]
-            segments.add_group(sequences[start:end], group, stored[start:end], its)
+            segments.add_group(sequences[start:end], group, stored[start:end], reads[start:end])
         bounds = torch.tensor([0, *segments.lengths], dtype=torch.int32).cumsum(0).int()
         return cls(
             tokens=torch.cat(segments.tokens),
             position_ids=segments.position_ids,
             cu_seqlens=bounds,
             prefixes=torch.tensor(segments.prefixes),
-            scored_tokens=bounds[1:][torch.tensor(segments.ends)].long() - 1
-            if reads is None
-            else torch.cat(segments.reads),
+            scored_tokens=torch.tensor(segments.reads, dtype=torch.int64),
             rows=rows,
             records=records,
             cached=segments.cache_use(),

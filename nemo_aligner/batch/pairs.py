@@ -12,7 +12,7 @@ from nemo_aligner.utils.host_transfer import to_device
 
 @dataclass(frozen=True)
 class PairRows:
-    """P pairs of completions, each of one of R records, by their rows among S rewards.
+    """P pairs of samples, each of one of R records, by their indices among Q samples.
 
     Attributes:
         better, worse: ``[P]`` int64 rows, on the host; slices where every record is one pair, the
@@ -31,7 +31,7 @@ class PairRows:
     num_records: int
 
     def of(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """``values [S, ...]`` of the better ones and of the worse, ``[P, ...]`` each."""
+        """``values [Q, ...]`` of the better ones and of the worse, ``[P, ...]`` each."""
         return values[_on(self.better, values)], values[_on(self.worse, values)]
 
     def of_records(self, values: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def _on(rows: Tensor | slice, values: Tensor) -> Tensor | slice:
 
 
 def pair_rows(bounds: Tensor, ranks: Tensor, with_ties: bool = False) -> PairRows:
-    """The pairs of records that own the rows from ``bounds [R + 1]`` on, by ``ranks [S]``."""
+    """The pairs of records with the samples from ``bounds [R + 1]`` on, by ``ranks [Q]``."""
     sizes = bounds.diff()
     if bool((sizes == 2).all()) and bool((ranks[::2] < ranks[1::2]).all()):
         # Pairs, better first, as nearly all data is: slices are views, and nothing is copied.

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -30,76 +31,32 @@ from nemo_aligner.utils.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
-class StepReads:
-    """S rewards in Q sequences that have one for each of their turns or steps.
-
-    Attributes:
-        records: ``[N + 1]`` int64 bounds of the sequences of each record.
-        sequences: ``[Q + 1]`` int64 bounds of the rewards of each sequence.
-        places: ``[S]`` int32, of the token in its sequence that each is read at.
-    """
-
-    records: Tensor
-    sequences: Tensor
-    places: Tensor
-
-    def of(self, first: int, end: int) -> list[Tensor]:
-        """Places of the sequences from ``first`` to ``end``, int64."""
-        bounds = self.sequences[first : end + 1]
-        sizes = bounds.diff().tolist()
-        return list(self.places[int(bounds[0]) : int(bounds[-1])].long().split(sizes))
-
-    def texts(self) -> Tensor:
-        """``[S]`` int32, which of its record's sequences each reward is of."""
-        count = len(self.sequences) - 1
-        number = torch.arange(count, dtype=torch.int32)
-        first = number[self.records[:-1]].repeat_interleave(self.records.diff())
-        return (number - first).repeat_interleave(self.sequences.diff())
-
-    def select(self, sequences: Tensor, counts: Tensor) -> StepReads:
-        """Those of ``sequences [q]``, of which each record has ``counts [n]``."""
-        places = [self.of(number, number + 1)[0] for number in sequences.tolist()]
-        return StepReads.build(counts.tolist(), [own.tolist() for own in places])
-
-    @classmethod
-    def build(cls, counts: Sequence[int], places: Sequence[Sequence[int]]) -> StepReads:
-        """Of the ``places`` in each sequence, of which each record has ``counts [N]``."""
-        sizes = torch.tensor([0, *map(len, places)], dtype=torch.int64)
-        flat = [place for own in places for place in own]
-        return cls(
-            torch.tensor([0, *counts], dtype=torch.int64).cumsum(0),
-            sizes.cumsum(0),
-            torch.tensor(flat, dtype=torch.int32),
-        )
-
-
-@dataclass(frozen=True)
 class TokenizedDataset:
-    """N records of one kind with S sequences, as token ids.
+    """N records of one kind with Q samples and S rewards, as token ids.
 
     Attributes:
         kind: comparison or rating.
         name: name of the set in logs.
-        sequences: S of them, in record order; fewer where ``steps`` says so.
-        records: the rewards that each record owns, and its labels.
+        sequences: token ids of the Q samples, in record order.
+        records: the samples of each record, their rewards, and labels.
+        places: ``[S]`` int32, of the token in its sequence that each reward is read at.
         origins: file and line of every record.
         sources: where every record says it is from; "" where it says nothing.
         reports: one for each file.
         prefixes: ``[N]`` int32 tokens that all sequences of a record begin with; 0 for a lone one.
         known_digest: ``digest`` where the indexes have it.
-        steps: which rewards a sequence has; None is one, at its last token.
     """
 
     kind: RecordKind
     name: str
     sequences: TokenSequences
     records: Records
+    places: Tensor
     origins: Sequence[Origin]
     sources: Sequence[str]
     reports: Sequence[FileReport]
     prefixes: Tensor
     known_digest: str | None = None
-    steps: StepReads | None = None
 
     def __len__(self) -> int:
         return len(self.origins)
@@ -119,11 +76,11 @@ class TokenizedDataset:
 
     def record(self, index: int) -> list[np.ndarray]:
         """The sequences of one record, ``[L]`` int32 each."""
-        return self.sequences[slice(*self._rows(index))]
+        return self.sequences[slice(*self._samples(index))]
 
     def lengths(self, index: int) -> list[int]:
         """The tokens of each sequence of one record."""
-        return self.sequences.lengths(*self._rows(index)).tolist()
+        return self.sequences.lengths(*self._samples(index)).tolist()
 
     def num_tokens(self, index: int) -> int:
         """Tokens of one record, all its sequences together."""
@@ -134,26 +91,29 @@ class TokenizedDataset:
         """T, of all sequences."""
         return self.sequences.num_tokens
 
-    @property
-    def sequence_bounds(self) -> Tensor:
-        """``[N + 1]`` int64 sequences of the records, from 0 on."""
-        return self.records.bounds if self.steps is None else self.steps.records
-
-    def _rows(self, index: int) -> tuple[int, int]:
-        bounds = self.sequence_bounds
+    def _samples(self, index: int) -> tuple[int, int]:
+        bounds = self.records.sample_bounds.numpy()
         return int(bounds[index]), int(bounds[index + 1])
 
-    def reads(self, index: int) -> list[Tensor] | None:
-        """Places that are read in each sequence of one record, int64; None is the last of each."""
-        return None if self.steps is None else self.steps.of(*self._rows(index))
+    def _reward_bounds(self, index: int) -> list[int]:
+        first, end = self._samples(index)
+        return self.records.reward_bounds.numpy()[first : end + 1].tolist()
+
+    def num_rewards(self, index: int) -> int:
+        """Rewards of one record, all its samples together."""
+        bounds = self._reward_bounds(index)
+        return bounds[-1] - bounds[0]
+
+    def reads(self, index: int) -> list[list[int]]:
+        """Places of the tokens that are read in each sequence of one record."""
+        bounds = self._reward_bounds(index)
+        return [self.places[start:end].tolist() for start, end in pairwise(bounds)]
 
     @property
     def label_origins(self) -> Sequence[Origin]:
         """File and line of each row of labels."""
-        if not self.records.labels.of_rewards:
-            return self.origins
-        sizes = self.records.sizes.tolist()
-        return [self.origins[record] for record, size in enumerate(sizes) for _ in range(size)]
+        counts = self.records.label_bounds.diff().tolist()
+        return [self.origins[record] for record, count in enumerate(counts) for _ in range(count)]
 
     @property
     def digest(self) -> str:
@@ -165,15 +125,20 @@ class TokenizedDataset:
         digest, records = hashlib.sha256(), self.records
         for sequence in self.sequences:
             add_sequence(digest, sequence)
-        labels, ranks = records.labels.values.numpy(), records.ranks.numpy()
-        reads = None if self.steps is None else self.steps.places.numpy()
-        end_digest(digest, labels, ranks, records.bounds.numpy(), reads)
+        end_digest(
+            digest,
+            records.labels.values.numpy(),
+            records.ranks.numpy(),
+            records.sample_bounds.numpy(),
+            records.reward_bounds.numpy(),
+            # Only files with turns or steps count those.
+            self.places.numpy() if "steps" in self.counts else None,
+        )
         return digest.hexdigest()
 
     @property
     def reply_lengths(self) -> Tensor:
-        """``[S]`` int32 tokens of every reply, before any cut."""
-        assert self.records.reply_lengths is not None  # the indexes of files have them
+        """``[S]`` int32 tokens of every reply, turn or step, before any cut."""
         return self.records.reply_lengths
 
     def first(self, count: int) -> TokenizedDataset:
@@ -191,17 +156,12 @@ class TokenizedDataset:
 
     def select(self, indices: Sequence[int]) -> TokenizedDataset:
         """The records at ``indices``, numbered anew in that order, with the reports of all."""
-        texts, chosen = self.records.rows(indices), self.records.select(indices)
-        steps = self.steps
-        if steps is not None:
-            parts = [torch.arange(*self._rows(index)) for index in indices]
-            texts = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
-            steps = steps.select(texts, torch.tensor([len(part) for part in parts]))
+        samples, chosen = self.records.sample_rows(indices), self.records.select(indices)
         return replace(
             self,
-            steps=steps,
-            sequences=TokenSequences.of([self.sequences[row] for row in texts.tolist()]),
+            sequences=TokenSequences.of([self.sequences[sample] for sample in samples.tolist()]),
             records=replace(chosen, ids=torch.arange(len(chosen))),
+            places=self.places[self.records.rows(indices)],
             known_digest=None,
             origins=[self.origins[index] for index in indices],
             sources=[self.sources[index] for index in indices],
@@ -222,7 +182,7 @@ class TokenizedDataset:
             self.sequences.lengths(0, len(self.sequences)), return_inverse=True
         )
         rotations = np.array([rotation_by_length(int(length)) for length in lengths])[numbers]
-        starts = self.sequence_bounds[:-1].numpy()
+        starts = self.records.sample_bounds[:-1].numpy()
         # reduceat goes from each start to the next; no record is without a sequence.
         alike = np.maximum.reduceat(rotations, starts) == np.minimum.reduceat(rotations, starts)
         return replace(self, prefixes=self.prefixes * torch.from_numpy(alike))
@@ -254,14 +214,12 @@ def join_indexes(indexes: Sequence[FileIndex], name: str) -> TokenizedDataset:
     reports = report_on(indexes, name)
     if not any(map(len, indexes)):
         raise DataError("\n".join(str(nothing_left(each.path, each.counts)) for each in reports))
-    facts = indexes[0].facts
-    steps = _join_steps(indexes) if facts.has_steps else None
     return TokenizedDataset(
-        steps=steps,
-        kind=facts.summary.kind,
+        kind=indexes[0].facts.summary.kind,
         name=name,
         sequences=TokenSequences([(index.tokens, index.offsets) for index in indexes]),
-        records=_join_records(indexes, steps),
+        records=_join_records(indexes),
+        places=_join([index.places for index in indexes]),
         origins=Origins([(index.facts.summary.path, index.lines) for index in indexes]),
         sources=Sources([(list(each.facts.summary.sources), each.sources) for each in indexes]),
         reports=reports,
@@ -303,23 +261,16 @@ def report_on(indexes: Sequence[FileIndex], name: str) -> list[FileReport]:
     return reports
 
 
-def _join_records(indexes: Sequence[FileIndex], steps: StepReads | None) -> Records:
-    bounds, facts = _join_bounds([index.bounds for index in indexes]), indexes[0].facts
-    of_rewards = steps is not None and facts.summary.kind is RecordKind.rating
-    labels = LabelColumns.of(facts.columns, _join([each.labels for each in indexes]), of_rewards)
-    ids, ranks = torch.arange(len(bounds) - 1), _join([each.ranks for each in indexes])
-    lengths = _join([each.reply_lengths for each in indexes])
-    if steps is None:
-        return Records(ids, bounds, labels, ranks, reply_lengths=lengths)
-    return Records(ids, steps.sequences[bounds], labels, ranks, steps.texts(), lengths)
-
-
-def _join_steps(indexes: Sequence[FileIndex]) -> StepReads:
-    reads = [(index.reads, index.read_bounds) for index in indexes]
-    return StepReads(
-        _join_bounds([index.bounds for index in indexes]),
-        _join_bounds([bounds for _, bounds in reads if bounds is not None]),
-        _join([places for places, _ in reads if places is not None]),
+def _join_records(indexes: Sequence[FileIndex]) -> Records:
+    sample_bounds = _join_bounds([index.sample_bounds for index in indexes])
+    labels = _join([index.labels for index in indexes])
+    return Records(
+        torch.arange(len(sample_bounds) - 1),
+        sample_bounds,
+        _join_bounds([index.reward_bounds for index in indexes]),
+        LabelColumns.of(indexes[0].facts.columns, labels),
+        _join([index.ranks for index in indexes]),
+        _join([index.reply_lengths for index in indexes]),
     )
 
 
@@ -334,6 +285,11 @@ def _join_bounds(parts: Sequence[np.ndarray]) -> Tensor:
 def _join(arrays: Sequence[np.ndarray]) -> Tensor:
     """Concatenate arrays; a single one stays as it is, and may be memory-mapped."""
     return torch.from_numpy(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+
+
+def last_places(sequences: TokenSequences) -> Tensor:
+    """``[Q]`` place of the last token of each sequence, where its only reward is read."""
+    return torch.from_numpy(sequences.lengths(0, len(sequences)) - 1)
 
 
 def as_records(records: Sequence[Record], columns: Sequence[str]) -> Records:
@@ -353,7 +309,7 @@ def label_columns(records: Sequence[Record], columns: Sequence[str]) -> LabelCol
     labels = [own or (None,) * len(columns) for record in records for own in label_rows(record)]
     rows = [[missing if label is None else label for label in own] for own in labels]
     values = torch.tensor(rows, dtype=torch.float32).view(len(rows), len(columns))
-    return LabelColumns.of(columns, values, of_rewards=len(rows) > len(records))
+    return LabelColumns.of(columns, values)
 
 
 # The order of an epoch: every record once, or each file by its weight.

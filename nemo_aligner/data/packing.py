@@ -48,12 +48,12 @@ class RecordSize(NamedTuple):
 
     Attributes:
         tokens: with those of the prefix once.
-        sequences: that have a reward each; where turns or steps are scored, rewards.
+        rewards: of all its samples.
         query_keys: pairs of a query and a key that it attends to.
     """
 
     tokens: int
-    sequences: int
+    rewards: int
     query_keys: float
 
 
@@ -63,10 +63,9 @@ def measure_record(dataset: TokenizedDataset, record: int) -> RecordSize:
     again = len(lengths) - 1
     # Every token sees itself and all before it; the prefix attends once.
     seen = sum(length * (length + 1) for length in lengths) / 2
-    rewards = len(lengths) if dataset.steps is None else sum(map(len, dataset.reads(record) or ()))
     return RecordSize(
         tokens=sum(lengths) - again * prefix,
-        sequences=rewards,
+        rewards=dataset.num_rewards(record),
         query_keys=seen - again * prefix * (prefix + 1) / 2,
     )
 
@@ -80,7 +79,7 @@ def largest_record(dataset: TokenizedDataset) -> tuple[int, int]:
     """The first of the largest records by ``packed_size``, and that size."""
     # Counted on the offsets alone: a mapped file's tokens are not read for it.
     best = (0, 0)
-    bounds, prefixes = dataset.sequence_bounds.numpy(), dataset.prefixes.numpy()
+    bounds, prefixes = dataset.records.sample_bounds.numpy(), dataset.prefixes.numpy()
     for start in range(0, len(dataset), _RECORDS_AT_ONCE):
         own = bounds[start : start + _RECORDS_AT_ONCE + 1]
         totals = np.add.reduceat(dataset.sequences.lengths(own[0], own[-1]), own[:-1] - own[0])
@@ -135,7 +134,7 @@ def pack_records(
                 f"model.micro_batch_tokens ({micro_batch_tokens})"
             )
     if first_rows is None:
-        first_rows = dataset.records.select(record_ids).bounds.tolist()
+        first_rows = dataset.records.select(record_ids).record_bounds.tolist()
     costs = [record_cost(dataset, record, query_key_cost) for record in record_ids]
     packs = []
     for members in assign(sizes, costs, micro_batch_tokens):
@@ -149,8 +148,7 @@ def _pack(
 ) -> PackedBatch:
     of_record = [dataset.record(record) for record in record_ids]
     records = dataset.records.select(record_ids)
-    sizes = records.sizes.tolist()
-    reads = [own for record in record_ids for own in dataset.reads(record) or ()]
+    sizes = records.record_bounds.diff().tolist()
     return PackedBatch.pack(
         [sequence for sequences in of_record for sequence in sequences],
         records,
@@ -159,7 +157,7 @@ def _pack(
             Group(len(own), int(dataset.prefixes[record]))
             for record, own in zip(record_ids, of_record, strict=True)
         ],
-        reads=reads or None,
+        reads=[places for record in record_ids for places in dataset.reads(record)],
     )
 
 
@@ -228,7 +226,9 @@ def pack_groups(
                 rows=members
                 if reads is None
                 else [row for member in members for row in reads[member].rows],
-                reads=None if reads is None else [reads[member].places for member in members],
+                reads=None
+                if reads is None
+                else [reads[member].places.tolist() for member in members],
                 groups=[groups[index].in_pack for index in chosen],
                 stored=None if stored is None else [stored[member] for member in members],
             )
@@ -507,5 +507,5 @@ def _with_every_token(pack: PackedBatch, rows: Tensor, labels: LabelColumns | No
     count = pack.num_tokens
     every = torch.arange(count + 1)
     own = LabelColumns.none(count) if labels is None else labels.select(rows)
-    records = Records(rows, every, own, torch.zeros_like(rows))
+    records = Records(rows, every, every, own, torch.zeros_like(rows), torch.full_like(rows, -1))
     return replace(pack, scored_tokens=every[:-1], rows=rows, records=records)

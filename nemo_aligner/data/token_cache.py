@@ -38,7 +38,7 @@ from nemo_aligner.utils.writing import write_problem
 # rules, its content the file that it was made from. It is written under another name, and renamed
 # once it is complete on the disk.
 
-VERSION = 5
+VERSION = 6
 _FACTS = "index.json"
 _DECIDE_IDS = (
     "template",

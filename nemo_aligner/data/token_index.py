@@ -15,11 +15,11 @@ from typing import Any, BinaryIO, Generic, TypeAlias, TypeVar, overload
 import numpy as np
 import torch
 
-from nemo_aligner.batch.packed import LabelColumns
+from nemo_aligner.batch.packed import LabelColumns, count_label_rows
 from nemo_aligner.config.common import RecordKind
 from nemo_aligner.contract.contract import ScoringContract
 from nemo_aligner.contract.tokenizer import Tokenizer
-from nemo_aligner.data.readers import FileRules, ReaderConfig, open_file
+from nemo_aligner.data.readers import ReaderConfig, open_file
 from nemo_aligner.data.records import Origin
 from nemo_aligner.data.report import (
     MOST_KEPT,
@@ -62,8 +62,7 @@ class IndexFacts:
         columns: names of the label columns.
         parsed: records that were read and not dropped before they were tokenized.
         token_type: type of the ids.
-        digest: sha256 (hex) of token ids, labels and ranks (see ``digest_of``).
-        has_steps: whether sequences have a reward for each of their turns or steps.
+        digest: sha256 (hex) of token ids, labels and ranks (see ``end_digest``).
     """
 
     summary: FileSummary
@@ -71,7 +70,6 @@ class IndexFacts:
     parsed: int
     token_type: str
     digest: str
-    has_steps: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -85,19 +83,18 @@ class IndexFacts:
 
 
 class FileIndex:
-    """N records with S sequences of T tokens.
+    """N records with Q samples of T tokens and S rewards.
 
     Attributes:
-        tokens: ``[T]`` uint16 or int32, sequence after sequence.
-        offsets: ``[S + 1]`` int64, from 0 to T.
-        bounds: ``[N + 1]`` int64 sequences of the records, from 0 to S.
-        ranks, reply_lengths: ``[S]`` int32, as in ``TokenizedDataset``.
+        tokens: ``[T]`` uint16 or int32, sample after sample.
+        offsets: ``[Q + 1]`` int64, from 0 to T.
+        sample_bounds, reward_bounds: ``[N + 1]`` and ``[Q + 1]`` int64, as in ``Records``.
+        labels: ``[L, C]`` float32, as there.
+        ranks, reply_lengths: ``[Q]`` and ``[S]`` int32, as there.
+        places: ``[S]`` int32, as in ``TokenizedDataset``.
         prefixes: ``[N]`` int32, as there.
         lines: ``[N]`` int64.
         sources: ``[N]`` int32, which of the names in ``facts.summary.sources``.
-        labels: ``[N, C]`` float32.
-        reads, read_bounds: where there are steps, ``[S]`` int32 places of rewards and ``[Q + 1]``
-            int64 rewards of Q sequences; ``labels`` of ratings are then ``[S, C]``.
         record_keys: uint64 in ascending order, of records that differ.
         verdict_keys, verdict_counts: ``[V]`` uint64, and ``[N]`` int32 of them for each record.
         prompts: prompts of all records.
@@ -107,15 +104,15 @@ class FileIndex:
         self.facts = facts
         self.tokens = arrays.read("tokens", np.dtype(facts.token_type))
         self.offsets = arrays.read("offsets", _INT)
-        self.bounds = arrays.read("bounds", _INT)
+        self.sample_bounds = arrays.read("sample_bounds", _INT)
+        self.reward_bounds = arrays.read("reward_bounds", _INT)
         self.ranks = arrays.read("ranks", _COUNT)
         self.reply_lengths = arrays.read("reply_lengths", _COUNT)
         self.prefixes = arrays.read("prefixes", _COUNT)
         self.lines = arrays.read("lines", _INT)
         self.sources = arrays.read("sources", np.dtype(np.int32))
         self.labels = _labels(arrays, len(self.lines), facts.columns)
-        self.reads = arrays.read("reads", _COUNT) if facts.has_steps else None
-        self.read_bounds = arrays.read("read_bounds", _INT) if facts.has_steps else None
+        self.places = arrays.read("places", _COUNT)
         self.record_keys = arrays.read("record_keys", _KEY)
         self.verdict_keys = arrays.read("verdict_keys", _KEY)
         self.verdict_counts = arrays.read("verdict_counts", _COUNT)
@@ -148,27 +145,25 @@ def make_index(
     """
     of_file, blocks = open_file(path, rules.reading)
     to_tokens = TokenRules(of_file, rules.contract, rules.tokenizer)
-    writer = _Writer(arrays, rules.contract.has_steps)
+    writer = _Writer(arrays)
     for block in tokenize_blocks(blocks, to_tokens, processes):
         writer.add(block)
         if show is not None:
             show(writer.records)
-    return FileIndex(writer.finish(of_file, to_tokens.token_type.name), arrays)
+    return FileIndex(writer.finish(to_tokens), arrays)
 
 
 class _Writer:
     """Block after block to arrays; what is left in memory does not grow with them."""
 
-    def __init__(self, arrays: Arrays, has_steps: bool) -> None:
+    def __init__(self, arrays: Arrays) -> None:
         self.records = 0
         self._arrays = arrays
         self._all = TokenizedBlock()
         self._names: dict[str, int] = {}
         self._sources: list[int] = []
-        self._ends = {"offsets": 0, "bounds": 0}
+        self._ends = {"offsets": 0, "sample_bounds": 0, "reward_bounds": 0}
         self._digest = hashlib.sha256()
-        if has_steps:
-            self._ends["read_bounds"] = 0
         for name in self._ends:
             arrays.append(name, np.zeros(1, _INT))
 
@@ -183,9 +178,8 @@ class _Writer:
         every.longer += block.longer
         self._add_to_digest(parts["tokens"], parts["lengths"])
         self._add_ends("offsets", parts.pop("lengths"))
-        self._add_ends("bounds", parts.pop("sizes"))
-        if "read_bounds" in self._ends:
-            self._add_ends("read_bounds", parts.pop("read_counts"))
+        self._add_ends("sample_bounds", parts.pop("sample_counts"))
+        self._add_ends("reward_bounds", parts.pop("reward_counts"))
         parts["sources"] = self._codes(block.sources)
         for name, part in parts.items():
             self._arrays.append(name, part)
@@ -210,9 +204,9 @@ class _Writer:
             add_sequence(self._digest, tokens[start : start + length])
             start += length
 
-    def finish(self, rules: FileRules, token_type: str) -> IndexFacts:
+    def finish(self, to_tokens: TokenRules) -> IndexFacts:
         """Summary of all blocks, after the last one."""
-        arrays, every = self._arrays, self._all
+        arrays, every, rules = self._arrays, self._all, to_tokens.file
         lines = arrays.read("lines", _INT)
         different = np.unique(arrays.read("record_keys", _KEY))
         keys, first_lines = first_of_each(arrays.read("prompt_keys", _KEY), lines)
@@ -228,21 +222,16 @@ class _Writer:
             "contradicted": int(opposed.sum()),
             "kept": self.records,
         }
-        has_steps = "read_bounds" in self._ends
-        labels = _labels(arrays, self.records, rules.columns)
-        ranks, bounds = arrays.read("ranks", _COUNT), arrays.read("bounds", _INT)
-        prefixes = arrays.read("prefixes", _COUNT)
-        saved = prefixes * (np.diff(bounds) - 1)
-        reads = arrays.read("reads", _COUNT) if has_steps else None
+        sample_bounds = arrays.read("sample_bounds", _INT)
+        reward_bounds = arrays.read("reward_bounds", _INT)
+        label_rows = count_label_rows(*map(torch.from_numpy, (sample_bounds, reward_bounds)))
+        labels = _labels(arrays, int(label_rows.sum()), rules.columns)
+        prefixes, ranks = arrays.read("prefixes", _COUNT), arrays.read("ranks", _COUNT)
+        saved = prefixes * (np.diff(sample_bounds) - 1)
         reply_lengths = arrays.read("reply_lengths", _COUNT)
-        if has_steps:
-            read_bounds = arrays.read("read_bounds", _INT)
-            bounds = read_bounds[bounds]
-            if rules.kind is RecordKind.comparison:
-                # A text's last reward is the one with the length of the reply.
-                reply_lengths = reply_lengths[read_bounds[1:] - 1]
-        # A row of labels for each record or, of rated steps, for each reward.
-        rows = np.diff(bounds) if len(labels) == bounds[-1] else 1
+        if rules.kind is RecordKind.comparison:
+            # The last reward of a sample is the one with the length of the reply.
+            reply_lengths = reply_lengths[reward_bounds[1:] - 1]
         columns = LabelColumns.of(rules.columns, torch.from_numpy(labels))
         summary = FileSummary(
             path=rules.path,
@@ -256,12 +245,15 @@ class _Writer:
             longer_chosen=every.longer / every.pairs if every.pairs else None,
             prefixes=PrefixSummary(int(saved.sum()), int((prefixes == 0).sum())),
             malformed=every.malformed,
-            far_labels=far_labels(columns, Origins([(rules.path, np.repeat(lines, rows))])),
+            far_labels=far_labels(
+                columns, Origins([(rules.path, np.repeat(lines, label_rows.numpy()))])
+            ),
             unread=dict(every.unread),
         )
-        end_digest(self._digest, labels, ranks, bounds, reads)
-        digest = self._digest.hexdigest()
-        return IndexFacts(summary, rules.columns, every.parsed, token_type, digest, has_steps)
+        places = arrays.read("places", _COUNT) if to_tokens.contract.has_steps else None
+        end_digest(self._digest, labels, ranks, sample_bounds, reward_bounds, places)
+        digest, token_type = self._digest.hexdigest(), to_tokens.token_type.name
+        return IndexFacts(summary, rules.columns, every.parsed, token_type, digest)
 
 
 def add_sequence(digest: Any, tokens: np.ndarray) -> None:
@@ -274,16 +266,21 @@ def end_digest(
     digest: Any,
     labels: np.ndarray,
     ranks: np.ndarray,
-    bounds: np.ndarray,
-    reads: np.ndarray | None = None,
+    sample_bounds: np.ndarray,
+    reward_bounds: np.ndarray,
+    places: np.ndarray | None = None,
 ) -> None:
-    """Add labels to a digest, ranks where the order of completions does not say them, and reads."""
+    """Add labels to a digest, ranks where the order of samples does not say them, and ``places``.
+
+    Ranks are added as ``[S]``, the rank of each reward's sample: stored runs have such digests.
+    """
     digest.update(np.ascontiguousarray(labels).tobytes())
-    places = np.arange(len(ranks)) - np.repeat(bounds[:-1], np.diff(bounds))
-    if not np.array_equal(ranks, places):
+    ranks = np.repeat(ranks, np.diff(reward_bounds))
+    bounds = reward_bounds[sample_bounds]
+    if not np.array_equal(ranks, np.arange(len(ranks)) - np.repeat(bounds[:-1], np.diff(bounds))):
         digest.update(ranks.astype(_INT).tobytes())
-    if reads is not None:
-        add_sequence(digest, reads)
+    if places is not None:
+        add_sequence(digest, places)
 
 
 # Named arrays that grow at their end: files of a folder, or bytes in memory.

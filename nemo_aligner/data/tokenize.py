@@ -72,17 +72,16 @@ class TokenRules:
 
 @dataclass
 class TokenizedBlock:
-    """N records with S sequences, what became of the others, and what is to be told of them.
+    """N records with Q samples and S rewards, what became of the others, and what to report.
 
     Attributes:
         counts: as in ``clean.py`` and above, without ``kept``.
         parsed: records that were read and not dropped before they were tokenized.
-        arrays: ``tokens [T]``, ``lengths [S]``, ``ranks [S]``, ``reply_lengths [S]`` (of what each
-            reward is of), ``sizes [N]`` (sequences of a record), ``prefixes [N]``, ``lines [N]``,
-            ``labels [N, C]``, ``record_keys [N]``, ``prompt_keys [N]``, ``verdict_keys [V]``,
-            ``verdict_counts [N]`` (verdicts of a record). Where the contract has
-            steps, there are Q sequences and S rewards: ``lengths [Q]``, ``reads [S]`` (places in
-            their sequences), ``read_counts [Q]``, and of ratings ``labels [S, C]``.
+        arrays: ``tokens [T]``, ``lengths [Q]``, ``ranks [Q]``, ``sample_counts [N]``,
+            ``reward_counts [Q]``, ``places [S]`` (of the tokens that are read, in their sequences),
+            ``reply_lengths [S]`` and ``labels [L, C]`` (see ``Records``), ``prefixes [N]``,
+            ``lines [N]``, ``record_keys [N]``, ``prompt_keys [N]``, ``verdict_keys [V]``,
+            ``verdict_counts [N]`` (verdicts of a record).
         sources: source of every record.
         unread: columns that were not read, and how many lines have them.
         pairs, longer: pairs of completions of which one is better, and how many of these are the
@@ -105,14 +104,14 @@ class _Kept(NamedTuple):
     # Tokens of the reply of each sequence, and of what each reward is of.
     reply_tokens: Sequence[int]
     reply_lengths: Sequence[int]
-    # Of each sequence, where the contract has steps, and how many were cut off before them.
-    reads: Sequence[Sequence[int]] | None = None
-    lost: int = 0
+    # Places in each sequence, and how many steps were cut off before them.
+    reads: Sequence[Sequence[int]]
+    lost: int
 
     def label_rows(self, columns: int) -> list[Sequence[float | None]]:
-        """Labels of the record, or of every step of a rated one that is still there."""
+        """Labels of a comparison, or of every reward of a rating."""
         record, none = self.record, (None,) * columns
-        if self.reads is None or not isinstance(record, Rating):
+        if not isinstance(record, Rating):
             return [record.labels or none]
         if record.steps is not None:
             return [own or none for own in record.steps[self.lost :]]
@@ -163,11 +162,10 @@ def _kept(
         if isinstance(record, Comparison) and record.has_ties:
             counts["all_tied" if record.is_tied else "some_tied"] += 1
         sequences = [np.array(text.token_ids, dtype=np.int32) for text in texts]
-        reads = [text.reads for text in texts if text.reads is not None]
-        if not reads:
-            yield _Kept(record, sequences, each.reply_tokens, each.reply_tokens)
-            continue
-        counts["steps"] += sum(map(len, reads))
+        # Without turns or steps, the last token is read.
+        reads = [text.reads or (len(text.token_ids) - 1,) for text in texts]
+        if rules.contract.has_steps:
+            counts["steps"] += sum(map(len, reads))
         lengths = [
             length
             for text, reply_tokens, step_tokens in zip(
@@ -189,20 +187,15 @@ def _arrays(kept: Sequence[_Kept], rules: TokenRules) -> dict[str, np.ndarray]:
     tokens = np.concatenate(sequences) if sequences else np.zeros(0)
     ranks = [rank for each in kept for rank in each.record.ranks]
     verdicts = [verdict_keys(each.record) for each in kept]
-    steps = {}
-    if rules.contract.has_steps:
-        reads = [own for each in kept for own in each.reads or ()]
-        counts = [len(own) for own in reads]
-        ranks = np.repeat(_counts(ranks), counts).tolist()
-        steps = {"reads": _counts([place for own in reads for place in own])}
-        steps["read_counts"] = _integers(counts)
+    reads = [places for each in kept for places in each.reads]
     return {
-        **steps,
         "tokens": tokens.astype(rules.token_type),
         "lengths": _integers([len(sequence) for sequence in sequences]),
         "ranks": _counts(ranks),
         "reply_lengths": _counts([n for each in kept for n in each.reply_lengths]),
-        "sizes": _integers([len(each.sequences) for each in kept]),
+        "sample_counts": _integers([len(each.sequences) for each in kept]),
+        "reward_counts": _integers([*map(len, reads)]),
+        "places": _counts([place for places in reads for place in places]),
         "prefixes": _counts([prefix_of_all(each.sequences) for each in kept]),
         "lines": _integers([each.record.origin.line for each in kept]),
         "labels": np.array(labels, dtype=np.float32).reshape(len(labels), len(columns)),

@@ -74,7 +74,9 @@ def build_training_data(
     prefix = config.data.data_prefix
     if not prefix.train:
         raise ConfigError("model.data.data_prefix.train: got no file, wanted at least one")
-    objective = build_objective(config, contract.attributes, contract.attribute_weights)
+    objective = build_objective(
+        config, contract.attributes, contract.attribute_weights, contract.has_steps
+    )
     _check_reads(contract, objective)
     contract = with_aggregate(contract, objective.aggregate)
     how = how_to_read(config, objective)
@@ -332,7 +334,7 @@ class TrainLoader:
         return share_out([self._cost(record) for record in batch], self._dp_size)
 
     def _pack(self, batch: Sequence[int], indices: Sequence[int]) -> list[PackedBatch]:
-        bounds = self._dataset.records.select(batch).bounds.tolist()
+        bounds = self._dataset.records.select(batch).record_bounds.tolist()
         return pack_records(
             self._dataset,
             [batch[index] for index in indices],
@@ -375,6 +377,6 @@ def validation_batches(
     """
     costs = [record_cost(dataset, record, query_key_cost) for record in range(len(dataset))]
     mine = share_out(costs, dp_size)[dp_rank]
-    bounds = dataset.records.bounds.tolist()
+    bounds = dataset.records.record_bounds.tolist()
     first_rows = [bounds[record] for record in mine]
     return pack_records(dataset, mine, micro_batch_tokens, query_key_cost, first_rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -347,15 +348,13 @@ class LoraDropout:
 
 
 def _number_texts(records: Records) -> list[tuple[int, int]]:
-    """Id of the record of each text, and the text's number in it.
-
-    Not of each reward: a text whose turns or steps are scored has several.
-    """
-    starts = records.text_bounds()[:-1]
-    owners = torch.bucketize(starts, records.bounds[1:], right=True)
-    first_texts = torch.searchsorted(starts, records.bounds[:-1])
-    places = torch.arange(len(starts)) - first_texts[owners]
-    return list(zip(records.ids[owners].tolist(), places.tolist(), strict=True))
+    """Id of the record of each sample, and the sample's number in it."""
+    bounds = records.sample_bounds.tolist()
+    return [
+        (record, place)
+        for record, (start, end) in zip(records.ids.tolist(), pairwise(bounds), strict=True)
+        for place in range(end - start)
+    ]
 
 
 def _not_begun() -> Tensor:

@@ -34,7 +34,7 @@ def test_dataset_keeps_order_and_sides(tmp_path: Path, contracts: Contracts) -> 
     data = build(contracts, [path, path])
     dataset = data.train
     assert (len(dataset), dataset.kind) == (4, RecordKind.comparison)
-    assert dataset.records.bounds.tolist() == [0, 2, 4, 6, 8]
+    assert dataset.records.record_bounds.tolist() == [0, 2, 4, 6, 8]
     assert dataset.counts == {"read": 4, "kept": 4, "duplicates": 2}
     assert [str(origin) for origin in dataset.origins] == [f"{path}:1", f"{path}:2"] * 2
     for index, replies in enumerate([("the cat", "no"), ("a dog", "bad bad")]):

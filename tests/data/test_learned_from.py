@@ -130,9 +130,10 @@ def test_pairs_and_ratings_are_one_set(rated: Path, pairs: Path, contracts: Cont
     for paths, sizes in (([rated, pairs], [1, 1, 2]), ([pairs, rated], [2, 1, 1])):
         data = build(contracts, paths, paths, **how, allow_prompt_overlap=True)
         records = data.train.records
-        assert records.sizes.tolist() == sizes
-        assert records.labels.values[records.sizes == 1][1].tolist() == [4.0, 2.0]
-        assert bool(torch.isnan(records.labels.values[records.sizes == 2]).all())
+        counts = records.sample_bounds.diff()
+        assert counts.tolist() == sizes
+        assert records.labels.values[counts == 1][1].tolist() == [4.0, 2.0]
+        assert bool(torch.isnan(records.labels.values[counts == 2]).all())
         assert data.contract.label_means == (2.5, 2.0)
         for dataset in data.validation:
             assert dataset.records.labels.means == (2.5, 2.0)

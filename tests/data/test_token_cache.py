@@ -45,7 +45,8 @@ def parts_of(plan: StepPlan) -> list[Any]:
         labels = records.labels
         tensors = [
             pack.tokens, pack.position_ids, pack.cu_seqlens, pack.prefixes, pack.scored_tokens,
-            pack.rows, records.ids, records.bounds, records.ranks, labels.values,
+            pack.rows, records.ids, records.sample_bounds, records.reward_bounds,
+            records.ranks, labels.values,
         ]  # fmt: skip
         found += [(tensor.dtype, tensor.numpy().tobytes()) for tensor in tensors]
         found += [labels.names, labels.means]
@@ -242,7 +243,7 @@ def test_index_that_is_damaged_is_made_anew(
     in_memory = build(contracts, [path])
     build(contracts, [path], **place)
     [folder] = (tmp_path / "index").iterdir()
-    for number, name in enumerate(("tokens.bin", "index.json", "bounds.bin"), start=2):
+    for number, name in enumerate(("tokens.bin", "index.json", "sample_bounds.bin"), start=2):
         damaged = folder / name
         damaged.write_bytes(damaged.read_bytes()[:-8])
         assert_same(build(contracts, [path], **place), in_memory)
