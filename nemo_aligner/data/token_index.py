@@ -1,4 +1,9 @@
-"""Index of a data file: its records as token ids, and all that a run needs of them, as arrays."""
+"""FileIndex: the records of a data file as arrays of token ids, bounds, labels and hashes.
+
+``make_index`` fills one, block by block, in memory or in a folder of ``token_cache.py``.
+``dataset.py`` joins those of several files to a data set. The arrays of a folder are memory-mapped,
+so that neither records nor tokens take memory in each rank.
+"""
 
 from __future__ import annotations
 
@@ -32,21 +37,20 @@ from nemo_aligner.data.report import (
     find_contradicted,
     first_of_each,
 )
-from nemo_aligner.data.tokenize import TokenizedBlock, TokenRules, tokenize_blocks
-
-# The index of a data file: its records as token ids, and all that a run needs of them.
+from nemo_aligner.data.token_workers import tokenize_blocks
+from nemo_aligner.data.tokenize import TokenizedBlock, TokenRules
 
 _INT = np.dtype(np.int64)
-_COUNT = np.dtype(np.int32)  # of what every rank has in memory for each pair
+_COUNT = np.dtype(np.int32)  # for arrays that every rank may hold in memory
 _KEY = np.dtype(np.uint64)
 _LABEL = np.dtype(np.float32)
-# Called with the number of records tokenized so far.
 ShowProgress = Callable[[int], None]
+"""Called with the number of records tokenized so far."""
 
 
 @dataclass(frozen=True)
 class IndexRules:
-    """Rules that, with the file, decide what an index holds."""
+    """What determines an index in addition to the file: reading, contract and tokenizer."""
 
     reading: ReaderConfig
     contract: ScoringContract
@@ -55,13 +59,13 @@ class IndexRules:
 
 @dataclass(frozen=True)
 class IndexFacts:
-    """Facts about a file that an index holds beside its arrays.
+    """Facts about a file that an index has in addition to its arrays.
 
     Attributes:
-        summary: summary of the file.
+        summary: summary of the file, for reports.
         columns: names of the label columns.
-        parsed: records that were read and not dropped before they were tokenized.
-        token_type: type of the ids.
+        parsed: number of records that were left to tokenize.
+        token_type: numpy type of the stored ids.
         digest: sha256 (hex) of token ids, labels and ranks (see ``end_digest``).
     """
 
@@ -72,12 +76,12 @@ class IndexFacts:
     digest: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Convert to JSON values."""
         return {**vars(self), "summary": self.summary.to_dict(), "columns": list(self.columns)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], path: str) -> IndexFacts:
-        """The inverse of ``to_dict``, of the file at ``path``."""
+        """Read the result of ``to_dict``, for the file at ``path``."""
         summary = FileSummary.from_dict(values["summary"], path)
         return cls(**{**values, "summary": summary, "columns": tuple(values["columns"])})
 
@@ -93,11 +97,12 @@ class FileIndex:
         ranks, reply_lengths: ``[Q]`` and ``[S]`` int32, as there.
         places: ``[S]`` int32, as in ``TokenizedDataset``.
         prefixes: ``[N]`` int32, as there.
-        lines: ``[N]`` int64.
-        sources: ``[N]`` int32, which of the names in ``facts.summary.sources``.
-        record_keys: uint64 in ascending order, of records that differ.
-        verdict_keys, verdict_counts: ``[V]`` uint64, and ``[N]`` int32 of them for each record.
-        prompts: prompts of all records.
+        lines: ``[N]`` int64, line on which each record begins.
+        sources: ``[N]`` int32 index of each record's source in ``facts.summary.sources``.
+        record_keys: uint64 hashes of the different records, in ascending order.
+        verdict_keys: ``[V]`` uint64 hashes of the verdicts (``records.verdict_keys``).
+        verdict_counts: ``[N]`` int32 number of verdicts of each record.
+        prompts: hashes and lines of the different prompts.
     """
 
     def __init__(self, facts: IndexFacts, arrays: Arrays) -> None:
@@ -139,27 +144,28 @@ def make_index(
     """Tokenize a file into ``arrays``, which are empty.
 
     Raises:
-        ConfigError: there is no format of the name.
-        DataError: the file as a whole cannot be read, or see ``tokenize_blocks``.
+        ConfigError: there is no format of that name.
+        DataError: the file cannot be read, or see ``tokenize_blocks``.
         OSError: the arrays cannot be written.
     """
-    of_file, blocks = open_file(path, rules.reading)
-    to_tokens = TokenRules(of_file, rules.contract, rules.tokenizer)
+    file_rules, blocks = open_file(path, rules.reading)
+    token_rules = TokenRules(file_rules, rules.contract, rules.tokenizer)
     writer = _Writer(arrays)
-    for block in tokenize_blocks(blocks, to_tokens, processes):
+    for block in tokenize_blocks(blocks, token_rules, processes):
         writer.add(block)
         if show is not None:
             show(writer.records)
-    return FileIndex(writer.finish(to_tokens), arrays)
+    return FileIndex(writer.finish(token_rules), arrays)
 
 
 class _Writer:
-    """Block after block to arrays; what is left in memory does not grow with them."""
+    """Appends blocks to arrays; its own memory does not grow with the number of records."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.records = 0
         self._arrays = arrays
-        self._all = TokenizedBlock()
+        # Sums over the blocks, without their arrays.
+        self._total = TokenizedBlock()
         self._names: dict[str, int] = {}
         self._sources: list[int] = []
         self._ends = {"offsets": 0, "sample_bounds": 0, "reward_bounds": 0}
@@ -169,18 +175,18 @@ class _Writer:
 
     def add(self, block: TokenizedBlock) -> None:
         """Append a block."""
-        every, parts = self._all, dict(block.arrays)
-        every.counts.update(block.counts)
-        every.unread.update(block.unread)
-        every.parsed += block.parsed
-        every.malformed += block.malformed[: MOST_KEPT - len(every.malformed)]
-        every.pairs += block.pairs
-        every.longer += block.longer
+        total, parts = self._total, dict(block.arrays)
+        total.counts.update(block.counts)
+        total.unread.update(block.unread)
+        total.parsed += block.parsed
+        total.malformed += block.malformed[: MOST_KEPT - len(total.malformed)]
+        total.pairs += block.pairs
+        total.longer += block.longer
         self._add_to_digest(parts["tokens"], parts["lengths"])
         self._add_ends("offsets", parts.pop("lengths"))
         self._add_ends("sample_bounds", parts.pop("sample_counts"))
         self._add_ends("reward_bounds", parts.pop("reward_counts"))
-        parts["sources"] = self._codes(block.sources)
+        parts["sources"] = self._number_sources(block.sources)
         for name, part in parts.items():
             self._arrays.append(name, part)
         self.records += len(block.sources)
@@ -190,7 +196,7 @@ class _Writer:
         self._arrays.append(name, ends)
         self._ends[name] += int(lengths.sum())
 
-    def _codes(self, sources: Sequence[str]) -> np.ndarray:
+    def _number_sources(self, sources: Sequence[str]) -> np.ndarray:
         names, counts = self._names, self._sources
         codes = [names.setdefault(source, len(names)) for source in sources]
         counts += [0] * (len(names) - len(counts))
@@ -204,9 +210,9 @@ class _Writer:
             add_sequence(self._digest, tokens[start : start + length])
             start += length
 
-    def finish(self, to_tokens: TokenRules) -> IndexFacts:
-        """Summary of all blocks, after the last one."""
-        arrays, every, rules = self._arrays, self._all, to_tokens.file
+    def finish(self, token_rules: TokenRules) -> IndexFacts:
+        """Summarize all blocks, after the last one was added."""
+        arrays, total, rules = self._arrays, self._total, token_rules.file
         lines = arrays.read("lines", _INT)
         different = np.unique(arrays.read("record_keys", _KEY))
         keys, first_lines = first_of_each(arrays.read("prompt_keys", _KEY), lines)
@@ -217,7 +223,7 @@ class _Writer:
         verdict_counts = arrays.read("verdict_counts", _COUNT)
         opposed = find_contradicted(verdicts, verdict_counts, [np.unique(verdicts)])
         counts = {
-            **every.counts,
+            **total.counts,
             "duplicates": self.records - len(different),
             "contradicted": int(opposed.sum()),
             "kept": self.records,
@@ -230,7 +236,7 @@ class _Writer:
         saved = prefixes * (np.diff(sample_bounds) - 1)
         reply_lengths = arrays.read("reply_lengths", _COUNT)
         if rules.kind is RecordKind.comparison:
-            # The last reward of a sample is the one with the length of the reply.
+            # The length of the whole reply is that of the sample's last reward.
             reply_lengths = reply_lengths[reward_bounds[1:] - 1]
         columns = LabelColumns.of(rules.columns, torch.from_numpy(labels))
         summary = FileSummary(
@@ -242,22 +248,22 @@ class _Writer:
             reply_lengths=LengthSummary.of(reply_lengths),
             sources=dict(zip(self._names, self._sources, strict=True)),
             labels=LabelSummary.of(columns),
-            longer_chosen=every.longer / every.pairs if every.pairs else None,
+            longer_chosen=total.longer / total.pairs if total.pairs else None,
             prefixes=PrefixSummary(int(saved.sum()), int((prefixes == 0).sum())),
-            malformed=every.malformed,
+            malformed=total.malformed,
             far_labels=far_labels(
                 columns, Origins([(rules.path, np.repeat(lines, label_rows.numpy()))])
             ),
-            unread=dict(every.unread),
+            unread=dict(total.unread),
         )
-        places = arrays.read("places", _COUNT) if to_tokens.contract.has_steps else None
+        places = arrays.read("places", _COUNT) if token_rules.contract.has_steps else None
         end_digest(self._digest, labels, ranks, sample_bounds, reward_bounds, places)
-        digest, token_type = self._digest.hexdigest(), to_tokens.token_type.name
-        return IndexFacts(summary, rules.columns, every.parsed, token_type, digest)
+        digest, token_type = self._digest.hexdigest(), token_rules.token_type.name
+        return IndexFacts(summary, rules.columns, total.parsed, token_type, digest)
 
 
 def add_sequence(digest: Any, tokens: np.ndarray) -> None:
-    """Add the ids of one sequence to a digest, whatever their type."""
+    """Add the ids of one sequence to a digest; their numpy type does not matter."""
     digest.update(len(tokens).to_bytes(8, "little"))
     digest.update(tokens.astype(np.int32).tobytes())
 
@@ -270,9 +276,11 @@ def end_digest(
     reward_bounds: np.ndarray,
     places: np.ndarray | None = None,
 ) -> None:
-    """Add labels to a digest, ranks where the order of samples does not say them, and ``places``.
+    """Add labels, ranks and ``places`` to a digest.
 
-    Ranks are added as ``[S]``, the rank of each reward's sample: stored runs have such digests.
+    Ranks are added only if they differ from the order of the samples, and once for each reward, so
+    that the digests in the states of earlier runs stay valid. ``places`` are None unless the
+    contract scores turns or steps.
     """
     digest.update(np.ascontiguousarray(labels).tobytes())
     ranks = np.repeat(ranks, np.diff(reward_bounds))
@@ -283,10 +291,10 @@ def end_digest(
         add_sequence(digest, places)
 
 
-# Named arrays that grow at their end: files of a folder, or bytes in memory.
+# Named arrays to which parts are appended: files of a folder, or bytes in memory.
 #
-# Not megatron-core's IndexedDataset: it has sequences and documents alone, so ranks, labels, reply
-# lengths and lines would need such files beside it anyway.
+# megatron-core's IndexedDataset has only sequences and documents: ranks, labels, reply lengths and
+# lines would need these files in addition.
 
 
 class ArraysInMemory:
@@ -296,27 +304,26 @@ class ArraysInMemory:
         self._bytes: dict[str, bytearray] = {}
 
     def append(self, name: str, part: np.ndarray) -> None:
-        """Append ``part`` to an array."""
+        """Append ``part`` to the array ``name``, which is empty at first."""
         self._bytes.setdefault(name, bytearray()).extend(part.tobytes())
 
     def replace(self, name: str, array: np.ndarray) -> None:
-        """Replace an array."""
+        """Replace the array ``name``."""
         self._bytes[name] = bytearray(array.tobytes())
 
     def read(self, name: str, dtype: np.dtype, width: int | None = None) -> np.ndarray:
-        """Read a whole array, ``[n]`` or ``[n, width]``."""
-        return _shaped(np.frombuffer(bytearray(self._bytes.get(name, b"")), dtype), width)
+        """Read all of the array ``name``, ``[n]`` or ``[n, width]``."""
+        return _reshape(np.frombuffer(bytearray(self._bytes.get(name, b"")), dtype), width)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each."""
+        """Measure each array, in bytes."""
         return {name: len(content) for name, content in self._bytes.items()}
 
 
 class ArraysInFolder:
-    """Arrays in files of ``folder``, without a header; they are memory-mapped when read.
+    """Arrays in files of ``folder``, without a header; reading memory-maps them.
 
-    Raises:
-        OSError: a file cannot be read or written.
+    All methods raise OSError if a file cannot be read or written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -324,35 +331,35 @@ class ArraysInFolder:
         self._open: dict[str, BinaryIO] = {}
 
     def append(self, name: str, part: np.ndarray) -> None:
-        """Append ``part`` to an array."""
+        """Append ``part`` to the array ``name``, which is empty at first."""
         if name not in self._open:
             self._open[name] = self._path(name).open("ab")
         self._open[name].write(part.tobytes())
 
     def replace(self, name: str, array: np.ndarray) -> None:
-        """Replace an array."""
+        """Replace the array ``name``."""
         file = self._open.pop(name, None)
         if file is not None:
             file.close()
-        # Not written over: what is mapped of the old file stays.
+        # The old file is unlinked, not overwritten, because it may still be mapped.
         self._path(name).unlink(missing_ok=True)
         self.append(name, array)
 
     def read(self, name: str, dtype: np.dtype, width: int | None = None) -> np.ndarray:
-        """Map a whole array, ``[n]`` or ``[n, width]``; writes to it stay in this process."""
+        """Map the array ``name``, ``[n]`` or ``[n, width]``; writes to it stay in this process."""
         if name in self._open:
             self._open[name].flush()
         path = self._path(name)
         if not path.exists() or path.stat().st_size == 0:
-            return _shaped(np.zeros(0, dtype), width)
-        return _shaped(np.memmap(path, dtype, mode="c"), width)
+            return _reshape(np.zeros(0, dtype), width)
+        return _reshape(np.memmap(path, dtype, mode="c"), width)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each."""
+        """Measure each array, in bytes."""
         return {path.stem: path.stat().st_size for path in self._folder.glob("*.bin")}
 
     def close(self) -> None:
-        """Have all of it on the disk."""
+        """Write all arrays to the disk, and close their files."""
         for file in self._open.values():
             file.flush()
             os.fsync(file.fileno())
@@ -364,26 +371,26 @@ class ArraysInFolder:
 
 
 Arrays: TypeAlias = ArraysInMemory | ArraysInFolder
-"""Arrays that are written part by part, and read from once they are complete."""
+"""Arrays that are written part by part, and read once they are complete."""
 
 
-def _shaped(array: np.ndarray, width: int | None) -> np.ndarray:
-    # Not a memmap: each slice of one costs much more than one of a plain array.
+def _reshape(array: np.ndarray, width: int | None) -> np.ndarray:
+    # Slicing a memmap is much slower than slicing a plain array.
     plain = array.view(np.ndarray)
     if width is None:
         return plain
     return plain.reshape(-1, width) if width else np.zeros((0, 0), array.dtype)
 
 
-# Views of a data set as sequences of records, without an object for each record.
+# Sequences over the records of several files, without an object in memory for each record.
 #
-# Arrays of several files are not joined, so that mapped ones cost no memory.
+# The arrays of the files are not concatenated, so that mapped ones take no memory.
 
 Item = TypeVar("Item")
 
 
 class FileParts(Sequence[Item], Generic[Item]):
-    """Items of several files, of which each has so many."""
+    """A sequence of the items of several files; ``sizes`` are their numbers of items."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._starts = [0, *accumulate(sizes)]
@@ -399,45 +406,46 @@ class FileParts(Sequence[Item], Generic[Item]):
 
     def __getitem__(self, index: int | slice) -> Item | list[Item]:
         if isinstance(index, slice):
-            return [self._at(each) for each in range(*index.indices(len(self)))]
-        return self._at(range(len(self))[index])
+            return [self._read(number) for number in range(*index.indices(len(self)))]
+        return self._read(range(len(self))[index])
 
-    def _at(self, index: int) -> Item:
+    def _read(self, index: int) -> Item:
         part = bisect_right(self._starts, index) - 1
-        return self._of_part(part, index - self._starts[part])
+        return self._read_part(part, index - self._starts[part])
 
     @abstractmethod
-    def _of_part(self, part: int, index: int) -> Item: ...
+    def _read_part(self, part: int, index: int) -> Item:
+        """Return an item of the file with the number ``part``."""
 
 
 class Origins(FileParts[Origin]):
-    """File and line of every record; ``parts`` are a path and ``[n]`` lines for each file."""
+    """File and line of each record; ``parts`` are a path and lines ``[n]`` for each file."""
 
     def __init__(self, parts: Sequence[tuple[str, np.ndarray]]) -> None:
         super().__init__([len(lines) for _, lines in parts])
         self._parts = parts
 
-    def _of_part(self, part: int, index: int) -> Origin:
+    def _read_part(self, part: int, index: int) -> Origin:
         path, lines = self._parts[part]
         return Origin(path, int(lines[index]))
 
 
 class Sources(FileParts[str]):
-    """Sources of records; ``parts`` are names, and ``[n]`` indices of the name that each has."""
+    """Source of each record; ``parts`` are names, and an index ``[n]`` into them, for each file."""
 
     def __init__(self, parts: Sequence[tuple[Sequence[str], np.ndarray]]) -> None:
         super().__init__([len(codes) for _, codes in parts])
         self._parts = parts
 
-    def _of_part(self, part: int, index: int) -> str:
+    def _read_part(self, part: int, index: int) -> str:
         names, codes = self._parts[part]
         return names[codes[index]]
 
 
 class TokenSequences(FileParts[np.ndarray]):
-    """S sequences as ``[L]`` int32 each.
+    """Token ids of Q samples, ``[L]`` int32 each.
 
-    ``parts`` are for each file ``[T]`` tokens, and ``[s + 1]`` offsets of its sequences into them.
+    ``parts`` are, for each file, tokens ``[T]`` and offsets ``[q + 1]`` of its samples into them.
     """
 
     def __init__(self, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -446,25 +454,25 @@ class TokenSequences(FileParts[np.ndarray]):
 
     @classmethod
     def of(cls, sequences: Sequence[Sequence[int] | np.ndarray]) -> TokenSequences:
-        """Build from sequences that lie anywhere in memory."""
+        """Copy sequences of token ids."""
         flat = [np.asarray(sequence, dtype=np.int32) for sequence in sequences]
         offsets = np.array([0, *accumulate(map(len, flat))], dtype=np.int64)
         return cls([(np.concatenate([np.zeros(0, np.int32), *flat]), offsets)])
 
-    def _of_part(self, part: int, index: int) -> np.ndarray:
+    def _read_part(self, part: int, index: int) -> np.ndarray:
         tokens, offsets = self._parts[part]
         return tokens[offsets[index] : offsets[index + 1]].astype(np.int32)
 
     @property
     def num_tokens(self) -> int:
-        """T, of all of them."""
+        """Number of tokens of all samples."""
         return sum(int(offsets[-1]) for _, offsets in self._parts)
 
     def lengths(self, start: int, stop: int) -> np.ndarray:
-        """``[stop - start]`` int64 tokens of these sequences."""
-        found = [np.zeros(0, np.int64)]
+        """Count the tokens of the samples from ``start`` to ``stop``, ``[stop - start]`` int64."""
+        lengths = [np.zeros(0, np.int64)]
         for (_, offsets), first in zip(self._parts, self._starts, strict=False):
             low = min(max(start - first, 0), len(offsets) - 1)
             high = min(max(stop - first, 0), len(offsets) - 1)
-            found.append(np.diff(offsets[low : high + 1]))
-        return np.concatenate(found)
+            lengths.append(np.diff(offsets[low : high + 1]))
+        return np.concatenate(lengths)

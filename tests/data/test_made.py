@@ -123,7 +123,7 @@ def test_fetch_leaves_out_what_lines_cannot_hold_and_says_so(
     path = tmp_path / "fetched.jsonl"
     assert fetch("owner/name", path) == 1
     assert rows_of(path) == [{"prompt": "why", "score": None, "day": "2026-01-02"}]
-    assert capsys.readouterr().out == "left out, as JSON cannot hold them: columns image\n"
+    assert capsys.readouterr().out == "dropped columns that JSON cannot hold: image\n"
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +169,10 @@ def test_demo_set_of_another_seed_and_size(tmp_path: Path) -> None:
 
 
 def test_demo_set_of_too_many_pairs_is_refused(tmp_path: Path, run: Run) -> None:
-    with pytest.raises(DataError, match=r"^\w+: got \d+ pairs"):
+    with pytest.raises(DataError, match=r"^\w+: .* \d+ different pairs"):
         build_demo_pairs(90000, 0.1, 1)
     failed = run("data demo", "--output", tmp_path, "--pairs", 90000, code=1)
-    assert "wanted" in failed.stderr
+    assert "different pairs" in failed.stderr
     assert "Traceback" not in failed.stderr
 
 

@@ -405,7 +405,7 @@ def test_published_pandalm_has_the_majorities_that_its_readme_counts() -> None:
     ]
     best = Counter("tie" if one.ranks == (0, 0) else replies(one)[0] for one in judged)
     assert best == {"tie": 105, "1": 422, "2": 472}
-    rule = MalformedRule(Malformed.drop, most=0.01)
+    rule = MalformedRule(Malformed.drop, max_fraction=0.01)
     file = read_records(path, ReaderConfig(RecordKind.comparison, rule=rule))
     # In six of them a response is the JSON value true.
     assert (file.counts["read"], file.counts["malformed"]) == (999, 6)
