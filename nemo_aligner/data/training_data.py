@@ -114,15 +114,11 @@ def build_training_data(
     for dataset in (train, *heldout):
         _check_labels(dataset, objective)
         _check_fits(dataset, config.micro_batch_tokens)
-    is_rated = objective.record_kind is RecordKind.rating
-    if is_rated and objective.centres_labels:
-        if measure_label_means:
-            contract = contract.with_label_means(_measure_means(train, contract.attributes))
-        means = dict(zip(contract.attributes, contract.label_means, strict=True))
-        train, heldout = train.centred_on(means), [data.centred_on(means) for data in heldout]
-    elif is_rated and any(contract.label_means):
-        # The model to start from was trained on centred labels; this objective does not centre.
-        contract = contract.with_label_means([0.0] * len(contract.attributes))
+    if objective.record_kind is RecordKind.rating:
+        contract = _choose_label_means(contract, objective, train, measure_label_means)
+        if objective.centres_labels:
+            means = dict(zip(contract.attributes, contract.label_means, strict=True))
+            train, *heldout = (data.centred_on(means) for data in (train, *heldout))
     validation, test = heldout[: len(prefix.validation)], heldout[len(prefix.validation) :]
     return TrainingData(train, validation, contract, objective, test)
 
@@ -166,6 +162,17 @@ def _mark_overlap(
         for report in dataset.reports
     ]
     return replace(dataset, reports=reports)
+
+
+def _choose_label_means(
+    contract: ScoringContract, objective: Objective, train: TokenizedDataset, measure: bool
+) -> ScoringContract:
+    if objective.centres_labels and measure:
+        return contract.with_label_means(_measure_means(train, contract.attributes))
+    if not objective.centres_labels and any(contract.label_means):
+        # The model to start from was trained on centred labels; this objective does not centre.
+        return contract.with_label_means([0.0] * len(contract.attributes))
+    return contract
 
 
 def _measure_means(train: TokenizedDataset, attributes: Sequence[str]) -> tuple[float, ...]:

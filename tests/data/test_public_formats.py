@@ -260,7 +260,7 @@ def test_records_have_the_tools_that_their_replies_call(tmp_path: Path) -> None:
     for more in ({"documents": "a.txt"}, {"documents": [1]}, {"tools": None}, {"tools": "[]"}):
         [plain] = read(tmp_path, {**PAIR, **more}).records
         assert plain.texts == ([USER, GOOD], [USER, BAD])
-    with pytest.raises(DataError, match=r":1: chat_template_kwargs: got some in a record"):
+    with pytest.raises(DataError, match=r":1: chat_template_kwargs of single records"):
         read(tmp_path, {**records[1], "chat_template_kwargs": {"a": 1}})
     with pytest.raises(DataError, match=r":1: tools: got 'x', wanted a JSON list"):
         read(tmp_path, {**records[1], "tools": "x"})

@@ -334,7 +334,8 @@ def test_index_beside_a_file_where_nothing_can_be_written(
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
     assert_same(build(contracts, [path]), in_memory)
-    assert f"{data}: cannot keep a token cache next to the data (Read-only" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"{data}: cannot keep a token cache next to the data (Read-only" in shown
     assert list(data.iterdir()) == [path]
     with pytest.raises(ConfigError, match=r"model.data.index_dir: .*Read-only file system"):
         build(contracts, [path], index_dir=str(data / "index"))

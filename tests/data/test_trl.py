@@ -67,7 +67,7 @@ CHATS: dict[str, list[dict[str, Any]]] = {
 REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
     "a row's own variables": (
         [{**EXPLICIT, "chat_template_kwargs": {"enable_thinking": True}}],
-        r"chat_template_kwargs: got some in a record.*model.data.chat_template_kwargs applies",
+        r"chat_template_kwargs of single records.* model.data.chat_template_kwargs",
     ),
     "token ids": (
         [{"chosen_ids": [5, 6], "rejected_ids": [7]}],
