@@ -114,7 +114,7 @@ def test_data_sets_of_trl_have_its_token_ids(
     shapes = {**STRINGS, **CHATS}
     data = tmp_path / "data.json"
     data.write_text(json.dumps({**shapes, "EOS": WITH_EOS}))
-    script = tiny.ROOT / "tests/data/trl_ids.py"
+    script = tiny.ROOT / "tests/data/formats/trl_ids.py"
     command = [trl_python, script, folder, data, tmp_path / "work"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
